@@ -16,8 +16,7 @@ import uvloop
 from baton.grpc_options import accepts_pings
 from baton.v1 import common_pb2, control_pb2, worker_pb2, worker_pb2_grpc
 from tests.router.deployment import Registry
-from tests.router.scripted_kv import BLOCK_SIZE
-from tests.router.scripted_worker import FINGERPRINT, MODEL
+from tests.router.scripted_worker import BLOCK_SIZE, FINGERPRINT, MODEL
 
 STEP_S = 0.005  # a decode worker sends one message, a token for each of its requests, this often
 PREFILL, DECODE = common_pb2.WORKER_ROLE_PREFILL, common_pb2.WORKER_ROLE_DECODE

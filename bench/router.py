@@ -34,11 +34,11 @@ from baton.config.router import RouterConfig
 from baton.v1 import common_pb2, router_pb2, router_pb2_grpc, worker_pb2, worker_pb2_grpc
 from bench.table import markdown
 from kv_transfer.block_hash import BlockHash
-from router.admission import Admission
-from router.fleet import Fleet, WorkerState
-from router.prefix_index import PrefixIndex
-from router.prompt import PromptBlocks
-from router.worker_facts import WorkerFacts
+from router.fleet.fleet import Fleet, WorkerState
+from router.fleet.worker_facts import WorkerFacts
+from router.placement.admission import Admission
+from router.placement.prefix_index import PrefixIndex
+from router.placement.ticket import PromptBlocks
 from tests.router.deployment import byte_model
 from tests.router.scripted_worker import FINGERPRINT, MODEL
 

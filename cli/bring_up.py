@@ -102,7 +102,7 @@ def _addresses(host: str) -> set[str]:
 
 
 def _check_free(wanted: _Wanted) -> None:
-    from router.listening import check_can_listen
+    from router.door.server import check_can_listen
 
     try:
         check_can_listen(f"{wanted.host}:{wanted.port}", wanted.may_share)
@@ -155,7 +155,7 @@ class Startup:
 
     def start(self, config: ClusterConfig) -> RunningCluster:
         from cluster.local.bring_up import up as start_cluster
-        from router.access import Access
+        from router.door.access import Access
         from router.text import TextModel
 
         check_ports(config)
@@ -163,7 +163,7 @@ class Startup:
         config = with_model_folder(config, self._announce, self._steps.detail)
         self._announce("reading the tokenizer")
         # A wrong folder is reported before anything starts.
-        TextModel.load(find_text_files(config.model, tokenizer=config.tokenizer))
+        TextModel(find_text_files(config.model, tokenizer=config.tokenizer))
         self._cluster = start_cluster(config, on_progress=self._announce)
         self._catch()
         return self._cluster

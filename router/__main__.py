@@ -16,17 +16,16 @@ from prometheus_client import start_http_server
 from baton.config.cluster import ClusterConfig, load_config
 from baton.config.router import RouterConfig
 from baton.errors import ConfigError
-from router.door import Door
-from router.listening import cannot_listen, split_address
-from router.metrics import RouterMetrics
-from router.server import RouterServer
+from router.door.door import Door
+from router.door.server import RouterServer, cannot_listen, split_address
+from router.report.metrics import RouterMetrics
 
 log = logging.getLogger("router")
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m router", description="Baton's router")
-    parser.add_argument("--control", required=True, metavar="HOST:PORT", help="tells the units")
+    parser.add_argument("--control", required=True, metavar="HOST:PORT", help="the control service")
     parser.add_argument("--config", metavar="FILE", help="cluster.yaml; without it, the defaults")
     parser.add_argument("--listen", metavar="HOST:PORT", help="overrides the configuration")
     levels = ("debug", "info", "warning", "error")

@@ -21,31 +21,27 @@ from baton.clock import Clock, Timer
 from baton.config.router import RouterConfig
 from baton.errors import AlreadyExistsError, NotFoundError, ShuttingDownError
 from baton.v1 import control_pb2, router_pb2
-from router.admission import Admission
-from router.figures import Counts, Figures
-from router.fleet import Fleet
-from router.fleet_links import FleetLinks, FleetReport
-from router.fleet_watch import FleetWatch
-from router.metrics import Gauges, RouterMetrics
-from router.output import Finished, FinishReason, OutputReader
-from router.placement import Placement
-from router.pool_figures import PoolFigures
-from router.prefix_index import PrefixIndex
-from router.prompt import PromptBlocks
-from router.reporting import Reporting, waiting_requests
-from router.request_figures import RequestFigures
-from router.request_run import SHUTTING_DOWN, RequestRun
-from router.resume import is_kept
-from router.retry_budget import RetryBudget
-from router.run_parts import Arrival, RunParts, Sought, wire_id
-from router.searching import Searching
-from router.served_model import ServedModel
-from router.session import RouterIdentity
-from router.ticket import Ticket
-from router.validate import ParsedRequest, RequestLimits, body_digest
-from router.worker_facts import NO_BOUND, WorkerFacts
+from router.fleet.fleet import Fleet
+from router.fleet.fleet_links import FleetLinks, FleetReport
+from router.fleet.registry import FleetWatch, keep_reporting, waiting_requests
+from router.fleet.session import RouterIdentity
+from router.fleet.worker_facts import NO_BOUND
+from router.placement.admission import Admission
+from router.placement.fairness import FairLine, RetryBudget
+from router.placement.placement import Placement
+from router.placement.prefix_index import PrefixIndex
+from router.placement.ticket import PromptBlocks, Ticket
+from router.report.figures import Counts, Figures, PoolFigures, RequestFigures
+from router.report.metrics import Gauges, RouterMetrics
+from router.request.output import Finished, FinishReason, OutputReader
+from router.request.request_run import SHUTTING_DOWN, RequestRun
+from router.request.resume import is_kept
+from router.request.run_parts import Arrival, RunParts, ServedModel, Sought, wire_id
+from router.request.validate import ParsedRequest, RequestLimits, body_digest
 
 log = logging.getLogger(__name__)
+
+SEARCHES_AT_ONCE = 256  # each asks every decode worker
 
 
 class Router:
@@ -62,7 +58,7 @@ class Router:
         clock: Clock,
         rng: random.Random | None = None,
     ) -> None:
-        """`on_fault` hears of a task that has ended, and must not while the router serves."""
+        """`on_fault` gets a task that has ended, and must not while the router serves."""
         self.config, self.model, self.text = config, model, model.text
         self.clock, self._on_fault = clock, on_fault
         self._rng = rng or random.SystemRandom()
@@ -71,8 +67,8 @@ class Router:
         self.identity = RouterIdentity(f"router-{uuid.uuid4().hex[:12]}", time.time_ns())
         self._figures = Figures(self.identity.router_id, clock.now_s)
         self.index = PrefixIndex(config.max_predictions)
-        self.fleet = Fleet(config, clock.now_s, self._fleet_changed)
-        self.links = FleetLinks(config, self.identity, self.fleet, self.index, self._is_served)
+        self.fleet = Fleet(config, clock.now_s, lambda: self.admission.kick())
+        self.links = FleetLinks(config, self.identity, self.fleet, self.index, model.name)
         self.admission = Admission(config, self.fleet, self.index, clock, random.Random())
         self.watch = FleetWatch(control_address, config, self._take_fleet, self.fleet.forget_others)
         self.parts = self._make_parts()
@@ -94,7 +90,12 @@ class Router:
             fleet=self.fleet,
             links=self.links,
             admission=self.admission,
-            searching=Searching(self.config),
+            searching=FairLine(
+                "looked for at the decode workers",
+                at_once=SEARCHES_AT_ONCE,
+                max_requests=self.config.max_queue + SEARCHES_AT_ONCE,
+                retry_after_s=self.config.overload_retry_s,
+            ),
             retries=RetryBudget(self.config, self.clock.now_s),
             metrics=self.metrics,
             counts=Counts(),
@@ -106,8 +107,8 @@ class Router:
 
     async def start(self) -> None:
         """Begin to follow the fleet."""
-        reporting = Reporting(self._control_address, self.config, self.report)
-        for work in (self.watch.run(), reporting.run()):
+        reporting = keep_reporting(self._control_address, self.config, self.report)
+        for work in (self.watch.run(), reporting):
             task = asyncio.create_task(work)
             task.add_done_callback(self._ended_task)
             self._stack.push_async_callback(_stop, task)
@@ -271,15 +272,9 @@ class Router:
                 run.lose_model()
             self.replaced.set()
 
-    def _is_served(self, facts: WorkerFacts) -> bool:
-        return facts.model == self.model.name
-
-    def _fleet_changed(self) -> None:
-        self.admission.kick()
-
     def max_model_len(self) -> int | None:
         """The longest prompt plus output that some decode worker takes; None: not known yet."""
-        longest = self.fleet.longest_request
+        longest = self.fleet.kinds.longest_request
         return self.text.max_model_len if longest in (None, NO_BOUND) else longest
 
     def request_limits(self) -> RequestLimits:
@@ -321,13 +316,8 @@ class Router:
     def num_active(self) -> int:
         return sum(run.log.end is None for run in self._runs.values())
 
-    @property
-    def num_remembered(self) -> int:
-        """Requests that run, or whose output is kept."""
-        return len(self._runs)
-
     def check_integrity(self) -> None:
-        """Raise AssertionError when books disagree, or hold something no request accounts for."""
+        """Raise AssertionError when the parts disagree, or hold what no request accounts for."""
         self.fleet.check_integrity()
         self.index.check_integrity()
         assert self._timers.keys() <= set(self.runs), "a timer of a request that is forgotten"

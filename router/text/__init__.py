@@ -6,8 +6,7 @@ one request.
 """
 
 from router.text.chat_template import Message
-from router.text.detokenizer import Detokenizer, Emitted
-from router.text.model_files import SamplingDefaults
-from router.text.text_model import TextModel
+from router.text.detokenizer import Detokenizer
+from router.text.text_model import SamplingDefaults, TextModel
 
-__all__ = ["Detokenizer", "Emitted", "Message", "SamplingDefaults", "TextModel"]
+__all__ = ["Detokenizer", "Message", "SamplingDefaults", "TextModel"]

@@ -18,7 +18,7 @@ from baton.errors import ConfigError, InvalidRequestError
 
 # Unicode noncharacters: never part of a text that is meant for interchange.
 _MARKS = [chr(code) for code in range(0xFDD0, 0xFDF0)]
-# What a template does to messages it was not written for, however it says so.
+# What a template does to messages it was not written for, however it is raised.
 _REFUSALS = (
     jinja2.TemplateError,
     ArithmeticError,
@@ -71,7 +71,7 @@ class ChatTemplate:
     Special tokens in a message's content stay ordinary text: a client cannot close its turn and
     open another one by writing `<|im_end|>`. Each one is broken by an invisible mark before
     rendering; the encoder takes the mark out again once the template's own special tokens are
-    told apart (see `SegmentEncoder`).
+    distinguished (see `SegmentEncoder`).
     """
 
     def __init__(

@@ -1,35 +1,95 @@
-"""Token ids of one answer to text, as they come.
+"""Token ids of one answer to text, as they come, up to the first stop string.
 
-What has been emitted after n tokens is a function of those n tokens alone, however they were cut
-into pushes. A second router can therefore push what a client has seen, drop the text, and go on.
+What has been emitted after n tokens depends on those n tokens alone. A second router can therefore
+push what a client has seen, drop the text, and continue.
 """
 
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from tokenizers import Tokenizer
 
-from router.text.stop_strings import Scanned, StopScanner
 from router.text.token_bytes import TokenBytes
-
-REPLACEMENT = "\ufffd"
 
 
 @dataclass(frozen=True)
-class Emitted:
-    """`text` may be shown; `stop` is the stop string that ended the text, None while it goes on.
+class Scanned:
+    text: str
+    """It may be shown: it is certainly no part of a stop string."""
+    stop: str | None
+    """The stop string that ended the text; None while it continues."""
 
-    `num_tokens`: how many of the pushed tokens count: all, or those up to the one that completed
-    the stop string.
+
+def _borders(pattern: str) -> list[int]:
+    """For every prefix of `pattern`, the length of its longest proper prefix that is a suffix."""
+    borders = [0] * len(pattern)
+    matched = 0
+    for position in range(1, len(pattern)):
+        while matched and pattern[position] != pattern[matched]:
+            matched = borders[matched - 1]
+        if pattern[position] == pattern[matched]:
+            matched += 1
+        borders[position] = matched
+    return borders
+
+
+class StopScanner:
+    """Hold back what could begin a stop string; what it lets through never depends on how the text
+    was cut into pieces. Among several stop strings the one that ends first wins, then the longest.
+
+    Knuth-Morris-Pratt on every stop string at once: amortised O(stop strings) a character.
     """
 
-    text: str
-    stop: str | None = None
-    num_tokens: int = 0
+    def __init__(self, stop: Sequence[str]) -> None:
+        self._patterns = [(pattern, _borders(pattern)) for pattern in stop]
+        self._matched = [0] * len(self._patterns)
+        self._held = ""
+        self._stopped: str | None = None
+
+    def push(self, text: str, *, may_stop: bool = True) -> Scanned:
+        """`may_stop` False: a stop string that ends in this text is none; one that begins in it
+        and ends in a later one still is."""
+        if self._stopped is not None:
+            return Scanned("", self._stopped)
+        if not self._patterns:
+            return Scanned(text, None)
+        seen = len(self._held)
+        text = self._held + text
+        for position in range(seen, len(text)):
+            found = self._advance(text[position])
+            if found is not None and may_stop:
+                self._stopped, self._held = found, ""
+                return Scanned(text[: position + 1 - len(found)], found)
+        cut = len(text) - max(self._matched)
+        self._held = text[cut:]
+        return Scanned(text[:cut], None)
+
+    def finish(self) -> str:
+        """What was held back, once it is certain that nothing follows."""
+        held, self._held = self._held, ""
+        return held
+
+    def _advance(self, char: str) -> str | None:
+        found: str | None = None
+        for index, (pattern, borders) in enumerate(self._patterns):
+            matched = self._matched[index]
+            while matched and pattern[matched] != char:
+                matched = borders[matched - 1]
+            if pattern[matched] == char:
+                matched += 1
+            if matched == len(pattern):
+                matched = borders[matched - 1]
+                if found is None or len(pattern) > len(found):
+                    found = pattern
+            self._matched[index] = matched
+        return found
+
+
+REPLACEMENT = "\ufffd"
 
 
 class TextDecoder(Protocol):
@@ -41,17 +101,11 @@ class TextDecoder(Protocol):
         """The rest; bytes that never became a character are U+FFFD."""
 
 
-class Detokenizable(Protocol):
-    """What a Detokenizer needs of a TextModel."""
-
-    def new_decoder(self, *, after_text: bool) -> TextDecoder: ...
-
-
 class BytesDecoder:
     """Concatenate the tokens' bytes and decode them as UTF-8: O(1) a token."""
 
     def __init__(self, token_bytes: TokenBytes, *, after_text: bool) -> None:
-        """`after_text`: the tokens go on a text, so a space at their beginning is kept."""
+        """`after_text`: the tokens continue a text, so a space at their beginning is kept."""
         self._bytes = token_bytes
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._at_start = bool(token_bytes.rules.strip_first_token) and not after_text
@@ -112,41 +166,23 @@ class WindowDecoder:
 
 
 class Detokenizer:
-    """The text of one answer: whole characters only, and nothing of a stop string.
-
-    `after_text=True` where the answer continues a plain text prompt: tokenizers of the
-    SentencePiece kind otherwise drop the space at its beginning.
-    """
+    """The text of one answer: whole characters only, and nothing of a stop string."""
 
     def __init__(
-        self,
-        text_model: Detokenizable,
-        stop: Sequence[str] = (),
-        *,
-        after_text: bool = False,
-        min_tokens: int = 0,
+        self, decoder: TextDecoder, stop: Sequence[str] = (), *, min_tokens: int = 0
     ) -> None:
-        """`min_tokens`: no stop string ends the text that ends within so many tokens, as no stop id
-        does."""
-        self._decoder = text_model.new_decoder(after_text=after_text)
+        """`min_tokens`: no stop string, as no stop id, ends the text within that many tokens."""
+        self._decoder = decoder
         self._scanner = StopScanner(stop)
         self._min_tokens, self._num_tokens = min_tokens, 0
 
-    def push(self, token_ids: Iterable[int]) -> Emitted:
-        """After a stop string was found, nothing more is emitted."""
-        pieces: list[str] = []
-        num_tokens = 0
-        for token_id in token_ids:
-            num_tokens += 1
-            self._num_tokens += 1
-            scanned = self._scan(self._decoder.push(token_id))
-            pieces.append(scanned.text)
-            if scanned.stop is not None:
-                return Emitted("".join(pieces), scanned.stop, num_tokens)
-        return Emitted("".join(pieces), None, num_tokens)
+    def push(self, token_id: int) -> Scanned:
+        """The text that the token makes readable. After a stop string, there is no more."""
+        self._num_tokens += 1
+        return self._scan(self._decoder.push(token_id))
 
     def finish(self) -> str:
-        """What was held back; to be called once, when no token follows."""
+        """What was held back. Called once, when no token follows."""
         scanned = self._scan(self._decoder.finish())
         if scanned.stop is not None:
             return scanned.text

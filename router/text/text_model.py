@@ -1,9 +1,16 @@
-"""One model's text side: tokenizer, chat template, end-of-sequence ids, sampling defaults."""
+"""One model's text side: tokenizer, chat template, end-of-sequence ids, sampling defaults.
+
+All of it is read once from a Hugging Face model's files, and checked.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer
 
@@ -11,42 +18,61 @@ from baton.errors import ConfigError, InvalidRequestError
 from router.text.chat_template import ChatTemplate, Message
 from router.text.detokenizer import BytesDecoder, TextDecoder, WindowDecoder
 from router.text.encoder import SegmentEncoder
-from router.text.model_files import ModelFiles, SamplingDefaults, read_model_files
 from router.text.token_bytes import DecodeRules, TokenBytes
+
+SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")
+
+_Named = Mapping[str, Path]
+
+
+@dataclass(frozen=True)
+class SamplingDefaults:
+    """What the model's own generation_config.json asks for where a request says nothing."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
 
 
 class TextModel:
     """Encodes prompts and decodes answers of one model. Immutable; safe to share among threads."""
 
-    def __init__(self, tokenizer: Tokenizer, files: ModelFiles) -> None:
-        self._tokenizer = tokenizer
-        self._encoder = SegmentEncoder(tokenizer)
-        self._template: ChatTemplate | None = None
-        if files.chat_template is not None:
-            guarded = self._encoder.special_tokens
-            self._template = ChatTemplate(files.chat_template, files.special_tokens, guarded)
-        rules = DecodeRules.read(tokenizer)
-        self._token_bytes = None if rules is None else TokenBytes(tokenizer, rules)
-        self.vocab_size: int = files.vocab_size or tokenizer.get_vocab_size()
-        self.max_model_len: int | None = files.max_model_len
-        self.sampling_defaults: SamplingDefaults = files.defaults
-        self.eos_token_ids: frozenset[int] = files.eos_token_ids
-        eos_token = files.special_tokens.get("eos_token")
-        if eos_token is not None and (eos_id := tokenizer.token_to_id(eos_token)) is not None:
-            self.eos_token_ids |= {eos_id}
-
-    @classmethod
-    def load(cls, files: Iterable[Path]) -> TextModel:
+    def __init__(self, files: Iterable[Path]) -> None:
         """Read a model's text files, as `find_text_files` finds them.
 
         Raises ConfigError naming what is wrong with them.
         """
-        read_files = read_model_files(files)
-        try:
-            tokenizer = Tokenizer.from_file(str(read_files.tokenizer_path))
-        except Exception as error:  # the library raises no narrower class
-            raise ConfigError(f"{read_files.tokenizer_path}: cannot be read: {error}") from error
-        return cls(tokenizer, read_files)
+        named = {path.name: path for path in files}
+        if "tokenizer.json" not in named:
+            raise ConfigError("tokenizer.json: missing", field="tokenizer")
+        tokenizer_config = _read_json(named, "tokenizer_config.json")
+        config = _read_json(named, "config.json")
+        text_config = config.get("text_config")
+        if isinstance(text_config, dict):
+            config = {**config, **text_config}
+        generation = _read_json(named, "generation_config.json")
+        special_tokens = _special_tokens(named, tokenizer_config)
+        template = _chat_template(named, tokenizer_config)
+        tokenizer = self._tokenizer = _read_tokenizer(named["tokenizer.json"])
+        self._encoder = SegmentEncoder(tokenizer)
+        self._template = (
+            None
+            if template is None
+            else ChatTemplate(template, special_tokens, self._encoder.special_tokens)
+        )
+        rules = DecodeRules.read(tokenizer)
+        self._token_bytes = None if rules is None else TokenBytes(tokenizer, rules)
+        self.vocab_size: int = _size(config, "vocab_size") or tokenizer.get_vocab_size()
+        self.max_model_len = _size(config, "max_position_embeddings")
+        self.sampling_defaults = _sampling_defaults(generation)
+        eos = generation.get("eos_token_id")
+        if eos is None:  # null counts as absent, as in the engine
+            eos = config.get("eos_token_id")
+        eos_token = special_tokens.get("eos_token")
+        own = None if eos_token is None else tokenizer.token_to_id(eos_token)
+        self.eos_token_ids = _token_ids(eos) | (frozenset() if own is None else {own})
 
     def encode(self, text: str) -> list[int]:
         """A plain prompt as the model's tokenizer encodes it, its own special tokens included.
@@ -65,12 +91,98 @@ class TextModel:
             )
         return self._encoder.encode_rendered(*self._template.render(messages))
 
-    def decode(self, token_ids: Sequence[int], *, after_text: bool = False) -> str:
-        """The text of a whole answer: what a Detokenizer without stop strings emits in total."""
-        decoder = self.new_decoder(after_text=after_text)
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of a whole answer."""
+        decoder = self.new_decoder()
         return "".join(map(decoder.push, token_ids)) + decoder.finish()
 
-    def new_decoder(self, *, after_text: bool) -> TextDecoder:
+    def new_decoder(self, *, after_text: bool = False) -> TextDecoder:
+        """`after_text=True` where the answer continues a plain text prompt: tokenizers of the
+        SentencePiece kind otherwise drop the space at its beginning."""
         if self._token_bytes is None:
             return WindowDecoder(self._tokenizer)
         return BytesDecoder(self._token_bytes, after_text=after_text)
+
+
+def _read_tokenizer(path: Path) -> Tokenizer:
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises no narrower class
+        raise ConfigError(f"{path}: cannot be read: {error}") from error
+
+
+def _read_text(named: _Named, name: str) -> str | None:
+    """None where there is no such file."""
+    path = named.get(name)
+    try:
+        return None if path is None else path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from error
+
+
+def _read_json(named: _Named, name: str) -> dict[str, Any]:
+    """Empty where there is no such file."""
+    text = _read_text(named, name)
+    try:
+        value = {} if text is None else json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"{named[name]}: cannot be read: {error}") from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"{named[name]}: a JSON object is expected")
+    return value
+
+
+def _chat_template(named: _Named, tokenizer_config: Mapping[str, Any]) -> str | None:
+    if (text := _read_text(named, "chat_template.jinja")) is not None:
+        return text
+    template = tokenizer_config.get("chat_template")
+    if isinstance(template, list):  # several named ones
+        entries = [entry for entry in template if isinstance(entry, dict)]
+        template = next((e.get("template") for e in entries if e.get("name") == "default"), None)
+    if template is not None and not isinstance(template, str):
+        raise ConfigError("tokenizer_config.json: chat_template: text is expected")
+    return template
+
+
+def _special_tokens(named: _Named, tokenizer_config: Mapping[str, Any]) -> dict[str, str]:
+    tokens: dict[str, str] = {}
+    for source in (_read_json(named, "special_tokens_map.json"), tokenizer_config):
+        for name in SPECIAL_TOKEN_NAMES:
+            value = source.get(name)
+            if isinstance(value, dict):
+                value = value.get("content")
+            if isinstance(value, str):
+                tokens[name] = value
+    return tokens
+
+
+def _token_ids(value: object) -> frozenset[int]:
+    values = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(isinstance(item, int) and item >= 0 for item in values):
+        raise ConfigError(f"eos_token_id: token ids are expected, not {value!r}")
+    return frozenset(values)
+
+
+def _size(config: Mapping[str, Any], name: str) -> int | None:
+    value = config.get(name)
+    if value is not None and (type(value) is not int or value < 1):
+        raise ConfigError(f"config.json: {name}: a number is expected, not {value!r}")
+    return value
+
+
+def _sampling_defaults(generation: Mapping[str, Any]) -> SamplingDefaults:
+    base = SamplingDefaults()
+    values: dict[str, Any] = {}
+    path = "generation_config.json"
+    for name, default in vars(base).items():
+        value = generation.get(name)
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ConfigError(f"{path}: {name}: a number is expected, not {value!r}")
+        if value < 0 or not math.isfinite(value):
+            raise ConfigError(f"{path}: {name}: a number from 0 on is expected, not {value!r}")
+        values[name] = type(default)(value)
+    if generation.get("do_sample") is False:
+        values["temperature"] = 0.0
+    return replace(base, **values)

@@ -16,7 +16,7 @@ from baton.v1 import control_pb2, control_pb2_grpc
 from cluster.registry.control_service import Changes, serve
 from cluster.registry.registry import Registry
 from cluster.registry.router_reports import FORGOTTEN_AFTER_S, SILENT_AFTER_S, RouterReports
-from router.reporting import Reporting
+from router.fleet.registry import keep_reporting
 
 Watch = control_pb2.WatchFleetResponse
 
@@ -109,7 +109,7 @@ async def hears(watch: AsyncIterator[Watch], routers: list[str]) -> Watch:
 async def test_what_a_router_reports_is_heard_until_it_leaves() -> None:
     told = control_pb2.ReportRouterRequest(router_id="router-1", requests_per_s=2.5, num_held=3)
     async with registry_at() as (address, watch):
-        reporting = asyncio.create_task(Reporting(address, RouterConfig(), lambda: told).run())
+        reporting = asyncio.create_task(keep_reporting(address, RouterConfig(), lambda: told))
         fleet = await hears(watch, ["router-1"])
         assert list(fleet.routers) == [told]
         reporting.cancel()

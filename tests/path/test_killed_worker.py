@@ -13,10 +13,10 @@ import yaml
 
 from baton.client import AsyncClient
 from baton.config.router import RouterConfig
-from router.door import Door
-from router.output import Routed
+from baton.v1.router_pb2 import Routed
+from router.door.door import Door
+from router.door.server import RouterServer
 from router.router import Router
-from router.server import RouterServer
 from tests.cluster.fleet_processes import Fleet, started
 from tests.engine.checkpoints import VOCAB
 from tests.engine.driving import random_prompt

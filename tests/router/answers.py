@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -110,10 +110,15 @@ def assert_whole(answer: Answer, prompt: str, num_tokens: int = 12, seed: int = 
     assert answer.text == bytes(answer.ids).decode()
 
 
-async def refusal(client: Client, request: router_pb2.GenerateRequest) -> grpc.aio.AioRpcError:
+async def error_of(call: Awaitable[object]) -> grpc.aio.AioRpcError:
+    """The error that a call must end with."""
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await client.ask(request)
+        await call
     return caught.value
+
+
+async def refusal(client: Client, request: router_pb2.GenerateRequest) -> grpc.aio.AioRpcError:
+    return await error_of(client.ask(request))
 
 
 def field_at_fault(error: grpc.aio.AioRpcError) -> str:

@@ -26,13 +26,13 @@ from baton.v1 import (
     control_pb2_grpc,
     router_pb2,
 )
-from router.door import UNITS_EVERY_S, Door
-from router.fleet import WorkerEntry
+from router.door.door import UNITS_EVERY_S, Door
+from router.door.server import RouterServer
+from router.door.unit import ReadTokenizer
+from router.fleet.fleet import WorkerEntry
 from router.router import Router
-from router.server import RouterServer
 from router.text import TextModel
-from router.tokenizer_reading import ReadTokenizer
-from tests.router.answers import Client
+from tests.router.answers import Answer, Client
 from tests.router.fleets import entry_of
 from tests.router.scripted_worker import MODEL, Fabric, ScriptedWorker
 
@@ -81,7 +81,7 @@ def byte_model(folder: Path, shift: int = 0) -> TextModel:
     folder.mkdir(exist_ok=True)
     for name, data in byte_files(shift).items():
         (folder / name).write_bytes(data)
-    return TextModel.load(find_text_files(folder))
+    return TextModel(find_text_files(folder))
 
 
 def _byte_alphabet() -> list[str]:
@@ -316,6 +316,21 @@ async def left_behind(
     await d.servers[router].stop(0.0)
     with pytest.raises(grpc.aio.AioRpcError):
         await asking
+
+
+async def hung_prefill(
+    d: Deployment, request: router_pb2.GenerateRequest
+) -> tuple[asyncio.Task[Answer], ScriptedWorker, ScriptedWorker]:
+    """A request's answer, the worker of two that holds its prompt until it `may_prefill`, and the
+    other one."""
+    workers = [d.worker("p0"), d.worker("p1")]
+    for worker in workers:
+        worker.may_prefill.clear()
+    asking = asyncio.create_task(d.client.ask(request))
+    await d.until(lambda: sum(worker.num_prefilling for worker in workers) == 1)
+    asked, other = sorted(workers, key=lambda worker: not worker.num_prefilling)
+    other.may_prefill.set()
+    return asking, asked, other
 
 
 def held(d: Deployment) -> set[str]:

@@ -5,18 +5,19 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import random
+from typing import Any
 
 import numpy as np
 
 from baton.clock import ManualClock
 from baton.config.router import RouterConfig
 from baton.v1 import common_pb2
-from router.admission import Admission
-from router.fleet import Fleet, WorkerEntry, WorkerState
-from router.placement import PlacementQuery, choose
-from router.prefix_index import PrefixIndex
-from router.prompt import PromptBlocks
-from router.worker_facts import WorkerFacts
+from router.fleet.fleet import Fleet, WorkerEntry, WorkerState
+from router.fleet.worker_facts import WorkerFacts
+from router.placement.admission import Admission
+from router.placement.placement import Placement, PlacementQuery, choose
+from router.placement.prefix_index import PrefixIndex
+from router.placement.ticket import Placed, PromptBlocks
 
 POLICY = RouterConfig()
 
@@ -70,9 +71,14 @@ def query(fleet: Fleet, num_tokens: int, **cached: int) -> PlacementQuery:
     return PlacementQuery(num_tokens, 16, 0, tokens)
 
 
-def pick(fleet: Fleet, wanted: PlacementQuery, policy: RouterConfig = POLICY) -> tuple[str, str]:
+def cheapest(fleet: Fleet, wanted: PlacementQuery, policy: RouterConfig = POLICY) -> Placement:
     placement = choose(wanted, fleet.arrays, policy, 100.0, random.Random(0))
     assert placement is not None
+    return placement
+
+
+def pick(fleet: Fleet, wanted: PlacementQuery, policy: RouterConfig = POLICY) -> tuple[str, str]:
+    placement = cheapest(fleet, wanted, policy)
     return placement.prefill_worker, placement.decode_worker
 
 
@@ -85,13 +91,18 @@ def admission_of(fleet: Fleet, clock: ManualClock, **changes: object) -> Admissi
     return Admission(config, fleet, PrefixIndex(), clock, random.Random(0))
 
 
+def in_line(admission: Admission, *ticket: Any, **named: Any) -> asyncio.Task[Placed]:
+    """A request in line; `ticket` is what `Admission.ticket` takes."""
+    return asyncio.create_task(admission.place(admission.ticket(*ticket, **named)))
+
+
 async def rounds(admission: Admission, clock: ManualClock, seconds: float) -> None:
     """Let a time pass in which rounds are held, as they would be."""
     for _ in range(round(seconds / 0.25)):
         admission.kick()
         clock.advance(0.25)
         await asyncio.sleep(0)
-        await asyncio.sleep(0)  # who was placed has been told
+        await asyncio.sleep(0)  # who was placed knows it
 
 
 def entry_of(fleet: Fleet, worker_id: str) -> WorkerEntry:

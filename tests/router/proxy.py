@@ -37,7 +37,7 @@ class Proxy:
         self._open.set()
 
     def strand(self) -> None:
-        """What is connected now never hears another byte, nor that it is lost; new ones do."""
+        """Present connections get no further byte, and do not learn of it; new ones serve."""
         self._open.clear()
         self._open = asyncio.Event()
         self._open.set()

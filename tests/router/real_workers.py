@@ -16,9 +16,9 @@ from baton.config.router import RouterConfig
 from baton.v1 import common_pb2, control_pb2, router_pb2, worker_pb2, worker_pb2_grpc
 from cluster.worker.worker import Worker
 from engine.wire import read_spec
-from router.door import Door
+from router.door.door import Door
+from router.door.server import RouterServer
 from router.router import Router
-from router.server import RouterServer
 from tests.cluster.conftest import ENGINE, engine_tokens
 from tests.router.answers import Client
 from tests.router.deployment import QUICK, Registry, reading
@@ -31,7 +31,7 @@ NUM_TOKENS = 60
 
 @dataclass
 class Listed:
-    """A worker as the registry tells of it; `address` may be a proxy's."""
+    """A worker as the registry reports it; `address` may be a proxy's."""
 
     worker: Worker
     address: str
@@ -110,7 +110,9 @@ SLOW = dataclasses.replace(
 CONFIG = dataclasses.replace(QUICK, resume_window_s=0.2)
 
 
-def named(number: int) -> router_pb2.GenerateRequest:
+def named(number: int, resume_from_index: int | None = None) -> router_pb2.GenerateRequest:
     request = request_of(number)
     request.request_id = "named"
+    if resume_from_index is not None:
+        request.resume_from_index = resume_from_index
     return request

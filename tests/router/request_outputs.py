@@ -6,12 +6,11 @@ import random
 
 from baton.clock import ManualClock
 from baton.v1 import router_pb2
-from router.metrics import RouterMetrics
-from router.request_output import RequestOutput
+from router.report.metrics import RouterMetrics
+from router.request.request_output import RequestOutput
+from router.request.run_parts import Arrival, ServedModel
+from router.request.validate import RequestLimits, parse_generate
 from router.router import Router
-from router.run_parts import Arrival
-from router.served_model import ServedModel
-from router.validate import RequestLimits, parse_generate
 from tests.router.deployment import QUICK, default_model
 from tests.router.scripted_worker import MODEL
 

@@ -44,7 +44,7 @@ class Running:
     lease_id: str = ""
     reserved: worker_pb2.Reserved | None = None
     router: str = ""  # whose session had it last
-    was_attached: bool = False  # before its first token, which its writer tells to another router
+    was_attached: bool = False  # before its first token, which its writer reports to another router
     finished: int = 0
     error: str = ""
     weights: int = 0  # others give other tokens

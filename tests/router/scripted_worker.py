@@ -7,21 +7,98 @@ KV "moves" through a `Fabric` the workers share.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
 import grpc.aio
+import numpy as np
 
 from baton.errors import InvalidRequestError
 from baton.grpc_options import accepts_pings
 from baton.status import abort
 from baton.v1 import common_pb2, control_pb2, worker_pb2, worker_pb2_grpc
-from tests.router.scripted_faults import Faults
-from tests.router.scripted_kv import BLOCK_SIZE, ScriptedKv
+from kv_transfer.block_hash import block_hashes, chain_seed
 from tests.router.scripted_tokens import Running, known_tokens
 
+
+@dataclass
+class Faults:
+    """Own what is still to go wrong; each count is used up one by one."""
+
+    fail_prefills: int = 0
+    not_for_us: list[str] = field(default_factory=list)  # reasons to refuse a prompt with
+    refuse_prefills: int = 0
+    fail_handoffs: int = 0
+    handoff_reason: str = "TIMEOUT"  # of those
+    hang_handoffs: int = 0  # after the first token
+    hang_prefills: int = 0  # until `unhang`
+    late_prefills: int = 0  # they find their lease fenced by its owner
+    lose_moves: int = 0  # attached by another router, the former one does not learn of it
+    reject: list[tuple[int, int]] = field(default_factory=list)  # (RejectReason, retry ms)
+    hang_reservations: int = 0
+    hang_attaches: int = 0
+    end_sessions: int = 0  # as soon as they are opened
+    end_early: int = 0  # prefill streams that end after the first token
+
+    def use(self, fault: str) -> bool:
+        """Whether this one is to go wrong; one less is left then."""
+        left: int = getattr(self, fault)
+        if left:
+            setattr(self, fault, left - 1)
+        return bool(left)
+
+
 Context = grpc.aio.ServicerContext[Any, Any]
+
+BLOCK_SIZE = 4
+
+
+class ScriptedKv(worker_pb2_grpc.WorkerServiceServicer):
+    """Own the blocks a worker claims to hold, and who follows them."""
+
+    def __init__(self, incarnation: int) -> None:
+        self.incarnation = incarnation
+        self.held: list[bytes] = []
+        self.text_files = dict[str, bytes]()
+        self.queues: list[asyncio.Queue[worker_pb2.SubscribeKvResponse | None]] = []
+        """One per subscriber; None: this message is lost on the way."""
+
+    async def SubscribeKv(  # noqa: N802
+        self, request: worker_pb2.SubscribeKvRequest, context: Context
+    ) -> AsyncIterator[worker_pb2.SubscribeKvResponse]:
+        queue: asyncio.Queue[worker_pb2.SubscribeKvResponse | None] = asyncio.Queue()
+        self.queues.append(queue)
+        sequence = 1
+        yield worker_pb2.SubscribeKvResponse(
+            incarnation=self.incarnation,
+            sequence=sequence,
+            snapshot=True,
+            stored=[worker_pb2.BlockStored(hashes=chain) for chain in self.held],
+        )
+        while True:
+            message = await queue.get()
+            sequence += 1
+            if message is not None:
+                message.sequence, message.incarnation = sequence, self.incarnation
+                yield message
+
+    async def ReadTokenizer(  # noqa: N802
+        self, request: worker_pb2.ReadTokenizerRequest, context: Context
+    ) -> AsyncIterator[worker_pb2.ReadTokenizerResponse]:
+        for name, data in self.text_files.items():
+            yield worker_pb2.ReadTokenizerResponse(name=name, data=data)
+
+    def hold(self, kv_fingerprint: bytes, tokens: Sequence[int], salt: str = "") -> None:
+        """A prompt's blocks became shareable here."""
+        ids = np.asarray(tokens, dtype=np.uint32)
+        chain = b"".join(block_hashes(chain_seed(kv_fingerprint, salt), ids, BLOCK_SIZE))
+        self.held.append(chain)
+        for queue in self.queues:
+            stored = [worker_pb2.BlockStored(hashes=chain)]
+            queue.put_nowait(worker_pb2.SubscribeKvResponse(stored=stored))
+
 
 FINGERPRINT = b"f" * 16
 MODEL = "tiny"
@@ -62,8 +139,8 @@ class ScriptedWorker(
         self.may_decode.set()
         self.may_prefill = asyncio.Event()
         self.may_prefill.set()
-        self.may_tell_first = asyncio.Event()  # else the handoff overtakes the first token
-        self.may_tell_first.set()
+        self.may_send_first = asyncio.Event()  # else the handoff overtakes the first token
+        self.may_send_first.set()
         self.unhang = asyncio.Event()
         self.served: set[str] = set()  # leases
         self.runs: dict[str, Running] = {}
@@ -184,12 +261,12 @@ class ScriptedWorker(
         run = Running(spec, None, known_tokens(spec), weights=self.weights)
         finished = run.next()
         first = worker_pb2.FirstToken(id=run.tokens[-1], prefill_ms=1.0, finished=finished)
-        is_late = not self.may_tell_first.is_set()
+        is_late = not self.may_send_first.is_set()
         owner = self.fabric.workers.get(request.lease.owner.worker_id)
         if finished and owner is not None:  # whether or not its caller is there to hear of it
             asyncio.get_running_loop().call_soon(owner.give_up, request.lease)
         if finished or not is_late:
-            await self.may_tell_first.wait()
+            await self.may_send_first.wait()
             yield worker_pb2.PrefillResponse(first_token=first)
         if finished or self.faults.use("end_early"):
             return
@@ -206,7 +283,7 @@ class ScriptedWorker(
             yield worker_pb2.PrefillResponse(handoff_failed=failed)
             return
         if is_late:
-            await self.may_tell_first.wait()
+            await self.may_send_first.wait()
             yield worker_pb2.PrefillResponse(first_token=first)
         done = worker_pb2.HandoffDone(
             num_bytes=len(run.tokens) * self.kv_bytes_per_token, num_blocks=1, put_ms=0.5
@@ -246,7 +323,7 @@ class ScriptedWorker(
             elif request.HasField("cancel"):
                 self._cancel(request.cancel.request_id, request.cancel.attempt)
 
-    def tell(self, router_id: str | None, **parts: Any) -> None:
+    def send(self, router_id: str | None, **parts: Any) -> None:
         if router_id in self.sessions:
             self.sessions[router_id].put_nowait(worker_pb2.SessionResponse(**parts))
 
@@ -289,7 +366,7 @@ class ScriptedWorker(
             running.reserved = reserved
         else:
             running.task = asyncio.ensure_future(self.decode(running))
-        self.tell(router_id, reserved=[reserved])
+        self.send(router_id, reserved=[reserved])
 
     def _reject(
         self, router_id: str | None, spec: worker_pb2.RequestSpec, reason: int, retry_ms: int
@@ -302,7 +379,7 @@ class ScriptedWorker(
             retry_after_ms=retry_ms,
             field="token_ids" if reason == worker_pb2.REJECT_REASON_INVALID else "",
         )
-        self.tell(router_id, rejected=[rejected])
+        self.send(router_id, rejected=[rejected])
 
     def _cancel(self, request_id: str, attempt: int) -> None:
         self.cancels.append((request_id, attempt))
@@ -322,7 +399,7 @@ class ScriptedWorker(
                     request_id=spec.request_id, attempt=spec.attempt
                 )
                 first = [self.tokens_of(running, 0)] if running.was_attached else []
-                self.tell(running.router_id, admitted=[admitted], tokens=first)
+                self.send(running.router_id, admitted=[admitted], tokens=first)
                 self.kv.hold(self.kv_fingerprint, known_tokens(spec), spec.cache_salt)
                 running.task = asyncio.ensure_future(self.decode(running))
                 return True
@@ -342,7 +419,7 @@ class ScriptedWorker(
             await self.may_decode.wait()
             running.finished = running.next()
             self.num_decode_steps += 1
-            self.tell(running.router_id, tokens=[self.tokens_of(running, len(running.output) - 1)])
+            self.send(running.router_id, tokens=[self.tokens_of(running, len(running.output) - 1)])
             self.on_token(running)
         self.runs.pop(running.spec.request_id, None)
         self.finished[running.spec.request_id] = running
@@ -382,8 +459,8 @@ class ScriptedWorker(
         former, running.router_id, running.router = running.router_id, request.router_id, router
         if former not in (None, request.router_id) and not self.faults.use("lose_moves"):
             moved = worker_pb2.Moved(request_id=wanted, attempt=running.spec.attempt)
-            self.tell(former, moved=[moved])
+            self.send(former, moved=[moved])
         if running.reserved is not None and running.task is None:
             running.was_attached = True
-            self.tell(request.router_id, reserved=[running.reserved])
+            self.send(request.router_id, reserved=[running.reserved])
         return worker_pb2.AttachResponse(spec=running.spec, tokens=self.tokens_of(running, 0))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -17,19 +18,22 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from baton.client import AsyncClient
 from baton.client.credentials import Tls, token_in
 from baton.client.request_stream import build_request
-from baton.config.router import AuthConfig
+from baton.config.cluster import ClusterConfig, load_config
+from baton.config.router import AuthConfig, RouterConfig, TlsConfig
 from baton.errors import (
     AlreadyExistsError,
     BatonError,
+    ConfigError,
     HandshakeError,
     NotFoundError,
     PermissionDeniedError,
     UnauthenticatedError,
 )
 from baton.v1 import router_pb2, router_pb2_grpc
-from router import access
+from router.door import access
+from router.door.access import Access, Reread, ServerTls
 from tests.certificates import Authority, swap
-from tests.router.answers import PROMPT, ask_for, error_reason
+from tests.router.answers import PROMPT, ask_for, error_of, error_reason
 from tests.router.deployment import deployment
 from tests.router.scripted_worker import MODEL
 from tests.router.secured import BLUE, RED, Site, secured
@@ -78,7 +82,7 @@ async def test_whoever_trusts_the_authority_and_has_a_token_is_answered(site: Si
     await site.d.check_empty()
 
 
-async def test_without_a_known_token_nothing_is_told_but_health(site: Site) -> None:
+async def test_without_a_known_token_nothing_is_served_but_health(site: Site) -> None:
     for token in (None, "", "guess", RED[:-1], f"{RED}x"):
         async with grpc.aio.secure_channel(site.address, site.tls.credentials()) as channel:
             stub = router_pb2_grpc.RouterServiceStub(channel)
@@ -93,9 +97,7 @@ async def test_without_a_known_token_nothing_is_told_but_health(site: Site) -> N
                 stub.Abort(router_pb2.AbortRequest(request_id="x"), metadata=metadata),
             )
             for call in short:
-                with pytest.raises(grpc.aio.AioRpcError) as caught:
-                    await call
-                assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+                assert (await error_of(call)).code() is grpc.StatusCode.UNAUTHENTICATED
             reflected = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(
                 iter([reflection_pb2.ServerReflectionRequest(list_services="")])
             )
@@ -183,7 +185,7 @@ async def test_tokens_go_over_to_the_next_while_the_router_runs(site: Site, tmp_
         assert await models_at(site, token=BLUE)
 
 
-async def test_tokens_that_cannot_be_read_change_nothing_and_are_told(
+async def test_tokens_that_cannot_be_read_change_nothing_and_are_logged(
     site: Site, caplog: pytest.LogCaptureFixture
 ) -> None:
     swap(site.tokens / "green", RED.encode())
@@ -246,9 +248,9 @@ async def test_probes_ask_health_in_plain_text_at_a_port_where_nothing_else_is(
             )
             assert health.status == health.SERVING
             stub = router_pb2_grpc.RouterServiceStub(channel)
-            with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await stub.ListModels(router_pb2.ListModelsRequest())
-            assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+            assert (
+                await error_of(stub.ListModels(router_pb2.ListModelsRequest()))
+            ).code() is grpc.StatusCode.UNIMPLEMENTED
 
 
 async def test_tokens_are_wanted_without_tls_too(tmp_path: Path) -> None:
@@ -260,3 +262,115 @@ async def test_tokens_are_wanted_without_tls_too(tmp_path: Path) -> None:
             with pytest.raises(UnauthenticatedError):
                 await nobody.models()
             assert await blue.text(PROMPT, max_tokens=2)
+
+
+def test_relative_files_are_those_beside_the_cluster_file(tmp_path: Path) -> None:
+    config = RouterConfig(
+        tls=TlsConfig("tls.crt", "/keys/tls.key", "ca.crt"), auth=AuthConfig("tokens")
+    )
+    file = tmp_path / "cluster.yaml"
+    file.write_text(ClusterConfig(router=config).to_yaml())
+    loaded = load_config(file).router
+    assert loaded.tls == TlsConfig(f"{tmp_path}/tls.crt", "/keys/tls.key", f"{tmp_path}/ca.crt")
+    assert loaded.auth == AuthConfig(f"{tmp_path}/tokens")
+
+
+def a_site(folder: Path) -> tuple[Authority, RouterConfig]:
+    authority = Authority(folder)
+    return authority, RouterConfig(**secured(folder, authority))
+
+
+def test_files_that_hold_no_certificate_with_its_key_are_named_at_the_start(
+    tmp_path: Path,
+) -> None:
+    authority, config = a_site(tmp_path)
+    assert config.tls is not None
+    key = Path(config.tls.key_file)
+    other = authority.issue("other")
+    for spoil, message in (
+        (lambda: key.write_bytes(other.key.read_bytes()), "KEY_VALUES_MISMATCH"),
+        (lambda: key.write_text("nonsense"), "not a certificate and its key"),
+        (key.unlink, "router.tls.key_file: .* cannot be read: No such file"),
+    ):
+        spoil()
+        with pytest.raises(ConfigError, match=message):
+            Access(config)
+
+
+def test_a_key_that_is_taken_away_while_it_is_read_leaves_what_was_read_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    authority, config = a_site(tmp_path)
+    assert config.tls is not None
+    tls = ServerTls(config.tls)
+    key = Path(config.tls.key_file)
+    key.write_bytes(authority.issue("other").key.read_bytes())
+    load = ssl.SSLContext.load_cert_chain
+
+    def too_late(context: ssl.SSLContext, *files: str, password: str) -> None:
+        key.unlink()
+        load(context, *files, password=password)
+
+    monkeypatch.setattr(ssl.SSLContext, "load_cert_chain", too_late)
+    tls.look()
+    assert not key.exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "green has no token"),
+        ("two\none", "green and red have the same token"),
+        ("caf\xe9", "is no text"),
+        ("semi;colon", "green: a token is made of"),
+    ],
+)
+def test_tokens_that_cannot_be_are_refused_at_the_start(
+    tmp_path: Path, content: str, message: str
+) -> None:
+    _, config = a_site(tmp_path)
+    (tmp_path / "tokens" / "red").write_text("one")
+    (tmp_path / "tokens" / "green").write_text(content, encoding="latin-1")
+    with pytest.raises(ConfigError, match=message):
+        Access(config)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[red, blue]", "a mapping from tenants to tokens"),
+        ("red: 123", "put them into quotes"),
+        ("red: one\nred: two", "red stands there twice"),
+        ("red: 'secret", "not valid YAML$"),
+        ("red: 2024-13-45", "not valid YAML$"),
+        ("red: 0x_", "not valid YAML$"),
+        ("[" * 5000, "not valid YAML$"),
+    ],
+)
+def test_a_file_of_tokens_that_cannot_be_read_is_refused_and_not_quoted(
+    tmp_path: Path, text: str, message: str
+) -> None:
+    (tmp_path / "tokens.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=message) as caught:
+        Access(RouterConfig(auth=AuthConfig(str(tmp_path / "tokens.yaml"))))
+    assert "secret" not in caught.value.message
+
+
+def test_what_changes_while_it_is_read_is_read_again_at_the_next_look(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("old")
+    during: list[str] = []
+
+    def read() -> str:
+        text = file.read_text()
+        if during:
+            swap(file, during.pop().encode())
+        return text
+
+    reread = Reread(lambda: [file], read)
+    swap(file, b"half")
+    during.append("whole")
+    reread.look()
+    assert reread.value == "old"
+    reread.look()
+    assert reread.value == "whole"

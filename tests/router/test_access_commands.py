@@ -46,13 +46,13 @@ async def test_both_may_be_in_the_environment(site: Site, monkeypatch: pytest.Mo
     assert await asyncio.to_thread(main, explain) == 0
 
 
-async def test_what_is_missing_is_told_with_the_option_that_gives_it(
+async def test_what_is_missing_is_named_with_the_option_that_gives_it(
     site: Site, tmp_path: Path, capsys: Capture
 ) -> None:
     ca = str(site.authority.ca)
     stranger = Authority(tmp_path / "strangers", "stranger")
     (tmp_path / "guess").write_text("guess")
-    for options, code, told in (
+    for options, code, message in (
         ((), 3, "it may want TLS"),
         ((), 3, "--tls-ca FILE"),
         (("--tls-ca", str(stranger.ca)), 3, "certificate is not trusted"),
@@ -64,7 +64,7 @@ async def test_what_is_missing_is_told_with_the_option_that_gives_it(
         (("--tls-cert", ca), 2, "certificate and its key are needed together"),
     ):
         assert await generate(site, *options) == code
-        assert told in " ".join(capsys.readouterr().err.split())
+        assert message in " ".join(capsys.readouterr().err.split())
 
 
 async def test_no_token_is_ever_shown(site: Site, tmp_path: Path, capsys: Capture) -> None:

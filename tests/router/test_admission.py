@@ -11,11 +11,20 @@ import pytest
 from baton.clock import ManualClock
 from baton.config.router import RouterConfig
 from baton.errors import NoCapacityError, OverloadedError, UnavailableError
-from router.admission import POLL_S, SCAN_AHEAD, Admission
-from router.fleet import Fleet, ReportedLoad, WorkerState
-from router.prefix_index import PrefixIndex
-from router.ticket import Placed, Ticket
-from tests.router.fleets import admission_of, entry_of, facts, fleet_of, prompt, rounds, two_and_two
+from router.fleet.fleet import Fleet, ReportedLoad, WorkerState
+from router.placement.admission import POLL_S, SCAN_AHEAD, Admission
+from router.placement.prefix_index import PrefixIndex
+from router.placement.ticket import Placed, Ticket
+from tests.router.fleets import (
+    admission_of,
+    entry_of,
+    facts,
+    fleet_of,
+    in_line,
+    prompt,
+    rounds,
+    two_and_two,
+)
 
 
 async def test_priority_goes_first_then_arrival() -> None:
@@ -41,7 +50,7 @@ async def test_a_prompt_waits_until_its_prefill_can_start_soon() -> None:
         entry = entry_of(fleet, name)
         fleet.report(entry, ReportedLoad(num_queued_tokens=4000))  # two seconds of work
     admission = admission_of(fleet, clock)
-    placing = asyncio.create_task(admission.place(admission.ticket(prompt(10), 4, 0)))
+    placing = in_line(admission, prompt(10), 4, 0)
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     assert not placing.done()
@@ -78,7 +87,7 @@ async def test_a_full_queue_and_a_prompt_no_worker_can_hold_are_refused() -> Non
     with pytest.raises(NoCapacityError):
         await admission.place(admission.ticket(prompt(100), 4, 0))
     fleet.arrays.max_running[:] = 0
-    waiting = asyncio.create_task(admission.place(admission.ticket(prompt(10), 4, 0)))
+    waiting = in_line(admission, prompt(10), 4, 0)
     await asyncio.sleep(0)
     with pytest.raises(OverloadedError) as caught:
         admission.ticket(prompt(10), 4, 0)
@@ -111,7 +120,7 @@ async def test_a_prompt_longer_than_memory_is_placed_where_windows_leave_blocks(
     admission = admission_of(fleet, clock)
     placed = [await admission.place(admission.ticket(prompt(1000, n * 1000), 4)) for n in (0, 1)]
     assert [one.booking.kv_tokens for one in placed] == [64, 64]
-    third = asyncio.create_task(admission.place(admission.ticket(prompt(1000, 5000), 4)))
+    third = in_line(admission, prompt(1000, 5000), 4)
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     assert not third.done()  # 128 tokens are booked
@@ -149,8 +158,8 @@ async def test_a_request_in_line_is_refused_once_nobody_is_left_who_could_take_i
     )
     admission = admission_of(fleet, clock)
     fleet.arrays.max_running[:] = 0
-    long = asyncio.create_task(admission.place(admission.ticket(prompt(150), 4)))
-    short = asyncio.create_task(admission.place(admission.ticket(prompt(50), 4)))
+    long = in_line(admission, prompt(150), 4)
+    short = in_line(admission, prompt(50), 4)
     await asyncio.sleep(0)
     assert len(admission) == 2
     large = entry_of(fleet, "d1")
@@ -186,7 +195,7 @@ async def test_requests_that_only_an_unusable_worker_takes_hold_nobody_back(
     tickets = [admission.ticket(prompt(150, n * 200), 4) for n in range(2 * SCAN_AHEAD)]
     long = [asyncio.create_task(admission.place(ticket)) for ticket in tickets]
     await rounds(admission, clock, 5.0)
-    short = asyncio.create_task(admission.place(admission.ticket(prompt(50), 4)))
+    short = in_line(admission, prompt(50), 4)
     await rounds(admission, clock, 0.5)
     assert short.done()
     fleet.release(short.result().booking)
@@ -208,9 +217,9 @@ async def test_a_request_that_no_prefill_worker_can_compute_holds_nobody_back() 
     )
     fleet.set_connected(entry_of(fleet, "large"), False)
     admission = admission_of(fleet, clock)
-    long = asyncio.create_task(admission.place(admission.ticket(prompt(150), 4)))
+    long = in_line(admission, prompt(150), 4)
     await rounds(admission, clock, 2.0)
-    short = asyncio.create_task(admission.place(admission.ticket(prompt(50), 4)))
+    short = in_line(admission, prompt(50), 4)
     await rounds(admission, clock, 0.5)
     assert short.done()
     fleet.set_connected(entry_of(fleet, "large"), True)
@@ -224,12 +233,9 @@ async def test_a_request_that_waits_for_the_large_worker_gets_it_and_leaves_the_
     fleet.arrays.max_running[:] = 2
     admission = admission_of(fleet, clock)
     large = [await admission.place(admission.ticket(prompt(120, n * 200), 4)) for n in range(2)]
-    waiting = asyncio.create_task(admission.place(admission.ticket(prompt(150, 900), 4)))
+    waiting = in_line(admission, prompt(150, 900), 4)
     await rounds(admission, clock, 2.0)
-    shorts = [
-        asyncio.create_task(admission.place(admission.ticket(prompt(50, 1000 * n), 4)))
-        for n in range(3)
-    ]
+    shorts = [in_line(admission, prompt(50, 1000 * n), 4) for n in range(3)]
     await rounds(admission, clock, 0.5)
     assert [task.done() for task in shorts] == [True, True, False]
     assert all(task.result().placement.decode_worker == "small" for task in shorts[:2])
@@ -246,10 +252,7 @@ async def test_requests_that_have_waited_long_outlive_a_blink_of_the_last_worker
     fleet = two_and_two(clock)
     admission = admission_of(fleet, clock, fleet_wait_s=10.0)
     fleet.arrays.max_running[:] = 0
-    waiting = [
-        asyncio.create_task(admission.place(admission.ticket(prompt(10, n * 10), 4)))
-        for n in range(3)
-    ]
+    waiting = [in_line(admission, prompt(10, n * 10), 4) for n in range(3)]
     await rounds(admission, clock, 15.0)
     for _ in range(2):
         for name in ("d0", "d1"):
@@ -264,7 +267,7 @@ async def test_requests_that_have_waited_long_outlive_a_blink_of_the_last_worker
     assert all(task.done() for task in waiting)
     for task in waiting:
         fleet.release(task.result().booking)
-    late = asyncio.create_task(admission.place(admission.ticket(prompt(10), 4)))
+    late = in_line(admission, prompt(10), 4)
     for name in ("d0", "d1"):
         fleet.set_connected(entry_of(fleet, name), False)
     await rounds(admission, clock, 11.0)
@@ -288,10 +291,7 @@ async def test_rounds_leave_the_event_loop_to_the_streams() -> None:
     config = RouterConfig(local_prefill="never")
     admission = Admission(config, fleet, SlowIndex(), clock, random.Random(0))
     fleet.arrays.free_tokens[:], fleet.arrays.running[:] = 0, 1  # no room for anyone
-    waiting = [
-        asyncio.create_task(admission.place(admission.ticket(prompt(10, n * 10), 4)))
-        for n in range(4)
-    ]
+    waiting = [in_line(admission, prompt(10, n * 10), 4) for n in range(4)]
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     began.clear()
@@ -312,10 +312,7 @@ async def test_rounds_that_try_nobody_look_at_nobody_and_leave_the_event_loop_al
     fleet = two_and_two(clock)
     admission = admission_of(fleet, clock)
     fleet.arrays.max_running[:] = 0
-    waiting = [
-        asyncio.create_task(admission.place(admission.ticket(prompt(10, n * 10), 4)))
-        for n in range(4)
-    ]
+    waiting = [in_line(admission, prompt(10, n * 10), 4) for n in range(4)]
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     looked_at: list[Ticket] = []

@@ -1,4 +1,4 @@
-"""Which worker a failure counts against, and for how long what was told of one is believed."""
+"""Which worker a failure counts against, and how long a worker is waited for and believed."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ import asyncio
 
 import grpc
 import grpc.aio
+import numpy as np
 import pytest
 
 from baton.clock import ManualClock
 from baton.v1 import control_pb2, worker_pb2
-from router.fleet_watch import read_fleet
+from router.fleet.registry import read_fleet
 from tests.router.answers import PROMPT, ask_for, assert_whole
-from tests.router.deployment import Deployment, deployment, held
-from tests.router.fleets import admission_of, facts, fleet_of, prompt
+from tests.router.deployment import Deployment, deployment, held, hung_prefill
+from tests.router.fleets import admission_of, entry_of, facts, fleet_of, prompt
 from tests.router.scripted_worker import ScriptedWorker
 
 
@@ -158,9 +159,7 @@ async def test_a_failure_is_not_held_against_the_worker_that_took_the_row_over()
         facts("p0", True, False), facts("d0", False, True), facts("d1", False, True), clock=clock
     )
     admission = admission_of(fleet, clock)
-    failed, spare = fleet.get("d0"), fleet.get("d1")
-    assert failed is not None
-    assert spare is not None
+    failed, spare = entry_of(fleet, "d0"), entry_of(fleet, "d1")
     ticket = admission.ticket(prompt(10), 4)
     ticket.failed.add(failed.facts.identity)
     assert (await admission.place(ticket)).placement.decode_worker == "d1"
@@ -172,7 +171,7 @@ async def test_a_failure_is_not_held_against_the_worker_that_took_the_row_over()
     assert (await admission.place(ticket)).placement.decode_worker == "d0"  # d1 has one already
 
 
-async def test_others_load_is_forgotten_when_nobody_tells_of_it_any_more() -> None:
+async def test_others_load_is_forgotten_when_nobody_reports_it_any_more() -> None:
     async with deployment(fleet_wait_s=60.0) as d:
         worker = d.worker("d0")
         worker.load.num_running = worker.max_num_seqs  # another router's
@@ -192,3 +191,54 @@ async def test_workers_of_another_model_are_forgotten_when_they_are_gone() -> No
             stranger.info.ref.worker_id = f"stranger-{number}"
             d.router.links.update(read_fleet(control_pb2.WatchFleetResponse(workers=[stranger])))
         assert d.router.links.refused == {"stranger-2"}
+
+
+LONG = "x" * 500
+
+
+async def test_a_step_that_nothing_predicts_may_take_as_long_as_the_registry_lets_it() -> None:
+    clock = ManualClock(100.0)
+    async with deployment(prefill=2, clock=clock) as d:
+        asking, asked, _ = await hung_prefill(d, ask_for(LONG))
+        clock.advance(119.0)
+        asked.may_prefill.set()
+        answer = await asking
+        assert_whole(answer, LONG)
+        assert [routed.prefill_worker for routed in answer.routed] == [asked.worker_id]
+
+
+async def test_a_prompt_that_two_live_workers_have_lost_is_given_up_by_each_after_its_time() -> (
+    None
+):
+    clock = ManualClock(100.0)
+    async with deployment(prefill=2, clock=clock) as d:
+        workers = [d.worker("p0"), d.worker("p1")]
+        for worker in workers:
+            worker.faults.hang_prefills = 1
+        asking = asyncio.create_task(d.client.ask(ask_for(LONG)))
+        for number in (1, 2):
+            await d.until(lambda n=number: sum(w.num_prefills for w in workers) == n)  # type: ignore[misc]
+            await d.until(lambda: sum(w.num_prefilling for w in workers) == 1)
+            clock.advance(151.0)
+        answer = await asking
+        assert_whole(answer, LONG)
+        assert len(answer.routed) == 3
+
+
+@pytest.mark.parametrize("is_given_up", [False, True])
+async def test_what_a_worker_reports_of_its_speed_meanwhile_is_what_its_prompt_is_waited_for(
+    is_given_up: bool,
+) -> None:
+    """500 tokens at 2 a second; and some time on top, after which the prompt is lost there."""
+    clock = ManualClock(100.0)
+    async with deployment(prefill=2, clock=clock, first_token_timeout_s=30.0) as d:
+        asking, asked, other = await hung_prefill(d, ask_for(LONG))
+        asked.load.prefill_tokens_per_s = 2.0  # after its first chunk
+        await d.registry.publish()
+        await d.until(lambda: bool(np.isfinite(d.router.fleet.arrays.prefill_measured_s).any()))
+        clock.advance(281.0 if is_given_up else 279.0)
+        asked.may_prefill.set()
+        answer = await asking
+        assert_whole(answer, LONG)
+        where = [asked, other] if is_given_up else [asked]
+        assert [routed.prefill_worker for routed in answer.routed] == [w.worker_id for w in where]

@@ -15,6 +15,7 @@ from tests.router.answers import (
     Answer,
     ask_for,
     assert_whole,
+    error_of,
     error_reason,
     expected,
     failures_of,
@@ -22,6 +23,44 @@ from tests.router.answers import (
 )
 from tests.router.deployment import Deployment, deployment, left_behind
 from tests.router.scripted_tokens import oracle
+
+
+async def test_a_prompt_is_prefilled_in_one_pool_and_streams_from_the_other() -> None:
+    async with deployment() as d:
+        answer = await d.client.ask(ask_for("Once upon a time"))
+        assert_whole(answer, "Once upon a time")
+        assert answer.routed[0].prefill_worker == "p0"
+        assert answer.routed[0].decode_worker == "d0"
+        assert answer.routed[0].seed == 7
+        assert len(answer.prefilled) == 1
+        assert answer.handed_off[0].kv_bytes > 0
+        assert answer.finished is not None
+        assert answer.finished.usage.num_prompt_tokens == 16
+        assert answer.finished.usage.num_output_tokens == 12
+        assert answer.finished.timings.ttft_ms > 0
+
+
+async def test_a_first_token_that_ends_the_request_releases_the_lease() -> None:
+    async with deployment() as d:
+        answer = await d.client.ask(ask_for(PROMPT, 1))
+        assert_whole(answer, PROMPT, 1)
+        await d.check_empty()
+        assert d.worker("d0").num_decode_steps == 0
+
+
+async def test_a_mixed_fleet_serves_by_local_prefill_and_by_handoff() -> None:
+    async with deployment(0, 0, mixed=2, local_prefill="auto") as d:
+        answer = await d.client.ask(ask_for(PROMPT))
+        assert_whole(answer, PROMPT)
+    async with deployment(0, 0, mixed=2, local_prefill="never") as d:
+        answer = await d.client.ask(ask_for(PROMPT))
+        assert_whole(answer, PROMPT)
+        assert answer.routed[0].prefill_worker != answer.routed[0].decode_worker
+    async with deployment(1, 1, local_prefill="always") as d:
+        answer = await d.client.ask(ask_for(PROMPT))
+        assert_whole(answer, PROMPT)
+        assert answer.routed[0].prefill_worker == ""
+        assert len(answer.prefilled) == 1
 
 
 async def paused_at(d: Deployment, request: router_pb2.GenerateRequest, index: int) -> Answer:
@@ -58,8 +97,8 @@ async def test_two_clients_of_one_request_see_the_same() -> None:
         assert_whole(late, PROMPT, 30)
         assert d.worker("d0").num_reserves == 1
         await d.check_empty()
-        assert d.router.num_remembered == 1
-        await d.until(lambda: d.router.num_remembered == 0)
+        assert len(d.router.runs) == 1
+        await d.until(lambda: len(d.router.runs) == 0)
 
 
 async def test_of_finished_requests_the_output_is_remembered_up_to_so_many_bytes() -> None:
@@ -281,9 +320,7 @@ async def test_a_lost_session_takes_nothing_from_the_router_that_went_on_with_th
         worker.session_calls[former].cancel()  # only now does the first router ask for its own
         await d.until(lambda: any(run.has_moved for run in d.router.runs))
         prefill.unhang.set()  # its lease is fenced
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await first_asking
-        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert (await error_of(first_asking)).code() is grpc.StatusCode.UNAVAILABLE
         worker.may_decode.set()
         answer = await asking
         assert_whole(answer, PROMPT)

@@ -1,4 +1,4 @@
-"""The door over real control services and workers: units of different models at once."""
+"""The door: which unit a request goes to, how it is drawn, and what waits there."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ import grpc
 import grpc.aio
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from baton.config.engine import EngineConfig, FakeEngineConfig
 from baton.config.router import RouterConfig
@@ -27,14 +29,14 @@ from cluster.registry.units import Unit as Listed
 from cluster.registry.units import UnitList
 from cluster.worker.worker import Worker
 from engine.wire import read_spec
-from router.door import Door
+from router.door.door import Door
+from router.door.server import RouterServer
+from router.door.unit import drawn
 from router.router import Router
-from router.server import RouterServer
 from router.text import TextModel
-from router.unit import drawn
 from tests.cluster.conftest import ENGINE, engine_tokens, nothing_held, running_worker
 from tests.cluster.pool_settings import settings_of
-from tests.router.answers import Answer, Client, error_reason
+from tests.router.answers import Answer, Client, error_of, error_reason
 from tests.router.deployment import QUICK, byte_model
 
 CONFIG = dataclasses.replace(QUICK, resume_window_s=20.0, fleet_wait_s=10.0)
@@ -188,7 +190,7 @@ def assert_whole(answer: Answer, unit: Unit, num_tokens: int = NUM_TOKENS) -> No
         assert answer.text == unit.text.decode(whole)
 
 
-def told_of(unit: Unit) -> list[control_pb2.ReportRouterRequest]:
+def reports_of(unit: Unit) -> list[control_pb2.ReportRouterRequest]:
     """What routers report to the unit's registry."""
     reports = unit.registry.snapshot().routers
     return [control_pb2.ReportRouterRequest.FromString(report) for report in reports]
@@ -242,13 +244,11 @@ async def test_a_client_that_was_cut_off_goes_on_in_its_unit_whatever_the_shares
         assert (await two.client.ask(request_of("next"))).routed[0].unit.startswith("old/")
 
 
-async def test_tokens_of_a_unit_that_is_gone_are_not_gone_on_with(tmp_path: Path) -> None:
+async def test_tokens_of_a_unit_that_is_gone_are_not_continued(tmp_path: Path) -> None:
     async with two_units(tmp_path) as two:
         request = request_of("r")
         request.unit, request.resume_from_index = "gone/" + 16 * "0", 3
-        with pytest.raises(grpc.aio.AioRpcError) as refused:
-            await two.client.ask(request)
-        assert error_reason(refused.value) == "NOT_RESUMABLE"
+        assert error_reason(await error_of(two.client.ask(request))) == "NOT_RESUMABLE"
         request.resume_from_index = 0  # nothing was seen
         answer = await two.client.ask(request)
         assert_whole(answer, (two.old, two.new)[drawn("r", [0.5, 0.5])])
@@ -283,9 +283,9 @@ async def test_an_abort_reaches_the_unit_that_runs_the_request(
         await two.client.stub.Abort(router_pb2.AbortRequest(request_id="r"))
         answer = await asking
         assert answer.reason == common_pb2.FINISH_REASON_ABORTED
-        with pytest.raises(grpc.aio.AioRpcError) as refused:
-            await two.client.stub.Abort(router_pb2.AbortRequest(request_id="nobody's"))
-        assert refused.value.code() is grpc.StatusCode.NOT_FOUND
+        assert (
+            await error_of(two.client.stub.Abort(router_pb2.AbortRequest(request_id="nobody's")))
+        ).code() is grpc.StatusCode.NOT_FOUND
 
 
 async def test_a_unit_that_leaves_ends_its_streams_first_and_nothing_of_it_stays(
@@ -319,7 +319,8 @@ async def test_requests_wait_for_the_first_worker_to_load(tmp_path: Path) -> Non
     ):
         asking = asyncio.create_task(client.ask(request_of("r")))
         await until(lambda: door.num_waiting == 1)
-        await until(lambda: [each.num_held for each in told_of(only)] == [1])  # pools at zero start
+        # Pools at zero start for it.
+        await until(lambda: [each.num_held for each in reports_of(only)] == [1])
         await only.start_workers()
         assert_whole(await asking, only)
         assert door.num_waiting == 0
@@ -335,15 +336,13 @@ async def test_only_so_many_wait_and_each_until_its_own_deadline(tmp_path: Path)
         hurried.timeout_ms = 400
         asking = [asyncio.create_task(client.ask(each)) for each in (hurried, request_of("other"))]
         await until(lambda: door.num_waiting == 2)
-        with pytest.raises(grpc.aio.AioRpcError) as refused:
-            await client.ask(request_of("third"))
-        assert error_reason(refused.value) == "OVERLOADED"
+        assert error_reason(await error_of(client.ask(request_of("third")))) == "OVERLOADED"
         ends = await asyncio.gather(*asking, return_exceptions=True)
         assert [error_reason(end) for end in ends if isinstance(end, grpc.aio.AioRpcError)] == [
             "DEADLINE",
             "UNAVAILABLE",
         ]
-        assert all("no worker of the cluster has told its tokenizer" in str(end) for end in ends)
+        assert all("no worker of the cluster has sent its tokenizer" in str(end) for end in ends)
         assert door.num_waiting == 0
 
 
@@ -364,3 +363,30 @@ async def test_a_process_that_leaves_sends_those_who_wait_to_another(tmp_path: P
         await door.close()
         with pytest.raises(grpc.aio.AioRpcError, match="shutting down"):
             await asking
+
+
+OLD, NEW = 0, 1
+SHARES = st.floats(0, 1)
+IDS = [f"request-{number}" for number in range(2000)]
+
+
+@given(st.text(), SHARES, SHARES)
+def test_a_growing_share_moves_requests_to_the_youngest_unit_alone(
+    request_id: str, one: float, other: float
+) -> None:
+    less, more = sorted((one, other))
+    before, after = drawn(request_id, [1 - less, less]), drawn(request_id, [1 - more, more])
+    assert (before, after) in ((OLD, OLD), (OLD, NEW), (NEW, NEW))
+
+
+@given(SHARES)
+def test_each_unit_gets_its_share(share: float) -> None:
+    num_new = sum(drawn(request_id, [1 - share, share]) for request_id in IDS)
+    assert abs(num_new / len(IDS) - share) < 0.05
+
+
+@given(st.text())
+def test_a_unit_without_a_share_gets_nothing(request_id: str) -> None:
+    assert drawn(request_id, [1.0, 0.0]) == OLD
+    assert drawn(request_id, [0.0, 1.0 - 1e-7]) == NEW
+    assert drawn(request_id, [1.0]) == OLD

@@ -59,7 +59,7 @@ async def test_a_request_in_line_at_the_end_of_the_drain_goes_on_at_the_next_rou
         assert d.worker("d0").num_attaches == 0  # nobody can have begun it
 
 
-async def test_a_request_that_runs_at_the_end_of_the_drain_is_told_to_have_been_begun() -> None:
+async def test_a_request_that_runs_at_the_end_of_the_drain_is_reported_as_begun() -> None:
     async with deployment(is_emptied=False) as d:
         d.worker("d0").may_decode.clear()
         asking = asyncio.create_task(d.client.ask(ask_for(PROMPT)))

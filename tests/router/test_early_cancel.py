@@ -68,7 +68,7 @@ async def test_a_request_that_ends_before_it_runs_leaves_nothing(
         else:
             call.cancel()
         await d.check_empty()
-        await d.until(lambda: d.router.num_remembered == 0)
+        await d.until(lambda: len(d.router.runs) == 0)
         d.router.check_integrity()  # no timer is left either
         d.router.fleet.arrays.max_running[:] = 16
         d.worker("p0").may_prefill.set()
@@ -106,7 +106,7 @@ async def test_requests_cancelled_at_any_moment_leave_nothing_on_real_workers() 
 
             came_far = [await asyncio.gather(*(one(n) for n in range(8))) for _ in range(10)]
             assert {True, False} == {far for round_ in came_far for far in round_}
-            await until(lambda: router.num_remembered == 0)
+            await until(lambda: len(router.runs) == 0)
             router.check_integrity()
             assert router.fleet.num_bookings == 0
             assert len(router.admission) == 0

@@ -7,9 +7,9 @@ import asyncio
 
 import pytest
 
-from router.attempt import Attempt
+from router.request.attempt import Attempt
 from tests.router.answers import PROMPT, ask_for, assert_whole
-from tests.router.deployment import DECODE, Deployment, deployment
+from tests.router.deployment import DECODE, Deployment, deployment, hung_prefill
 from tests.router.scripted_tokens import Running
 from tests.router.scripted_worker import ScriptedWorker
 
@@ -28,13 +28,8 @@ async def test_a_prefill_worker_that_fails_is_replaced_by_another() -> None:
 
 async def test_a_prefill_worker_that_dies_before_the_first_token_is_replaced() -> None:
     async with deployment(prefill=2) as d:
-        for worker in ("p0", "p1"):
-            d.worker(worker).faults.hang_prefills = 1
-        asking = asyncio.create_task(d.client.ask(ask_for(PROMPT)))
-        await d.until(lambda: d.worker("p0").num_prefilling + d.worker("p1").num_prefilling == 1)
-        dying = "p0" if d.worker("p0").num_prefilling else "p1"
-        d.worker("p0" if dying == "p1" else "p1").faults.hang_prefills = 0
-        await d.worker(dying).die()
+        asking, dying, _ = await hung_prefill(d, ask_for(PROMPT))
+        await dying.die()
         assert_whole(await asking, PROMPT)
 
 
@@ -63,10 +58,10 @@ def attempts(d: Deployment) -> list[Attempt]:
 
 async def test_tokens_that_overtake_the_first_one_wait_for_it() -> None:
     async with deployment() as d:
-        d.worker("p0").may_tell_first.clear()
+        d.worker("p0").may_send_first.clear()
         asking = asyncio.create_task(d.client.ask(ask_for(PROMPT)))
         await d.until(lambda: any(attempt.early for attempt in attempts(d)))
-        d.worker("p0").may_tell_first.set()
+        d.worker("p0").may_send_first.set()
         answer = await asking
         assert_whole(answer, PROMPT)
         assert len(answer.routed) == 1
@@ -74,10 +69,10 @@ async def test_tokens_that_overtake_the_first_one_wait_for_it() -> None:
 
 async def test_a_handoff_given_up_because_the_first_token_ended_the_request_is_no_failure() -> None:
     async with deployment(handoff_report_wait_s=10.0) as d:
-        d.worker("p0").may_tell_first.clear()
+        d.worker("p0").may_send_first.clear()
         asking = asyncio.create_task(d.client.ask(ask_for(PROMPT, 1)))
         await d.until(lambda: any(attempt.is_over_at_worker for attempt in attempts(d)))
-        d.worker("p0").may_tell_first.set()
+        d.worker("p0").may_send_first.set()
         answer = await asking
         assert_whole(answer, PROMPT, num_tokens=1)
         assert len(answer.ids) == len(answer.routed) == 1

@@ -8,17 +8,17 @@ import asyncio
 import pytest
 
 from baton.v1 import control_pb2, worker_pb2
-from router.fleet import WorkerState
-from router.fleet_watch import read_fleet
+from router.fleet.fleet import WorkerState
+from router.fleet.registry import read_fleet
 from tests.router.answers import PROMPT, ask_for, assert_whole, failures_of
-from tests.router.deployment import Deployment, deployment
+from tests.router.deployment import Deployment, deployment, hung_prefill
 from tests.router.scripted_tokens import Running
 
 NO_RETRIES = {"max_attempts": 1, "retry_burst": 0, "eject_s": 30.0}
 
 
 def leaves(d: Deployment, worker_id: str) -> None:
-    """The registry's word that the worker is gone, as the router takes it in."""
+    """The registry reports that the worker is gone, and the router takes it in."""
     d.worker(worker_id).state = control_pb2.WORKER_STATE_GONE
     workers = [worker.info() for worker in d.registry.workers]
     d.router.links.update(read_fleet(control_pb2.WatchFleetResponse(workers=workers)))
@@ -31,36 +31,24 @@ async def leave_once_placed(d: Deployment, worker_id: str) -> None:
     asyncio.get_running_loop().call_soon(leaves, d, worker_id)
 
 
-async def test_a_prefill_worker_that_left_once_a_prompt_was_placed_there_is_the_one_blamed() -> (
-    None
-):
+@pytest.mark.parametrize(("leaving", "other"), [("p0", "d0"), ("d0", "p0")])
+async def test_a_worker_that_left_once_a_prompt_was_placed_there_is_the_one_blamed(
+    leaving: str, other: str
+) -> None:
     async with deployment(prefill=1, decode=1, **NO_RETRIES) as d:
-        decode_since_s = d.entry("d0").state_since_s
+        since_s = d.entry(other).state_since_s
         d.router.fleet.arrays.max_running[:] = 0
         asking = asyncio.create_task(d.client.ask(ask_for(PROMPT)))
         await d.until(lambda: len(d.router.admission) == 1)
-        await leave_once_placed(d, "p0")
-        await d.until(lambda: d.router.fleet.get("p0") is None and len(d.router.admission) == 1)
-        assert d.entry("d0").state is WorkerState.LIVE
-        assert d.entry("d0").state_since_s == decode_since_s
-        await d.add_worker("p1", d.worker("p0").role)
+        await leave_once_placed(d, leaving)
+        await d.until(lambda: d.router.fleet.get(leaving) is None)
+        successor = await d.add_worker(f"{leaving[0]}1", d.worker(leaving).role)
         answer = await asking
         assert_whole(answer, PROMPT)
-        assert [r.prefill_worker for r in answer.routed] == ["p1"]
-
-
-async def test_a_decode_worker_that_left_once_a_prompt_was_placed_there_is_the_one_blamed() -> None:
-    async with deployment(prefill=1, decode=1, **NO_RETRIES) as d:
-        prefill_since_s = d.entry("p0").state_since_s
-        d.router.fleet.arrays.max_running[:] = 0
-        asking = asyncio.create_task(d.client.ask(ask_for(PROMPT)))
-        await d.until(lambda: len(d.router.admission) == 1)
-        await leave_once_placed(d, "d0")
-        await d.add_worker("d1", d.worker("d0").role)
-        answer = await asking
-        assert_whole(answer, PROMPT)
-        assert [r.decode_worker for r in answer.routed] == ["d1"]
-        assert d.entry("p0").state_since_s == prefill_since_s
+        (routed,) = answer.routed
+        assert successor.worker_id in (routed.prefill_worker, routed.decode_worker)
+        assert d.entry(other).state is WorkerState.LIVE
+        assert d.entry(other).state_since_s == since_s
 
 
 async def test_a_draining_prefill_worker_s_refusal_costs_nothing() -> None:
@@ -92,17 +80,12 @@ async def test_a_prefill_worker_replaced_before_the_registry_says_so_costs_nothi
 
 async def test_a_prefill_worker_that_ends_while_it_drains_costs_nothing() -> None:
     async with deployment(prefill=2, decode=1, **NO_RETRIES) as d:
-        for worker_id in ("p0", "p1"):
-            d.worker(worker_id).may_prefill.clear()
-        asking = asyncio.create_task(d.client.ask(ask_for(PROMPT)))
-        await d.until(lambda: d.worker("p0").num_prefilling + d.worker("p1").num_prefilling == 1)
-        ends, other = ("p0", "p1") if d.worker("p0").num_prefilling else ("p1", "p0")
-        await drains(d, ends)
-        d.worker(other).may_prefill.set()
-        await d.worker(ends).die()
+        asking, ends, other = await hung_prefill(d, ask_for(PROMPT))
+        await drains(d, ends.worker_id)
+        await ends.die()
         answer = await asking
         assert_whole(answer, PROMPT)
-        assert [r.prefill_worker for r in answer.routed] == [ends, other]
+        assert [r.prefill_worker for r in answer.routed] == [ends.worker_id, other.worker_id]
         assert (d.router.fleet.arrays.hold_until_s == 0).all()
 
 
@@ -138,7 +121,7 @@ async def test_decode_workers_that_end_while_they_drain_make_no_request_poison()
 
 
 async def drains(d: Deployment, worker_id: str) -> None:
-    """The registry says so, and the router has heard it."""
+    """The registry reports it, and the router knows."""
     d.worker(worker_id).state = control_pb2.WORKER_STATE_DRAINING
     entry = d.entry(worker_id)
     await d.registry.publish()
@@ -158,13 +141,7 @@ async def test_a_draining_decode_worker_s_refusal_costs_nothing() -> None:
 
 async def test_a_prompt_at_a_prefill_worker_that_leaves_the_fleet_goes_on_at_once() -> None:
     async with deployment(prefill=2) as d:
-        workers = [d.worker("p0"), d.worker("p1")]
-        for worker in workers:
-            worker.faults.hang_prefills = 1
-        asking = asyncio.create_task(d.client.ask(ask_for(PROMPT)))
-        await d.until(lambda: any(worker.num_prefilling for worker in workers))
-        leaving, other = sorted(workers, key=lambda worker: not worker.num_prefilling)
-        other.faults.hang_prefills = 0
+        asking, leaving, _ = await hung_prefill(d, ask_for(PROMPT))
         leaving.state = control_pb2.WORKER_STATE_GONE
         await d.registry.publish()
         assert_whole(await asyncio.wait_for(asking, 10), PROMPT)

@@ -9,10 +9,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.clock import ManualClock
-from router.fleet import Fleet, ReportedLoad, WorkerState
-from router.placement import choose, ranked
-from router.recent_peak import RecentPeak
-from tests.router.fleets import POLICY, entry_of, facts, fleet_of, pick, query, two_and_two
+from router.fleet.fleet import Fleet, RecentPeak, ReportedLoad, WorkerState
+from router.placement.placement import choose, ranked
+from tests.router.fleets import (
+    POLICY,
+    cheapest,
+    entry_of,
+    facts,
+    fleet_of,
+    pick,
+    query,
+    two_and_two,
+)
 
 
 def test_a_cached_prefix_decides_among_idle_workers() -> None:
@@ -53,9 +61,7 @@ def test_unequal_kv_never_pairs() -> None:
 
 def test_a_worker_without_room_a_suspect_and_a_disconnected_one_get_nothing() -> None:
     fleet = two_and_two()
-    d0, p0 = fleet.get("d0"), fleet.get("p0")
-    assert d0 is not None
-    assert p0 is not None
+    d0, p0 = entry_of(fleet, "d0"), entry_of(fleet, "p0")
     fleet.report(d0, ReportedLoad(num_requests=32))
     fleet.set_state(p0, WorkerState.SUSPECT)
     assert pick(fleet, query(fleet, 500)) == ("p1", "d1")
@@ -77,8 +83,7 @@ def test_a_worker_that_failed_the_request_is_taken_only_when_no_other_is_left() 
 
 def test_the_reason_names_workers_tokens_and_terms() -> None:
     fleet = two_and_two()
-    placement = choose(query(fleet, 1000, p1=800), fleet.arrays, POLICY, 100.0, random.Random(0))
-    assert placement is not None
+    placement = cheapest(fleet, query(fleet, 1000, p1=800))
     assert "prefill on p1 (800 of 1000 tokens cached)" in placement.reason
     assert "\n" not in placement.reason
     assert placement.num_uncached_tokens == 200
@@ -111,7 +116,7 @@ def test_the_choice_is_the_cheapest_candidate_and_its_terms_add_up(
         assert abs(terms - candidate.cost_s) < 1e-9
 
 
-def told(fleet: Fleet, worker_id: str, **figures: float) -> None:
+def reports(fleet: Fleet, worker_id: str, **figures: float) -> None:
     entry = entry_of(fleet, worker_id)
     fleet.report(entry, dataclasses.replace(ReportedLoad(), **figures))  # type: ignore[arg-type]
 
@@ -119,8 +124,8 @@ def told(fleet: Fleet, worker_id: str, **figures: float) -> None:
 def test_a_worker_that_was_never_measured_counts_as_the_best_of_its_class() -> None:
     """Else nothing would go to a new one: its default may be far below what the others do."""
     fleet = two_and_two()
-    told(fleet, "p0", prefill_tokens_per_s=90_000.0)
-    told(fleet, "d0", decode_step_s=0.001)
+    reports(fleet, "p0", prefill_tokens_per_s=90_000.0)
+    reports(fleet, "d0", decode_step_s=0.001)
     rng, policy = random.Random(1), dataclasses.replace(POLICY, local_prefill="never")
     chosen = [choose(query(fleet, 4000), fleet.arrays, policy, 100.0, rng) for _ in range(64)]
     pairs = {
@@ -133,8 +138,8 @@ def test_a_worker_that_looked_slow_once_is_tried_again_when_its_measure_is_old()
     clock = ManualClock(100.0)
     fleet = two_and_two(clock)
     for name, rate, step_s in (("0", 10_000.0, 0.005), ("1", 380.0, 0.1)):
-        told(fleet, f"p{name}", prefill_tokens_per_s=rate)
-        told(fleet, f"d{name}", decode_step_s=step_s)
+        reports(fleet, f"p{name}", prefill_tokens_per_s=rate)
+        reports(fleet, f"d{name}", decode_step_s=step_s)
 
     def chosen(explores: bool) -> set[str]:
         wanted = dataclasses.replace(query(fleet, 1000), explores=explores)
@@ -147,18 +152,18 @@ def test_a_worker_that_looked_slow_once_is_tried_again_when_its_measure_is_old()
 
     assert chosen(True) == {"p0", "d0"}
     clock.advance(POLICY.trust_rates_s + 1)
-    told(fleet, "p1", prefill_tokens_per_s=380.0)  # told again, but not measured again
+    reports(fleet, "p1", prefill_tokens_per_s=380.0)  # reported again, but not measured again
     assert chosen(False) == {"p0", "d0"}
     assert chosen(True) == {"p0", "d0", "p1", "d1"}
-    told(fleet, "p1", prefill_tokens_per_s=381.0)
-    told(fleet, "d1", decode_step_s=0.11)
+    reports(fleet, "p1", prefill_tokens_per_s=381.0)
+    reports(fleet, "d1", decode_step_s=0.11)
     assert chosen(True) == {"p0", "d0"}
 
 
 def test_patience_goes_by_a_worker_s_own_measure_also_where_it_is_not_trusted() -> None:
     fleet = two_and_two()
-    told(fleet, "p0", prefill_tokens_per_s=10_000.0)
-    told(fleet, "p1", prefill_tokens_per_s=100.0)
+    reports(fleet, "p0", prefill_tokens_per_s=10_000.0)
+    reports(fleet, "p1", prefill_tokens_per_s=100.0)
     wanted = dataclasses.replace(query(fleet, 6000), explores=True)
     policy = dataclasses.replace(POLICY, trust_rates_s=0.0, local_prefill="never")
     for placement in ranked(wanted, fleet.arrays, policy, 101.0, 4):
@@ -171,8 +176,7 @@ def test_patience_goes_by_a_worker_s_own_measure_also_where_it_is_not_trusted() 
 def test_a_booking_is_felt_at_once_and_released_exactly_once() -> None:
     clock = ManualClock(100.0)
     fleet = two_and_two(clock)
-    placement = choose(query(fleet, 1000), fleet.arrays, POLICY, clock.now_s(), random.Random(0))
-    assert placement is not None
+    placement = cheapest(fleet, query(fleet, 1000))
     booking = fleet.book(placement, 16)
     slot = placement.prefill_slot
     assert slot is not None
@@ -193,8 +197,7 @@ def test_a_booking_is_felt_at_once_and_released_exactly_once() -> None:
 
 def test_a_booking_on_a_worker_that_left_touches_nobody_in_its_row() -> None:
     fleet = two_and_two()
-    placement = choose(query(fleet, 1000), fleet.arrays, POLICY, 100.0, random.Random(0))
-    assert placement is not None
+    placement = cheapest(fleet, query(fleet, 1000))
     booking = fleet.book(placement, 16)
     fleet.remove(booking.decode)
     fleet.remove(booking.prefill)
@@ -255,13 +258,8 @@ def test_a_worker_that_fails_while_it_is_held_does_not_count_twice() -> None:
 def test_a_report_of_a_moment_ago_does_not_count_what_has_ended_since() -> None:
     clock = ManualClock(100.0)
     fleet = two_and_two(clock)
-    prefill, decode = fleet.get("p0"), fleet.get("d0")
-    assert prefill is not None
-    assert decode is not None
-    placement = choose(
-        query(fleet, 1000, p0=1, d0=1), fleet.arrays, POLICY, 100.0, random.Random(0)
-    )
-    assert placement is not None
+    prefill, decode = entry_of(fleet, "p0"), entry_of(fleet, "d0")
+    placement = cheapest(fleet, query(fleet, 1000, p0=1, d0=1))
     assert (placement.prefill_slot, placement.decode_slot) == (prefill.slot, decode.slot)
     bookings = [fleet.book(placement, 16) for _ in range(32)]
     for booking in bookings[1:]:

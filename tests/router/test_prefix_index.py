@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kv_transfer.block_hash import BlockHash
-from router.prefix_index import PrefixIndex
+from router.placement.prefix_index import PrefixIndex
 
 NUM_WORKERS = 3
 
@@ -118,7 +118,7 @@ def test_a_block_whose_parent_was_removed_is_out_of_reach_until_the_parent_retur
     index.check_integrity()
 
 
-def test_predictions_expire_and_never_mix_with_what_workers_say() -> None:
+def test_predictions_expire_and_never_mix_with_what_workers_report() -> None:
     index, hashes = PrefixIndex(), chain(1, 2, 3, 4)
     index.store(1, None, hashes[:2])
     index.predict((0,), hashes[:3], now_s=0.0, expires_s=5.0)

@@ -9,10 +9,20 @@ import pytest
 from baton.clock import ManualClock
 from baton.config.router import LocalPrefill, RouterConfig
 from baton.errors import UnavailableError
-from router.admission import SCAN_AHEAD
-from router.fleet import Fleet, ReportedLoad
-from router.placement import reach
-from tests.router.fleets import admission_of, entry_of, facts, fleet_of, pick, prompt, query, rounds
+from router.fleet.fleet import Fleet, ReportedLoad
+from router.placement.admission import SCAN_AHEAD
+from router.placement.placement import reach
+from tests.router.fleets import (
+    admission_of,
+    entry_of,
+    facts,
+    fleet_of,
+    in_line,
+    pick,
+    prompt,
+    query,
+    rounds,
+)
 
 NEVER = RouterConfig(local_prefill="never")
 
@@ -91,7 +101,7 @@ async def test_prompts_that_fit_nowhere_hold_nobody_back_and_are_refused() -> No
     tickets = [admission.ticket(prompt(100, n * 100), 4) for n in range(2 * SCAN_AHEAD)]
     large = [asyncio.create_task(admission.place(ticket)) for ticket in tickets]
     await rounds(admission, clock, 5.0)
-    small = asyncio.create_task(admission.place(admission.ticket(prompt(50, 10_000), 4)))
+    small = in_line(admission, prompt(50, 10_000), 4)
     await rounds(admission, clock, 0.25)
     assert small.done()
     fleet.release(small.result().booking)
@@ -104,14 +114,14 @@ async def test_prompts_that_fit_nowhere_hold_nobody_back_and_are_refused() -> No
 
 
 @pytest.mark.parametrize("registry_is_gone", [False, True])
-async def test_a_prompt_is_placed_when_quarantine_ends_or_nobody_tells_of_it(
+async def test_a_prompt_is_placed_when_quarantine_ends_or_nobody_reports_it(
     registry_is_gone: bool,
 ) -> None:
     clock = ManualClock(100.0)
     fleet = two_prefill_workers(clock)
     quarantine(fleet, "p1", 6)
     admission = admission_of(fleet, clock, fleet_wait_s=10.0)
-    large = asyncio.create_task(admission.place(admission.ticket(prompt(100), 4)))
+    large = in_line(admission, prompt(100), 4)
     await rounds(admission, clock, 5.0)
     assert not large.done()
     if registry_is_gone:

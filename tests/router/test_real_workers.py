@@ -66,7 +66,7 @@ async def test_a_real_prefill_worker_that_drains_refuses_prompts_at_no_cost() ->
         running_worker("d0", Role.DECODE, SMALL_VOCABULARY) as decode,
     ):
         assert draining.prefill is not None
-        draining.prefill.begin_drain()  # the registry has not heard of it yet
+        draining.prefill.begin_drain()  # the registry does not know of it yet
         listed = [Listed(worker, worker.address) for worker in (draining, prefill, decode)]
         once = dataclasses.replace(QUICK, max_attempts=1, retry_burst=0)
         async with router_over(*listed, config=once) as (router, client):
@@ -98,25 +98,13 @@ async def test_a_request_that_names_no_length_runs_to_the_end_of_its_worker_s_me
             router.check_integrity()
 
 
-async def test_a_prefill_worker_s_memory_bounds_the_prompt_alone_not_the_output() -> None:
-    small = dataclasses.replace(SMALL_VOCABULARY, num_blocks=6)  # of which one is the null block
-    async with (
-        running_worker("p0", Role.PREFILL, small) as prefill,
-        running_worker("d0", Role.DECODE, SMALL_VOCABULARY) as decode,
-    ):
-        listed = Listed(prefill, prefill.address), Listed(decode, decode.address)
-        async with router_over(*listed) as (_, client):
-            answer = await client.ask(request_of(20))
-            assert answer.ids == alone(20)
-            assert [routed.prefill_worker for routed in answer.routed] == ["p0"]
-            error = await refusal(client, request_of(21))
-            assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-            assert "every prefill worker" in str(error.details())
-        await nothing_held(prefill, decode)
-
-
-async def test_a_prefill_worker_s_context_bounds_the_prompt_alone_not_the_output() -> None:
-    small = dataclasses.replace(SMALL_VOCABULARY, max_model_len=41)
+@pytest.mark.parametrize(
+    "bound", [{"num_blocks": 6}, {"max_model_len": 41}], ids=["memory", "context"]
+)
+async def test_a_prefill_worker_s_bound_is_the_prompt_s_alone_not_the_output_s(
+    bound: dict[str, int],
+) -> None:
+    small = dataclasses.replace(SMALL_VOCABULARY, **bound)  # one block is the null block
     async with (
         running_worker("p0", Role.PREFILL, small) as prefill,
         running_worker("d0", Role.DECODE, SMALL_VOCABULARY) as decode,
@@ -126,6 +114,9 @@ async def test_a_prefill_worker_s_context_bounds_the_prompt_alone_not_the_output
             answer = await client.ask(request_of(20))  # a prompt of 40 tokens
             assert answer.ids == alone(20)
             assert [routed.prefill_worker for routed in answer.routed] == ["p0"]
+            error = await refusal(client, request_of(21))
+            assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            assert "every prefill worker" in str(error.details())
         await nothing_held(prefill, decode)
 
 
@@ -170,10 +161,10 @@ async def test_a_resumed_stream_has_the_log_probabilities_of_an_attempt_whose_wo
         survivor = Listed(worker, proxy.address)
         request.resume_from_index = 8
         async with router_over(listed[0], survivor) as (_, client):
-            resumed, told = await ask_with_logprobs(client, request)
+            resumed, known = await ask_with_logprobs(client, request)
         assert resumed.ids == alone(0)[8:]
         num_unknown = 0 if max_message_bytes > 1 << 12 else migrated.from_index - 8
         assert all(one.rank for one in expected)
-        assert told[:num_unknown] == [common_pb2.Logprobs()] * num_unknown
-        assert told[num_unknown:] == expected[8 + num_unknown :]
+        assert known[:num_unknown] == [common_pb2.Logprobs()] * num_unknown
+        assert known[num_unknown:] == expected[8 + num_unknown :]
         await proxy.close()

@@ -13,8 +13,8 @@ import pytest
 from baton.clock import ManualClock
 from baton.errors import BatonError
 from baton.v1 import router_pb2
-from router.output import FinishReason
-from router.request_line import judged, trace_id
+from router.report.request_line import judged, trace_id
+from router.request.output import FinishReason
 from router.router import Router
 from tests.router.answers import PROMPT, ask_for
 from tests.router.deployment import deployment
@@ -26,15 +26,15 @@ PARENT = f"00-{TRACE}-00f067aa0ba902b7-01"
 
 @pytest.fixture(autouse=True)
 def log_level(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "router.request_line")
+    caplog.set_level(logging.INFO, "router.report.request_line")
 
 
 def lines(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
-    told = [each for each in caplog.records if each.name == "router.request_line"]
-    return [json.loads(each.getMessage()) for each in told]
+    records = [each for each in caplog.records if each.name == "router.report.request_line"]
+    return [json.loads(each.getMessage()) for each in records]
 
 
-async def test_a_request_s_line_tells_where_it_ran_and_how_it_went_but_nothing_that_was_said(
+async def test_a_request_s_line_shows_where_it_ran_and_how_it_went_but_nothing_that_was_said(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async with deployment() as d:
@@ -70,8 +70,8 @@ async def test_a_request_s_line_tells_where_it_ran_and_how_it_went_but_nothing_t
     }
     assert line["lease_id"]
     assert answer.finished is not None
-    for name, told in times.items():
-        assert told == pytest.approx(getattr(answer.finished.timings, name), abs=1e-3)
+    for name, reported in times.items():
+        assert reported == pytest.approx(getattr(answer.finished.timings, name), abs=1e-3)
     assert set(times) == {"e2e_ms", "queue_ms", "ttft_ms", "itl_ms"}
     assert not [r for r in caplog.records if PROMPT in r.getMessage()]
     assert not [r for r in caplog.records if answer.text in r.getMessage()]
@@ -106,8 +106,8 @@ async def test_what_is_refused_or_aborted_has_its_line_too(
         await d.until(lambda: bool(d.worker("d0").runs))
         await d.client.stub.Abort(router_pb2.AbortRequest(request_id="stopped"))
         await running
-    told = [(line["request_id"], line["outcome"]) for line in lines(caplog)]
-    assert told == [
+    ends = [(line["request_id"], line["outcome"]) for line in lines(caplog)]
+    assert ends == [
         ("unknown", "NOT_FOUND"),
         ("secret words", "INVALID_PROMPT"),
         ("stopped", FinishReason.ABORTED.value),
@@ -117,7 +117,7 @@ async def test_what_is_refused_or_aborted_has_its_line_too(
 async def test_no_line_is_made_where_the_log_s_level_leaves_it_out(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    caplog.set_level(logging.WARNING, "router.request_line")
+    caplog.set_level(logging.WARNING, "router.report.request_line")
     async with deployment() as d:
         await d.client.ask(ask_for(PROMPT))
     assert not lines(caplog)
@@ -167,8 +167,8 @@ async def test_a_request_meets_or_misses_the_targets_that_it_names(
     output.finish()
     assert counted(router) == expected
     [line] = lines(caplog)
-    told = {(n, line[f"{n}_target"]): 1 for n in ("ttft", "itl") if f"{n}_target" in line}
-    assert told == expected
+    judged = {(n, line[f"{n}_target"]): 1 for n in ("ttft", "itl") if f"{n}_target" in line}
+    assert judged == expected
 
 
 @pytest.mark.parametrize(("waited_s", "expected"), [(0.4, {}), (0.6, {("ttft", "missed"): 1})])

@@ -1,13 +1,14 @@
-"""What a request tells of its own timing."""
+"""What a request reports of its own timing."""
 
 from __future__ import annotations
 
 import pytest
 
 from baton.clock import ManualClock
-from baton.v1 import worker_pb2
-from router.output import Finished, FinishReason
-from router.request_output import RequestOutput
+from baton.grpc_options import WORKER_MESSAGE_BYTES
+from baton.v1 import common_pb2, worker_pb2
+from router.request.output import Finished, FinishReason, sendable_logprobs
+from router.request.request_output import RequestOutput
 from tests.router.answers import ask_for
 from tests.router.request_outputs import output_for
 
@@ -64,7 +65,7 @@ async def test_one_token_has_no_gap_at_all() -> None:
     assert timings.ttft_s == pytest.approx(0.25)
 
 
-async def test_the_prefill_worker_s_own_wait_and_work_are_told_apart() -> None:
+async def test_the_prefill_worker_s_own_wait_and_work_are_apart() -> None:
     clock = ManualClock(100.0)
     output = output_of(clock, 1)
     clock.advance(0.25)
@@ -99,3 +100,19 @@ async def test_no_stop_string_ends_an_answer_within_its_least_tokens(
     assert "".join(output.log.texts) + output.log.tail == text
     end = finish(output)
     assert end.stop == ("END" if num_out < 10 else "")
+
+
+@pytest.mark.parametrize("max_message_bytes", [1 << 14, (1 << 31) - 1])
+@pytest.mark.parametrize("num_prompt_bytes", [0, 4096])
+def test_log_probabilities_that_are_out_go_with_the_request_where_a_worker_takes_the_message(
+    max_message_bytes: int, num_prompt_bytes: int
+) -> None:
+    limit = min(max_message_bytes, WORKER_MESSAGE_BYTES)
+    spec = worker_pb2.RequestSpec(token_ids=bytes(num_prompt_bytes))
+    one = common_pb2.Logprobs(top=[common_pb2.TokenLogprob(id=1, logprob=-1.0)] * 20)
+    num_sent = (limit // 2 - spec.ByteSize()) // one.ByteSize()
+    known = [one] * num_sent
+    assert sendable_logprobs(known, spec, max_message_bytes) == known
+    reserve = worker_pb2.Reserve(spec=spec, emitted_logprobs=known)
+    assert limit // 3 < reserve.ByteSize() < limit
+    assert sendable_logprobs([*known, one], spec, max_message_bytes) == ()

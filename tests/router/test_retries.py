@@ -1,4 +1,4 @@
-"""What is tried again, at whose cost, and what ends a request and how its client is told."""
+"""What is tried again, at whose cost, and what ends a request and what its client sees."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from baton.status import from_rpc_error
 from baton.v1 import common_pb2, worker_pb2
-from tests.router.answers import PROMPT, ask_for, assert_whole, error_reason, refusal
+from tests.router.answers import PROMPT, ask_for, assert_whole, error_of, error_reason, refusal
 from tests.router.deployment import deployment
 
 
@@ -22,19 +22,7 @@ async def test_no_capacity_puts_a_request_back_in_line_at_no_cost() -> None:
         assert d.worker("d0").num_reserves == 6
         assert [routed.attempt for routed in answer.routed] == [
             6
-        ]  # where it was not taken is not told
-
-
-async def test_a_draining_worker_gets_nothing_more() -> None:
-    async with deployment(decode=2, max_attempts=1) as d:
-        for worker in ("d0", "d1"):
-            d.worker(worker).faults.reject = [(worker_pb2.REJECT_REASON_DRAINING, 0)]
-        first = d.worker("d0").num_reserves + d.worker("d1").num_reserves
-        assert first == 0
-        asking = asyncio.create_task(d.client.ask(ask_for(PROMPT)))
-        await d.until(lambda: d.worker("d0").num_reserves + d.worker("d1").num_reserves == 2)
-        await d.registry.publish()  # the registry knows better: both are live
-        assert_whole(await asking, PROMPT)
+        ]  # refused placements are not shown
 
 
 async def test_a_stale_attempt_number_is_raised_above_the_worker_s() -> None:
@@ -55,22 +43,15 @@ async def test_a_worker_that_calls_every_attempt_stale_ends_the_request() -> Non
         assert error_reason(error) == "WORKER_LOST"
 
 
-async def test_what_a_worker_calls_invalid_is_told_and_not_retried() -> None:
+async def test_what_a_worker_calls_invalid_is_reported_and_not_retried() -> None:
     async with deployment() as d:
         d.worker("d0").faults.reject = [(worker_pb2.REJECT_REASON_INVALID, 0)]
-        error = await refusal(d.client, ask_for(PROMPT))
-        assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
-        assert from_rpc_error(error).field == "token_ids"
-        assert d.worker("d0").num_reserves == 1
-
-
-async def test_a_prompt_the_prefill_worker_calls_invalid_is_not_retried() -> None:
-    async with deployment() as d:
         d.worker("p0").faults.refuse_prefills = 1
-        error = await refusal(d.client, ask_for(PROMPT))
-        assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
-        assert from_rpc_error(error).field == "sampling.top_k"
-        assert d.worker("p0").num_prefills == 1
+        for worker_field in ("token_ids", "sampling.top_k"):  # the decode worker's, then p0's
+            error = await refusal(d.client, ask_for(PROMPT))
+            assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert from_rpc_error(error).field == worker_field
+        assert (d.worker("d0").num_reserves, d.worker("p0").num_prefills) == (2, 1)
 
 
 async def test_a_request_that_two_workers_cannot_read_is_refused_and_ejects_nobody() -> None:
@@ -150,7 +131,7 @@ async def test_a_deadline_aborts_everywhere() -> None:
         assert error_reason(error) == "DEADLINE"
 
 
-async def test_a_deadline_that_the_decode_worker_sees_first_is_told_as_one() -> None:
+async def test_a_deadline_that_the_decode_worker_sees_first_is_reported_as_one() -> None:
     async with deployment(is_emptied=False) as d:
         worker = d.worker("d0")
         worker.may_decode.clear()
@@ -159,7 +140,5 @@ async def test_a_deadline_that_the_decode_worker_sees_first_is_told_as_one() -> 
         running = worker.runs["mine"]
         over = worker.tokens_of(running, len(running.output))
         over.finished, over.error = common_pb2.FINISH_REASON_ABORTED, "deadline"
-        worker.tell(running.router_id, tokens=[over])
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await asking
-        assert error_reason(caught.value) == "DEADLINE"
+        worker.send(running.router_id, tokens=[over])
+        assert error_reason(await error_of(asking)) == "DEADLINE"

@@ -38,7 +38,7 @@ async def test_a_unit_whose_model_is_replaced_ends_its_streams_and_gets_another_
             await streams
         assert error_reason(refused.value) == "NOT_RESUMABLE"
         await d.until(lambda: d.servers[0].door.routers not in ([], [first]))
-        assert (first.num_remembered, d.router.model.fingerprint) == (0, b"other")
+        assert (len(first.runs), d.router.model.fingerprint) == (0, b"other")
         first.check_integrity()
         assert not d.servers[0].door.fault.done()
         answer = await d.client.ask(ask_for(PROMPT, request_id="new"))

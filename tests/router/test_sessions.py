@@ -13,12 +13,12 @@ from baton.clock import ManualClock
 from baton.config.router import RouterConfig
 from baton.v1 import common_pb2, control_pb2, worker_pb2
 from baton.wire import ORPHANED
-from router.attempt import Attempt
-from router.fleet import WorkerState
-from router.patience import Patience
-from router.session import RouterIdentity, Session, SessionLostError
+from router.fleet.fleet import WorkerState
+from router.fleet.session import RouterIdentity, Session, SessionLostError
+from router.request.attempt import Attempt
+from router.request.patience import Patience
 from tests.router.answers import PROMPT, Answer, ask_for, assert_whole, failures_of
-from tests.router.deployment import DECODE, Deployment, deployment
+from tests.router.deployment import DECODE, Deployment, deployment, hung_prefill
 from tests.router.fleets import entry_of, facts, fleet_of
 from tests.router.proxy import Proxy
 from tests.router.scripted_tokens import Running
@@ -97,7 +97,7 @@ async def test_a_session_lost_during_the_prefill_does_not_repeat_it() -> None:
         assert prefill.num_prefills == 1
 
 
-async def test_a_request_the_worker_no_longer_knows_starts_anew() -> None:
+async def test_a_request_the_worker_no_longer_knows_starts_again() -> None:
     async with deployment() as d:
         worker = d.worker("d0")
 
@@ -263,17 +263,12 @@ async def paused(d: Deployment, index: int) -> Answer:
 
 async def test_a_prompt_leaves_a_suspect_prefill_worker_soon() -> None:
     async with deployment(prefill=2, suspect_silence_s=0.2) as d:
-        for worker_id in ("p0", "p1"):
-            d.worker(worker_id).may_prefill.clear()
-        asking = asyncio.create_task(d.client.ask(ask_for(PROMPT)))
-        await d.until(lambda: d.worker("p0").num_prefilling + d.worker("p1").num_prefilling == 1)
-        stuck, other = ("p0", "p1") if d.worker("p0").num_prefilling else ("p1", "p0")
-        d.worker(other).may_prefill.set()
-        d.worker(stuck).state = control_pb2.WORKER_STATE_SUSPECT
+        asking, stuck, other = await hung_prefill(d, ask_for(PROMPT))
+        stuck.state = control_pb2.WORKER_STATE_SUSPECT
         await d.registry.publish()
         answer = await asking
         assert_whole(answer, PROMPT)
-        assert [r.prefill_worker for r in answer.routed] == [stuck, other]
+        assert [r.prefill_worker for r in answer.routed] == [stuck.worker_id, other.worker_id]
 
 
 async def test_a_flowing_stream_stays_on_a_suspect_worker() -> None:
@@ -325,7 +320,7 @@ async def test_a_worker_replaced_by_one_of_another_fingerprint_costs_nobody_a_to
         await d.until(lambda: d.router.links.find("d0", 1) is None)
         other = ScriptedWorker("d0", DECODE, d.fabric, incarnation=2)
         other.kv_fingerprint = b"g" * 16
-        d.all_workers.append(await other.start(port))  # the registry has not heard of it yet
+        d.all_workers.append(await other.start(port))  # the registry does not know of it yet
         await d.until(lambda: d.router.links.find("d0", 1) is not None)
         d.router.fleet.arrays.max_running[:] = 8
         d.router.admission.kick()

@@ -126,7 +126,7 @@ def test_spaces_that_the_template_s_special_tokens_take_are_taken_beside_quoted_
 @pytest.mark.parametrize(
     "template", ["{{ 1 // 0 }}", "{{ range(10**30) | list }}", "{{ 'x' * 10**18 }}", RECURSIVE]
 )
-def test_whatever_a_template_fails_with_is_told_as_a_refusal(tmp_path: Path, template: str) -> None:
+def test_whatever_a_template_fails_with_is_seen_as_a_refusal(tmp_path: Path, template: str) -> None:
     model = load_text(write_model(tmp_path, byte_level_tokenizer(), chat_template=template))
     with pytest.raises(InvalidRequestError, match="refuses"):
         model.encode_chat([Turn("user", "hello")])
@@ -268,7 +268,9 @@ def test_a_model_that_is_nowhere_is_named(monkeypatch: pytest.MonkeyPatch) -> No
         ("tokenizer.json", "{", "tokenizer.json"),
         ("tokenizer.json", None, "tokenizer.json"),
         ("config.json", "[1]", "config.json"),
+        ("config.json", '{"vocab_size": "many"}', "config.json: vocab_size: a number"),
         ("generation_config.json", "nonsense", "generation_config.json"),
+        ("generation_config.json", '{"temperature": "hot"}', "temperature: a number"),
         ("generation_config.json", '{"top_k": -1}', "top_k: a number from 0 on"),
         ("chat_template.jinja", "{% if %}", "chat template, line 1"),
     ],

@@ -12,13 +12,14 @@ import grpc
 import grpc.aio
 import pytest
 
+from baton.config.router import RouterConfig
 from baton.v1 import common_pb2, router_pb2
 from cluster.pools.role_plan import Role
 from decode_worker.runs import Phase
-from router.request_run import RequestRun
+from router.request.request_run import RequestRun
 from router.router import Router
 from tests.cluster.conftest import HeldStep, nothing_held, running_worker
-from tests.router.answers import Answer, Client, failures_of, refusal
+from tests.router.answers import Answer, Client, error_of, failures_of, refusal
 from tests.router.proxy import Proxy
 from tests.router.real_workers import (
     CONFIG,
@@ -33,6 +34,19 @@ from tests.router.real_workers import (
     until,
 )
 
+PATIENT = dataclasses.replace(CONFIG, resume_window_s=30.0, attach_timeout_s=10.0)
+
+
+@asynccontextmanager
+async def two_routers(
+    listed: list[Listed], config: RouterConfig = PATIENT
+) -> AsyncIterator[tuple[tuple[Router, Client], tuple[Router, Client]]]:
+    async with (
+        router_over(*listed, config=config) as first,
+        router_over(*listed, config=config) as second,
+    ):
+        yield first, second
+
 
 @pytest.fixture
 async def listed() -> AsyncIterator[list[Listed]]:
@@ -44,20 +58,21 @@ async def listed() -> AsyncIterator[list[Listed]]:
         await nothing_held(prefill, decode)
 
 
+async def refused_as_moved(former: asyncio.Task[Answer]) -> None:
+    error = await error_of(former)
+    assert error.code() is grpc.StatusCode.UNAVAILABLE
+    assert "another router" in str(error.details())
+
+
 async def test_a_router_that_lost_its_client_does_not_end_the_stream_at_the_next(
     listed: list[Listed],
 ) -> None:
     worker = Client(listed[1].address)
-    async with (
-        router_over(*listed, config=CONFIG) as (router_a, client_a),
-        router_over(*listed, config=CONFIG) as (router_b, client_b),
-    ):
+    async with two_routers(listed, CONFIG) as ((router_a, client_a), (router_b, client_b)):
         await client_a.ask(request_of(1))  # its prompt is cached from now on
         steps = await num_decoded(worker)
         seen = await client_a.ask(named(1), until=lambda a: len(a.ids) >= 6)
-        again = named(1)
-        again.resume_from_index = len(seen.ids)
-        rest = await client_b.ask(again)
+        rest = await client_b.ask(named(1, len(seen.ids)))
         assert not rest.migrated
         assert rest.finished is not None
         assert rest.finished.usage.num_cached_tokens == seen.prefilled[0].num_cached_tokens > 0
@@ -74,23 +89,14 @@ async def test_a_router_whose_request_was_attached_while_it_is_prefilled_sees_th
     listed: list[Listed],
 ) -> None:
     step = HeldStep(listed[0].worker)
-    patient = dataclasses.replace(CONFIG, resume_window_s=30.0)
-    async with (
-        router_over(*listed, config=patient) as (_, client_a),
-        router_over(*listed, config=patient) as (router_b, client_b),
-    ):
+    async with two_routers(listed) as ((_, client_a), (router_b, client_b)):
         former = asyncio.create_task(client_a.ask(named(1)))
         await asyncio.to_thread(step.begun.wait, 10)
-        again = named(1)
-        again.resume_from_index = 0
-        latter = asyncio.create_task(client_b.ask(again))
+        latter = asyncio.create_task(client_b.ask(named(1, 0)))
         await until(lambda: router_b.fleet.num_bookings == 1)
         assert not former.done()
         step.go_on.set()
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await former
-        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
-        assert "another router" in str(caught.value.details())
+        await refused_as_moved(former)
         answer = await latter
         assert answer.ids == alone(1)
         assert not answer.migrated
@@ -102,21 +108,13 @@ async def test_a_router_that_closes_leaves_the_prefill_to_the_one_that_asked_for
     listed: list[Listed], is_aborted: bool
 ) -> None:
     step = HeldStep(listed[0].worker)
-    patient = dataclasses.replace(CONFIG, resume_window_s=30.0)
-    async with (
-        router_over(*listed, config=patient) as (router_a, client_a),
-        router_over(*listed, config=patient) as (router_b, client_b),
-    ):
+    async with two_routers(listed) as ((router_a, client_a), (router_b, client_b)):
         former = asyncio.create_task(client_a.ask(named(1)))
         await asyncio.to_thread(step.begun.wait, 10)
-        again = named(1)
-        again.resume_from_index = 0
-        latter = asyncio.create_task(client_b.ask(again))
+        latter = asyncio.create_task(client_b.ask(named(1, 0)))
         await until(lambda: any(has_asked_its_writer(run) for run in router_b.runs))
         await router_a.close()
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await former
-        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert (await error_of(former)).code() is grpc.StatusCode.UNAVAILABLE
         if is_aborted:
             router_b.abort("", "named")
         step.go_on.set()
@@ -133,18 +131,14 @@ def has_asked_its_writer(run: RequestRun) -> bool:
 
 
 @pytest.mark.parametrize("is_first_gone", [False, True])
-async def test_a_router_that_attaches_before_a_lease_was_told_has_the_prompt_computed_itself(
+async def test_a_router_that_attaches_before_a_lease_was_sent_has_the_prompt_computed_itself(
     listed: list[Listed], is_first_gone: bool
 ) -> None:
-    """Where the first router is gone nobody was told, and the second comes after the lease."""
-    patient = dataclasses.replace(CONFIG, resume_window_s=30.0, attach_timeout_s=10.0)
+    """Where the first router is gone nobody knows of it, and the second comes after the lease."""
     prefill, decode = (one.worker for one in listed)
     assert decode.decode is not None
     hold = threading.Event()
-    async with (
-        router_over(*listed, config=patient) as (router_a, client_a),
-        router_over(*listed, config=patient) as (router_b, client_b),
-    ):
+    async with two_routers(listed) as ((router_a, client_a), (router_b, client_b)):
         decode.engine.post(lambda _: hold.wait(30))
         former = asyncio.create_task(client_a.ask(named(1)))
         runs = decode.decode.runs
@@ -154,15 +148,11 @@ async def test_a_router_that_attaches_before_a_lease_was_told_has_the_prompt_com
             await until(lambda: runs.num_orphans() == 1)
             hold.set()
             await until(lambda: all(run.phase is Phase.LEASED for run in runs))
-        again = named(1)
-        again.resume_from_index = 0
-        latter = asyncio.create_task(client_b.ask(again))
+        latter = asyncio.create_task(client_b.ask(named(1, 0)))
         if not is_first_gone:
             await until(lambda: router_b.fleet.num_bookings == 1)
             hold.set()
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await former
-        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert (await error_of(former)).code() is grpc.StatusCode.UNAVAILABLE
         answer = await latter
         assert answer.ids == alone(1)
         assert [routed.attempt for routed in answer.routed] == [1]
@@ -174,16 +164,11 @@ async def test_a_router_that_attaches_before_a_lease_was_told_has_the_prompt_com
 async def test_a_prompt_that_its_writer_lost_is_given_up_by_the_router_that_asked_for_it_last(
     listed: list[Listed],
 ) -> None:
-    hasty = dataclasses.replace(
-        CONFIG, resume_window_s=30.0, attach_timeout_s=10.0, first_token_timeout_s=0.3
-    )
+    hasty = dataclasses.replace(PATIENT, first_token_timeout_s=0.3)
     prefill, decode = (one.worker for one in listed)
     assert decode.decode is not None
     hold_decode, hold_prefill = threading.Event(), threading.Event()
-    async with (
-        router_over(*listed, config=hasty) as (router_a, client_a),
-        router_over(*listed, config=hasty) as (router_b, client_b),
-    ):
+    async with two_routers(listed, hasty) as ((router_a, client_a), (router_b, client_b)):
         decode.engine.post(lambda _: hold_decode.wait(30))
         former = asyncio.create_task(client_a.ask(named(1)))
         runs = decode.decode.runs
@@ -193,9 +178,7 @@ async def test_a_prompt_that_its_writer_lost_is_given_up_by_the_router_that_aske
             await former
         prefill.engine.post(lambda _: hold_prefill.wait(30))
         hold_decode.set()
-        again = named(1)
-        again.resume_from_index = 0
-        latter = asyncio.create_task(client_b.ask(again))
+        latter = asyncio.create_task(client_b.ask(named(1, 0)))
         await until(lambda: bool(failures_of(router_b)))
         hold_prefill.set()
         assert (await latter).ids == alone(1)
@@ -205,13 +188,12 @@ async def test_a_first_token_that_ends_a_request_that_has_moved_ends_it_at_the_r
     listed: list[Listed],
 ) -> None:
     step = HeldStep(listed[0].worker)
-    patient = dataclasses.replace(CONFIG, resume_window_s=30.0)
     request = named(1)
     request.sampling.max_tokens = 1
     async with (
-        router_over(*listed, config=patient) as (_, client_a),
-        router_over(*listed, config=patient) as (router_b, client_b),
-        router_over(*listed, config=patient) as (_, client_c),
+        router_over(*listed, config=PATIENT) as (_, client_a),
+        router_over(*listed, config=PATIENT) as (router_b, client_b),
+        router_over(*listed, config=PATIENT) as (_, client_c),
     ):
         former = asyncio.create_task(client_a.ask(request))
         await asyncio.to_thread(step.begun.wait, 10)
@@ -229,13 +211,6 @@ async def test_a_first_token_that_ends_a_request_that_has_moved_ends_it_at_the_r
         assert (await listed[1].worker.integrity()).num_later_tokens == 0
 
 
-async def refused_as_moved(former: asyncio.Task[Answer]) -> None:
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await former
-    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
-    assert "another router" in str(caught.value.details())
-
-
 @dataclasses.dataclass
 class Parted:
     """Two routers over the same workers; `cut_off` is the first one's way to the decode worker."""
@@ -249,9 +224,7 @@ class Parted:
 
 @asynccontextmanager
 async def parted(listed: list[Listed]) -> AsyncIterator[Parted]:
-    patient = dataclasses.replace(
-        CONFIG, resume_window_s=30.0, reattach_timeout_s=10.0, keepalive_s=30.0
-    )
+    patient = dataclasses.replace(PATIENT, reattach_timeout_s=10.0, keepalive_s=30.0)
     proxy = await Proxy.to(listed[1].address)
     behind = [listed[0], Listed(listed[1].worker, proxy.address)]
     try:
@@ -268,7 +241,7 @@ async def parted(listed: list[Listed]) -> AsyncIterator[Parted]:
 async def test_a_router_whose_session_was_gone_does_not_take_back_what_another_attached(
     listed: list[Listed], is_prefilling: bool
 ) -> None:
-    """Nobody could tell it of the move. The prefill that it began is needed all the same."""
+    """Nobody could report the move to it. The prefill that it began is needed all the same."""
     prefill, decode = (one.worker for one in listed)
     assert decode.decode is not None
     runs = decode.decode.runs
@@ -282,9 +255,7 @@ async def test_a_router_whose_session_was_gone_does_not_take_back_what_another_a
         two.cut_off.freeze()
         two.cut_off.cut()
         await until(lambda: runs.num_orphans() == 1)
-        again = named(1)
-        again.resume_from_index = 0
-        latter = asyncio.create_task(two.second.ask(again))
+        latter = asyncio.create_task(two.second.ask(named(1, 0)))
         await until(lambda: runs.num_orphans() == 0)
         two.cut_off.thaw()
         if step is not None:
@@ -304,10 +275,7 @@ async def test_a_router_whose_session_was_gone_does_not_take_back_what_another_a
 async def test_a_request_that_is_aborted_at_another_router_ends_as_such_and_is_nobody_s_fault(
     listed: list[Listed],
 ) -> None:
-    async with (
-        router_over(*listed, config=CONFIG) as (router_a, client_a),
-        router_over(*listed, config=CONFIG) as (router_b, _),
-    ):
+    async with two_routers(listed, CONFIG) as ((router_a, client_a), (router_b, _)):
         asking = asyncio.create_task(client_a.ask(named(1)))
         await until(lambda: any(len(run.log.ids) > 3 for run in router_a.runs))
         router_b.abort_everywhere("", "named")
@@ -321,10 +289,7 @@ async def test_a_request_that_is_aborted_at_another_router_ends_as_such_and_is_n
 async def test_an_id_that_another_router_runs_with_another_body_is_taken_until_it_is_aborted(
     listed: list[Listed],
 ) -> None:
-    async with (
-        router_over(*listed, config=CONFIG) as (_, client_a),
-        router_over(*listed, config=CONFIG) as (router_b, client_b),
-    ):
+    async with two_routers(listed, CONFIG) as ((_, client_a), (router_b, client_b)):
         seen = await client_a.ask(named(1), until=lambda a: len(a.ids) >= 6)
         assert len(seen.ids) < NUM_TOKENS
         error = await refusal(client_b, named(2))

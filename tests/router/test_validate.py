@@ -1,4 +1,4 @@
-"""Every mistake in a request is told with its field; what passes is complete."""
+"""Every mistake in a request is reported with its field; what passes is complete."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from baton.v1.router_pb2 import (
     TokenIds,
     TokenizeRequest,
 )
+from router.request.validate import RequestLimits, check_tokenize_names, parse_generate
 from router.text import TextModel
-from router.validate import RequestLimits, check_tokenize_names, parse_generate
 from tests.router.text_fixtures import byte_level_tokenizer, load_text, write_model
 
 LIMITS = RequestLimits(max_model_len=64, model_names=("demo",))
@@ -88,7 +88,7 @@ def chat(*messages: tuple[str, str]) -> ChatMessages:
         (changed(resume_from_index=3), "request_id"),
     ],
 )
-def test_a_mistake_is_told_with_its_field(
+def test_a_mistake_is_reported_with_its_field(
     model: TextModel, change: Callable[[GenerateRequest], None], field: str
 ) -> None:
     request = GenerateRequest(text="the fox")

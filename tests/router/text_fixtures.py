@@ -39,7 +39,7 @@ CHAT_TOKENS = ["<s>", "</s>", "<|im_start|>", "<|im_end|>"]
 def load_text(
     model: str | Path, revision: str | None = None, tokenizer: str | None = None
 ) -> TextModel:
-    return TextModel.load(find_text_files(model, revision, tokenizer))
+    return TextModel(find_text_files(model, revision, tokenizer))
 
 
 @functools.cache

@@ -12,7 +12,7 @@ from cluster.worker.reports import WorkerCollector
 from deploy.controller.kit.objects import Key
 from deploy.controller.manifests.common import CLUSTER_LABEL, OPERATOR_LABEL, POOL_LABEL
 from deploy.controller.operator_metrics import OperatorMetrics, Seen
-from router.metrics import RouterMetrics
+from router.report.metrics import RouterMetrics
 
 _TARGET_LABELS = (CLUSTER_LABEL, POOL_LABEL, OPERATOR_LABEL)
 OF_THE_POD = {"namespace", *(re.sub(r"\W", "_", it) for it in _TARGET_LABELS)}

@@ -1,0 +1,266 @@
+"""Who reaches the router, and how: TLS and bearer tokens, read again when their files change."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import os
+import re
+import ssl
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import grpc
+import grpc.aio
+import yaml
+
+from baton.config import yaml_file
+from baton.config.router import AuthConfig, RouterConfig, TlsConfig
+from baton.errors import ConfigError, UnauthenticatedError
+
+T = TypeVar("T")
+
+log = logging.getLogger(__name__)
+
+_Stamp = tuple[tuple[str, int, int, int], ...]
+
+
+class Reread(Generic[T]):
+    """Own what some files say. Any thread may read `value`; one at a time may `look`."""
+
+    def __init__(self, files: Callable[[], Iterable[Path]], read: Callable[[], T]) -> None:
+        """`files`: those that `read` reads. Raises ConfigError when they cannot be read."""
+        self._files, self._read = files, read
+        self._seen = self._stamp()
+        self.value = read()
+
+    def look(self) -> None:
+        """Read the files again when they have changed. If one cannot be read nothing changes, and
+        the log says so."""
+        stamp = self._stamp()
+        if stamp == self._seen:
+            return
+        try:
+            value = self._read()
+        except ConfigError as error:
+            if self._stamp() == stamp:
+                self._seen = stamp  # logged once
+                log.error("what was read before stays in force: %s", error.message)
+            return
+        if self._stamp() != stamp:
+            return  # half of it may be older than the rest: the next look sees them all
+        self._seen, self.value = stamp, value
+        log.info("read again: %s", ", ".join(sorted({str(Path(each[0]).parent) for each in stamp})))
+
+    def _stamp(self) -> _Stamp:
+        return tuple(map(_stamp_of, self._files()))
+
+
+def _stamp_of(path: Path) -> tuple[str, int, int, int]:
+    """A stamp that changes with the file's content. It follows links, since a mounted Secret is
+    one."""
+    try:
+        found = path.stat()
+    except OSError:
+        return str(path), 0, 0, 0
+    return str(path), found.st_ino, found.st_size, found.st_mtime_ns
+
+
+class ServerTls:
+    """Own the certificate; `look` reads its files again when they have changed. Connections that
+    are there keep theirs."""
+
+    def __init__(self, config: TlsConfig) -> None:
+        """Raises ConfigError when the files hold no certificate and its key."""
+        self._asks_clients = config.client_ca_file is not None
+        named = (config.certificate_file, config.key_file, config.client_ca_file)
+        files = [Path(name) for name in named if name is not None]
+        self._certificates = Reread(lambda: files, partial(read_certificates, config))
+        self._shown = self._certificates.value
+        self.look = self._certificates.look
+
+    def credentials(self) -> grpc.ServerCredentials:
+        newer: Any = self._newer  # its type in the stubs leaves None out, which gRPC allows
+        return grpc.dynamic_ssl_server_credentials(self._shown, newer, self._asks_clients)
+
+    def _newer(self) -> grpc.ServerCertificateConfiguration | None:
+        """None: as before. gRPC asks on a thread of its own, before every handshake."""
+        value = self._certificates.value
+        if value is self._shown:
+            return None
+        self._shown = value
+        return value
+
+
+def read_certificates(config: TlsConfig) -> grpc.ServerCertificateConfiguration:
+    """Check the files, since gRPC would only say that it failed. Raises ConfigError."""
+    certificate = _read(config.certificate_file, "tls.certificate_file")
+    key = _read(config.key_file, "tls.key_file")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:  # with a password, or OpenSSL would ask for one at the terminal
+        context.load_cert_chain(config.certificate_file, config.key_file, password="")
+    except OSError as error:  # an SSLError is one; so is that of a file that is replaced just now
+        raise ConfigError(
+            f"router.tls: {config.certificate_file} and {config.key_file} are not a certificate "
+            f"and its key, both PEM and without a password: {_why(error)}",
+            field="router.tls",
+        ) from error
+    if config.client_ca_file is None:
+        return grpc.ssl_server_certificate_configuration([(key, certificate)])
+    client_ca = _read(config.client_ca_file, "tls.client_ca_file")
+    try:
+        context.load_verify_locations(config.client_ca_file)
+    except OSError as error:
+        raise ConfigError(
+            f"router.tls.client_ca_file: {config.client_ca_file} holds no certificates in PEM: "
+            f"{_why(error)}",
+            field="router.tls.client_ca_file",
+        ) from error
+    return grpc.ssl_server_certificate_configuration([(key, certificate)], client_ca)
+
+
+def _why(error: OSError) -> str:
+    return str((error.reason if isinstance(error, ssl.SSLError) else error.strerror) or error)
+
+
+def _read(path: str, field: str) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise ConfigError(
+            f"router.{field}: {path} cannot be read: {error.strerror}", field=f"router.{field}"
+        ) from error
+
+
+Metadata = Iterable[tuple[str, str | bytes]]
+
+_HEADER = "authorization"
+_SCHEME = "bearer "
+_TOKEN = re.compile(r"[A-Za-z0-9._~+/-]+=*")  # RFC 6750
+_MAX_TENANT_CHARS = 128
+
+
+class Callers:
+    """Own the tenants' tokens. `look` reads changed files again."""
+
+    def __init__(self, config: AuthConfig) -> None:
+        """Raises ConfigError when the tokens cannot be read."""
+        path = Path(config.tokens)
+        # Tokens are looked up by a digest under a key that nobody knows: how long that takes says
+        # nothing of how much of a guess is right.
+        self._key = os.urandom(32)
+        self._tenants = Reread(partial(_files, path), partial(self._by_digest, path))
+        self.look = self._tenants.look
+
+    def tenant_of(self, metadata: Metadata) -> str:
+        """Raises UnauthenticatedError where a call's metadata hold no token that is known."""
+        token = _bearer_token(metadata)
+        if token is None:
+            raise UnauthenticatedError(
+                "this router wants a bearer token: the metadata `authorization: Bearer TOKEN`"
+            )
+        tenant = self._tenants.value.get(self._digest(token))
+        if tenant is None:
+            raise UnauthenticatedError("the bearer token is none that this router knows")
+        return tenant
+
+    def _digest(self, token: str) -> bytes:
+        return hashlib.blake2b(token.encode(), key=self._key, digest_size=32).digest()
+
+    def _by_digest(self, path: Path) -> Mapping[bytes, str]:
+        tenants: dict[bytes, str] = {}
+        for tenant, token in read_tokens(path):
+            other = tenants.setdefault(self._digest(token), tenant)
+            if other != tenant:
+                raise _wrong(f"{path}: {other} and {tenant} have the same token")
+        return tenants
+
+
+def read_tokens(path: Path) -> list[tuple[str, str]]:
+    """(tenant, token), one for each token. Raises ConfigError, which never quotes a token."""
+    pairs = []
+    for tenant, text in _texts(path):
+        if not 0 < len(tenant) <= _MAX_TENANT_CHARS:
+            raise _wrong(f"{path}: a tenant's name has 1 to {_MAX_TENANT_CHARS} characters")
+        tokens = text.split()
+        if not tokens:
+            raise _wrong(f"{path}: {tenant} has no token")
+        if not all(_TOKEN.fullmatch(token) for token in tokens):
+            raise _wrong(
+                f"{path}: {tenant}: a token is made of letters, digits and -._~+/, and = at its end"
+            )
+        pairs += [(tenant, token) for token in tokens]
+    return pairs
+
+
+def _texts(path: Path) -> Iterator[tuple[str, str]]:
+    """Each tenant with its tokens."""
+    try:
+        if path.is_dir():
+            for file in _files(path):
+                yield file.name, file.read_text(encoding="ascii")
+            return
+        value = yaml_file.load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise _wrong(f"{error.filename or path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise _wrong(f"{path}: what is in it is no text") from error
+    except yaml_file.RepeatedKeyError as error:
+        raise _wrong(f"{path}: {error.key} stands there twice") from error
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # its words may quote a token
+        raise _wrong(f"{path}: not valid YAML") from error
+    if not isinstance(value, Mapping):
+        raise _wrong(f"{path}: a mapping from tenants to tokens is expected")
+    for tenant, text in value.items():
+        if not isinstance(tenant, str) or not isinstance(text, str):
+            raise _wrong(f"{path}: tenants and tokens are texts: put them into quotes")
+        yield tenant, text
+
+
+def _files(path: Path) -> list[Path]:
+    """The tenants' files. Names with a leading dot are Kubernetes' own, for swapping a mounted
+    Secret."""
+    try:
+        return sorted(file for file in path.iterdir() if not file.name.startswith("."))
+    except OSError:  # a file, or nothing
+        return [path]
+
+
+def _bearer_token(metadata: Metadata) -> str | None:
+    for name, value in metadata:
+        if name == _HEADER and isinstance(value, str) and value[:7].lower() == _SCHEME:
+            return value[7:].strip()
+    return None
+
+
+def _wrong(problem: str) -> ConfigError:
+    return ConfigError(f"router.auth.tokens: {problem}", field="router.auth.tokens")
+
+
+_LOOK_S = 1.0
+
+
+class Access:
+    """Own certificate and tokens; `follow` keeps them up to date."""
+
+    def __init__(self, config: RouterConfig) -> None:
+        """Raises ConfigError when their files cannot be read."""
+        self._tls = None if config.tls is None else ServerTls(config.tls)
+        self.callers = None if config.auth is None else Callers(config.auth)
+
+    def listen(self, server: grpc.aio.Server, address: str) -> int:
+        """The port. Raises RuntimeError when it is taken."""
+        if self._tls is None:
+            return server.add_insecure_port(address)
+        return server.add_secure_port(address, self._tls.credentials())
+
+    async def follow(self) -> None:
+        """Read what has changed, again and again."""
+        looks = [part.look for part in (self._tls, self.callers) if part is not None]
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            for look in looks:
+                await asyncio.to_thread(look)

@@ -1,0 +1,293 @@
+"""The registry as this router follows it, and reports to it, through any number of its restarts.
+
+With the registry gone, the last known fleet continues to serve.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+from typing import Generic, Protocol, TypeVar
+
+import grpc.aio
+
+from baton.config.router import RouterConfig
+from baton.v1 import common_pb2, control_pb2, control_pb2_grpc, worker_pb2
+from router.fleet.fleet import Fleet, ReportedLoad, RolesAway, WorkerState
+from router.fleet.fleet_links import FleetReport, WorkerReport
+from router.fleet.worker_facts import WorkerFacts
+from router.fleet.worker_link import Backoff, channel_to
+from router.placement.ticket import Ticket
+from router.report.figures import Waiting
+
+log = logging.getLogger(__name__)
+
+M_co = TypeVar("M_co", covariant=True)
+M = TypeVar("M")
+
+
+class Call(Protocol[M_co]):
+    def __aiter__(self) -> AsyncIterator[M_co]: ...
+    def cancel(self) -> bool: ...
+
+
+class Followed(Generic[M]):
+    """Own a stream from the registry. `take` gets each message, `on_lost` is called once when no
+    more come."""
+
+    def __init__(
+        self,
+        address: str,
+        config: RouterConfig,
+        silence_s: float,
+        call: Callable[[control_pb2_grpc.ControlServiceStub], Call[M]],
+        take: Callable[[M], Awaitable[None]],
+        on_lost: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`silence_s`: the registry is asked again after this long without a message."""
+        self._address, self._config, self._silence_s = address, config, silence_s
+        self._call, self._take, self._on_lost = call, take, on_lost
+        self.is_connected = False
+        self._is_loss_logged = False  # once, until it is back
+
+    async def run(self) -> None:
+        """Follow the registry until cancelled, through any number of its restarts."""
+        backoff = Backoff(self._config)
+        async with channel_to(self._address, self._config) as channel:
+            stub = control_pb2_grpc.ControlServiceStub(channel)
+            while True:
+                why = "it ended the stream"
+                try:
+                    await self._follow(stub, backoff)
+                except grpc.aio.AioRpcError as error:
+                    why = f"{error.code().name}: {error.details()}"
+                except TimeoutError:
+                    why = f"silent for {self._silence_s:g} s"
+                self._lose(why)
+                await asyncio.sleep(backoff.next_s())
+
+    async def _follow(self, stub: control_pb2_grpc.ControlServiceStub, backoff: Backoff) -> None:
+        """One stream, until it ends or falls silent."""
+        call = self._call(stub)
+        messages = aiter(call)
+        try:
+            while True:
+                async with asyncio.timeout(self._silence_s):
+                    message = await anext(messages, None)
+                if message is None:
+                    return
+                backoff.reset()
+                if self._is_loss_logged:
+                    self._is_loss_logged = False
+                    log.info("registry %s: connected", self._address)
+                self.is_connected = True
+                await self._take(message)
+        finally:
+            call.cancel()
+
+    def _lose(self, why: str) -> None:
+        if not self._is_loss_logged:
+            self._is_loss_logged = True
+            log.warning("registry %s: %s", self._address, why)
+        if self.is_connected:
+            self.is_connected = False
+            self._on_lost()
+
+
+_STATES = {
+    control_pb2.WORKER_STATE_STARTING: WorkerState.STARTING,
+    control_pb2.WORKER_STATE_LIVE: WorkerState.LIVE,
+    control_pb2.WORKER_STATE_SUSPECT: WorkerState.SUSPECT,
+    control_pb2.WORKER_STATE_DRAINING: WorkerState.DRAINING,
+    control_pb2.WORKER_STATE_GONE: WorkerState.GONE,
+}
+_ANY = common_pb2.WORKER_ROLE_UNSPECIFIED
+_PREFILLS = (common_pb2.WORKER_ROLE_PREFILL, common_pb2.WORKER_ROLE_MIXED)
+_DECODES = (common_pb2.WORKER_ROLE_DECODE, common_pb2.WORKER_ROLE_MIXED)
+
+
+def read_facts(info: control_pb2.WorkerInfo) -> WorkerFacts:
+    return WorkerFacts(
+        worker_id=info.ref.worker_id,
+        incarnation=info.ref.incarnation,
+        can_prefill=info.role in _PREFILLS,
+        can_decode=info.role in _DECODES,
+        address=info.address,
+        model=info.model,
+        kv_fingerprint=info.kv_fingerprint,
+        block_size=max(1, info.block_size),
+        num_blocks=info.num_blocks,
+        max_model_len=info.max_model_len,
+        max_request_tokens=info.max_request_tokens,
+        max_held_tokens=info.max_held_tokens_per_request,
+        max_num_seqs=info.max_num_seqs,
+        vocab_size=info.vocab_size,
+        kv_bytes_per_token=info.kv_bytes_per_token,
+        ref=info.ref,
+        pool=info.pool,
+    )
+
+
+def read_load(load: worker_pb2.WorkerLoad) -> ReportedLoad:
+    return ReportedLoad(
+        num_requests=load.num_waiting + load.num_running + load.num_reserved,
+        num_queued_tokens=load.num_queued_tokens,
+        num_quarantined_blocks=load.num_quarantined_blocks,
+        prefill_tokens_per_s=load.prefill_tokens_per_s,
+        decode_step_s=load.decode_step_s,
+        handoff_bytes_per_s=load.handoff_bytes_per_s,
+    )
+
+
+def read_fleet(message: control_pb2.WatchFleetResponse) -> FleetReport:
+    return FleetReport(
+        [_read_worker(worker) for worker in message.workers],
+        _read_away(message),
+        message.settles,
+        message.model_fingerprint,
+    )
+
+
+def _read_worker(worker: control_pb2.FleetWorker) -> WorkerReport:
+    return WorkerReport(
+        read_facts(worker.info),
+        _STATES.get(worker.state, WorkerState.STARTING),
+        read_load(worker.load),
+        prefills=worker.active_role in (_ANY, *_PREFILLS),
+        decodes=worker.active_role in (_ANY, *_DECODES),
+    )
+
+
+def _read_away(message: control_pb2.WatchFleetResponse) -> RolesAway:
+    return RolesAway(
+        prefill=_is_away(message, common_pb2.WORKER_ROLE_PREFILL, _PREFILLS),
+        decode=_is_away(message, common_pb2.WORKER_ROLE_DECODE, _DECODES),
+    )
+
+
+def _is_away(
+    message: control_pb2.WatchFleetResponse,
+    role: common_pb2.WorkerRole.ValueType,
+    can: Collection[common_pb2.WorkerRole.ValueType],
+) -> bool:
+    """Whether no pool wants workers for the role, or those that return to it have yet to start.
+
+    If a registry keeps pools and knows none yet, both roles are away.
+    """
+    if not message.pools:
+        return message.keeps_pools
+    pools = [pool for pool in message.pools if pool.role in can]
+    is_wanted = any(pool.desired_replicas for pool in pools)
+    return bool(pools) and (not is_wanted or any(role in pool.comes_back_for for pool in pools))
+
+
+class FleetWatch:
+    """Own the stream from the registry and the last answer it gave."""
+
+    def __init__(
+        self,
+        address: str,
+        config: RouterConfig,
+        on_fleet: Callable[[FleetReport], None],
+        on_lost: Callable[[], None],
+    ) -> None:
+        self._on_fleet = on_fleet
+        self.last: control_pb2.WatchFleetResponse | None = None
+        self._has_ended = False
+        self._news = asyncio.Condition()
+        self._stream = Followed(
+            address,
+            config,
+            config.registry_silence_s,
+            lambda stub: stub.WatchFleet(control_pb2.WatchFleetRequest()),
+            self._take,
+            on_lost,
+        )
+
+    @property
+    def is_connected(self) -> bool:
+        return self._stream.is_connected
+
+    async def run(self) -> None:
+        """Follow the registry until cancelled, through any number of its restarts."""
+        try:
+            await self._stream.run()
+        finally:
+            self._has_ended = True
+            async with self._news:
+                self._news.notify_all()
+
+    async def _take(self, message: control_pb2.WatchFleetResponse) -> None:
+        self.last = message
+        self._on_fleet(read_fleet(message))
+        async with self._news:
+            self._news.notify_all()
+
+    async def next_after(
+        self, seen: control_pb2.WatchFleetResponse | None
+    ) -> control_pb2.WatchFleetResponse | None:
+        """The registry's newest answer that is not `seen`; None: none comes any more."""
+        async with self._news:
+            await self._news.wait_for(
+                lambda: self._has_ended or (self.last is not None and self.last is not seen)
+            )
+        return None if self._has_ended else self.last
+
+
+EVERY_S = 1.0
+_LEAVE_WITHIN_S = 1.0
+
+
+async def keep_reporting(
+    address: str, config: RouterConfig, report: Callable[[], control_pb2.ReportRouterRequest]
+) -> None:
+    """Report a router's figures to the registry until cancelled. `FleetWatch` logs a lost
+    registry."""
+    backoff = Backoff(config)
+
+    async def reports() -> AsyncIterator[control_pb2.ReportRouterRequest]:
+        while True:
+            yield report()
+            await asyncio.sleep(EVERY_S)
+            backoff.reset()
+
+    async def farewell() -> AsyncIterator[control_pb2.ReportRouterRequest]:
+        last = report()
+        last.leaves = True
+        yield last
+
+    async with channel_to(address, config) as channel:
+        stub = control_pb2_grpc.ControlServiceStub(channel)
+        try:
+            while True:
+                with contextlib.suppress(grpc.aio.AioRpcError):
+                    await stub.ReportRouter(reports())
+                await asyncio.sleep(backoff.next_s())
+        finally:
+            # A call that only breaks would count as cut off, for minutes.
+            with contextlib.suppress(grpc.aio.AioRpcError):
+                await stub.ReportRouter(farewell(), timeout=_LEAVE_WITHIN_S)
+
+
+def waiting_requests(
+    tickets: Sequence[Ticket], fleet: Fleet, config: RouterConfig, now_s: float
+) -> list[Waiting]:
+    """Who waits, and for what: without room at a decode worker a prefill would be in vain."""
+    arrays = fleet.arrays
+    decodes = arrays.usable & arrays.can_decode
+    prefills = arrays.usable & arrays.can_prefill
+    has_roles = decodes.any() and (config.local_prefill != "never" or prefills.any())
+    open_ = decodes & (arrays.running < arrays.max_running)
+    room = float(arrays.free_tokens[open_].max(initial=0.0))
+    return [
+        Waiting(
+            num_uncached_tokens=ticket.uncached_tokens,
+            wait_s=max(0.0, now_s - ticket.since_s),
+            for_decode=room < ticket.num_tokens,
+            is_held=not has_roles,
+        )
+        for ticket in tickets
+        if ticket.placed is not None and not ticket.placed.done()
+    ]

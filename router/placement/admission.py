@@ -1,0 +1,351 @@
+"""The router's queue: a request leaves it with a placement and its booking.
+
+A request leaves only when a decode worker has room and its best prefill can start within
+`lease_lead_s`. So queued prompts strand no decode memory.
+
+- Order: priority, then a fair share for every tenant, then arrival. A request that can start now
+  may overtake others. After `max_bypass_s` the decode workers that a request could use are kept for
+  it; other workers serve other requests.
+- A request that no usable worker takes is refused after `fleet_wait_s`. While a pool that it needs
+  is scaled to zero, the request is held, and that time starts again once the pool is back.
+- A full line sheds its last request: the newest of the tenant that asked for most.
+- A request whose first token would come after its own deadline is refused at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import bisect
+import itertools
+import math
+import random
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from baton.clock import Clock, Timer
+from baton.config.router import RouterConfig
+from baton.errors import NoCapacityError, OverloadedError, UnavailableError
+from router.fleet.fleet import Fleet
+from router.placement.fairness import FairShare
+from router.placement.placement import Bools, Placement, Reach, longest_open, reach
+from router.placement.placing import Placing
+from router.placement.prefix_index import PrefixIndex
+from router.placement.ticket import Placed, PromptBlocks, Ticket
+
+
+def too_large(ticket: Ticket, fleet: Fleet, policy: RouterConfig) -> NoCapacityError | None:
+    """Why no worker of the fleet takes the request, usable now or not; None: one does."""
+    num_tokens, least_new_tokens = len(ticket.prompt), ticket.least_new_tokens
+    longest = fleet.kinds.longest_request
+    if longest is not None and num_tokens + least_new_tokens > longest:
+        return NoCapacityError(
+            f"{num_tokens} tokens and {least_new_tokens} more exceed what every decode worker takes"
+            f" ({longest} tokens)"
+        )
+    longest = fleet.kinds.longest_prompt
+    if policy.local_prefill == "never" and longest is not None and num_tokens > longest:
+        return NoCapacityError(
+            f"{num_tokens} tokens exceed what every prefill worker takes ({longest} tokens)"
+        )
+    return None
+
+
+def stranded(ticket: Ticket, within_reach: Reach) -> UnavailableError:
+    """Why a request ends that no usable worker took for `fleet_wait_s`."""
+    total_tokens, num_tokens = ticket.num_tokens, len(ticket.prompt)
+    longest = int(within_reach.request_tokens.max(initial=0.0))
+    if not longest:
+        message = "no decode worker is live"
+    elif total_tokens > longest:
+        message = f"no decode worker that takes {total_tokens} tokens is live"
+    elif not within_reach.prompt_tokens.any():
+        message = "no prefill worker is live, or quarantine leaves nobody any room"
+    else:
+        message = (
+            f"no prefill worker that takes {num_tokens} tokens is live, or quarantine leaves them"
+            " no room"
+        )
+    return UnavailableError(message, retry_after_s=1.0)
+
+
+SCAN_AHEAD = 32  # requests tried per round that fit some open worker and can run at all
+POLL_S = 0.25  # longest time between rounds while requests wait
+ROUND_PAUSE = 4.0  # times what a round spent in vain: the rest of the event loop is for the streams
+
+
+@dataclass
+class _Tally:
+    """What one round tried."""
+
+    next_s: float
+    """Seconds until another try may help."""
+    num_tries: int = 0
+    num_in_vain: int = 0
+
+    @property
+    def share_in_vain(self) -> float:
+        return self.num_in_vain / self.num_tries if self.num_tries else 1.0
+
+
+class Admission:
+    """Own the queue of requests that wait for a placement."""
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        fleet: Fleet,
+        index: PrefixIndex,
+        clock: Clock,
+        rng: random.Random,
+    ) -> None:
+        self._config, self._fleet = config, fleet
+        self._clock, self._rng = clock, rng
+        self._placing = Placing(config, fleet, index, rng)
+        self._arrivals = itertools.count()
+        self._shares = FairShare()
+        self._owed: Counter[str] = Counter()  # tokens that requests in line do not account for yet
+        self._waiting: list[Ticket] = []
+        self._round: Timer | None = None
+        self._round_at_s = self._pause_until_s = 0.0
+        self._kinds: set[tuple[float, float]] = set()  # of decode workers (`Reach.kinds`)
+        self._looked_at_s = -math.inf  # at them, for who is stranded
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def waiting(self) -> Sequence[Ticket]:
+        """Requests in line, oldest first. Some may be placed already."""
+        return self._waiting
+
+    def ticket(
+        self,
+        prompt: PromptBlocks,
+        max_new_tokens: int,
+        priority: int = 0,
+        tenant: str = "",
+        deadline_s: float | None = None,
+    ) -> Ticket:
+        """Raises OverloadedError when the queue is full of requests that go first."""
+        rank = (-priority, self._shares.stamp(tenant), next(self._arrivals))
+        if len(self._waiting) >= self._config.max_queue and not self._shed_after(rank):
+            raise self._full()
+        ticket = Ticket(rank, prompt, max_new_tokens, max_new_tokens, tenant)
+        ticket.deadline_s, ticket.uncached_tokens = deadline_s, len(prompt)
+        ticket.charged = len(prompt) + min(max_new_tokens, self._config.decode_growth_tokens)
+        self._shares.charge(tenant, ticket.charged)
+        return ticket
+
+    def emitted(self, tenant: str, num_before: int, num_after: int) -> None:
+        """Charge a tenant for tokens that a request emitted beyond its ticket. The tenant's
+        requests in line wait for them too."""
+        paid = self._config.decode_growth_tokens
+        work = max(0, num_after - paid) - max(0, num_before - paid)
+        if work > 0:
+            self._shares.charge(tenant, work)
+            if self._waiting:
+                self._owed[tenant] += work
+
+    def _charge_owed(self) -> None:
+        """Sort the line again by what the tenants owe."""
+        if not self._owed:
+            return
+        for ticket in self._waiting:
+            if owed := self._owed[ticket.tenant] - ticket.owed_before:
+                priority, stamp, arrival = ticket.rank
+                ticket.rank = (priority, stamp + owed, arrival)
+            ticket.owed_before = 0
+        self._waiting.sort(key=lambda ticket: ticket.rank)
+        self._owed.clear()
+
+    def _shed_after(self, rank: tuple[int, float, int]) -> bool:
+        """Refuse the last in line if it comes after `rank`, unless it has been placed before."""
+        last = self._waiting[-1]
+        if last.rank < rank or last.was_placed or last.placed is None or last.placed.done():
+            return False
+        del self._waiting[-1]
+        last.placed.set_exception(self._full())
+        return True
+
+    def _full(self) -> OverloadedError:
+        return OverloadedError(
+            f"{self._config.max_queue} requests are waiting already",
+            retry_after_s=self._config.overload_retry_s,
+        )
+
+    async def place(self, ticket: Ticket) -> Placed:
+        """Wait in line, then return a booked placement: the caller releases the booking.
+
+        Raises NoCapacityError when the request is too large for any worker, UnavailableError when
+        no usable worker took it for `fleet_wait_s`, OverloadedError when it would come too late.
+        """
+        try:
+            return await self._wait_in_line(ticket)
+        finally:
+            if not ticket.was_placed:
+                self._shares.refund(ticket.tenant, ticket.charged)
+
+    async def _wait_in_line(self, ticket: Ticket) -> Placed:
+        if error := too_large(ticket, self._fleet, self._config):
+            raise error
+        if not ticket.was_placed and (self._waiting or ticket.deadline_s is not None):
+            self._refuse_too_late(ticket)
+        ticket.since_s, ticket.stranded_since_s = self._clock.now_s(), None
+        ticket.owed_before = self._owed[ticket.tenant]
+        ticket.explores = self._rng.random() < self._config.explore_share
+        ticket.placed = asyncio.get_running_loop().create_future()
+        bisect.insort(self._waiting, ticket)
+        self.kick()
+        try:
+            return await ticket.placed
+        except asyncio.CancelledError:
+            done = ticket.placed
+            if done.done() and not done.cancelled() and done.exception() is None:
+                self._fleet.release(done.result().booking)  # placed and cancelled at once
+            raise
+        finally:
+            self._leave(ticket)
+
+    def _leave(self, ticket: Ticket) -> None:
+        at = bisect.bisect_left(self._waiting, ticket)
+        if at < len(self._waiting) and self._waiting[at] is ticket:
+            del self._waiting[at]
+
+    def kick(self) -> None:
+        """Something changed: try the waiting requests soon, many changes at once."""
+        if self._waiting:
+            self._schedule(0.0)
+
+    def candidates(self, ticket: Ticket, limit: int) -> list[Placement]:
+        """Every placement of a request that is not in line, cheapest first. Books nothing."""
+        return self._placing.candidates(ticket, self._clock.now_s(), limit)
+
+    # --- rounds --------------------------------------------------------------------------------
+
+    def _schedule(self, delay_s: float) -> None:
+        now = self._clock.now_s()
+        at_s = max(now + delay_s, self._pause_until_s)
+        if self._round is not None:
+            if self._round_at_s <= at_s:
+                return
+            self._round.cancel()
+        self._round_at_s = at_s
+        self._round = (
+            self._clock.call_later(at_s - now, self._run_round)
+            if at_s > now
+            else asyncio.get_running_loop().call_soon(self._run_round)
+        )
+
+    def _unschedule(self) -> None:
+        if self._round is not None:
+            self._round.cancel()
+            self._round = None
+
+    def _run_round(self) -> None:
+        self._round = None
+        now = self._clock.now_s()
+        within_reach = reach(self._fleet.arrays, self._config)
+        kinds = within_reach.kinds()
+        if kinds != self._kinds or now - self._looked_at_s >= POLL_S:
+            self._kinds, self._looked_at_s = kinds, now
+            self._refuse_stranded(within_reach, now)
+        tally = _Tally(self._next_release_s(now))
+        self._try_in_order(within_reach, tally)
+        ended_s = self._clock.now_s()
+        self._pause_until_s = ended_s + ROUND_PAUSE * (ended_s - now) * tally.share_in_vain
+        self._waiting = [t for t in self._waiting if t.placed is not None and not t.placed.done()]
+        if self._waiting:
+            self._schedule(max(tally.next_s, 0.002))
+        else:
+            self._owed.clear()
+            self._shares.idle()
+            self._unschedule()
+
+    def _try_in_order(self, within_reach: Reach, tally: _Tally) -> None:
+        """Place requests that can start on decode workers that are not reserved."""
+        config, arrays, now = self._config, self._fleet.arrays, self._clock.now_s()
+        reserved = np.zeros(self._fleet.num_slots, dtype=np.bool_)
+        longest = longest_open(arrays, reserved, now)
+        if longest:
+            self._charge_owed()
+        for ticket in self._waiting:
+            if not longest or tally.num_tries >= SCAN_AHEAD:
+                break
+            assert ticket.placed is not None
+            if not ticket.may_fit(longest):
+                continue
+            tally.num_tries += 1
+            best = self._placing.best(ticket, reserved, now)
+            if best is not None and best.queue_s <= config.lease_lead_s:
+                ticket.placed.set_result(self._book(ticket, best, now))
+            else:
+                tally.num_in_vain += 1
+                if best is not None:
+                    tally.next_s = min(tally.next_s, best.queue_s - config.lease_lead_s)
+                if now - ticket.since_s <= config.max_bypass_s:
+                    continue
+                self._reserve(reserved, ticket, best, within_reach)
+            longest = longest_open(arrays, reserved, now)
+
+    def _reserve(
+        self, reserved: Bools, ticket: Ticket, best: Placement | None, limits: Reach
+    ) -> None:
+        """Keep room for a request that was overtaken for long enough: at the worker that it will
+        use once its prefill can start, or at all that it could use."""
+        if best is not None:
+            reserved[best.decode_slot] = True
+        else:
+            reserved |= limits.takes(len(ticket.prompt), ticket.least_new_tokens)
+
+    def _next_release_s(self, now: float) -> float:
+        """Wait until a held worker may be asked again. Other changes come as kicks."""
+        holds = self._fleet.arrays.hold_until_s - now
+        return min(POLL_S, float(min(holds[holds > 0], default=POLL_S)))
+
+    def _book(self, ticket: Ticket, placement: Placement, now: float) -> Placed:
+        ticket.was_placed = True
+        self._shares.served(ticket.rank[1])
+        return self._placing.book(ticket, placement, now)
+
+    # --- refusals ------------------------------------------------------------------------------
+
+    def _refuse_too_late(self, ticket: Ticket) -> None:
+        now = self._clock.now_s()
+        if ticket.deadline_s is None:
+            self._placing.queries(ticket, now)  # notes what it leaves to compute, for those behind
+            return
+        ahead = sum(
+            other.uncached_tokens
+            for other in self._waiting
+            if other.rank < ticket.rank and other.stranded_since_s is None
+        )
+        expected_s, left_s = self._placing.earliest_s(ticket, ahead, now), ticket.deadline_s - now
+        if expected_s is not None and expected_s > left_s:
+            raise OverloadedError(
+                f"the first token is expected in {expected_s:.2f} s at the earliest, the request's"
+                f" deadline is in {left_s:.2f} s",
+                retry_after_s=max(self._config.overload_retry_s, expected_s - left_s),
+            )
+
+    def _refuse_stranded(self, within_reach: Reach, now: float) -> None:
+        """The time without a usable worker counts, not the whole wait: a worker that is away for a
+        moment costs no request its position in line."""
+        are_held = self._fleet.away.hold(self._config.local_prefill)
+        for ticket in self._waiting:
+            assert ticket.placed is not None
+            if ticket.placed.done():
+                continue
+            total, num_tokens = ticket.num_tokens, len(ticket.prompt)
+            if any(total <= longest and num_tokens <= prompt for longest, prompt in self._kinds):
+                ticket.stranded_since_s = None
+            elif error := too_large(
+                ticket, self._fleet, self._config
+            ):  # the worker that took it has left
+                ticket.placed.set_exception(error)
+            elif ticket.stranded_since_s is None or are_held:
+                ticket.stranded_since_s = now
+            elif now - ticket.stranded_since_s >= self._config.fleet_wait_s:
+                ticket.placed.set_exception(stranded(ticket, within_reach))

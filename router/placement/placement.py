@@ -1,0 +1,395 @@
+"""Where a prompt should run: a pure choice over what the fleet looks like now.
+
+Every (prefill worker, decode worker) pair is a candidate, and so is every decode worker alone,
+which then prefills by itself. A candidate's cost is in predicted seconds. Nothing is booked here.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from baton.config.router import RouterConfig
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
+
+RETRY_PENALTY_S = 30.0  # against a worker that just failed this very request
+TIE_TOLERANCE_S = 1e-9
+
+
+@dataclass
+class FleetArrays:
+    """The fleet as columns, one row per worker slot. Owned by `Fleet`; read here."""
+
+    names: list[str]
+    kv_class: Ints  # workers of one class exchange KV; -1: no worker
+    can_prefill: Bools
+    can_decode: Bools
+    usable: Bools  # live, connected, not draining
+    hold_until_s: Floats  # gets nothing before this time
+    prefill_tokens_per_s: Floats
+    prefill_measured_s: Floats  # when that was last reported; minus infinity: it is the default
+    decode_step_s: Floats
+    decode_measured_s: Floats
+    handoff_bytes_per_s: Floats
+    kv_bytes_per_token: Floats
+    queued_tokens: Floats  # to be prefilled before a new prompt
+    head_tokens: Floats  # of these, the prompt at the head of the queue
+    head_since_s: Floats
+    running: Floats  # requests that decode, or will
+    max_running: Floats
+    free_tokens: Floats  # room for KV by this router's bookings
+    longest_request: Floats  # prompt plus output tokens that the worker accepts
+    max_held_tokens: Floats  # that one request holds at once; infinite: its whole length
+    unquarantined_tokens: Floats  # room for KV beside quarantine; infinite: nothing is in it
+
+    @classmethod
+    def empty(cls, num_slots: int) -> FleetArrays:
+        n = num_slots
+        return cls(
+            names=[""] * n,
+            kv_class=np.full(n, -1, dtype=np.int64),
+            can_prefill=np.zeros(n, dtype=np.bool_),
+            can_decode=np.zeros(n, dtype=np.bool_),
+            usable=np.zeros(n, dtype=np.bool_),
+            hold_until_s=np.zeros(n),
+            prefill_tokens_per_s=np.ones(n),
+            prefill_measured_s=np.full(n, -np.inf),
+            decode_step_s=np.zeros(n),
+            decode_measured_s=np.full(n, -np.inf),
+            handoff_bytes_per_s=np.ones(n),
+            kv_bytes_per_token=np.zeros(n),
+            queued_tokens=np.zeros(n),
+            head_tokens=np.zeros(n),
+            head_since_s=np.zeros(n),
+            running=np.zeros(n),
+            max_running=np.ones(n),
+            free_tokens=np.zeros(n),
+            longest_request=np.zeros(n),
+            max_held_tokens=np.zeros(n),
+            unquarantined_tokens=np.full(n, np.inf),
+        )
+
+    def grown(self) -> FleetArrays:
+        """Twice the rows, the old ones first."""
+        size = len(self.names)
+        bigger = FleetArrays.empty(2 * size)
+        for name, column in vars(self).items():
+            getattr(bigger, name)[:size] = column
+        return bigger
+
+    def queue_s(self, rates: Floats, now_s: float) -> Floats:
+        """Predicted wait before a new prompt starts, of workers that prefill at `rates` tokens/s;
+        the prompt at the head has made progress."""
+        progress = np.minimum(self.head_tokens, rates * np.maximum(0.0, now_s - self.head_since_s))
+        return np.maximum(0.0, self.queued_tokens - progress) / rates
+
+    def speeds(self, kv_class: int, since_s: float) -> tuple[Floats, Floats]:
+        """(prefill tokens/s, seconds a decode step) [slots] to reckon with.
+
+        A worker that was not measured since then counts as the best of its class. Else a worker
+        that looks slow is never chosen, and so never measured again.
+        """
+        here = self.usable & (self.kv_class == kv_class)
+        rates, steps = self.prefill_tokens_per_s, self.decode_step_s
+        measured = np.isfinite(self.prefill_measured_s) & here
+        if measured.any():
+            is_old = ~measured | (self.prefill_measured_s < since_s)
+            rates = np.where(is_old, rates[measured].max(), rates)
+        measured = np.isfinite(self.decode_measured_s) & here
+        if measured.any():
+            is_old = ~measured | (self.decode_measured_s < since_s)
+            steps = np.where(is_old, steps[measured].min(), steps)
+        return rates, steps
+
+
+@dataclass(frozen=True)
+class PlacementQuery:
+    """One prompt as the choice sees it."""
+
+    num_tokens: int
+    max_new_tokens: int
+    kv_class: int
+    cached_tokens: Ints  # [slots]
+    least_new_tokens: int = 1
+    """Output tokens that must fit after the prompt."""
+    failed: frozenset[int] = frozenset()
+    """Slots on which this request failed before."""
+    reserved: Bools | None = None
+    """[slots] Decode workers that are kept for a request before this one."""
+    explores: bool = False
+    """Old measures of a worker's speed do not count, so that it is measured again."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """A candidate with every term of its cost, in seconds."""
+
+    prefill_slot: int | None  # None: the decode worker prefills
+    decode_slot: int
+    prefill_worker: str
+    decode_worker: str
+    cost_s: float
+    queue_s: float
+    prefill_s: float
+    transfer_s: float
+    decode_s: float
+    num_cached_tokens_prefill: int
+    num_cached_tokens_decode: int
+    num_tokens: int
+    num_tokens_ahead: float
+    """Of this prompt and those before it in line, what its worker has to compute."""
+
+    def first_token_s(self, tokens_per_s: float) -> float:
+        """How long to be patient: queue and prefill as predicted here, or by the rate that the
+        worker itself reported last, if that is longer."""
+        return max(self.queue_s + self.prefill_s, self.num_tokens_ahead / tokens_per_s)
+
+    @property
+    def num_uncached_tokens(self) -> int:
+        """Tokens the chosen worker has to compute."""
+        cached = (
+            self.num_cached_tokens_decode
+            if self.prefill_slot is None
+            else self.num_cached_tokens_prefill
+        )
+        return max(1, self.num_tokens - cached)
+
+    @property
+    def reason(self) -> str:
+        """One line a person can read."""
+        terms = (
+            f"{self.queue_s * 1e3:.0f} ms queue + {self.prefill_s * 1e3:.0f} ms prefill"
+            f" + {self.transfer_s * 1e3:.1f} ms transfer + {self.decode_s * 1e3:.1f} ms decode load"
+        )
+        if self.prefill_slot is None:
+            held = f"{self.num_cached_tokens_decode} of {self.num_tokens} tokens cached"
+            return f"local prefill on {self.decode_worker} ({held}): {terms}"
+        return (
+            f"prefill on {self.prefill_worker} ({self.num_cached_tokens_prefill} of"
+            f" {self.num_tokens} tokens cached), decode on {self.decode_worker}"
+            f" ({self.num_cached_tokens_decode} cached): {terms}"
+        )
+
+
+@dataclass(frozen=True)
+class Costs:
+    """All candidates: rows are prefill workers and, last, local prefill; columns decode workers.
+
+    Seconds, float64 [num_prefill + 1, num_decode]; infinite where no candidate is.
+    """
+
+    prefill_slots: Ints
+    decode_slots: Ints
+    total_s: Floats
+    queue_s: Floats
+    prefill_s: Floats
+    transfer_s: Floats
+    decode_s: Floats
+
+
+def evaluate(
+    query: PlacementQuery, fleet: FleetArrays, policy: RouterConfig, now_s: float
+) -> Costs:
+    """Cost of every candidate, vectorised over the fleet. Pure."""
+    open_ = fleet.usable & (fleet.kv_class == query.kv_class) & (fleet.hold_until_s <= now_s)
+    needed = query.num_tokens - query.cached_tokens + query.max_new_tokens
+    room = (fleet.running < fleet.max_running) & (
+        (fleet.free_tokens >= np.minimum(needed, fleet.max_held_tokens)) | (fleet.running == 0)
+    )
+    if query.reserved is not None:
+        room &= ~query.reserved
+    fits = fleet.longest_request >= query.num_tokens + query.least_new_tokens
+    takes_prompt = fleet.longest_request > query.num_tokens
+    open_ &= query.num_tokens <= _longest_beside_quarantine(fleet)
+    p = np.flatnonzero(open_ & fleet.can_prefill & takes_prompt)
+    d = np.flatnonzero(open_ & fleet.can_decode & fits & room)
+    shape = (len(p) + 1, len(d))
+    since_s = now_s - policy.trust_rates_s if query.explores else -np.inf
+    rates, steps = fleet.speeds(query.kv_class, since_s)
+    queue_all = fleet.queue_s(rates, now_s)
+    compute_all = np.maximum(1, query.num_tokens - query.cached_tokens) / rates
+    queue, prefill, transfer = np.zeros(shape), np.zeros(shape), np.zeros(shape)
+    queue[:-1], queue[-1] = queue_all[p][:, None], queue_all[d]
+    prefill[:-1], prefill[-1] = compute_all[p][:, None], compute_all[d]
+    bytes_to_move = (query.num_tokens - query.cached_tokens[d]) * fleet.kv_bytes_per_token[d]
+    move = np.maximum(0, bytes_to_move)[None, :] / fleet.handoff_bytes_per_s[p][:, None]
+    overlap = policy.handoff_overlap  # the rest of a move is never hidden: its last layers
+    exposed = np.maximum((1 - overlap) * move, move - overlap * prefill[:-1])
+    transfer[:-1] = policy.handoff_overhead_s + exposed
+    share = (fleet.running[d] + 1) / fleet.max_running[d]
+    decode = np.broadcast_to(policy.decode_horizon_tokens * steps[d] * share, shape).copy()
+    if len(p):  # a decode worker's compute is dearer than a prefill worker's: streams wait for it
+        decode[-1] += compute_all[d] * (policy.local_prefill_weight - 1.0 + share)
+    total = queue + prefill + transfer + decode
+    _exclude(total, p, d, policy)
+    for slot in query.failed:
+        total[:-1][p == slot] += RETRY_PENALTY_S
+        total[:, d == slot] += RETRY_PENALTY_S
+    return Costs(p, d, total, queue, prefill, transfer, decode)
+
+
+def _longest_beside_quarantine(fleet: FleetArrays) -> Floats:
+    """[slots] The longest prompt that could start while quarantine lasts; infinite where it leaves
+    room for any. Cached tokens make no difference: their blocks are among those left, or in
+    quarantine until a late reader has stopped."""
+    left = fleet.unquarantined_tokens
+    return np.where(fleet.max_held_tokens <= left, np.inf, left)
+
+
+def _exclude(total: Floats, p: Ints, d: Ints, policy: RouterConfig) -> None:
+    """Rule out a worker paired with itself (local prefill), and what the policy forbids."""
+    total[:-1][p[:, None] == d[None, :]] = np.inf
+    if policy.local_prefill == "never":
+        total[-1] = np.inf
+    if policy.local_prefill == "always":
+        total[:-1] = np.inf
+
+
+@dataclass(frozen=True)
+class Reach:
+    """The longest request that each decode worker could take if it and a prefill worker were empty
+    but for quarantine.
+
+    Tokens, float64 [slots]; 0: it takes none. The prompt has a bound of its own, by who prefills it
+    and by quarantine at either.
+    """
+
+    request_tokens: Floats
+    prompt_tokens: Floats
+
+    def takes(self, num_tokens: int, least_new_tokens: int) -> Bools:
+        """[slots] Decode workers with which such a request can run."""
+        fits: Bools = num_tokens + least_new_tokens <= self.request_tokens
+        return fits & (num_tokens <= self.prompt_tokens)
+
+    def kinds(self) -> set[tuple[float, float]]:
+        """(request tokens, prompt tokens), each once: few, even of many workers."""
+        return set(zip(self.request_tokens.tolist(), self.prompt_tokens.tolist()))
+
+
+def reach(fleet: FleetArrays, policy: RouterConfig) -> Reach:
+    """Reach over the workers that are usable now, held or not. Pure."""
+    request = np.where(fleet.usable & fleet.can_decode, fleet.longest_request, 0.0)
+    beside = _longest_beside_quarantine(fleet)
+    if policy.local_prefill != "never":  # a partner has the prompt held here as well
+        return Reach(request, np.minimum(request, beside))
+    prompt = np.zeros_like(request)
+    prefills = fleet.usable & fleet.can_prefill
+    bound = np.minimum(fleet.longest_request - 1, beside)
+    for kv_class in np.unique(fleet.kv_class[prefills]):
+        peers = np.flatnonzero(prefills & (fleet.kv_class == kv_class))
+        peers = peers[np.argsort(-bound[peers], kind="stable")]
+        longest = bound[peers]
+        prompt[fleet.kv_class == kv_class] = longest[0]
+        prompt[peers[0]] = longest[1] if len(peers) > 1 else 0  # none is its own partner
+    return Reach(request, np.minimum(prompt, beside))
+
+
+def longest_open(fleet: FleetArrays, reserved: Bools, now_s: float) -> float:
+    """The longest request that some decode worker with a free slot takes; 0: none has one."""
+    is_open = fleet.usable & fleet.can_decode & (fleet.hold_until_s <= now_s) & ~reserved
+    is_open &= fleet.running < fleet.max_running
+    return float(fleet.longest_request[is_open].max(initial=0.0))
+
+
+def choose(
+    query: PlacementQuery,
+    fleet: FleetArrays,
+    policy: RouterConfig,
+    now_s: float,
+    rng: random.Random,
+) -> Placement | None:
+    """The cheapest placement, ties at random; None when no decode worker has room."""
+    costs = evaluate(query, fleet, policy, now_s)
+    if not costs.total_s.size:
+        return None
+    best = float(costs.total_s.min())
+    if not np.isfinite(best):
+        return None
+    ties = np.flatnonzero(costs.total_s <= best + TIE_TOLERANCE_S)
+    return _placement(query, fleet, costs, int(ties[rng.randrange(len(ties))]), now_s)
+
+
+def ranked(
+    query: PlacementQuery, fleet: FleetArrays, policy: RouterConfig, now_s: float, limit: int
+) -> Sequence[Placement]:
+    """Candidates, cheapest first, at most `limit`."""
+    costs = evaluate(query, fleet, policy, now_s)
+    order = np.argsort(costs.total_s, axis=None, kind="stable")[:limit]
+    return [
+        _placement(query, fleet, costs, int(flat), now_s)
+        for flat in order
+        if np.isfinite(costs.total_s.flat[flat])
+    ]
+
+
+def _placement(
+    query: PlacementQuery, fleet: FleetArrays, costs: Costs, flat: int, now_s: float
+) -> Placement:
+    row, column = divmod(flat, len(costs.decode_slots))
+    decode_slot = int(costs.decode_slots[column])
+    local = row == len(costs.prefill_slots)
+    prefill_slot = None if local else int(costs.prefill_slots[row])
+    cached = query.cached_tokens
+    slot, rates = decode_slot if prefill_slot is None else prefill_slot, fleet.prefill_tokens_per_s
+    uncached = max(1, query.num_tokens - int(cached[slot]))
+    queued = fleet.queue_s(rates, now_s)[slot] * rates[slot]
+    return Placement(
+        prefill_slot=prefill_slot,
+        decode_slot=decode_slot,
+        prefill_worker="" if prefill_slot is None else fleet.names[prefill_slot],
+        decode_worker=fleet.names[decode_slot],
+        cost_s=float(costs.total_s[row, column]),
+        queue_s=float(costs.queue_s[row, column]),
+        prefill_s=float(costs.prefill_s[row, column]),
+        transfer_s=float(costs.transfer_s[row, column]),
+        decode_s=float(costs.decode_s[row, column]),
+        num_cached_tokens_prefill=0 if prefill_slot is None else int(cached[prefill_slot]),
+        num_cached_tokens_decode=int(cached[decode_slot]),
+        num_tokens=query.num_tokens,
+        num_tokens_ahead=float(queued + uncached),
+    )
+
+
+def earliest_first_token_s(
+    query: PlacementQuery,
+    fleet: FleetArrays,
+    policy: RouterConfig,
+    ahead_tokens: float,
+    now_s: float,
+) -> float | None:
+    """Seconds until a first token if all goes well. None: unknown.
+
+    It takes the best worker for the prompt itself and, for `ahead_tokens` (prompt tokens of the
+    requests before it in line), all workers together. Held workers, decode room and transfers are
+    left out: they only add to it. A prefill worker whose rate is not learned yet may be the fast
+    one, so the result is None; a decode worker that never prefilled counts as the fastest of all.
+    """
+    here = fleet.usable & (fleet.kv_class == query.kv_class)
+    prefill = here & fleet.can_prefill & (policy.local_prefill != "always")
+    decode = here & fleet.can_decode & (policy.local_prefill != "never" or not prefill.any())
+    workers = np.flatnonzero(prefill | decode)
+    learned = np.isfinite(fleet.prefill_measured_s)
+    if not learned[workers].any() or not learned[prefill].all():
+        return None
+    all_rates, _ = fleet.speeds(query.kv_class, -np.inf)
+    rates = all_rates[workers]
+    line_s = ahead_tokens / rates.sum()
+    compute_s = np.maximum(1, query.num_tokens - query.cached_tokens[workers]) / rates
+    return float((np.maximum(fleet.queue_s(all_rates, now_s)[workers], line_s) + compute_s).min())
+
+
+def least_prefill_s(num_tokens: int, fleet: FleetArrays) -> float:
+    """Seconds that the fastest measured worker takes to prefill this many tokens; 0: none was
+    measured."""
+    learned = fleet.usable & np.isfinite(fleet.prefill_measured_s)
+    if not learned.any():
+        return 0.0
+    return num_tokens / float(fleet.prefill_tokens_per_s[learned].max())

@@ -1,0 +1,97 @@
+"""From a request in line to where it runs: what of its prompt is cached where, the cheapest
+placement, its booking.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import numpy as np
+
+from baton.config.router import RouterConfig
+from router.fleet.fleet import Fleet
+from router.placement.placement import (
+    Bools,
+    Placement,
+    PlacementQuery,
+    choose,
+    earliest_first_token_s,
+    ranked,
+)
+from router.placement.prefix_index import PrefixIndex
+from router.placement.ticket import Placed, Ticket
+
+
+class Placing:
+    """Look up, choose and book; the line is `Admission`'s."""
+
+    def __init__(
+        self, config: RouterConfig, fleet: Fleet, index: PrefixIndex, rng: random.Random
+    ) -> None:
+        self._config, self._fleet, self._index, self._rng = config, fleet, index, rng
+
+    def best(self, ticket: Ticket, reserved: Bools, now: float) -> Placement | None:
+        """The cheapest placement where there is room, over all classes of workers."""
+        found = (
+            choose(query, self._fleet.arrays, self._config, now, self._rng)
+            for query in self.queries(ticket, now, reserved)
+        )
+        return min((p for p in found if p is not None), key=lambda p: p.cost_s, default=None)
+
+    def candidates(self, ticket: Ticket, now: float, limit: int) -> list[Placement]:
+        """Every placement, cheapest first."""
+        found: list[Placement] = []
+        for query in self.queries(ticket, now):
+            found.extend(ranked(query, self._fleet.arrays, self._config, now, limit))
+        return sorted(found, key=lambda p: p.cost_s)[:limit]
+
+    def earliest_s(self, ticket: Ticket, ahead_tokens: int, now: float) -> float | None:
+        """Seconds until the first token at the earliest, with this many prompt tokens before it in
+        line. None: unknown."""
+        expected = [
+            earliest_first_token_s(query, self._fleet.arrays, self._config, ahead_tokens, now)
+            for query in self.queries(ticket, now)
+        ]
+        known = [seconds for seconds in expected if seconds is not None]
+        return min(known) if known and len(known) == len(expected) else None
+
+    def book(self, ticket: Ticket, placement: Placement, now: float) -> Placed:
+        growth = min(ticket.max_new_tokens, self._config.decode_growth_tokens)
+        booking = self._fleet.book(placement, growth)
+        facts = booking.decode.facts
+        hashes = ticket.prompt.hashes(facts.kv_fingerprint, facts.block_size)
+        expires_s = now + self._config.prediction_ttl_s
+        slots = {booking.prefill.slot, booking.decode.slot}
+        self._index.predict(slots, hashes, now, expires_s)
+        return Placed(placement, booking)
+
+    def queries(
+        self, ticket: Ticket, now: float, reserved: Bools | None = None
+    ) -> Sequence[PlacementQuery]:
+        """One per class of workers that exchange KV; notes on the ticket what of its prompt is left
+        to compute."""
+        prompt, num_slots = ticket.prompt, self._fleet.num_slots
+        growth = min(ticket.max_new_tokens, self._config.decode_growth_tokens)
+        failed = self._fleet.slots_of(ticket.failed)
+        queries = []
+        for kv_class, number in self._fleet.kinds.classes:
+            hashes = prompt.hashes(kv_class.kv_fingerprint, kv_class.block_size)
+            blocks = self._index.lookup_predicted(hashes, num_slots, now)
+            cached = np.minimum(blocks * kv_class.block_size, max(0, len(prompt) - 1))
+            queries.append(
+                PlacementQuery(
+                    num_tokens=len(prompt),
+                    max_new_tokens=growth,
+                    kv_class=number,
+                    cached_tokens=cached,
+                    least_new_tokens=ticket.least_new_tokens,
+                    failed=failed,
+                    reserved=reserved,
+                    explores=ticket.explores,
+                )
+            )
+        if queries:
+            most_cached = max(int(query.cached_tokens.max(initial=0)) for query in queries)
+            ticket.uncached_tokens = len(prompt) - most_cached
+        return queries

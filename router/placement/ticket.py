@@ -1,0 +1,93 @@
+"""A request in the router's line: its tokens with their block hashes, and its needs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kv_transfer.block_hash import BlockHash, TokenIds, block_hashes, chain_seed
+from router.fleet.fleet import Booking
+from router.placement.placement import Placement
+
+
+class PromptBlocks:
+    """Own a request's known tokens: the prompt first, then emitted ones. Hashes are kept per
+    (kv_fingerprint, block_size) and only extended, never computed twice."""
+
+    def __init__(self, prompt: TokenIds, cache_salt: str) -> None:
+        self.num_prompt_tokens = len(prompt)
+        self._tokens = np.ascontiguousarray(prompt, dtype=np.uint32)
+        self._salt = cache_salt
+        self._hashes: dict[tuple[bytes, int], list[BlockHash]] = {}
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    @property
+    def wire_tokens(self) -> bytes:
+        """All known tokens as little-endian uint32."""
+        return self._tokens.astype("<u4", copy=False).tobytes()
+
+    def extend_to(self, emitted: Sequence[int]) -> None:
+        """Bring the known tokens up to prompt + `emitted` (all tokens emitted so far)."""
+        new = emitted[len(self._tokens) - self.num_prompt_tokens :]
+        if new:
+            self._tokens = np.concatenate([self._tokens, np.asarray(new, dtype=np.uint32)])
+
+    def hashes(self, kv_fingerprint: bytes, block_size: int) -> list[BlockHash]:
+        """Hashes of all full blocks, parents first."""
+        known = self._hashes.setdefault((kv_fingerprint, block_size), [])
+        parent = known[-1] if known else chain_seed(kv_fingerprint, self._salt)
+        rest = self._tokens[len(known) * block_size :]
+        known.extend(block_hashes(parent, rest, block_size))
+        return known
+
+
+@dataclass(order=True)
+class Ticket:
+    """A request's position in line, kept over its retries."""
+
+    rank: tuple[int, float, int]
+    """(-priority, fair share's stamp, arrival)."""
+    prompt: PromptBlocks = field(compare=False)
+    max_new_tokens: int = field(compare=False)
+    least_new_tokens: int = field(compare=False)
+    """Of these, how many must fit after the prompt: all that the client asked for."""
+    tenant: str = field(compare=False, default="")
+    charged: int = field(compare=False, default=0)
+    """Tokens that its tenant has paid for it; given back if it is never placed."""
+    owed_before: int = field(compare=False, default=0)
+    """How much of its tenant's debt is older than its position in line."""
+    failed: set[tuple[str, int]] = field(compare=False, default_factory=set)
+    """Worker ids and incarnations on which the request failed."""
+    deadline_s: float | None = field(compare=False, default=None)
+    """The client's own: None when it set none."""
+    was_placed: bool = field(compare=False, default=False)
+    uncached_tokens: int = field(compare=False, default=0)
+    """Prompt tokens to compute at the worker that holds most of it, when last looked."""
+    since_s: float = field(compare=False, default=0.0)
+    stranded_since_s: float | None = field(compare=False, default=None)
+    """Since when no usable worker takes it; None while one does."""
+    placed: asyncio.Future[Placed] | None = field(compare=False, default=None)
+    explores: bool = field(compare=False, default=False)
+    """Its next placement does not trust old measures of the workers' speed."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Of prompt and output, all that must fit where it runs."""
+        return len(self.prompt) + self.least_new_tokens
+
+    def may_fit(self, longest: float) -> bool:
+        """It waits for a worker with room for this many tokens. If it is stranded, no worker's
+        reach has changed since that was seen."""
+        waits = self.placed is not None and not self.placed.done()
+        return waits and self.stranded_since_s is None and self.num_tokens <= longest
+
+
+@dataclass(frozen=True)
+class Placed:
+    placement: Placement
+    booking: Booking

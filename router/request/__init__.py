@@ -1,0 +1,1 @@
+"""One request: its check, its attempts on workers, its retries and its output."""

@@ -1,0 +1,193 @@
+"""What a request has put out so far, for any number of clients that read at their own pace.
+
+The log only grows. A reader is a position in it, so a slow client costs nothing and blocks nobody:
+the tokens it has not taken yet reach it as one run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from baton.errors import BatonError
+from baton.grpc_options import WORKER_MESSAGE_BYTES
+from baton.v1 import common_pb2, router_pb2, worker_pb2
+from baton.wire import DEADLINE
+
+TokenLogprobs = common_pb2.Logprobs  # carried from worker to client unread
+
+# What a log takes in memory, about: a token with its text, an event, and a message with its
+# log-probabilities, which takes a few times its bytes on the wire.
+_TOKEN_BYTES, _MARK_BYTES, _LOGPROBS_BYTES, _LOGPROBS_FACTOR = 128, 512, 256, 4
+
+
+class FinishReason(enum.Enum):
+    STOP = "stop"
+    LENGTH = "length"
+    ABORTED = "aborted"
+
+
+_FINISHED = {
+    common_pb2.FINISH_REASON_STOP: FinishReason.STOP,
+    common_pb2.FINISH_REASON_LENGTH: FinishReason.LENGTH,
+    common_pb2.FINISH_REASON_ABORTED: FinishReason.ABORTED,  # by its client, at another router
+}
+
+
+def finish_reason_of(tokens: worker_pb2.RequestTokens) -> FinishReason | None:
+    """How a run of tokens ends its request. None: it continues, or only the attempt is over."""
+    return None if tokens.error == DEADLINE else _FINISHED.get(tokens.finished)
+
+
+@dataclass(frozen=True)
+class Timings:
+    """Seconds; 0 where a stage did not happen."""
+
+    queue_s: float = 0.0
+    ttft_s: float = 0.0
+    itl_s: float = 0.0
+    e2e_s: float = 0.0
+    tokenize_s: float = 0.0
+    reserve_s: float = 0.0
+    prefill_s: float = 0.0
+    second_token_s: float = 0.0
+    prefill_queue_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Finished:
+    reason: FinishReason
+    num_prompt_tokens: int
+    num_output_tokens: int
+    num_cached_tokens: int
+    timings: Timings
+    stop: str = ""
+
+
+@dataclass(frozen=True)
+class TokenRun:
+    """Tokens in a row; without ids when held-back text is all that was left."""
+
+    index: int
+    ids: Sequence[int]
+    text: str
+    logprobs: Sequence[TokenLogprobs]
+
+
+Mark = router_pb2.Routed | router_pb2.Prefilled | router_pb2.HandedOff | router_pb2.Migrated
+Event = Mark | TokenRun | Finished
+
+
+@dataclass
+class OutputLog:
+    """Own a request's output: tokens as columns, other events with their position among them."""
+
+    ids: list[int] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)  # what each token made readable
+    logprobs: list[TokenLogprobs] = field(default_factory=list)  # as many as ids, or none
+    tail: str = ""  # text that the end set free after its token had been taken
+    marks: list[tuple[int, Mark]] = field(default_factory=list)  # (tokens before it, event)
+    end: Finished | BatonError | None = None
+    _readers: list[OutputReader] = field(default_factory=list)
+
+    @property
+    def num_readers(self) -> int:
+        return len(self._readers)
+
+    @property
+    def num_bytes(self) -> int:
+        """About what it takes in memory."""
+        tokens = _TOKEN_BYTES * len(self.ids) + sum(map(len, self.texts))
+        on_wire = sum(one.ByteSize() for one in self.logprobs)
+        logprobs = _LOGPROBS_BYTES * len(self.logprobs) + _LOGPROBS_FACTOR * on_wire
+        return tokens + logprobs + _MARK_BYTES * (1 + len(self.marks))
+
+    def mark(self, event: Mark) -> None:
+        self.marks.append((len(self.ids), event))
+        self.wake()
+
+    def close(self, end: Finished | BatonError) -> None:
+        assert self.end is None, f"ended twice: {self.end}, then {end}"
+        self.end = end
+        self.wake()
+
+    def reader(self, from_index: int) -> OutputReader:
+        reader = OutputReader(self, from_index)
+        self._readers.append(reader)
+        return reader
+
+    def remove(self, reader: OutputReader) -> None:
+        self._readers.remove(reader)
+
+    def wake(self) -> None:
+        for reader in self._readers:
+            reader.news.set()
+
+
+class OutputReader:
+    """One client's position: it gets every token from `from_index` on, once and in order."""
+
+    def __init__(self, log: OutputLog, from_index: int) -> None:
+        self._log = log
+        self._from_index = self._index = from_index
+        self._next_mark = 0
+        self._tail_taken = False
+        self.news = asyncio.Event()
+        self.news.set()
+
+    async def take(self) -> list[Event]:
+        """What is new, at least one event, neighbouring tokens as one run; empty after the end.
+
+        Raises the BatonError the request ended with, after everything before it was taken.
+        """
+        while True:
+            events = self._take_now()
+            if events:
+                return events
+            end = self._log.end
+            if isinstance(end, BatonError):
+                raise end
+            if end is not None:
+                if self._tail_taken:
+                    return []
+                self._tail_taken = True
+                return self._ending(end)
+            self.news.clear()
+            await self.news.wait()
+
+    def _ending(self, end: Finished) -> list[Event]:
+        tail = self._log.tail
+        return [TokenRun(len(self._log.ids), (), tail, ()), end] if tail else [end]
+
+    def _take_now(self) -> list[Event]:
+        log, events = self._log, list[Event]()
+        while True:
+            marks = log.marks
+            if self._next_mark < len(marks) and marks[self._next_mark][0] <= self._index:
+                position, mark = marks[self._next_mark]
+                self._next_mark += 1
+                if position >= self._from_index or isinstance(mark, router_pb2.Routed):
+                    events.append(mark)
+                continue
+            stop = marks[self._next_mark][0] if self._next_mark < len(marks) else len(log.ids)
+            if self._index >= stop:
+                return events
+            events.append(self._run(stop))
+
+    def _run(self, stop: int) -> TokenRun:
+        log, start = self._log, self._index
+        self._index = stop
+        text = "".join(log.texts[start:stop])
+        return TokenRun(start, log.ids[start:stop], text, log.logprobs[start:stop])
+
+
+def sendable_logprobs(
+    known: Sequence[TokenLogprobs], spec: worker_pb2.RequestSpec, max_message_bytes: int
+) -> Sequence[TokenLogprobs]:
+    """Of all tokens put out so far; none where they and the request might be too large for a
+    message between this router, with its own limit, and a worker: that would cost every request of
+    the worker's session."""
+    num_bytes = spec.ByteSize() + sum(one.ByteSize() for one in known)
+    return known if num_bytes <= min(max_message_bytes, WORKER_MESSAGE_BYTES) // 2 else ()

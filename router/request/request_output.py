@@ -1,0 +1,351 @@
+"""A request's tokens on their way out: text, stop strings, figures."""
+
+from __future__ import annotations
+
+import enum
+import statistics
+from collections.abc import Callable, Sequence
+
+from baton.errors import (
+    BatonError,
+    DeadlineError,
+    KvTransferError,
+    NotResumableError,
+    PoisonError,
+    WorkerLostError,
+)
+from baton.v1 import router_pb2, worker_pb2
+from router.fleet.fleet import Booking
+from router.placement.placement import least_prefill_s
+from router.report.request_line import RequestLine, judged, trace_id
+from router.request.output import (
+    Finished,
+    FinishReason,
+    OutputLog,
+    Timings,
+    TokenLogprobs,
+)
+from router.request.run_parts import Arrival, RunParts
+from router.text import Detokenizer
+
+_NOT_OF_CLIENT = (BatonError, KvTransferError, WorkerLostError, PoisonError, NotResumableError)
+
+
+class Served(enum.Enum):
+    """How workers served a request."""
+
+    WELL = "served"
+    FAILED = "failed"
+    ABANDONED = "abandoned"
+    """It stood still for so long that its client ended it."""
+    NOT_JUDGED = "not judged"
+    """Its client ended it, or another router continues it."""
+
+
+class RequestOutput:
+    """Own a request's log and the text state behind it."""
+
+    def __init__(self, arrival: Arrival, parts: RunParts) -> None:
+        self.log = OutputLog()
+        self.queue_s = 0.0
+        self._arrival, self._parts = arrival, parts
+        parsed = arrival.parsed
+        self._ends = frozenset(parsed.stop_token_ids)
+        self._detokenizer = Detokenizer(
+            parts.model.text.new_decoder(after_text=not parsed.is_chat),
+            parsed.stop,
+            min_tokens=parsed.sampling.min_tokens,
+        )
+        self._booking: Booking | None = None
+        self._routed: router_pb2.Routed | None = None
+        self._on_taken_in: Callable[[], None] = lambda: None
+        self._num_attempts, self._lease_id = 0, ""
+        self.has_failed = False
+        """An attempt failed, by no fault of the client's."""
+        self._had_time = False
+        self._attempt_at_s = 0.0
+        self._still_s = 0.0  # in attempts that are over, since the last token
+        self._first_at_s = self._last_at_s = 0.0  # of the tokens, once there are any
+        self._gaps_s: list[float] = []  # one per token after those that came first
+        self._second_token_s = 0.0
+        self._reserve_s = self._prefill_queue_s = self._prefill_s = 0.0
+        self._num_cached_tokens = 0
+        self._reason, self._stop_found = FinishReason.ABORTED, ""  # until `emit` knows
+
+    # --- what attempts call --------------------------------------------------------------------
+
+    def new_attempt(
+        self,
+        booking: Booking,
+        routed: router_pb2.Routed | None,
+        on_taken_in: Callable[[], None],
+        has_time: bool,
+    ) -> None:
+        """This booking's tokens come now. `routed` is sent once its decode worker has room, since a
+        full one may be asked many times. `has_time`: as far as is known, a worker could serve it
+        before its deadline."""
+        self._booking, self._attempt_at_s = booking, self._parts.clock.now_s()
+        self._routed, self._on_taken_in = routed, on_taken_in
+        self._num_attempts, self._lease_id = self._num_attempts + 1, ""
+        self._had_time |= has_time
+
+    def attempt_over(self) -> None:
+        """The time in line from here on is no worker's fault."""
+        self._still_s += self._parts.clock.now_s() - max(self._attempt_at_s, self._last_at_s)
+
+    @property
+    def num_emitted(self) -> int:
+        return len(self.log.ids)
+
+    def reserved(self, lease_id: str) -> None:
+        """The decode worker has room; the lease's id is empty where it prefills by itself."""
+        self._lease_id = lease_id
+        self._reserve_s = self._parts.clock.now_s() - self._attempt_at_s
+        self._on_taken_in()
+        if self._routed is not None:
+            self.log.mark(self._routed)
+
+    def attached(self, num_cached_tokens: int) -> None:
+        """Another router had the prompt computed, all but what was cached."""
+        self._num_cached_tokens = num_cached_tokens
+
+    def first_token(self, first: worker_pb2.FirstToken | None, num_cached_tokens: int) -> None:
+        """The prompt is computed, all but what was cached; None where the decode worker did it."""
+        now = self._parts.clock.now_s()
+        booking = self._booking
+        prefilled = booking is not None and booking.prefill_held  # else found where it ran
+        if booking is not None:
+            self._parts.fleet.release_prefill(booking)
+        if self.log.ids:
+            return  # a later attempt: the client has had its first token
+        if prefilled:
+            self._parts.request_figures.saw_first_token(now - self._attempt_at_s)
+        if first is None:
+            self._prefill_s = now - self._attempt_at_s - self._reserve_s
+        else:
+            self._prefill_queue_s = first.queue_ms / 1e3
+            self._prefill_s = first.prefill_ms / 1e3
+        self._num_cached_tokens = num_cached_tokens
+        ttft_s = now - self._arrival.arrived_s
+        self._parts.metrics.ttft.observe(ttft_s)
+        if booking is not None and prefilled:
+            self._parts.pool_figures.saw_first_token(booking.prefill.facts.pool, ttft_s)
+        num_tokens = len(self._arrival.parsed.token_ids)
+        self._parts.metrics.cached_tokens.inc(self._num_cached_tokens)
+        self._parts.metrics.prefilled_tokens.inc(num_tokens)
+        self._parts.counts.cached_tokens += self._num_cached_tokens
+        self._parts.counts.prefilled_tokens += num_tokens
+        self.log.mark(
+            router_pb2.Prefilled(ttft_ms=ttft_s * 1e3, num_cached_tokens=self._num_cached_tokens)
+        )
+
+    def handed_off(self, done: worker_pb2.HandoffDone) -> None:
+        put_s = done.put_ms / 1e3
+        if self._booking is not None:
+            self._parts.fleet.observe_handoff(self._booking.prefill, done.num_bytes, put_s)
+        self._parts.metrics.handoff_bytes.inc(done.num_bytes)
+        self.log.mark(
+            router_pb2.HandedOff(
+                kv_bytes=done.num_bytes, put_ms=done.put_ms, exposed_ms=done.exposed_ms
+            )
+        )
+
+    def emit(
+        self,
+        ids: Sequence[int],
+        logprobs: Sequence[TokenLogprobs],
+        finished: FinishReason | None,
+    ) -> bool:
+        """Put out the next tokens; True when the request is over with them."""
+        log = self.log
+        stop: str | None = None
+        num_before = len(log.ids)
+        for position, token_id in enumerate(ids):
+            ends = finished is FinishReason.STOP and position == len(ids) - 1
+            log.ids.append(token_id)
+            if ends and token_id in self._ends:
+                log.texts.append("")  # what ends the text is no part of it
+                continue
+            emitted = self._detokenizer.push(token_id)
+            log.texts.append(emitted.text)
+            if emitted.stop is not None:
+                stop, finished = emitted.stop, FinishReason.STOP
+                break
+        num_new = len(log.ids) - num_before
+        self._time(num_new)
+        log.logprobs.extend(logprobs[:num_new])
+        self._parts.metrics.tokens.inc(num_new)
+        self._parts.counts.output_tokens += num_new
+        self._parts.admission.emitted(self._arrival.parsed.tenant, num_before, len(log.ids))
+        if finished is None and len(log.ids) >= self._arrival.parsed.sampling.max_tokens:
+            finished = FinishReason.LENGTH
+        if finished is None:
+            log.wake()
+            return False
+        if stop is None:
+            self._flush(num_new)
+        self._stop_found = self._stop_name(finished, stop)
+        self._reason = finished
+        log.wake()
+        return True
+
+    def _time(self, num_new: int) -> None:
+        """Tokens that come together share the gap before them: none of them took no time."""
+        if not num_new:
+            return
+        now = self._parts.clock.now_s()
+        if len(self.log.ids) == num_new:
+            self._first_at_s = now
+        else:
+            gap_s = now - self._last_at_s
+            if not self._gaps_s:
+                self._second_token_s = gap_s
+            else:
+                self._report_gap(gap_s / num_new, now)
+            self._gaps_s += [gap_s / num_new] * num_new
+        self._last_at_s, self._still_s = now, 0.0
+
+    def _report_gap(self, gap_s: float, now_s: float) -> None:
+        self._parts.request_figures.saw_gap(gap_s, now_s)
+        if self._booking is not None:
+            self._parts.pool_figures.saw_gap(self._booking.decode.facts.pool, gap_s)
+
+    def _flush(self, num_new: int) -> None:
+        """Held-back text comes with the last token, unless clients may have taken that token."""
+        held_back = self._detokenizer.finish()
+        if num_new:
+            self.log.texts[-1] += held_back
+        else:
+            self.log.tail = held_back
+
+    def _stop_name(self, reason: FinishReason, stop: str | None) -> str:
+        if stop is not None:
+            return stop
+        last = self.log.ids[-1] if self.log.ids else None
+        return str(last) if reason is FinishReason.STOP and last in self._ends else ""
+
+    # --- the end -------------------------------------------------------------------------------
+
+    def finish(self) -> None:
+        """After `emit` said that the request is over, and its attempt is."""
+        self._close(self._reason, self._stop_found)
+
+    def abort(self) -> None:
+        self._close(FinishReason.ABORTED, "")
+
+    def fail(self, error: BatonError) -> None:
+        self._parts.metrics.requests.labels(error.reason).inc()
+        self._count(self._judge(error))
+        self._report_end(error.reason, self._timings())
+        self.log.close(error)
+
+    def _judge(self, error: BatonError) -> Served:
+        if self.has_failed or type(error) in _NOT_OF_CLIENT:
+            return Served.FAILED
+        if not isinstance(error, DeadlineError):
+            return Served.NOT_JUDGED
+        if self.log.ids:
+            return Served.WELL
+        # One that hangs until its client's patience ends is served no better than one that fails.
+        return Served.FAILED if self._had_time else Served.NOT_JUDGED
+
+    def _judge_aborted(self) -> Served:
+        if self._booking is None:
+            return Served.NOT_JUDGED
+        parts = self._parts
+        least_s = least_prefill_s(self._booking.prefill_tokens, parts.fleet.arrays)
+        is_still = self._still_s > parts.request_figures.too_long_s(least_s)
+        return Served.ABANDONED if is_still else Served.NOT_JUDGED
+
+    def _count(self, served: Served) -> None:
+        """Count a request that a worker got at least once."""
+        if self._booking is None:
+            return
+        if served is Served.ABANDONED:
+            self._parts.request_figures.abandoned()
+        elif served is not Served.NOT_JUDGED:
+            self._parts.request_figures.ended(failed=served is Served.FAILED)
+        self._parts.metrics.served.labels(served.value).inc()
+
+    def _close(self, reason: FinishReason, stop: str) -> None:
+        metrics, timings = self._parts.metrics, self._timings()
+        metrics.requests.labels(reason.value).inc()
+        is_aborted = reason is FinishReason.ABORTED
+        self._parts.counts.num_ended += not is_aborted
+        self._count(self._judge_aborted() if is_aborted else Served.WELL)
+        metrics.e2e.observe(timings.e2e_s)
+        metrics.queue_wait.observe(timings.queue_s)
+        if timings.itl_s:
+            metrics.itl.observe(timings.itl_s)
+        self._report_end(reason.value, timings)
+        self.log.close(
+            Finished(
+                reason=reason,
+                num_prompt_tokens=len(self._arrival.parsed.token_ids),
+                num_output_tokens=len(self.log.ids),
+                num_cached_tokens=self._num_cached_tokens,
+                timings=timings,
+                stop=stop,
+            )
+        )
+
+    def _report_end(self, outcome: str, timings: Timings) -> None:
+        """For operators: a line in the log, and the counters of targets."""
+        arrival, parsed, booking = self._arrival, self._arrival.parsed, self._booking
+        prefill = decode = ""
+        if booking is not None:
+            decode = booking.decode.facts.worker_id
+            prefill = "" if booking.prefill is booking.decode else booking.prefill.facts.worker_id
+        ttft_target, itl_target = self._judged(timings)
+        RequestLine(
+            request_id=arrival.request_id,
+            tenant=parsed.tenant,
+            outcome=outcome,
+            e2e_ms=timings.e2e_s * 1e3,
+            session_id=parsed.session_id,
+            trace_id=trace_id(arrival.traceparent),
+            prefill_worker=prefill,
+            decode_worker=decode,
+            lease_id=self._lease_id,
+            num_attempts=self._num_attempts,
+            num_prompt_tokens=len(parsed.token_ids),
+            num_cached_tokens=self._num_cached_tokens if self.log.ids else None,
+            num_output_tokens=len(self.log.ids),
+            queue_ms=timings.queue_s * 1e3,
+            ttft_ms=timings.ttft_s * 1e3 if self.log.ids else None,
+            itl_ms=timings.itl_s * 1e3 or None,
+            ttft_target=ttft_target,
+            itl_target=itl_target,
+        ).write()
+
+    def _judged(self, timings: Timings) -> tuple[str, str]:
+        """Its targets for the first token and for the median gap. A client that resumes has waited
+        for longer than this router knows."""
+        parsed, metrics = self._arrival.parsed, self._parts.metrics
+        if parsed.resume_from_index is not None:
+            return "", ""
+        has_begun = bool(self.log.ids)
+        first_s = timings.ttft_s if has_begun else timings.e2e_s
+        found = (
+            judged(parsed.ttft_target_s, first_s, is_over=has_begun),
+            judged(parsed.itl_target_s, timings.itl_s, is_over=timings.itl_s > 0),
+        )
+        for target, result in zip(("ttft", "itl"), found):
+            if result:
+                metrics.targets.labels(target, result).inc()
+        return found
+
+    def _timings(self) -> Timings:
+        """The gap before the second token is reported apart, since it contains the handoff."""
+        arrived_s, gaps_s = self._arrival.arrived_s, self._gaps_s[1:]
+        return Timings(
+            queue_s=self.queue_s,
+            ttft_s=self._first_at_s - arrived_s if self.log.ids else 0.0,
+            itl_s=statistics.median(gaps_s) if gaps_s else 0.0,
+            e2e_s=self._parts.clock.now_s() - arrived_s,
+            tokenize_s=self._arrival.tokenize_s,
+            reserve_s=self._reserve_s,
+            prefill_s=self._prefill_s,
+            second_token_s=self._second_token_s,
+            prefill_queue_s=self._prefill_queue_s,
+        )

@@ -1,0 +1,355 @@
+"""A client's request, checked and completed: what passes here can be run.
+
+Every mistake is an InvalidRequestError whose `field` is the protobuf path of what is wrong.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from baton.errors import InvalidRequestError, NoCapacityError, NotFoundError
+from baton.v1 import common_pb2, router_pb2
+from kv_transfer.block_hash import TokenIds
+from router.text import SamplingDefaults, TextModel
+
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:@/+=-]{1,128}")
+_ROLES = ("system", "user", "assistant")
+_MAX_STOP_STRINGS, _MAX_STOP_CHARS, _MAX_STOP_TOKEN_IDS = 16, 256, 64
+_MAX_LOGPROBS = 20
+_MAX_CHAT_MESSAGES = 4096
+_MAX_NAME_CHARS = 128
+_MAX_BYTES_PER_TOKEN = 64  # of a whole message, for every token of the context: no text needs it
+# What a client may change when it comes back for a request that runs.
+_NOT_IN_DIGEST = (
+    "request_id",
+    "resume_from_index",
+    "seed",
+    "tenant",
+    "timeout_ms",
+    "traceparent",
+    "unit",
+)
+
+
+@dataclass(frozen=True)
+class RequestLimits:
+    max_model_len: int
+    """Prompt plus output tokens that some decode worker accepts."""
+    model_context: int | None = None
+    """Of the model, where KV memory holds less than it; None: nothing holds less."""
+    model_names: Collection[str] = ()
+    """Names a request may call the model by; a request that names none means this one."""
+
+    @property
+    def context(self) -> int:
+        return max(self.max_model_len, self.model_context or 0)
+
+    @property
+    def max_bytes(self) -> int:
+        return self.context * _MAX_BYTES_PER_TOKEN + (1 << 20)
+
+
+@dataclass(frozen=True)
+class ParsedRequest:
+    """A request that can be run, every default filled in."""
+
+    request_id: str  # "" when the router is to draw one
+    tenant: str
+    token_ids: TokenIds  # [num_prompt_tokens], read-only
+    sampling: common_pb2.SamplingParams  # every field set, but logprobs when none are wanted
+    least_tokens: int
+    """Output tokens for which a worker must have room: `max_tokens` if the client named it."""
+    seed: int | None  # None: the router draws one
+    stop: tuple[str, ...]
+    stop_token_ids: tuple[int, ...]  # ascending; end-of-sequence ids are among them
+    """Without the end-of-sequence ids when `sampling.ignore_eos`."""
+    timeout_s: float | None
+    cache_salt: str
+    priority: int
+    ttft_target_s: float | None
+    """None: the client named none."""
+    itl_target_s: float | None
+    session_id: str
+    resume_from_index: int | None
+    is_chat: bool
+    body_digest: bytes
+    """Equal for two requests that ask for the same, seed aside (see `is_same_as`)."""
+
+    def is_same_as(self, body_digest: bytes, seed: int) -> bool:
+        """Whether this is the request that runs under its id with that digest and effective seed.
+
+        A client that left the seed to the router may come back with the seed that it got.
+        """
+        return self.body_digest == body_digest and self.seed in (None, seed)
+
+
+def parse_generate(
+    request: router_pb2.GenerateRequest, model: TextModel, limits: RequestLimits
+) -> ParsedRequest:
+    """Check all fields, encode the prompt, fill in defaults.
+
+    May take milliseconds for a long prompt: call it off the event loop. Raises
+    InvalidRequestError, NoCapacityError where the KV memory of every decode worker is too small, or
+    NotFoundError for an unknown model.
+    """
+    check_names(request, limits)
+    _check_stop(request, model.vocab_size)
+    _check_sampling(request.sampling)
+    if constraint := request.WhichOneof("constraint"):
+        raise InvalidRequestError(
+            f"{constraint}: constrained output is not supported by this release", field=constraint
+        )
+    token_ids = encode_prompt(request, model, limits)
+    sampling = _fill_in(request.sampling, model.sampling_defaults, len(token_ids), limits)
+    ends = set(request.stop_token_ids)
+    if not sampling.ignore_eos:
+        ends |= model.eos_token_ids
+    index = request.resume_from_index if request.HasField("resume_from_index") else None
+    return ParsedRequest(
+        request_id=request.request_id,
+        tenant=request.tenant,
+        token_ids=token_ids,
+        sampling=sampling,
+        least_tokens=request.sampling.max_tokens or max(1, sampling.min_tokens),
+        seed=request.seed if request.HasField("seed") else None,
+        stop=tuple(request.stop),
+        stop_token_ids=tuple(sorted(ends)),
+        timeout_s=_seconds(request, "timeout_ms"),
+        cache_salt=request.cache_salt,
+        priority=request.priority,
+        ttft_target_s=_seconds(request, "ttft_target_ms"),
+        itl_target_s=_seconds(request, "itl_target_ms"),
+        session_id=request.session_id,
+        resume_from_index=index,
+        is_chat=request.WhichOneof("prompt") == "chat",
+        body_digest=body_digest(request),
+    )
+
+
+def _seconds(
+    request: router_pb2.GenerateRequest,
+    field: Literal["timeout_ms", "ttft_target_ms", "itl_target_ms"],
+) -> float | None:
+    """None where the client named none."""
+    milliseconds: int = getattr(request, field)
+    return milliseconds / 1e3 if request.HasField(field) else None
+
+
+def body_digest(request: router_pb2.GenerateRequest) -> bytes:
+    """16 bytes; equal for requests that ask for the same, seed aside."""
+    body = router_pb2.GenerateRequest()
+    body.CopyFrom(request)
+    body.DiscardUnknownFields()  # of a client of a later release
+    for name in _NOT_IN_DIGEST:
+        body.ClearField(name)  # type: ignore[arg-type]
+    return hashlib.blake2b(body.SerializeToString(deterministic=True), digest_size=16).digest()
+
+
+def encode_prompt(
+    request: router_pb2.GenerateRequest | router_pb2.TokenizeRequest,
+    model: TextModel,
+    limits: RequestLimits,
+) -> TokenIds:
+    """Token ids of a request's prompt, [num_prompt_tokens] uint32, in the vocabulary and at least
+    one; read-only."""
+    kind = request.WhichOneof("prompt")
+    if request.ByteSize() > limits.max_bytes:  # seconds and gigabytes to tokenize, for nothing
+        raise InvalidRequestError(
+            f"the request has {request.ByteSize()} bytes; at most {limits.max_bytes} are taken for"
+            f" a context of {limits.context} tokens",
+            field=kind,
+        )
+    if kind is None:
+        raise InvalidRequestError("a prompt is needed: text, chat or token_ids", field="prompt")
+    if kind == "chat":
+        ids = _encode_chat(request.chat.messages, model, limits)
+    elif kind == "text":
+        if not request.text:
+            raise InvalidRequestError("text: the prompt is empty", field="text")
+        ids = model.encode(request.text)
+    else:
+        assert isinstance(request, router_pb2.GenerateRequest)
+        ids = list(request.token_ids.ids)
+    if not ids:
+        raise InvalidRequestError(f"{kind}: the prompt is empty", field=kind)
+    token_ids = np.array(ids, dtype=np.uint32)
+    token_ids.flags.writeable = False
+    outside = np.flatnonzero(token_ids >= model.vocab_size)
+    if len(outside):
+        position = int(outside[0])
+        raise InvalidRequestError(
+            f"{kind}: token id {token_ids[position]} at position {position} is outside the "
+            f"vocabulary of {model.vocab_size}",
+            field=f"token_ids.ids[{position}]" if kind == "token_ids" else kind,
+        )
+    return token_ids
+
+
+def _encode_chat(
+    messages: Sequence[router_pb2.ChatMessage], model: TextModel, limits: RequestLimits
+) -> list[int]:
+    if not messages:
+        raise InvalidRequestError("chat: at least one message is needed", field="chat.messages")
+    if len(messages) > _MAX_CHAT_MESSAGES:
+        raise InvalidRequestError(
+            f"chat: {len(messages)} messages; at most {_MAX_CHAT_MESSAGES} are taken",
+            field="chat.messages",
+        )
+    for index, message in enumerate(messages):
+        if message.role not in _ROLES:
+            raise InvalidRequestError(
+                f"chat: unknown role {message.role!r}; it is one of {', '.join(_ROLES)}",
+                field=f"chat.messages[{index}].role",
+            )
+    return model.encode_chat(messages)
+
+
+# --- names --------------------------------------------------------------------------------------
+
+
+def _check_model_name(name: str, limits: RequestLimits) -> None:
+    """Raises NotFoundError for a model that is not served; "" means the one that is."""
+    if name and name not in limits.model_names:
+        known = ", ".join(sorted(limits.model_names))
+        raise NotFoundError(f"unknown model {name!r}; served here: {known}", field="model")
+
+
+def check_names(request: router_pb2.GenerateRequest, limits: RequestLimits) -> None:
+    _check_model_name(request.model, limits)
+    if request.request_id and not _REQUEST_ID.fullmatch(request.request_id):
+        raise InvalidRequestError(
+            "request_id: 1 to 128 characters, letters, digits and . _ : @ / + = - only",
+            field="request_id",
+        )
+    for name in ("tenant", "session_id", "cache_salt", "traceparent"):
+        _check_name(name, getattr(request, name))
+    for name in ("timeout_ms", "ttft_target_ms", "itl_target_ms"):
+        if request.HasField(name) and getattr(request, name) == 0:  # type: ignore[arg-type]
+            raise InvalidRequestError(f"{name}: must be at least 1", field=name)
+    if request.HasField("resume_from_index") and not request.request_id:
+        raise InvalidRequestError(
+            "resume_from_index: only with the request_id to resume", field="request_id"
+        )
+
+
+def check_tokenize_names(request: router_pb2.TokenizeRequest, limits: RequestLimits) -> None:
+    _check_model_name(request.model, limits)
+    _check_name("tenant", request.tenant)
+
+
+def _check_name(field: str, value: str) -> None:
+    if len(value) > _MAX_NAME_CHARS:
+        raise InvalidRequestError(f"{field}: longer than {_MAX_NAME_CHARS} characters", field=field)
+    if any(ord(char) < 0x20 for char in value):
+        raise InvalidRequestError(f"{field}: control characters are not allowed", field=field)
+
+
+def _check_stop(request: router_pb2.GenerateRequest, vocab_size: int) -> None:
+    if len(request.stop) > _MAX_STOP_STRINGS:
+        raise InvalidRequestError(
+            f"stop: {len(request.stop)} strings; at most {_MAX_STOP_STRINGS} are taken",
+            field="stop",
+        )
+    for index, stop in enumerate(request.stop):
+        if not stop or len(stop) > _MAX_STOP_CHARS:
+            problem = "is empty" if not stop else f"exceeds {_MAX_STOP_CHARS} characters"
+            raise InvalidRequestError(f"stop: string {index} {problem}", field=f"stop[{index}]")
+    if len(request.stop_token_ids) > _MAX_STOP_TOKEN_IDS:
+        raise InvalidRequestError(
+            f"stop_token_ids: at most {_MAX_STOP_TOKEN_IDS} are taken",
+            field="stop_token_ids",
+        )
+    for index, token_id in enumerate(request.stop_token_ids):
+        if token_id >= vocab_size:
+            raise InvalidRequestError(
+                f"stop_token_ids: {token_id} is outside the vocabulary of {vocab_size}",
+                field=f"stop_token_ids[{index}]",
+            )
+
+
+# --- sampling -----------------------------------------------------------------------------------
+
+# Field, what it must satisfy, and how that reads. Not-a-number and infinities are refused first.
+_RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
+    ("temperature", lambda value: 0.0 <= value <= 100.0, "between 0 (greedy) and 100"),
+    ("top_p", lambda value: 0.0 < value <= 1.0, "above 0 and at most 1"),
+    ("min_p", lambda value: 0.0 <= value <= 1.0, "between 0 and 1"),
+    ("repetition_penalty", lambda value: 0.0 < value <= 100.0, "above 0 and at most 100"),
+    ("presence_penalty", lambda value: -2.0 <= value <= 2.0, "between -2 and 2"),
+    ("frequency_penalty", lambda value: -2.0 <= value <= 2.0, "between -2 and 2"),
+    ("max_tokens", lambda value: value >= 1, "at least 1"),
+)
+
+
+def _check_sampling(sampling: common_pb2.SamplingParams) -> None:
+    for name, is_valid, meaning in _RANGES:
+        if not sampling.HasField(name):  # type: ignore[arg-type]
+            continue
+        value = getattr(sampling, name)
+        if not math.isfinite(value) or not is_valid(value):
+            raise InvalidRequestError(
+                f"sampling.{name}: must be {meaning}, not {value:g}", field=f"sampling.{name}"
+            )
+    if sampling.logprobs > _MAX_LOGPROBS:
+        raise InvalidRequestError(
+            f"sampling.logprobs: at most {_MAX_LOGPROBS}, not {sampling.logprobs}",
+            field="sampling.logprobs",
+        )
+    if sampling.HasField("max_tokens") and sampling.min_tokens > sampling.max_tokens:
+        raise InvalidRequestError(
+            f"sampling.min_tokens: {sampling.min_tokens} exceeds max_tokens {sampling.max_tokens}",
+            field="sampling.min_tokens",
+        )
+
+
+def _fill_in(
+    asked: common_pb2.SamplingParams,
+    defaults: SamplingDefaults,
+    num_prompt_tokens: int,
+    limits: RequestLimits,
+) -> common_pb2.SamplingParams:
+    """The request's values over the model's over neutral ones; max_tokens fits the context."""
+    room = limits.max_model_len - num_prompt_tokens
+    for name, wanted in (
+        ("prompt", 1),
+        ("sampling.max_tokens", asked.max_tokens),
+        ("sampling.min_tokens", asked.min_tokens),
+    ):
+        if wanted > room:
+            raise _too_long(name, num_prompt_tokens, wanted, limits)
+    sampling = common_pb2.SamplingParams(
+        temperature=defaults.temperature,
+        top_k=defaults.top_k,
+        top_p=defaults.top_p,
+        min_p=defaults.min_p,
+        repetition_penalty=defaults.repetition_penalty,
+        presence_penalty=0.0,
+        frequency_penalty=0.0,
+        max_tokens=room,
+        min_tokens=0,
+        ignore_eos=False,
+    )
+    sampling.MergeFrom(asked)
+    return sampling
+
+
+def _too_long(
+    name: str, num_prompt_tokens: int, wanted: int, limits: RequestLimits
+) -> InvalidRequestError | NoCapacityError:
+    """Beyond the model's context it is the caller's mistake; else memory that is too small."""
+    longest, room = limits.max_model_len, max(0, limits.max_model_len - num_prompt_tokens)
+    asks = f"{name}: {num_prompt_tokens} prompt tokens and {wanted} more exceed"
+    fit = f"at most {room} fit after the prompt" if room else "no answer fits after the prompt"
+    if num_prompt_tokens + wanted > limits.context:
+        return InvalidRequestError(f"{asks} the context of {limits.context}; {fit}", field=name)
+    return NoCapacityError(
+        f"{asks} the {longest} that the KV memory of the largest decode worker holds; {fit}",
+        field=name,
+    )
