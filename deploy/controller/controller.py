@@ -26,7 +26,6 @@ from deploy.controller.kit.workers import Workers
 from deploy.controller.kit.workqueue import WorkQueue
 from deploy.controller.manifests.common import Release
 from deploy.controller.operator_metrics import OperatorMetrics, Seen
-from deploy.controller.status.cluster_events import ClusterEvents
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +60,7 @@ class Controller:
             kube.guarded(self._elector.is_leading),
             self._caches,
             self._fleets,
-            ClusterEvents(self._recorder.record, kube.field_manager),
+            self._recorder.record,
             settings.release,
         )
         self.metrics = self._told()
@@ -112,7 +111,7 @@ class Controller:
             self.metrics.counted(self._reconcile),
             self._settings.num_workers,
             "cluster",
-            self._reconciler.tell_fault,
+            self._reconciler.report_fault,
         )
         with self._lock:
             self._queue, self._workers = queue, workers

@@ -9,6 +9,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 
 from deploy.controller.caches import Caches
+from deploy.controller.fleet import FleetPool, Slot
 from deploy.controller.kit.applied import Applied
 from deploy.controller.kit.errors import NotFoundError, UnreachableError
 from deploy.controller.kit.finalizers import Finalizers
@@ -26,7 +27,7 @@ from deploy.controller.manifests.ray_cluster import (
     sized,
     worker_group,
 )
-from deploy.controller.observed import FleetPool, Place, Pod
+from deploy.controller.pod import Pod
 from deploy.controller.resources import CONFIG_MAPS, RAY_CLUSTERS, SECRETS, SERVICE_ACCOUNTS
 from deploy.controller.view import ClusterView, PoolView, UnitView
 
@@ -171,25 +172,25 @@ def group_size(replicas: int, pods: Sequence[Pod], pool: FleetPool | None) -> Gr
     going = tuple(sorted(pod.name for pod in pods if pod.is_going))
     if pool is None:
         return GroupSize(max(replicas, len(staying)), going)
-    surplus = _surplus(replicas, staying, pool.places)
-    chosen = sorted(_empty(staying, pool.places), key=_least_wanted_first)[:surplus]
+    surplus = _surplus(replicas, staying, pool.slots)
+    chosen = sorted(_empty(staying, pool.slots), key=_least_wanted_first)[:surplus]
     names = tuple(sorted(pod.name for pod in chosen))
     # What was seen of the pods may be old: none with a worker on it may be left out of the count.
     known = {pod.name for pod in pods}
-    num_unseen = len({place.pod for place in pool.places if place.pod} - known)
+    num_unseen = len({slot.pod for slot in pool.slots if slot.pod} - known)
     num_staying = len(staying) + num_unseen - len(chosen)
     return GroupSize(max(replicas, num_staying), (*going, *names))
 
 
-def _empty(pods: Sequence[Pod], places: Sequence[Place]) -> list[Pod]:
-    taken = {place.pod for place in places}
+def _empty(pods: Sequence[Pod], slots: Sequence[Slot]) -> list[Pod]:
+    taken = {slot.pod for slot in slots}
     return [pod for pod in pods if pod.name not in taken]
 
 
-def _surplus(replicas: int, pods: Sequence[Pod], places: Sequence[Place]) -> int:
-    """Pods that neither the pool's size nor a place without a pod will want."""
-    num_homeless = sum(not place.pod for place in places)
-    return max(0, min(len(pods) - replicas, len(_empty(pods, places)) - num_homeless))
+def _surplus(replicas: int, pods: Sequence[Pod], slots: Sequence[Slot]) -> int:
+    """Pods that neither the pool's size nor a slot without a pod will want."""
+    num_homeless = sum(not slot.pod for slot in slots)
+    return max(0, min(len(pods) - replicas, len(_empty(pods, slots)) - num_homeless))
 
 
 def _least_wanted_first(pod: Pod) -> tuple[bool, str, str]:

@@ -12,10 +12,9 @@ from deploy.controller.kit.objects import Object as Seen
 from deploy.controller.manifests.cluster_yaml import model_field, model_name, model_path
 from deploy.controller.manifests.common import ROUTER_PORT, Object
 from deploy.controller.manifests.routers import FIRST_ROUTERS
-from deploy.controller.pool_size import size_problem
 from deploy.controller.rollout import State
 from deploy.controller.status.conditions import AVAILABLE, DEGRADED, PROGRESSING, Verdict
-from deploy.controller.status.pool_status import num_serving
+from deploy.controller.status.pool_status import size_problem
 from deploy.controller.status.waiting import (
     SILENT,
     STARTING,
@@ -62,7 +61,7 @@ def cluster_status(view: ClusterView, verdicts: Sequence[Verdict]) -> Object:
             "units": _units(view) if len(view.units) > 1 else None,
         },
         "pools": former
-        | {name: f"{num_serving(pool)}/{pool.replicas}" for name, pool in view.pools.items()},
+        | {name: f"{pool.num_serving}/{pool.replicas}" for name, pool in view.pools.items()},
     }
 
 
@@ -95,9 +94,9 @@ def cluster_verdicts(
               for name, p in view.pools.items()
               if p.fleet is not None and p.fleet.last_error]  # fmt: skip
     routers_wait = router_waits(view, routers)
-    late = [_noted(f"{name} {num_serving(pool)}/{pool.replicas}", pool_waits(view, pool))
+    late = [_noted(f"{name} {pool.num_serving}/{pool.replicas}", pool_waits(view, pool))
             for name, pool in view.pools.items()
-            if num_serving(pool) != pool.replicas]  # fmt: skip
+            if pool.num_serving != pool.replicas]  # fmt: skip
     num_routers = view.spec.router.replicas or _size_of(routers)
     if num_ready < num_routers:
         late.append(_noted(f"routers {num_ready}/{num_routers}", routers_wait))
@@ -146,7 +145,7 @@ def _progressing(view: ClusterView, late: Sequence[str], silent: Silence) -> Ver
     if view.fleet is None:
         message = with_waits(silent.message, ", ".join(late))
         return Verdict(PROGRESSING, True, silent.reason, message)
-    if untold := [name for name, pool in view.pools.items() if pool.is_untold]:
+    if untold := [name for name, pool in view.pools.items() if pool.is_unknown]:
         told = f"Ray's head has just started, and waits for workers of {', '.join(untold)}"
         return Verdict(PROGRESSING, True, STARTING.reason, with_waits(told, ", ".join(late)))
     if late:
@@ -199,7 +198,7 @@ def _without_worker(view: ClusterView, role: str, reason: str, told: str) -> Ver
     """None: one of the role is live, or starts for the next request."""
     pools = [pool for pool in view.pools.values() if pool.spec.role in (role, "mixed")]
     wakes = view.fleet is not None
-    if any(num_serving(pool) or (wakes and _is_stopped(pool)) for pool in pools):
+    if any(pool.num_serving or (wakes and _is_stopped(pool)) for pool in pools):
         return None
     if not any(pool.replicas for pool in pools):
         return Verdict(AVAILABLE, False, "ScaledToZero", f"{told}, and none is wanted: replicas 0")

@@ -10,8 +10,7 @@ from typing import NamedTuple
 
 from deploy.controller.kit.objects import Object
 from deploy.controller.manifests.model_files import FETCH
-from deploy.controller.observed import Pod
-from deploy.controller.status.pod_waits import pods_refused, together
+from deploy.controller.pod import Pod, pods_refused, together
 from deploy.controller.view import ClusterView, PoolView
 
 _NO_MODEL = re.compile(rf"{FETCH}: .*?exit code \d+(: )?(?P<why>.*)")

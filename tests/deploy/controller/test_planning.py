@@ -11,9 +11,9 @@ from cluster.pools.role_plan import RolePlan as Split
 from deploy.api.read import read_spec
 from deploy.api.serving_cluster import ServingClusterSpec
 from deploy.api.worker_pool import RolePlan, Scaling, ScalingMode, WorkerPoolSpec
+from deploy.controller.fleet import NOTHING_HEARD
 from deploy.controller.kit.objects import Key
 from deploy.controller.manifests.common import Owner
-from deploy.controller.observed import NOTHING_HEARD
 from deploy.controller.planning import Planning
 from deploy.controller.rollout import Record, State, Step, UnitPlan
 from deploy.controller.view import ClusterView, PoolView

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from deploy.controller.status.pod_waits import pods_refused, together, waits_for
+from deploy.controller.pod import pods_refused, together, waits_for
 
 MAKING = {"waiting": {"reason": "PodInitializing"}}
 RUNNING = {"running": {"startedAt": "2026-01-01T10:00:00Z"}}

@@ -6,17 +6,17 @@ from baton.config.planner import PlannerConfig
 from baton.v1 import control_pb2
 from deploy.api.status import MESSAGE, WorkerPoolStatus
 from deploy.api.worker_pool import WorkerPoolSpec
-from deploy.controller.fleet_watch import fleet_of
-from deploy.controller.manifests.common import Object
-from deploy.controller.observed import (
+from deploy.controller.fleet import (
     NOTHING_HEARD,
     Fleet,
     FleetPool,
     Heard,
-    Place,
-    PlaceState,
-    Pod,
+    Slot,
+    SlotState,
+    fleet_of,
 )
+from deploy.controller.manifests.common import Object
+from deploy.controller.pod import Pod
 from deploy.controller.status.pool_status import pool_status, pool_verdicts
 from deploy.controller.view import PoolView
 
@@ -29,13 +29,13 @@ def draining(
     told: list[Object],
     now: str,
     num_running: int | None = 3,
-    state: PlaceState = PlaceState.DRAINING,
+    state: SlotState = SlotState.DRAINING,
 ) -> list[Object]:
     """What it says after `told`; `num_running` None: the supervisor is silent."""
-    worker, place = f"{NAME}-1", None
+    worker, slot = f"{NAME}-1", None
     if num_running is not None:
-        place = Place(worker, "pod-b", state, num_running=num_running)
-    fleet = None if place is None else FleetPool(1, (place,))
+        slot = Slot(worker, "pod-b", state, num_running=num_running)
+    fleet = None if slot is None else FleetPool(1, (slot,))
     obj = {"metadata": {}, "status": {"draining": told}}
     view = PoolView(obj, SPEC, [], fleet)
     found: list[Object] = pool_status(view, PlannerConfig(), now)["draining"]
@@ -58,9 +58,9 @@ def test_a_drain_that_takes_longer_than_it_may_says_what_holds_it() -> None:
 
 
 def test_a_worker_that_hangs_while_it_drains_is_told_as_one_that_drains() -> None:
-    assert draining([], BEGUN, state=PlaceState.SUSPECT) == []
+    assert draining([], BEGUN, state=SlotState.SUSPECT) == []
     first = draining([], BEGUN)
-    (hangs,) = draining(first, "2026-01-01T10:02:31Z", 2, PlaceState.SUSPECT)
+    (hangs,) = draining(first, "2026-01-01T10:02:31Z", 2, SlotState.SUSPECT)
     assert hangs["since"] == BEGUN
     assert hangs["heldBy"] == "it is stuck or silent, 2 requests on it"
 
@@ -122,8 +122,8 @@ def test_a_pool_that_a_supervisor_does_not_know_yet_starts_and_is_told_what_was_
     assert (status["readyReplicas"], status["draining"]) == (0, [])
     settles = (control_pb2.WatchFleetResponse(settles=True), 0.0)
     found, waits, heard = (
-        Fleet({NAME: FleetPool(1, [Place("w-0", "a", state)])})
-        for state in (PlaceState.STARTING, PlaceState.PENDING, PlaceState.LIVE)
+        Fleet({NAME: FleetPool(1, [Slot("w-0", "a", state)])})
+        for state in (SlotState.STARTING, SlotState.PENDING, SlotState.LIVE)
     )
     assert pool_verdicts(seen(Heard(heard, settles)), "")[1].reason == "AsWanted"
     for begins in (
@@ -141,7 +141,7 @@ def test_a_pool_that_a_supervisor_does_not_know_yet_starts_and_is_told_what_was_
 
 
 def test_a_pool_whose_unit_drains_says_that_it_makes_way() -> None:
-    fleet = FleetPool(0, (Place("decode-0", "a", PlaceState.DRAINING),))
+    fleet = FleetPool(0, (Slot("decode-0", "a", SlotState.DRAINING),))
     pods = [Pod("a", "decode", True, False, BEGUN)]
     heard = Heard(is_settled=True)
     for there, reason in ((fleet, "Draining"), (FleetPool(0, ()), "MakesWay")):

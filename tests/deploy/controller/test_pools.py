@@ -17,14 +17,14 @@ from deploy.api.read import read_spec
 from deploy.api.serving_cluster import ServingClusterSpec
 from deploy.api.worker_pool import WorkerPoolSpec
 from deploy.controller.caches import Caches
+from deploy.controller.fleet import NOTHING_HEARD
 from deploy.controller.kit.applied import Applied
+from deploy.controller.kit.event_series import EventType
 from deploy.controller.kit.finalizers import FINALIZER, Finalizers
-from deploy.controller.kit.objects import Key
+from deploy.controller.kit.objects import Key, Object
 from deploy.controller.manifests.common import CLUSTER_LABEL, POOL_LABEL, ROLE_LABEL, Owner
 from deploy.controller.manifests.worker_pool import worker_pool
-from deploy.controller.observed import NOTHING_HEARD
-from deploy.controller.pool_size import with_accepted_size
-from deploy.controller.pools import Pools
+from deploy.controller.pools import Pools, with_accepted_size
 from deploy.controller.rollout import Record, State, Step, UnitPlan
 from deploy.controller.view import ClusterView, PoolView
 from tests.deploy.controller.following import FAST, TIMEOUT_S
@@ -43,6 +43,11 @@ class Server:
     writes: list[tuple[str, str, dict[str, Any]]] = field(default_factory=list)
     refuses: dict[str, tuple[int, str]] = field(default_factory=dict)
     """Verbs, each with a status and its reason."""
+
+    events: list[tuple[str, str]] = field(default_factory=list)
+
+    def record(self, about: Object, type_: EventType, reason: str, message: str) -> None:
+        self.events.append((reason, message))
 
     def __call__(self, exchange: Exchange) -> None:
         if exchange.is_watch:
@@ -73,7 +78,7 @@ def pools_at(*seen: dict[str, Any]) -> Iterator[tuple[Pools, Server]]:
         try:
             assert caches.pools.wait_synced(TIMEOUT_S)
             applied = Applied(kube, caches.of_written)
-            yield Pools(kube, caches, applied, Finalizers(kube)), server
+            yield Pools(kube, caches, applied, Finalizers(kube), server.record), server
         finally:
             caches.pools.stop()
 
@@ -325,8 +330,8 @@ def pool_of(mode: str, role_plan: dict[str, int] | None = None) -> dict[str, Any
     return found
 
 
-def scale(pool: dict[str, Any], plan: PoolPlan) -> list[tuple[str, str, dict[str, Any]]]:
-    """What is written."""
+def scale(pool: dict[str, Any], plan: PoolPlan) -> tuple[list[Any], list[tuple[str, str]]]:
+    """What is written, and the events."""
     with pools_at(pool) as (pools, server):
         spec = read_spec(WorkerPoolSpec, pool)
         views = {"decode": PoolView(pool, spec, [], None)}
@@ -335,30 +340,35 @@ def scale(pool: dict[str, Any], plan: PoolPlan) -> list[tuple[str, str, dict[str
         step = Step(State.SERVING, "", (UnitPlan("2x4bz", {}, Record()),))
         view = ClusterView(key, cluster(), OWNER, parsed, views, NOTHING_HEARD, step)
         pools.scale(view, {"decode": plan})
-    return server.writes
+    return server.writes, server.events
 
 
 def test_the_planners_roles_and_size_are_written_at_once() -> None:
     plan = PoolPlan(5, RolePlan(prefill=1, decode=3), "so it is")
     roles = {"prefill": 1, "decode": 3}
     spec = {"spec": {"replicas": 5, "rolePlan": roles}}
-    assert scale(pool_of("planner"), plan) == [("PATCH", PATH, spec)]
+    writes, events = scale(pool_of("planner"), plan)
+    assert writes == [("PATCH", PATH, spec)]
+    message = "from 4 to 5 replicas, 1 act as prefill alone, 3 as decode alone: so it is"
+    assert events == [("Planned", message)]
 
 
 def test_roles_that_switch_leave_the_size_alone() -> None:
     plan = PoolPlan(4, RolePlan(prefill=3, decode=1), "so it is")
     before = pool_of("planner", {"prefill": 1, "decode": 3})
     spec = {"spec": {"rolePlan": {"prefill": 3, "decode": 1}}}
-    assert scale(before, plan) == [("PATCH", PATH, spec)]
+    writes, ((_, message),) = scale(before, plan)
+    assert writes == [("PATCH", PATH, spec)]
+    assert message == "3 act as prefill alone, 1 as decode alone: so it is"
 
 
 @pytest.mark.parametrize("mode", ["manual", "hpa"])
 def test_the_planner_writes_nothing_of_a_pool_that_somebody_else_scales(mode: str) -> None:
     plan = PoolPlan(5, RolePlan(prefill=3, decode=1), "so it is")
-    assert scale(pool_of(mode), plan) == []
+    assert scale(pool_of(mode), plan) == ([], [])
 
 
 def test_a_plan_that_changes_nothing_is_not_written() -> None:
     plan = PoolPlan(4, RolePlan(prefill=3, decode=1), "so it is")
-    assert scale(pool_of("planner", {"prefill": 3, "decode": 1}), plan) == []
-    assert scale(pool_of("planner"), PoolPlan(4, RolePlan(0, 0), "nobody")) == []
+    assert scale(pool_of("planner", {"prefill": 3, "decode": 1}), plan) == ([], [])
+    assert scale(pool_of("planner"), PoolPlan(4, RolePlan(0, 0), "nobody")) == ([], [])

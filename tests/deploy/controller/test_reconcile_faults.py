@@ -25,7 +25,6 @@ from deploy.controller.kit.objects import Key
 from deploy.controller.manifests.common import CLUSTER_LABEL
 from deploy.controller.manifests.ray_cluster import record_in, unit_in
 from deploy.controller.manifests.worker_pool import worker_pool
-from deploy.controller.status.cluster_events import ClusterEvents
 from tests.deploy.controller.following import FAST, TIMEOUT_S
 from tests.deploy.controller.scripted_api import Exchange, kube_of, scripted
 from tests.deploy.controller.test_manifests import OWNER, RELEASE, ray_of, spec_of
@@ -117,11 +116,10 @@ def looking(server: Server) -> Iterator[ClusterReconciler]:
         kube = kube_of(running)
         caches = Caches.of(kube, None, FAST)
         fleets = FleetWatch(lambda _: None)
-        events = ClusterEvents(lambda *_: None, "test")
         caches.start()
         try:
             assert caches.wait_synced(TIMEOUT_S)
-            yield ClusterReconciler(kube, caches, fleets, events, RELEASE)
+            yield ClusterReconciler(kube, caches, fleets, lambda *_: None, RELEASE)
         finally:
             fleets.stop()
             caches.stop()

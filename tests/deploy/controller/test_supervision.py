@@ -13,12 +13,11 @@ from baton.control_client import ControlClient
 from cluster.registry.control_service import Changes, serve
 from cluster.registry.registry import Registry
 from deploy.api.worker_pool import RolePlan, WorkerPoolSpec
-from deploy.controller.fleet_watch import fleet_of
+from deploy.controller.fleet import Fleet, Heard, fleet_of
 from deploy.controller.kit.errors import WriteRefusedError
 from deploy.controller.manifests.ray_cluster import worker_group
-from deploy.controller.observed import Fleet, Heard
 from deploy.controller.rollout import Record, UnitPlan
-from deploy.controller.supervision import Supervision
+from deploy.controller.supervision import supervise
 from deploy.controller.view import PoolView, UnitView
 from tests.deploy.controller.test_manifests import context_of, spec_of
 
@@ -42,10 +41,8 @@ def tell(
     group: dict[str, Any] | None = None,
 ) -> dict[str, str]:
     """One look at what the registry says; what it refused."""
-    told = Supervision(client, lambda _: None)
-    fleet = fleet_of(client.fleet())
-    told.tell(view(fleet, *pools, going=going, makes_way=makes_way, group=group), ())
-    return told.refused
+    seen = view(fleet_of(client.fleet()), *pools, going=going, makes_way=makes_way, group=group)
+    return supervise(client, seen, (), lambda _: None)
 
 
 def view(
@@ -122,9 +119,8 @@ async def test_who_leads_no_more_tells_nothing() -> None:
         with ControlClient(address) as client:
             fleet = fleet_of(await asyncio.to_thread(client.fleet))
             seen = view(fleet, pool_spec(), pool_spec("mixed"))
-            told = Supervision(client, check)
             with pytest.raises(WriteRefusedError):
-                await asyncio.to_thread(told.tell, seen, ())
+                await asyncio.to_thread(supervise, client, seen, (), check)
             assert await asyncio.to_thread(sizes, client) == {"decode": 2}
 
 

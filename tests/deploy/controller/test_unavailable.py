@@ -13,8 +13,9 @@ from baton.config.planner import PlannerConfig
 from baton.config.router import RouterConfig
 from deploy.api.advanced import Advanced
 from deploy.api.serving_cluster import RouterIngress, RouterSpec, RouterTls
+from deploy.controller.fleet import NOTHING_HEARD, FleetPool, Heard, Slot, SlotState
 from deploy.controller.manifests.common import COMPONENT_LABEL, POOL_LABEL
-from deploy.controller.observed import NOTHING_HEARD, FleetPool, Heard, Place, PlaceState, Pod
+from deploy.controller.pod import Pod
 from deploy.controller.rollout import Record, State, Step, UnitPlan
 from deploy.controller.status.cluster_status import (
     Refusals,
@@ -26,8 +27,8 @@ from deploy.controller.status.conditions import Verdict
 from deploy.controller.status.pool_status import pool_status, pool_verdicts
 from deploy.controller.status.waiting import Silence, pool_waits, router_waits, silence
 from deploy.controller.view import ClusterView, UnitView
-from tests.deploy.controller.test_cluster_status import at
 from tests.deploy.controller.test_pod_waits import UNSCHEDULABLE
+from tests.deploy.controller.views import view_without_workers
 
 NO_GPU = "Unschedulable: 0/8 nodes are available: 8 Insufficient nvidia.com/gpu."
 LOST = "its time to end is over, and nobody has ended it: is its node lost?"
@@ -68,11 +69,11 @@ def seen(
     live: set[str], replicas: int = 1, *pods: Pod, ray: Any = None, **changes: Any
 ) -> ClusterView:
     """`live`: the pools of which all workers are."""
-    view = at(replicas, "manual")
+    view = view_without_workers(replicas, "manual")
     pools = {}
     for name, pool in view.pools.items():
-        places = [Place(f"{name}-{n}", "", PlaceState.LIVE) for n in range(replicas)]
-        fleet = FleetPool(replicas, places if name in live else ())
+        slots = [Slot(f"{name}-{n}", "", SlotState.LIVE) for n in range(replicas)]
+        fleet = FleetPool(replicas, slots if name in live else ())
         own = [each for each in pods if each.pool == name]
         pools[name] = dataclasses.replace(pool, fleet=fleet, pods=own)
     others = [each for each in pods if not each.pool]

@@ -1,16 +1,66 @@
-"""What a pod waits for, and why one could not even be made, as the scheduler, the kubelet and the
-pods' owners tell it in statuses. Pure."""
+"""A pod as the API server shows it, and what it waits for. The scheduler, the kubelet and the pods'
+owners write that into statuses. Pure.
+"""
 
 from __future__ import annotations
 
+import datetime
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from deploy.controller.kit.objects import Object
+from deploy.controller.manifests.common import COMPONENT_LABEL, POOL_LABEL, UNIT_LABEL
 
+_ENDS_WITHIN = datetime.timedelta(seconds=60)
+"""A kubelet that runs has ended a pod so soon after its time is over."""
+_LOST = "its time to end is over, and nobody has ended it: is its node lost?"
 _LONGEST_QUOTE = 240
 _MOST_TOLD = 3
 _BEING_MADE = frozenset({"ContainerCreating", "PodInitializing"})
+
+
+@dataclass(frozen=True)
+class Pod:
+    name: str
+    pool: str
+    is_ready: bool
+    is_going: bool
+    """Its deletion has begun."""
+    created_at: str
+    waits_for: str = ""
+    """Why it does not run; empty: it does, or tells of nothing."""
+    component: str = ""
+    """What it is of the cluster: head, worker or router."""
+    unit: str = ""
+    """The code of its unit; a router is of none."""
+    is_lost: bool = False
+    """It should have ended, and stays: nobody on its node ends it."""
+
+    @classmethod
+    def of(cls, obj: Object, now: datetime.datetime) -> Pod:
+        metadata, status = obj["metadata"], obj.get("status", {})
+        is_lost = _is_lost(metadata, now)
+        labels = metadata.get("labels", {})
+        conditions = {each["type"]: each["status"] for each in status.get("conditions", ())}
+        return cls(
+            name=metadata["name"],
+            pool=labels.get(POOL_LABEL, ""),
+            is_ready=conditions.get("Ready") == "True",
+            is_going="deletionTimestamp" in metadata,
+            created_at=metadata.get("creationTimestamp", ""),
+            waits_for=_LOST if is_lost else waits_for(obj),
+            component=labels.get(COMPONENT_LABEL, ""),
+            unit=labels.get(UNIT_LABEL, ""),
+            is_lost=is_lost,
+        )
+
+
+def _is_lost(metadata: Object, now: datetime.datetime) -> bool:
+    """The time of a deletion is when the pod's grace ends."""
+    if "deletionTimestamp" not in metadata:
+        return False
+    return now > datetime.datetime.fromisoformat(metadata["deletionTimestamp"]) + _ENDS_WITHIN
 
 
 def waits_for(pod: Object) -> str:
