@@ -28,8 +28,8 @@ def cluster_keys(obj: Object) -> Iterable[Key]:
 
 @dataclass(frozen=True)
 class Caches:
-    """One informer for each kind; `labelled` ones carry the label of their ServingCluster. Of
-    RayClusters it tells who touched one and when to look: what is in them is asked for itself."""
+    """One informer for each kind. That of RayClusters says when to look: each look lists them
+    anew."""
 
     clusters: Informer
     pools: Informer
@@ -51,7 +51,7 @@ class Caches:
         )
 
     def add_handler(self, handler: Callable[[Key], None]) -> None:
-        """`handler` hears the keys of ServingClusters, whatever of them has changed."""
+        """`handler` gets the key of a ServingCluster of which anything has changed."""
         self.clusters.add_handler(handler, lambda obj: (key_of(obj),))
         for informer in self._dependents:
             informer.add_handler(handler, cluster_keys)
@@ -66,8 +66,7 @@ class Caches:
         return all(each.wait_synced(max(0.0, give_up_at - time.monotonic())) for each in self._all)
 
     def stop(self) -> bool:
-        """Every one of them, also where one does not end in time."""
-        ended = [informer.stop() for informer in self._all]
+        ended = [informer.stop() for informer in self._all]  # each, also after one that does not
         return all(ended)
 
     def of_cluster(self, informer: Informer, cluster: Key) -> list[Object]:
@@ -77,14 +76,13 @@ class Caches:
 
     @property
     def known_clusters(self) -> frozenset[Key]:
-        """ServingClusters that there are, and those that a WorkerPool is still of."""
+        """Also ServingClusters that are gone and have WorkerPools left."""
         pools = self.pools.snapshot().values()
         of_pools = (key for pool in pools for key in cluster_keys(pool))
         return frozenset(self.clusters.snapshot()).union(of_pools)
 
     def _clusters_with(self, pool: Object) -> Iterable[Key]:
-        """Those with a pool that is called so, whoever has made this one: of two that have, one
-        waits for the other's to go."""
+        """Those with a pool of this name, whoever has made it: one waits for another's to go."""
         named = key_of(pool)
         return [
             key
@@ -97,7 +95,7 @@ class Caches:
 
     @property
     def of_written(self) -> Mapping[Resource, Informer]:
-        """Those of kinds that the operator writes, too."""
+        """Of kinds that the operator writes, too."""
         return {
             WORKER_POOLS: self.pools,
             RAY_CLUSTERS: self.ray_clusters,

@@ -41,7 +41,7 @@ from deploy.controller.kit.errors import KubeError, StatusError, each
 from deploy.controller.kit.finalizers import Finalizers
 from deploy.controller.kit.kube import Kube
 from deploy.controller.kit.objects import Key, Object, key_of
-from deploy.controller.kuberay import KubeRay, NewGroups, new_groups
+from deploy.controller.kuberay import Groups, KubeRay, groups_of
 from deploy.controller.manifests.cluster_yaml import cluster_config, router_config_map, with_name
 from deploy.controller.manifests.common import Owner, Release
 from deploy.controller.manifests.pods import PodContext
@@ -128,7 +128,7 @@ class ClusterReconciler:
             seen = self._seen(obj, owner, spec, pools)
             view = seen.view(self._now())
             contexts = {unit.code: self._context(view, unit, seen.wanted) for unit in view.units}
-            groups = new_groups(view, contexts)
+            groups = groups_of(view, contexts)
         except StatusError as error:
             self._report_refused(obj, error)
             raise
@@ -239,7 +239,7 @@ class ClusterReconciler:
         self,
         view: ClusterView,
         contexts: Mapping[str, PodContext],
-        groups: NewGroups,
+        groups: Groups,
         failed: list[KubeError],
     ) -> float | None:
         refused: dict[str, str] = {}
@@ -252,10 +252,10 @@ class ClusterReconciler:
             lambda: self._pools.scale(view, plans),
         ]
         failed += each(parts)
-        kept = self._companions.keep(view)
-        failed += kept.refused
+        unkept, unserved = self._companions.keep(view)
+        failed += unkept
         failed += self._statuses.write_pools(view, plans, refused)
-        refusals = Refusals([*map(str, failed)], refused, kept.unserved)
+        refusals = Refusals([*map(str, failed)], refused, unserved)
         routers = self._caches.deployments.get(Key(view.key.namespace, view.owner.router_name))
         failed += each([partial(self._statuses.write_cluster, view, routers, refusals)])
         if failed:

@@ -1,4 +1,4 @@
-"""A unit's pools and slots, as its supervisor reports them. Pure."""
+"""Pools and slots, as supervisors report them. Pure."""
 
 from __future__ import annotations
 
@@ -135,18 +135,18 @@ def _slot(worker: control_pb2.FleetWorker) -> Slot:
 
 
 def merged(heard: Mapping[str, Heard]) -> Heard:
-    """What a cluster's units report, the oldest first, as one fleet. Workers of the second unit are
-    called `<unit>/<worker>`."""
+    """What several supervisors report, the oldest first, as one fleet. `heard`: by names; a worker
+    of the second is called `<name>/<worker>`."""
     if len(heard) == 1:
         return next(iter(heard.values()))
-    spoken = [(code, each) for code, each in heard.items() if each.answer is not None]
+    spoken = [(name, each) for name, each in heard.items() if each.answer is not None]
     if not spoken:
         return Heard(is_certain=not heard or any(each.is_certain for each in heard.values()))
     both, at_s = control_pb2.WatchFleetResponse(), 0.0
-    for code, each in spoken:
+    for name, each in spoken:
         assert each.answer is not None
         answer, answered_at_s = each.answer
-        both.MergeFrom(answer if code == next(iter(heard)) else _prefixed(answer, f"{code}/"))
+        both.MergeFrom(answer if name == next(iter(heard)) else _prefixed(answer, f"{name}/"))
         at_s = max(at_s, answered_at_s)
     pools: dict[str, control_pb2.PoolStatus] = {}
     for pool in both.pools:
@@ -171,7 +171,7 @@ def _prefixed(
 
 
 def _add(pool: control_pb2.PoolStatus, more: control_pb2.PoolStatus) -> None:
-    """Sizes are sums; else the newest unit's values hold."""
+    """Sizes are sums; else the newest's values hold."""
     desired = pool.desired_replicas + more.desired_replicas
     live = pool.live_replicas + more.live_replicas
     pending = pool.pending_replicas + more.pending_replicas

@@ -1,6 +1,6 @@
-"""One watch of each unit's control service, which reports pools and workers.
+"""One watch of each control service, which reports pools and workers.
 
-A thread for each unit follows the stream and keeps the newest answer. A stream that breaks, or that
+A thread for each follows the stream and keeps the newest answer. A stream that breaks, or that
 is silent for a whole window, makes the fleet unknown until the next answer.
 """
 
@@ -84,7 +84,9 @@ class FleetWatch:
             return None if followed is None else followed.client
 
     def stop(self) -> None:
-        for cluster in {each.cluster for each in self._followed.values()}:
+        with self._lock:
+            clusters = {followed.cluster for followed in self._followed.values()}
+        for cluster in clusters:
             self.follow(cluster, ())
 
     def _run(self, followed: _Followed) -> None:

@@ -1,5 +1,5 @@
-"""What makes pods: KubeRay, by one RayCluster for each unit. All that the reconciler asks of
-whatever makes them stands here; a second one would answer to the same calls.
+"""KubeRay makes the pods, by one RayCluster for each unit. The reconciler asks nothing else of it
+than what stands here.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from deploy.controller.kit.kube import Kube, Preconditions
 from deploy.controller.kit.objects import Object, Selection, is_owned, key_of
 from deploy.controller.manifests.cluster_yaml import cluster_config, unit_config_map
 from deploy.controller.manifests.common import CLUSTER_LABEL
-from deploy.controller.manifests.common import Object as Manifest
 from deploy.controller.manifests.pods import PodContext
 from deploy.controller.manifests.ray_cluster import (
     GroupSize,
@@ -32,8 +31,8 @@ from deploy.controller.resources import CONFIG_MAPS, RAY_CLUSTERS, SECRETS, SERV
 from deploy.controller.view import ClusterView, PoolView, UnitView
 
 _EMPTIES_REDIS = "ray.io/gcs-ft-redis-cleanup-finalizer"
-"""KubeRay's own. It drops it while the RayCluster has a Redis: of one that has none any more it
-would stay for ever (read in its raycluster_controller.go; kuberay PR 5013 tells of it)."""
+"""KubeRay's own. KubeRay drops it only while the RayCluster has a Redis (raycluster_controller.go;
+kuberay PR 5013): without one any more it would stay for ever."""
 
 
 class KubeRay:
@@ -45,13 +44,13 @@ class KubeRay:
 
     @property
     def is_served(self) -> bool:
-        """Whether its kind is: without it nobody makes pods, nor keeps those that there are."""
+        """Whether its kind is: without it nobody makes pods."""
         return self._caches.ray_clusters.is_served
 
     def find(self, cluster: Object) -> list[Object]:
-        """The RayClusters of a ServingCluster, as they are and not as they were heard of last: one
-        that was made a moment ago must not be forgotten. One that nobody has seen go is not taken
-        for gone: another unit would be made beside it."""
+        """A ServingCluster's RayClusters, listed anew: a cache may not have the newest. One that is
+        in the cache and not in the list raises UnreachableError: another unit would be made beside
+        it."""
         key, uid = key_of(cluster), cluster["metadata"]["uid"]
         selection = Selection(key.namespace, f"{CLUSTER_LABEL}={key.name}")
         try:
@@ -66,25 +65,21 @@ class KubeRay:
             raise UnreachableError(f"{names}: not listed, and not seen to go")
         return sorted(found, key=key_of)
 
-    def bring(self, view: ClusterView, contexts: Mapping[str, PodContext], new: NewGroups) -> None:
-        """Every unit to what the rollout has it be. `contexts`: by the units' codes; `new`: groups
-        that pools have yet to get."""
+    def bring(self, view: ClusterView, contexts: Mapping[str, PodContext], groups: Groups) -> None:
+        """Every unit to what the rollout has it be. `contexts`: by the units' codes."""
         self._applied.apply(view.key, SERVICE_ACCOUNTS, pods_account(view.owner))
         if view.spec.ray.token_secret_name is None:
             # Once: another token would lock out the pods that run.
             self._applied.make(view.key, SECRETS, ray_token(view.owner, secrets.token_hex(32)))
         for unit in view.units:
-            self._bring(view, unit, contexts[unit.code], new.get(unit.code, {}))
+            if not unit.plan.ends:
+                self._bring(view, unit, contexts[unit.code], groups[unit.code])
+            elif unit.ray_cluster is not None:
+                self._end(unit.ray_cluster)
 
     def _bring(
-        self, view: ClusterView, unit: UnitView, context: PodContext, new: Mapping[str, Manifest]
+        self, view: ClusterView, unit: UnitView, context: PodContext, groups: Sequence[Object]
     ) -> None:
-        if unit.plan.ends:
-            if unit.ray_cluster is not None:
-                self._end(unit.ray_cluster)
-            return
-        groups = [*_unheard(view, unit), *_groups(unit, new)]
-        groups.sort(key=lambda group: str(group["groupName"]))
         wanted = ray_cluster(context, unit.plan.record, groups, unit.ray_cluster)
         made = self._applied.apply(view.key, RAY_CLUSTERS, wanted)
         if unit.is_wanted:
@@ -110,35 +105,30 @@ class KubeRay:
                 self._kube.delete(RAY_CLUSTERS, key_of(ray), preconditions=exactly)
 
 
-NewGroups = Mapping[str, Mapping[str, Manifest]]
-"""By the units' codes, then by pool."""
+Groups = Mapping[str, Sequence[Object]]
+"""Worker groups of RayClusters, by the units' codes."""
 
 
-def new_groups(view: ClusterView, contexts: Mapping[str, PodContext]) -> NewGroups:
-    """Of pools that have no group yet in a unit that they belong to. Raises ConfigError or
-    ValueError, so that nothing is begun that cannot be made."""
-    return {
-        unit.code: {
-            name: worker_group(contexts[unit.code], pool.spec)
-            for name, pool in unit.pools.items()
-            if not pool.is_going
-            and pool.group is None
-            and name in contexts[unit.code].unit.pools
-            and not unit.plan.is_leaving
-        }
-        for unit in view.units
-    }
+def groups_of(view: ClusterView, contexts: Mapping[str, PodContext]) -> Groups:
+    """What each unit's pools are to run on. Raises ConfigError or ValueError, so that nothing is
+    begun that cannot be made."""
+    return {unit.code: _groups(view, unit, contexts[unit.code]) for unit in view.units}
 
 
-def _groups(unit: UnitView, new: Mapping[str, Manifest]) -> list[Object]:
-    groups: list[Object] = []
+def _groups(view: ClusterView, unit: UnitView, context: PodContext) -> list[Object]:
+    # A pool whose WorkerPool the API server has not listed just now keeps its group.
+    unlisted = view.obj["spec"]["pools"].keys() - view.pools.keys()
+    groups = [group for name, group in unit.groups.items() if name in unlisted]
     for name, pool in unit.pools.items():
-        group = pool.group or new.get(name)
-        # It goes when nothing is left of it, and nobody speaks of it any more.
+        group = pool.group
+        is_new = not pool.is_going and not unit.plan.is_leaving and name in context.unit.pools
+        if group is None and is_new:
+            group = worker_group(context, pool.spec)
+        # It goes when nothing is left of the pool, and the supervisor has forgotten it.
         is_gone = unit.fleet is not None and pool.fleet is None and pool.is_over
         if group is not None and not is_gone:
             groups.append(sized(group, _size_of(pool)))
-    return groups
+    return sorted(groups, key=lambda group: str(group["groupName"]))
 
 
 def _size_of(pool: PoolView) -> GroupSize:
@@ -151,12 +141,6 @@ def _size_of(pool: PoolView) -> GroupSize:
         return group_size(pool.size, pool.pods, None)
     unknown = FleetPool(pool.size, ())  # it runs nothing that it does not know
     return group_size(pool.size, pool.pods, pool.fleet or unknown)
-
-
-def _unheard(view: ClusterView, unit: UnitView) -> list[Object]:
-    """Groups of pools whose WorkerPool the API server has not listed just now: they stay."""
-    wanted = view.obj["spec"]["pools"].keys() - view.pools.keys()
-    return [group for name, group in unit.groups.items() if name in wanted]
 
 
 def group_size(replicas: int, pods: Sequence[Pod], pool: FleetPool | None) -> GroupSize:

@@ -64,13 +64,11 @@ class Pools:
         }
         self._check_changes(cluster, wanted)
         names = {made["metadata"]["name"]: name for name, made in wanted.items()}
-        pools = {
-            names.get(pool["metadata"]["name"], pool["spec"].get("pool")): pool
-            for pool in self._of(key_of(cluster))
-        }
-        for name in pools.keys() & wanted.keys():
-            if _is_made_again(pools[name], wanted[name]):
-                pools[name] = _undeleted(pools[name])
+        pools = {}
+        for pool in self._of(key_of(cluster)):
+            name = names.get(pool["metadata"]["name"], pool["spec"].get("pool"))
+            is_made_again = name in wanted and _is_made_again(pool, wanted[name])
+            pools[name] = _undeleted(pool) if is_made_again else pool
 
         def keep(name: str) -> None:
             pools[name] = self._keep(cluster, wanted[name], spec.pools[name])
@@ -93,25 +91,23 @@ class Pools:
         """Made with the size that it last had, or its first; then whoever scales it writes it."""
         name, seen = wanted["spec"]["pool"], self._caches.pools.get(key_of(wanted))
         if seen is None:
-            with contextlib.suppress(AlreadyExistsError):  # the cache has yet to hear of it
-                self._create(wanted, last_size(name, cluster))
+            self._create(wanted, last_size(name, cluster))
         elif _is_made_again(seen, wanted):
             log.info("%s was deleted, and the spec names its pool: made again", key_of(seen))
             self._finalizers.drop(WORKER_POOLS, seen)
-            try:
-                self._create(wanted, _size_of(name, seen, cluster))
-            except AlreadyExistsError:  # others have finalizers, or the cache is old
-                return _undeleted(seen)
+            self._create(wanted, _size_of(name, seen, cluster))
         elif is_going(seen):
             return seen
         elif template.scaling.mode == "planner":
             self._fit(seen, template)
         else:
             _check_size(name, seen, _size_of(name, seen, cluster), template)
-        return self._applied.apply(key_of(cluster), WORKER_POOLS, wanted)
+        return _undeleted(self._applied.apply(key_of(cluster), WORKER_POOLS, wanted))
 
     def _create(self, wanted: Manifest, size: int) -> None:
-        self._kube.create(WORKER_POOLS, wanted | {"spec": wanted["spec"] | {"replicas": size}})
+        """Unless it is there: the cache is old, or others' finalizers keep a deleted one."""
+        with contextlib.suppress(AlreadyExistsError):
+            self._kube.create(WORKER_POOLS, wanted | {"spec": wanted["spec"] | {"replicas": size}})
 
     def _delete(self, pool: Object) -> None:
         if not is_going(pool):
@@ -202,11 +198,11 @@ def _problems(name: str, seen: Object, made: Manifest) -> list[str]:
 def _check_size(name: str, seen: Object, size: int, template: PoolTemplate) -> None:
     """Raises UnfitError where new bounds leave out the pool's size, which is somebody else's to
     change. With them no API server that has CEL takes the pool, and nobody could read it."""
-    bounds = {
-        "minReplicas": (template.min_replicas, size < template.min_replicas),
-        "maxReplicas": (template.max_replicas, size > template.max_replicas),
-    }
-    for bound, (value, is_outside) in bounds.items():
+    bounds = (
+        ("minReplicas", template.min_replicas, size < template.min_replicas),
+        ("maxReplicas", template.max_replicas, size > template.max_replicas),
+    )
+    for bound, value, is_outside in bounds:
         if is_outside and seen["spec"].get(bound) != value:
             has = f"WorkerPool {key_of(seen)} has {size} replicas"
             raise UnfitError(f"spec.pools.{name}.{bound} is {value}, and {has}: scale it first")

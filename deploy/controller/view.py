@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from deploy.api.serving_cluster import ServingClusterSpec
 from deploy.api.worker_pool import WorkerPoolSpec
@@ -228,18 +228,7 @@ class Seen:
         units = [self._unit_view(plan) for plan in step.plans]
         heard = merged({unit.code: unit.heard for unit in units})
         makes_way = bool(units) and all(unit.plan.is_leaving for unit in units)
-        pools = {
-            name: PoolView(
-                pool,
-                self.specs[name],
-                [pod for pod in self.pods if pod.pool == name],
-                heard.pool(name),
-                None,
-                heard,
-                makes_way=makes_way,
-            )
-            for name, pool in self.pools.items()
-        }
+        pools = self._pools(heard, self.pods, {}, makes_way=makes_way)
         poolless = [pod for pod in self.pods if not pod.pool]
         key, obj = key_of(self.obj), self.obj
         return ClusterView(key, obj, self.owner, self.spec, pools, heard, step, units, poolless)
@@ -276,7 +265,7 @@ class Seen:
         )
 
     def _unit_seen(self, code: str) -> UnitSeen:
-        ray, answer, pools = self.ray_clusters[code], self.heard[code].answer, self._pools(code)
+        ray, answer, pools = self.ray_clusters[code], self.heard[code].answer, self._pools_in(code)
         routers = () if answer is None else answer[0].routers
         requests = [each.requests for each in routers if each.HasField("requests")]
         figures = total(
@@ -308,27 +297,35 @@ class Seen:
     def _unit_view(self, plan: UnitPlan) -> UnitView:
         ray = self.ray_clusters.get(plan.code)
         is_wanted = ray is None or not difference(unit_in(ray), self.wanted)
-        return UnitView(
-            plan,
-            ray,
-            self.heard.get(plan.code, NOTHING_HEARD),
-            self._pools(plan.code, plan),
-            is_wanted and not plan.is_leaving,
-        )
+        pools = {
+            name: replace(pool, planned_size=plan.sizes.get(name, 0), makes_way=plan.is_leaving)
+            for name, pool in self._pools_in(plan.code).items()
+        }
+        heard = self.heard.get(plan.code, NOTHING_HEARD)
+        return UnitView(plan, ray, heard, pools, is_wanted and not plan.is_leaving)
 
-    def _pools(self, code: str, plan: UnitPlan | None = None) -> dict[str, PoolView]:
-        """Each pool in one unit. `plan`: None before the rollout has decided."""
-        heard, groups = self.heard.get(code, NOTHING_HEARD), groups_in(self.ray_clusters.get(code))
+    def _pools_in(self, code: str) -> dict[str, PoolView]:
+        pods = [pod for pod in self.pods if pod.unit == code]
+        groups = groups_in(self.ray_clusters.get(code))
+        return self._pools(self.heard.get(code, NOTHING_HEARD), pods, groups)
+
+    def _pools(
+        self,
+        heard: Heard,
+        pods: Sequence[Pod],
+        groups: Mapping[str, Object],
+        *,
+        makes_way: bool = False,
+    ) -> dict[str, PoolView]:
         return {
             name: PoolView(
                 pool,
                 self.specs[name],
-                [pod for pod in self.pods if pod.pool == name and pod.unit == code],
+                [pod for pod in pods if pod.pool == name],
                 heard.pool(name),
                 groups.get(name),
                 heard,
-                None if plan is None else plan.sizes.get(name, 0),
-                plan is not None and plan.is_leaving,
+                makes_way=makes_way,
             )
             for name, pool in self.pools.items()
         }

@@ -22,7 +22,7 @@ _WRITERS = {
 """By their names among those who write fields."""
 
 Record = Callable[[Object, EventType, str, str], None]
-"""About what, its type, one word for programs, a sentence for people."""
+"""About what, its type, its reason in CamelCase, a sentence for people."""
 
 
 @dataclass(frozen=True)

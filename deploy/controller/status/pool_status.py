@@ -21,8 +21,7 @@ _LOOKS = Silence(STARTING.reason, "Ray's head has just started, and waits for wo
 
 
 def pool_status(view: PoolView, targets: PlannerTargets, now: str) -> Object:
-    """Without conditions, None for what is not known; no slots while nobody tells of them, but for
-    those that drained before."""
+    """Without conditions; None for what is not known."""
     spec, pool = view.spec, view.fleet
     slots = pool.slots if pool is not None else ()
     draining = _draining(view, now)
@@ -47,7 +46,8 @@ def _seconds(seen: float | None) -> float | None:
 
 
 def _draining(view: PoolView, now: str) -> list[Object]:
-    """Since when is kept here alone: another operator goes on counting."""
+    """The status alone keeps since when: another operator goes on counting. Drains stay while
+    nobody reports."""
     before = view.obj.get("status", {}).get("draining", [])
     if view.is_unknown:
         return list(before)
@@ -75,7 +75,7 @@ def held_by(slot: Slot) -> str:
 
 
 def size_problem(pool: PoolView) -> str:
-    """Empty: its size is as asked."""
+    """Why its size is not as asked; empty: it is."""
     spec = pool.spec
     asked = pool.obj.get("spec", {}).get("replicas", spec.replicas)
     if asked == spec.replicas:
@@ -93,28 +93,28 @@ def size_problem(pool: PoolView) -> str:
 def pool_verdicts(
     view: PoolView, refused: str, waits: str = "", silent: Silence = SILENT
 ) -> list[Verdict]:
-    """Available, Progressing and Degraded, each with a reason. `refused`: what the supervisor did
-    not take of the pool; `waits`: what its pods wait for; both empty: nothing."""
+    """Available, Progressing and Degraded. `refused`: what the supervisor refused of the pool;
+    `waits`: what its pods wait for; both empty: nothing."""
     spec, num_live, num_draining = view.spec, view.num_serving, len(view.draining)
     has_enough = num_live >= min(spec.replicas, max(1, spec.min_replicas))
     if view.is_unknown:
         reason, why = silent if view.is_silent else _LOOKS
-        told = with_waits(f"{why}; workers that run go on", waits)
+        message = with_waits(f"{why}; workers that run go on", waits)
         ready = f"{num_live} of {spec.replicas} workers are ready, as their pods say"
         return [
             Verdict(AVAILABLE, True, "Live", ready)
             if has_enough
-            else Verdict(AVAILABLE, False, reason, told),
-            Verdict(PROGRESSING, True, reason, told),
+            else Verdict(AVAILABLE, False, reason, message),
+            Verdict(PROGRESSING, True, reason, message),
             _degraded(view, refused, silent),
         ]
-    told = f"{num_live} of {spec.replicas} workers live"
+    message = f"{num_live} of {spec.replicas} workers live"
     late = waits if num_live < spec.replicas else ""
     return [
         Verdict(
-            AVAILABLE, has_enough, "Live" if has_enough else "TooFewLive", with_waits(told, late)
+            AVAILABLE, has_enough, "Live" if has_enough else "TooFewLive", with_waits(message, late)
         ),
-        _progressing(view, num_draining, told, late),
+        _progressing(view, num_draining, message, late),
         _degraded(view, refused, silent),
     ]
 
@@ -135,13 +135,13 @@ def _degraded(view: PoolView, refused: str, silent: Silence) -> Verdict:
     return Verdict(DEGRADED, False, "Sound", "nothing has failed")
 
 
-def _progressing(view: PoolView, num_draining: int, told: str, waits: str) -> Verdict:
+def _progressing(view: PoolView, num_draining: int, message: str, waits: str) -> Verdict:
     if num_draining:
-        drains = with_waits(f"{told}, {num_draining} drain", waits)
+        drains = with_waits(f"{message}, {num_draining} drain", waits)
         return Verdict(PROGRESSING, True, "Draining", drains)
     if view.makes_way:
-        way = f"{told}: their unit makes way for another one"
+        way = f"{message}: their unit makes way for another one"
         return Verdict(PROGRESSING, True, "MakesWay", way)
     if view.num_serving < view.spec.replicas:
-        return Verdict(PROGRESSING, True, "Starting", with_waits(told, waits))
-    return Verdict(PROGRESSING, False, "AsWanted", told)
+        return Verdict(PROGRESSING, True, "Starting", with_waits(message, waits))
+    return Verdict(PROGRESSING, False, "AsWanted", message)

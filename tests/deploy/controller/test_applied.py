@@ -18,9 +18,9 @@ from deploy.controller.kit.kube import Kube
 from deploy.controller.kit.objects import Key
 from tests.deploy.controller.following import following, until
 from tests.deploy.controller.scripted_api import Exchange, kube_of, scripted
-from tests.deploy.controller.test_companions import view_of
 from tests.deploy.controller.test_manifests import RELEASE
 from tests.deploy.controller.things import CONFIG_MAPS, config_map, config_map_list
+from tests.deploy.controller.views import view_of
 
 CLUSTER = Key("models", "main")
 OWNER_UID = "u1"

@@ -81,7 +81,7 @@ def test_a_worker_pool_concerns_each_cluster_that_has_a_pool_of_its_name(
             while not heard.empty():
                 heard.get_nowait()
             server.may_go.set()
-            told = {heard.get(timeout=TIMEOUT_S), heard.get(timeout=TIMEOUT_S)}
-            assert told == {Key(NAMESPACE, "main"), Key(NAMESPACE, "default")}
+            said = {heard.get(timeout=TIMEOUT_S), heard.get(timeout=TIMEOUT_S)}
+            assert said == {Key(NAMESPACE, "main"), Key(NAMESPACE, "default")}
         finally:
             assert caches.stop()

@@ -42,12 +42,12 @@ def test_what_clients_call_a_model_is_kept_once_it_was_available(
     assert status.get("model") == kept
 
 
-def test_a_pool_that_is_no_more_is_told_no_more() -> None:
+def test_a_pool_that_is_no_more_is_reported_no_more() -> None:
     """A status is merged: what is left out of it stays."""
     view = view_without_workers(1, "manual")
     view.obj["status"] = {"pools": {"decode": "1/1", "old": "2/2"}}
-    told = cluster_status(view, [])["pools"]
-    assert told == {"prefill": "0/1", "decode": "0/1", "old": None}
+    said = cluster_status(view, [])["pools"]
+    assert said == {"prefill": "0/1", "decode": "0/1", "old": None}
 
 
 def test_a_change_of_a_status_is_one_event_and_none_before_the_supervisor_was_asked() -> None:
@@ -94,7 +94,7 @@ def test_a_status_says_which_unit_there_is_and_how_far_the_next_one_is(state: St
     status = cluster_status(view, [])
     assert status["unit"] == "2x4bz"
     assert status["rollout"] == {"state": state.value, "reason": "so it is", "units": None}
-    told = ServingClusterStatus(unit="2x4bz", rollout=RolloutStatus(state.value, "so it is"))
-    assert told.rollout is not None
+    said = ServingClusterStatus(unit="2x4bz", rollout=RolloutStatus(state.value, "so it is"))
+    assert said.rollout is not None
     none = dataclasses.replace(view, step=Step(State.ENDING, "2 pods are left"))
     assert cluster_status(none, [])["unit"] is None

@@ -17,7 +17,7 @@ CLUSTER = Key("here", "main")
 
 
 class Supervisor(Registry):
-    """Tells what a router has told it."""
+    """Tells what a router has said it."""
 
     report = control_pb2.ReportRouterRequest(router_id="router-1")
 
@@ -36,18 +36,18 @@ class Supervisor(Registry):
             yield response
 
 
-async def test_requests_that_are_held_for_stopped_pools_are_told_at_once() -> None:
-    supervisor, told = Supervisor(), threading.Event()
-    watch = FleetWatch(lambda _: told.set())
+async def test_requests_that_are_held_for_stopped_pools_are_reported_at_once() -> None:
+    supervisor, said = Supervisor(), threading.Event()
+    watch = FleetWatch(lambda _: said.set())
     await supervisor.start()
     try:
         watch.follow(CLUSTER, [supervisor.address])
-        assert await asyncio.to_thread(told.wait, 10), "the supervisor speaks"
+        assert await asyncio.to_thread(said.wait, 10), "the supervisor speaks"
         for num_held in (1, 0):
-            told.clear()
+            said.clear()
             supervisor.report = control_pb2.ReportRouterRequest(num_held=num_held)
             await supervisor.publish()
-            assert await asyncio.to_thread(told.wait, 10)
+            assert await asyncio.to_thread(said.wait, 10)
             fleet = watch.heard(supervisor.address).fleet
             assert fleet is not None
             assert fleet.holds_requests == (num_held > 0)
@@ -57,8 +57,8 @@ async def test_requests_that_are_held_for_stopped_pools_are_told_at_once() -> No
 
 
 async def test_a_supervisor_that_has_had_no_time_to_speak_is_not_silent() -> None:
-    supervisor, told = Supervisor(), threading.Event()
-    watch = FleetWatch(lambda _: told.set())
+    supervisor, said = Supervisor(), threading.Event()
+    watch = FleetWatch(lambda _: said.set())
     assert not watch.heard(supervisor.address).is_certain
     await supervisor.start()
     supervisor.speaks.clear()
@@ -67,7 +67,7 @@ async def test_a_supervisor_that_has_had_no_time_to_speak_is_not_silent() -> Non
         await supervisor.asked.wait()
         assert not watch.heard(supervisor.address).is_certain
         supervisor.speaks.set()
-        assert await asyncio.to_thread(told.wait, 10)
+        assert await asyncio.to_thread(said.wait, 10)
         heard = watch.heard(supervisor.address)
         assert heard.is_certain
         assert heard.fleet is not None
@@ -77,22 +77,22 @@ async def test_a_supervisor_that_has_had_no_time_to_speak_is_not_silent() -> Non
 
 
 async def test_a_supervisor_that_settles_is_not_settled_however_long_it_has_spoken() -> None:
-    supervisor, told, now_s = Supervisor(), threading.Event(), 0.0
-    watch = FleetWatch(lambda _: told.set(), lambda: now_s)
+    supervisor, said, now_s = Supervisor(), threading.Event(), 0.0
+    watch = FleetWatch(lambda _: said.set(), lambda: now_s)
     supervisor.settles = True
     await supervisor.start()
     try:
         watch.follow(CLUSTER, [supervisor.address])
-        assert await asyncio.to_thread(told.wait, 10)
+        assert await asyncio.to_thread(said.wait, 10)
         now_s = 600.0
         assert not watch.heard(supervisor.address).is_settled, (
             "it still waits for workers that were there"
         )
-        told.clear()
+        said.clear()
         supervisor.settles = False
-        supervisor.report = control_pb2.ReportRouterRequest(num_held=1)  # which is told at once
+        supervisor.report = control_pb2.ReportRouterRequest(num_held=1)  # which is said at once
         await supervisor.publish()
-        assert await asyncio.to_thread(told.wait, 10)
+        assert await asyncio.to_thread(said.wait, 10)
         assert watch.heard(supervisor.address).is_settled
     finally:
         watch.stop()
@@ -100,12 +100,12 @@ async def test_a_supervisor_that_settles_is_not_settled_however_long_it_has_spok
 
 
 async def test_who_has_just_begun_to_listen_takes_no_supervisor_for_settled() -> None:
-    supervisor, told, now_s = Supervisor(), threading.Event(), 0.0
-    watch = FleetWatch(lambda _: told.set(), lambda: now_s)
+    supervisor, said, now_s = Supervisor(), threading.Event(), 0.0
+    watch = FleetWatch(lambda _: said.set(), lambda: now_s)
     await supervisor.start()
     try:
         watch.follow(CLUSTER, [supervisor.address])
-        assert await asyncio.to_thread(told.wait, 10)
+        assert await asyncio.to_thread(said.wait, 10)
         for now_s in (14.0, 15.0):
             assert watch.heard(supervisor.address).is_settled == (now_s == 15.0)
     finally:
@@ -121,9 +121,9 @@ def answer_of(*pools: control_pb2.PoolStatus, settles: bool = False) -> Heard:
         )
         for pool in pools
     ]
-    told = control_pb2.WatchFleetResponse(pools=pools, workers=workers, settles=settles)
-    told.routers.add(router_id="r", num_held=1)
-    return Heard(fleet_of(told), (told, 3.0), is_settled=not settles, is_certain=True)
+    said = control_pb2.WatchFleetResponse(pools=pools, workers=workers, settles=settles)
+    said.routers.add(router_id="r", num_held=1)
+    return Heard(fleet_of(said), (said, 3.0), is_settled=not settles, is_certain=True)
 
 
 def test_two_units_are_one_fleet_whose_sizes_are_sums() -> None:
@@ -152,13 +152,13 @@ def test_two_units_are_one_fleet_whose_sizes_are_sums() -> None:
 
 
 def test_a_supervisor_that_is_not_there_is_silent() -> None:
-    told = threading.Event()
-    watch = FleetWatch(lambda _: told.set())
+    said = threading.Event()
+    watch = FleetWatch(lambda _: said.set())
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = f"127.0.0.1:{free.getsockname()[1]}"
     try:
         watch.follow(CLUSTER, [address])
-        assert told.wait(20)
+        assert said.wait(20)
         assert watch.heard(address) == Heard(is_certain=True)
     finally:
         watch.stop()

@@ -35,7 +35,7 @@ def test_a_pod_whose_worker_drains_stays() -> None:
     assert (size.replicas, size.to_delete) == (2, ())
 
 
-def test_replicas_and_the_pods_that_go_are_told_together() -> None:
+def test_replicas_and_the_pods_that_go_are_reported_together() -> None:
     size = group_size(1, pods("abc"), FleetPool(1, [slot(0, "b")]))
     assert (size.replicas, size.to_delete) == (1, ("a", "c"))
 
@@ -77,7 +77,7 @@ class Model:
     """Pods and slots that take one step at a time to what was asked of them."""
 
     replicas: int = 2
-    told: int = 2
+    said: int = 2
     pods: dict[str, bool] = field(default_factory=dict)  # whether it goes
     homes: dict[int, str] = field(default_factory=dict)  # pods of slots
     draining: set[int] = field(default_factory=set)
@@ -85,7 +85,7 @@ class Model:
     killed_with_worker: list[str] = field(default_factory=list)
 
     def slots(self) -> list[Slot]:
-        wanted = dict.fromkeys(range(self.told), "")
+        wanted = dict.fromkeys(range(self.wanted), "")
         return [
             slot(
                 index,
@@ -98,9 +98,9 @@ class Model:
         ]
 
     def operate(self, sees_fleet: bool) -> None:
-        """One look of the operator: what it tells KubeRay takes effect."""
+        """One look of the operator: what it asks of KubeRay takes effect."""
         have = [pod(name, going) for name, going in self.pods.items()]
-        fleet = FleetPool(self.told, self.slots()) if sees_fleet else None
+        fleet = FleetPool(self.wanted, self.slots()) if sees_fleet else None
         size = group_size(self.replicas, have, fleet)
         for name in size.to_delete:
             if name in self.homes.values():
@@ -112,13 +112,13 @@ class Model:
             self.num_made += 1
             self.pods[f"pod-{self.num_made}"] = False
         if sees_fleet:
-            self.told = self.replicas
+            self.wanted = self.replicas
 
     def supervise(self) -> None:
         """The supervisor places what has room, and drains what is too much."""
-        self.draining |= {index for index in self.homes if index >= self.told}
+        self.draining |= {index for index in self.homes if index >= self.wanted}
         free = [n for n, going in self.pods.items() if not going and n not in self.homes.values()]
-        for index in range(self.told):
+        for index in range(self.wanted):
             if index not in self.homes and free:
                 self.homes[index] = free.pop()
 

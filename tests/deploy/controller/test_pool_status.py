@@ -26,17 +26,17 @@ BEGUN = "2026-01-01T10:00:00Z"
 
 
 def draining(
-    told: list[Object],
+    said: list[Object],
     now: str,
     num_running: int | None = 3,
     state: SlotState = SlotState.DRAINING,
 ) -> list[Object]:
-    """What it says after `told`; `num_running` None: the supervisor is silent."""
+    """What it says after `said`; `num_running` None: the supervisor is silent."""
     worker, slot = f"{NAME}-1", None
     if num_running is not None:
         slot = Slot(worker, "pod-b", state, num_running=num_running)
     fleet = None if slot is None else FleetPool(1, (slot,))
-    obj = {"metadata": {}, "status": {"draining": told}}
+    obj = {"metadata": {}, "status": {"draining": said}}
     view = PoolView(obj, SPEC, [], fleet)
     found: list[Object] = pool_status(view, PlannerConfig(), now)["draining"]
     return found
@@ -57,7 +57,7 @@ def test_a_drain_that_takes_longer_than_it_may_says_what_holds_it() -> None:
     assert idle["heldBy"] == "nothing runs on it any more, but its processes do not end"
 
 
-def test_a_worker_that_hangs_while_it_drains_is_told_as_one_that_drains() -> None:
+def test_a_worker_that_hangs_while_it_drains_is_reported_as_one_that_drains() -> None:
     assert draining([], BEGUN, state=SlotState.SUSPECT) == []
     first = draining([], BEGUN)
     (hangs,) = draining(first, "2026-01-01T10:02:31Z", 2, SlotState.SUSPECT)
@@ -70,7 +70,7 @@ def test_a_silent_supervisor_ends_no_drain() -> None:
     assert draining(first, "2026-01-01T10:09:00Z", None) == first
 
 
-def test_an_error_that_is_too_long_for_a_status_is_told_as_far_as_it_goes() -> None:
+def test_an_error_that_is_too_long_for_a_status_is_reported_as_far_as_it_goes() -> None:
     fleet = FleetPool(1, (), last_error="no memory: " + "x" * MESSAGE)
     view = PoolView({"metadata": {}}, SPEC, [], fleet)
     error = pool_status(view, PlannerConfig(), BEGUN)["lastError"]
@@ -79,7 +79,7 @@ def test_an_error_that_is_too_long_for_a_status_is_told_as_far_as_it_goes() -> N
 
 def test_what_clients_see_stands_beside_what_they_are_to_see() -> None:
     """At the router where they see worst."""
-    told = control_pb2.WatchFleetResponse(
+    said = control_pb2.WatchFleetResponse(
         pools=[control_pb2.PoolStatus(name=name, desired_replicas=1) for name in (NAME,)],
         routers=[
             control_pb2.ReportRouterRequest(
@@ -90,7 +90,7 @@ def test_what_clients_see_stands_beside_what_they_are_to_see() -> None:
             ),
         ],
     )
-    fleet = fleet_of(told)
+    fleet = fleet_of(said)
     heard = Heard(fleet, is_settled=True)
     view = PoolView({"metadata": {}}, SPEC, [], fleet.pools[NAME], None, heard)
     status = pool_status(view, PlannerConfig(itl_target_s=0.035), BEGUN)
@@ -100,8 +100,8 @@ def test_what_clients_see_stands_beside_what_they_are_to_see() -> None:
     assert pool_status(silent, PlannerConfig(), BEGUN)["itlSeconds"] is None
 
 
-def test_a_pool_that_a_supervisor_does_not_know_yet_starts_and_is_told_what_was_refused() -> None:
-    """Other pools' supervisor answers, and nothing else tells of this one's workers."""
+def test_a_pool_that_a_supervisor_does_not_know_yet_starts_and_says_what_was_refused() -> None:
+    """Other pools' supervisor answers, and nothing else reports this one's workers."""
     before = {"draining": [{"worker": "w", "since": BEGUN}]}
     pod = Pod("a", "decode", True, False, BEGUN)
 
@@ -111,8 +111,8 @@ def test_a_pool_that_a_supervisor_does_not_know_yet_starts_and_is_told_what_was_
 
     others = Fleet({"prefill": FleetPool(0, ())})
     other = seen(Heard(others, is_settled=True))
-    told = pool_verdicts(other, "blockSize: must divide", "pod a waits")
-    assert [(each.is_true, each.reason, each.message) for each in told] == [
+    said = pool_verdicts(other, "blockSize: must divide", "pod a waits")
+    assert [(each.is_true, each.reason, each.message) for each in said] == [
         (False, "TooFewLive", "0 of 1 workers live; pod a waits"),
         (True, "Starting", "0 of 1 workers live; pod a waits"),
         (True, "SupervisorRefused", "Ray's head: blockSize: must divide"),
@@ -131,13 +131,13 @@ def test_a_pool_that_a_supervisor_does_not_know_yet_starts_and_is_told_what_was_
         Heard(found, settles),
         Heard(waits, settles),
     ):  # it has yet to find what another left
-        told = pool_verdicts(seen(begins), "")
-        assert [each.reason for each in told] == ["Live", "Starting", "Sound"]
+        said = pool_verdicts(seen(begins), "")
+        assert [each.reason for each in said] == ["Live", "Starting", "Sound"]
         status = pool_status(seen(begins), PlannerConfig(), BEGUN)
         assert status["readyReplicas"] == 1
         assert status["draining"] == before["draining"]
-    told = pool_verdicts(seen(NOTHING_HEARD), "")
-    assert [each.reason for each in told] == ["Live", "SupervisorSilent", "SupervisorSilent"]
+    said = pool_verdicts(seen(NOTHING_HEARD), "")
+    assert [each.reason for each in said] == ["Live", "SupervisorSilent", "SupervisorSilent"]
 
 
 def test_a_pool_whose_unit_drains_says_that_it_makes_way() -> None:
