@@ -1,4 +1,4 @@
-"""What stands beside a cluster's RayClusters and routers: budgets for evictions, who may connect, the way
+"""What stands beside RayClusters and routers: budgets for evictions, who may connect, the way
 in from outside and its certificate, what is scraped. What is not wanted any more goes.
 """
 

@@ -67,9 +67,6 @@ class Heard:
     """None while nothing is known: the supervisor is silent or not there yet."""
     answer: tuple[control_pb2.WatchFleetResponse, float] | None = None
     """What `fleet` was made of, and when it came: seconds of any one clock."""
-    is_settled: bool = False
-    """All of its workers have had time to register: a supervisor that has just started knows of
-    none."""
     is_certain: bool = False
     """It has answered or been silent. An operator that has just begun to listen knows neither."""
 
@@ -81,6 +78,10 @@ class Heard:
     def settles(self) -> bool:
         """It reports that workers may have yet to register."""
         return self.answer is not None and self.answer[0].settles
+
+    @property
+    def is_settled(self) -> bool:
+        return self.fleet is not None and not self.settles
 
 
 NOTHING_HEARD = Heard()
@@ -153,8 +154,7 @@ def merged(heard: Mapping[str, Heard]) -> Heard:
         _add(pools.setdefault(pool.name, control_pb2.PoolStatus()), pool)
     del both.pools[:]
     both.pools.extend(pools.values())
-    is_settled = all(each.is_settled for _, each in spoken)
-    return Heard(fleet_of(both), (both, at_s), is_settled, is_certain=True)
+    return Heard(fleet_of(both), (both, at_s), is_certain=True)
 
 
 def _prefixed(

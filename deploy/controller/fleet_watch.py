@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from baton.control_client import ControlClient
 from baton.errors import BatonError, DeadlineError
@@ -20,9 +20,6 @@ from deploy.controller.kit.objects import Key
 log = logging.getLogger(__name__)
 
 _RETRY_S = 1.0
-_SETTLED_AFTER_S = 15.0
-"""After a supervisor's first answer: workers register again within seconds, and one that hangs is
-fenced in 10."""
 _WINDOW_S = 10.0
 
 
@@ -34,18 +31,14 @@ class _Followed:
     client: ControlClient
     stopping: threading.Event = field(default_factory=threading.Event)
     heard: Heard = NOTHING_HEARD
-    known_since_s: float = 0.0
-    """Since when it has answered without a break."""
 
 
 class FleetWatch:
     """Own the watches. `on_change` gets the cluster's key whenever what is known of it changed, on
     the watch's thread."""
 
-    def __init__(
-        self, on_change: Callable[[Key], None], clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._on_change, self._clock = on_change, clock
+    def __init__(self, on_change: Callable[[Key], None]) -> None:
+        self._on_change = on_change
         self._lock = threading.Lock()
         self._followed: dict[str, _Followed] = {}
         """By address."""
@@ -71,12 +64,7 @@ class FleetWatch:
     def heard(self, address: str) -> Heard:
         with self._lock:
             followed = self._followed.get(address)
-        if followed is None:
-            return NOTHING_HEARD
-        heard, answered_s = followed.heard, self._clock() - followed.known_since_s
-        if heard.answer is None or heard.settles:
-            return heard
-        return replace(heard, is_settled=answered_s >= _SETTLED_AFTER_S)
+        return NOTHING_HEARD if followed is None else followed.heard
 
     def client(self, address: str) -> ControlClient | None:
         with self._lock:
@@ -100,7 +88,7 @@ class FleetWatch:
         answers = False
         try:
             for answer in followed.client.watch_fleet(_WINDOW_S):
-                newest = (answer, self._clock())
+                newest = (answer, time.monotonic())
                 self._know(followed, Heard(fleet_of(answer), newest, is_certain=True))
                 answers = True
         except DeadlineError:
@@ -114,10 +102,7 @@ class FleetWatch:
         return False
 
     def _know(self, followed: _Followed, heard: Heard) -> None:
-        before = followed.heard
-        if before.fleet is None:
-            followed.known_since_s = self._clock()
-        followed.heard = heard
+        before, followed.heard = followed.heard, heard
         if _decisive(before) != _decisive(heard) and not followed.stopping.is_set():
             self._on_change(followed.cluster)
 

@@ -76,38 +76,19 @@ async def test_a_supervisor_that_has_had_no_time_to_speak_is_not_silent() -> Non
         await supervisor.stop()
 
 
-async def test_a_supervisor_that_settles_is_not_settled_however_long_it_has_spoken() -> None:
-    supervisor, said, now_s = Supervisor(), threading.Event(), 0.0
-    watch = FleetWatch(lambda _: said.set(), lambda: now_s)
+async def test_a_supervisor_whose_workers_have_yet_to_register_is_not_settled() -> None:
+    supervisor, said = Supervisor(), threading.Event()
+    watch = FleetWatch(lambda _: said.set())
     supervisor.settles = True
     await supervisor.start()
     try:
         watch.follow(CLUSTER, [supervisor.address])
-        assert await asyncio.to_thread(said.wait, 10)
-        now_s = 600.0
-        assert not watch.heard(supervisor.address).is_settled, (
-            "it still waits for workers that were there"
-        )
-        said.clear()
-        supervisor.settles = False
-        supervisor.report = control_pb2.ReportRouterRequest(num_held=1)  # which is said at once
-        await supervisor.publish()
-        assert await asyncio.to_thread(said.wait, 10)
-        assert watch.heard(supervisor.address).is_settled
-    finally:
-        watch.stop()
-        await supervisor.stop()
-
-
-async def test_who_has_just_begun_to_listen_takes_no_supervisor_for_settled() -> None:
-    supervisor, said, now_s = Supervisor(), threading.Event(), 0.0
-    watch = FleetWatch(lambda _: said.set(), lambda: now_s)
-    await supervisor.start()
-    try:
-        watch.follow(CLUSTER, [supervisor.address])
-        assert await asyncio.to_thread(said.wait, 10)
-        for now_s in (14.0, 15.0):
-            assert watch.heard(supervisor.address).is_settled == (now_s == 15.0)
+        for settles in (True, False):
+            assert await asyncio.to_thread(said.wait, 10)
+            assert watch.heard(supervisor.address).is_settled == (not settles)
+            said.clear()
+            supervisor.settles = False
+            await supervisor.publish()
     finally:
         watch.stop()
         await supervisor.stop()
@@ -123,7 +104,7 @@ def answer_of(*pools: control_pb2.PoolStatus, settles: bool = False) -> Heard:
     ]
     said = control_pb2.WatchFleetResponse(pools=pools, workers=workers, settles=settles)
     said.routers.add(router_id="r", num_held=1)
-    return Heard(fleet_of(said), (said, 3.0), is_settled=not settles, is_certain=True)
+    return Heard(fleet_of(said), (said, 3.0), is_certain=True)
 
 
 def test_two_units_are_one_fleet_whose_sizes_are_sums() -> None:

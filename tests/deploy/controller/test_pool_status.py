@@ -91,7 +91,7 @@ def test_what_clients_see_stands_beside_what_they_are_to_see() -> None:
         ],
     )
     fleet = fleet_of(said)
-    heard = Heard(fleet, is_settled=True)
+    heard = Heard(fleet)
     view = PoolView({"metadata": {}}, SPEC, [], fleet.pools[NAME], None, heard)
     status = pool_status(view, PlannerConfig(itl_target_s=0.035), BEGUN)
     assert (status["itlSeconds"], status["itlTargetSeconds"]) == (0.04, 0.035)
@@ -110,7 +110,7 @@ def test_a_pool_that_a_supervisor_does_not_know_yet_starts_and_says_what_was_ref
         return PoolView({"metadata": {}, "status": before}, SPEC, [pod], fleet, None, heard)
 
     others = Fleet({"prefill": FleetPool(0, ())})
-    other = seen(Heard(others, is_settled=True))
+    other = seen(Heard(others))
     said = pool_verdicts(other, "blockSize: must divide", "pod a waits")
     assert [(each.is_true, each.reason, each.message) for each in said] == [
         (False, "TooFewLive", "0 of 1 workers live; pod a waits"),
@@ -127,7 +127,7 @@ def test_a_pool_that_a_supervisor_does_not_know_yet_starts_and_says_what_was_ref
     )
     assert pool_verdicts(seen(Heard(heard, settles)), "")[1].reason == "AsWanted"
     for begins in (
-        Heard(others),
+        Heard(others, settles),
         Heard(found, settles),
         Heard(waits, settles),
     ):  # it has yet to find what another left
@@ -143,7 +143,7 @@ def test_a_pool_that_a_supervisor_does_not_know_yet_starts_and_says_what_was_ref
 def test_a_pool_whose_unit_drains_says_that_it_makes_way() -> None:
     fleet = FleetPool(0, (Slot("decode-0", "a", SlotState.DRAINING),))
     pods = [Pod("a", "decode", True, False, BEGUN)]
-    heard = Heard(is_settled=True)
+    heard = Heard(Fleet({}))
     for there, reason in ((fleet, "Draining"), (FleetPool(0, ()), "MakesWay")):
         view = PoolView(
             {"metadata": {}}, SPEC, pods, there, None, heard, planned_size=0, makes_way=True

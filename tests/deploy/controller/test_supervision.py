@@ -52,7 +52,7 @@ def view(
     makes_way: bool = False,
     group: dict[str, Any] | None = None,
 ) -> UnitView:
-    heard, obj = Heard(fleet, is_settled=True), GOING if going else {"metadata": {}}
+    heard, obj = Heard(fleet), GOING if going else {"metadata": {}}
     views = {
         pool.pool: PoolView(
             obj,

@@ -66,6 +66,6 @@ def view_without_workers(replicas: int, mode: ScalingMode) -> ClusterView:
     )
     fleet = Fleet({name: pool.fleet for name, pool in pools.items() if pool.fleet})
     obj = {"apiVersion": API_VERSION, "kind": "ServingCluster", "metadata": {}}
-    heard = Heard(fleet, is_settled=True, is_certain=True)
+    heard = Heard(fleet, is_certain=True)
     key, owner = Key("here", "main"), Owner("main", "here", "uid")
     return ClusterView(key, obj, owner, spec, pools, heard, SERVING)
