@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 
 from deploy.controller.kit.informer import Informer, InformerSettings
 from deploy.controller.kit.kube import Kube
@@ -26,29 +25,21 @@ def cluster_keys(obj: Object) -> Iterable[Key]:
     return [Key(metadata["namespace"], name)] if name else []
 
 
-@dataclass(frozen=True)
 class Caches:
-    """One informer for each kind. That of RayClusters says when to look: each look lists them
+    """Own one informer for each kind. That of RayClusters says when to look: each look lists them
     anew."""
 
-    clusters: Informer
-    pools: Informer
-    pods: Informer
-    ray_clusters: Informer
-    deployments: Informer
-
-    @classmethod
-    def of(cls, kube: Kube, namespace: str | None, settings: InformerSettings) -> Caches:
+    def __init__(self, kube: Kube, namespace: str | None, settings: InformerSettings) -> None:
         """`namespace`: None follows all of them."""
         everything = Selection(namespace=namespace)
         labelled = Selection(namespace=namespace, labels=CLUSTER_LABEL)
-        return cls(
-            clusters=Informer(kube, SERVING_CLUSTERS, everything, settings),
-            pools=Informer(kube, WORKER_POOLS, everything, settings),
-            pods=Informer(kube, PODS, labelled, settings),
-            ray_clusters=Informer(kube, RAY_CLUSTERS, labelled, settings, is_of_others=True),
-            deployments=Informer(kube, DEPLOYMENTS, labelled, settings),
-        )
+        self.clusters = Informer(kube, SERVING_CLUSTERS, everything, settings)
+        self.pools = Informer(kube, WORKER_POOLS, everything, settings)
+        self.pods = Informer(kube, PODS, labelled, settings)
+        self.ray_clusters = Informer(kube, RAY_CLUSTERS, labelled, settings, is_of_others=True)
+        self.deployments = Informer(kube, DEPLOYMENTS, labelled, settings)
+        self._dependents = (self.pools, self.pods, self.ray_clusters, self.deployments)
+        self._all = (self.clusters, *self._dependents)
 
     def add_handler(self, handler: Callable[[Key], None]) -> None:
         """`handler` gets the key of a ServingCluster of which anything has changed."""
@@ -101,11 +92,3 @@ class Caches:
             RAY_CLUSTERS: self.ray_clusters,
             DEPLOYMENTS: self.deployments,
         }
-
-    @property
-    def _all(self) -> tuple[Informer, ...]:
-        return self.clusters, *self._dependents
-
-    @property
-    def _dependents(self) -> tuple[Informer, ...]:
-        return self.pools, self.pods, self.ray_clusters, self.deployments

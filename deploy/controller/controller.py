@@ -52,7 +52,7 @@ class Controller:
     def __init__(self, kube: Kube, settings: ControllerSettings) -> None:
         self._settings = settings
         self._elector = Elector(kube, settings.lease, settings.identity)
-        self._caches = Caches.of(kube, settings.namespace, settings.informers)
+        self._caches = Caches(kube, settings.namespace, settings.informers)
         self._caches.add_handler(self._enqueue)
         self._fleets = FleetWatch(self._enqueue)
         self._recorder = EventRecorder(kube, kube.field_manager)

@@ -207,9 +207,9 @@ def test_the_newest_budget_that_is_served_is_written(server: Server, kube: Kube)
 def test_kinds_that_are_not_served_are_told_and_left_out(server: Server, kube: Kube) -> None:
     server.served = {"networking.k8s.io/v1": ["networkpolicies", "ingresses"]}
     view = view_of(router={"hostname": "llm.example.com", "gateway": "edge"})
-    kept = Companions(Applied(kube, {}), Discovery(kube), RELEASE).keep(view)
-    assert not kept.refused
-    assert kept.unserved == [
+    refused, unserved = Companions(Applied(kube, {}), Discovery(kube), RELEASE).keep(view)
+    assert not refused
+    assert unserved == [
         "poddisruptionbudgets.policy (v1) are not served",
         "grpcroutes.gateway.networking.k8s.io (v1) are not served",
     ]

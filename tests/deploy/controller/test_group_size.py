@@ -77,7 +77,7 @@ class Model:
     """Pods and slots that take one step at a time to what was asked of them."""
 
     replicas: int = 2
-    said: int = 2
+    asked: int = 2
     pods: dict[str, bool] = field(default_factory=dict)  # whether it goes
     homes: dict[int, str] = field(default_factory=dict)  # pods of slots
     draining: set[int] = field(default_factory=set)
@@ -85,7 +85,7 @@ class Model:
     killed_with_worker: list[str] = field(default_factory=list)
 
     def slots(self) -> list[Slot]:
-        wanted = dict.fromkeys(range(self.wanted), "")
+        wanted = dict.fromkeys(range(self.asked), "")
         return [
             slot(
                 index,
@@ -100,7 +100,7 @@ class Model:
     def operate(self, sees_fleet: bool) -> None:
         """One look of the operator: what it asks of KubeRay takes effect."""
         have = [pod(name, going) for name, going in self.pods.items()]
-        fleet = FleetPool(self.wanted, self.slots()) if sees_fleet else None
+        fleet = FleetPool(self.asked, self.slots()) if sees_fleet else None
         size = group_size(self.replicas, have, fleet)
         for name in size.to_delete:
             if name in self.homes.values():
@@ -112,13 +112,13 @@ class Model:
             self.num_made += 1
             self.pods[f"pod-{self.num_made}"] = False
         if sees_fleet:
-            self.wanted = self.replicas
+            self.asked = self.replicas
 
     def supervise(self) -> None:
         """The supervisor places what has room, and drains what is too much."""
-        self.draining |= {index for index in self.homes if index >= self.wanted}
+        self.draining |= {index for index in self.homes if index >= self.asked}
         free = [n for n, going in self.pods.items() if not going and n not in self.homes.values()]
-        for index in range(self.wanted):
+        for index in range(self.asked):
             if index not in self.homes and free:
                 self.homes[index] = free.pop()
 

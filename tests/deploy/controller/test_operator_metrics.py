@@ -44,11 +44,11 @@ class World:
 
     def condition(self, kind: str, name: str, type_: str, reason: str) -> float | None:
         labels = {"kind": kind, "resource_namespace": "ns", "resource": name}
-        return self.wanted("baton_resource_condition", **labels, type=type_, reason=reason)
+        return self.said("baton_resource_condition", **labels, type=type_, reason=reason)
 
     def overdue(self) -> float | None:
         labels = {"kind": "WorkerPool", "resource_namespace": "ns", "resource": "decode"}
-        return self.wanted("baton_resource_overdue_drains", **labels)
+        return self.said("baton_resource_overdue_drains", **labels)
 
 
 def test_who_leads_reports_each_condition_with_its_reason() -> None:

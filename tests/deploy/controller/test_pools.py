@@ -73,7 +73,7 @@ def pools_at(*seen: dict[str, Any]) -> Iterator[tuple[Pools, Server]]:
     server = Server(list(seen))
     with scripted(server) as running:
         kube = kube_of(running)
-        caches = Caches.of(kube, None, FAST)
+        caches = Caches(kube, None, FAST)
         caches.pools.start()
         try:
             assert caches.pools.wait_synced(TIMEOUT_S)

@@ -114,7 +114,7 @@ def _named(path: str) -> str:
 def looking(server: Server) -> Iterator[ClusterReconciler]:
     with scripted(server) as running:
         kube = kube_of(running)
-        caches = Caches.of(kube, None, FAST)
+        caches = Caches(kube, None, FAST)
         fleets = FleetWatch(lambda _: None)
         caches.start()
         try:
