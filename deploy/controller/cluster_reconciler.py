@@ -70,7 +70,7 @@ from deploy.controller.status.events import Record
 from deploy.controller.status.statuses import Statuses
 from deploy.controller.supervision import supervise
 from deploy.controller.units import Unit, unit_of
-from deploy.controller.view import ClusterView, Seen, UnitView, is_going
+from deploy.controller.view import ClusterView, Found, UnitView, is_going
 
 log = logging.getLogger(__name__)
 
@@ -125,9 +125,9 @@ class ClusterReconciler:
             pools, failed = self._pools.keep(obj, owner, spec)
             if is_going(obj) and not pools:
                 return self._let_go(obj)
-            seen = self._seen(obj, owner, spec, pools)
-            view = seen.view(self._now())
-            contexts = {unit.code: self._context(view, unit, seen.wanted) for unit in view.units}
+            found = self._found(obj, owner, spec, pools)
+            view = found.view(self._now())
+            contexts = {unit.code: self._context(view, unit, found.wanted) for unit in view.units}
             groups = groups_of(view, contexts)
         except StatusError as error:
             self._report_refused(obj, error)
@@ -191,9 +191,9 @@ class ClusterReconciler:
 
     # --- what is seen -----------------------------------------------------------------------------
 
-    def _seen(
+    def _found(
         self, obj: Object, owner: Owner, spec: ServingClusterSpec, pools: Mapping[str, Object]
-    ) -> Seen:
+    ) -> Found:
         key, specs = key_of(obj), self._pool_specs(obj, pools)
         staying = {name: pool["spec"] for name, pool in pools.items() if not is_going(pool)}
         wanted = unit_of(obj["spec"], staying)
@@ -201,7 +201,7 @@ class ClusterReconciler:
         rays = {unit_in(ray).code: ray for ray in self._kuberay.find(obj)}
         self._fleets.follow(key, [owner.control_of(code) for code in rays])
         heard = {code: self._fleets.heard(owner.control_of(code)) for code in rays}
-        return Seen(obj, owner, spec, pools, specs, wanted, pods, rays, heard)
+        return Found(obj, owner, spec, pools, specs, wanted, pods, rays, heard)
 
     def _pool_specs(
         self, cluster: Object, pools: Mapping[str, Object]

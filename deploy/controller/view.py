@@ -1,4 +1,4 @@
-"""Everything that one reconcile of a ServingCluster looks at: what there is (`Seen`), and what the
+"""Everything that one reconcile of a ServingCluster looks at: what there is (`Found`), and what the
 rollout has each unit be (`ClusterView`). Pure.
 """
 
@@ -208,7 +208,7 @@ def groups_in(ray_cluster: Object | None) -> dict[str, Object]:
 
 
 @dataclass(frozen=True)
-class Seen:
+class Found:
     """What one look finds of a ServingCluster."""
 
     obj: Object
