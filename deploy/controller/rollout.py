@@ -356,14 +356,17 @@ class _Pair:
 
     def _retire(self, record: Record) -> Step:
         """The coming unit has all requests. The former keeps a worker of each pool for its
-        streams."""
+        streams, and until the coming unit is judged: it may yet get its requests back."""
         figures, spent_s = self.former.figures, self.now.now_s - record.since_s
         num_active = 0 if figures is None else figures.num_active
+        code, strategy = self.former.unit.code, self.now.strategy
         # Routers hear of the last share within seconds: streams of the moment before count, too.
-        keeps = spent_s < _ROUTERS_HEAR_S
-        keeps = keeps or (num_active > 0 and spent_s < self.now.strategy.max_timeout_s)
-        code = self.former.unit.code
+        runs = spent_s < _ROUTERS_HEAR_S or (num_active > 0 and spent_s < strategy.max_timeout_s)
+        awaits = not _can_judge(self.coming.figures, strategy) and spent_s < strategy.interval_s
+        keeps = runs or awaits
         reason = f"unit {code} runs its last {num_active} requests"
+        if not runs:
+            reason = f"unit {code} stays until unit {self.coming.unit.code} is judged"
         step = self._both(State.RETIRING, reason, record, keeps_former=keeps)
         if keeps or any(step.plans[0].sizes.values()):
             return step
@@ -459,9 +462,9 @@ def judge(former: Figures | None, coming: Figures | None, strategy: Strategy) ->
 
     A unit that ended fewer than `min_requests` is not judged, nor compared with.
     """
-    if coming is None or coming.num_ended < strategy.min_requests:
+    if coming is None or not _can_judge(coming, strategy):
         return ""
-    is_known = former is not None and former.num_ended >= strategy.min_requests
+    is_known = _can_judge(former, strategy)
     usual = former.num_failed / former.num_ended if former is not None and is_known else 0.0
     failed = coming.num_failed / coming.num_ended
     if failed > usual + strategy.max_failures:
@@ -471,6 +474,10 @@ def judge(former: Figures | None, coming: Figures | None, strategy: Strategy) ->
         ratio = coming.itl_s / usual_s
         return f"its gaps between tokens are {ratio:.1f} times the former unit's"
     return ""
+
+
+def _can_judge(figures: Figures | None, strategy: Strategy) -> bool:
+    return figures is not None and figures.num_ended >= strategy.min_requests
 
 
 def total(figures: Iterable[Figures]) -> Figures | None:

@@ -171,6 +171,14 @@ def changing(turns: int = 0, wanted: Unit = NEW, **world: Any) -> World:
     return found
 
 
+def retiring() -> World:
+    """Where another image has all requests, and the former unit is yet to go."""
+    world = changing(wanted=OLD_IMAGE)
+    while world.look().state is not State.RETIRING:
+        world.turn()
+    return world
+
+
 def test_the_first_unit_is_made_and_serves() -> None:
     world = World()
     assert world.settle().state is State.SERVING
@@ -300,16 +308,27 @@ def test_scaled_to_zero_the_newest_unit_stays() -> None:
     assert list(world.units) == ["hjkmn"]
 
 
-def test_the_former_unit_goes_when_its_last_stream_has_ended_or_could_run_no_longer() -> None:
-    for active, expected_s in ((3, MAX_TIMEOUT_S), (0, 10.0)):
-        world = changing(wanted=OLD_IMAGE)
-        while world.look().state is not State.RETIRING:
-            world.turn()
-        since_s = world.units["xxxxx"].record.since_s
-        while any(world.units["bcdfg"].sizes.values()):
-            world.units["bcdfg"].figures = Figures(num_active=active)
-            world.turn()
-        assert expected_s <= world.now_s - since_s <= expected_s + 15.0
+@pytest.mark.parametrize(
+    ("num_active", "num_judged", "expected_s"),
+    [(3, 10, MAX_TIMEOUT_S), (0, 10, 10.0), (0, 9, QUICK.interval_s)],
+)
+def test_the_former_unit_goes_when_its_streams_have_ended_and_the_other_is_judged(
+    num_active: int, num_judged: int, expected_s: float
+) -> None:
+    world = retiring()
+    since_s = world.units["xxxxx"].record.since_s
+    while any(world.units["bcdfg"].sizes.values()):
+        world.units["bcdfg"].figures = Figures(num_active=num_active)
+        world.units["xxxxx"].figures = Figures(num_judged)
+        world.turn()
+    assert expected_s <= world.now_s - since_s <= expected_s + 15.0
+
+
+def test_a_unit_of_the_same_model_goes_back_if_it_fails_once_it_has_all_requests() -> None:
+    world = retiring()
+    world.units["xxxxx"].figures = Figures(20, 4)
+    assert world.settle().state is State.REVERTED
+    assert list(world.units) == ["bcdfg"]
 
 
 def test_a_deleted_cluster_drains_both_units() -> None:
