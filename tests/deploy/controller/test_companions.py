@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import datetime
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import kubernetes_validate
 import pytest
 
 from deploy.controller.companions import companions
-from deploy.controller.kit.objects import Key
 from deploy.controller.manifests.common import (
     CONTROL_PORT,
     METRICS_PORT,
-    POOL_LABEL,
     RAY_PORT,
     ROUTER_PORT,
     WORKER_PORT,
@@ -24,9 +21,8 @@ from deploy.controller.manifests.common import (
 )
 from deploy.controller.manifests.pod_disruption_budgets import BudgetKind
 from deploy.controller.manifests.routers import router_service
-from deploy.controller.observed import NOTHING_HEARD, Pod
+from deploy.controller.pod import Pod
 from deploy.controller.resources import BUDGETS
-from deploy.controller.rollout import Record, State, Step, UnitPlan
 from deploy.controller.view import ClusterView, PoolView
 from tests.deploy.controller.test_manifests import (
     OWNER,
@@ -37,26 +33,10 @@ from tests.deploy.controller.test_manifests import (
     routers_of,
     spec_of,
 )
+from tests.deploy.controller.views import pod, view_of
 
 KUBERNETES = "1.37.0"
-SERVING = Step(State.SERVING, "", (UnitPlan("2x4bz", {}, Record()),))
 NAMESPACE_NAME = "kubernetes.io/metadata.name"
-
-
-def view_of(pods: Sequence[Pod] = (), **spec: Any) -> ClusterView:
-    """Two pools of two, the decode one with `pods`."""
-    parsed = spec_of(**spec)
-    pools = {
-        name: PoolView(
-            {"metadata": {"name": f"main-{name}", "uid": f"uid-of-{name}"}},
-            pool,
-            list(pods) if name == "decode" else [],
-            None,
-        )
-        for name, pool in pools_of(parsed, replicas=2).items()
-    }
-    key = Key(OWNER.namespace, OWNER.name)
-    return ClusterView(key, {"metadata": {}}, OWNER, parsed, pools, NOTHING_HEARD, SERVING)
 
 
 def made(
@@ -70,15 +50,6 @@ def made(
     wanted = companions(view, release, budgets, namespace)
     manifests = [each.manifest for each in wanted if each.manifest is not None]
     return {(each["kind"], each["metadata"]["name"]): each for each in manifests}
-
-
-def pod(name: str, is_ready: bool = True, is_going: bool = False) -> Pod:
-    metadata = {"name": name, "labels": {POOL_LABEL: "decode"}}
-    if is_going:
-        metadata["deletionTimestamp"] = "2030-01-01T00:00:00Z"
-    conditions = [{"type": "Ready", "status": str(is_ready)}]
-    now = datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC)
-    return Pod.of({"metadata": metadata, "status": {"conditions": conditions}}, now)
 
 
 def test_kubernetes_takes_what_is_its_own() -> None:

@@ -1,0 +1,101 @@
+"""What people read of a cluster: each change once, and nothing of what stays as it is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from deploy.controller.kit.event_series import EventType
+from deploy.controller.status.events import Look, exposure, happenings
+from tests.deploy.controller.views import view_of
+
+NORMAL, WARNING = EventType.NORMAL, EventType.WARNING
+POOL: dict[str, Any] = {"metadata": {"name": "main-decode"}}
+DRAIN = {"worker": "decode-1", "pod": "pod-b", "numRunning": 3, "since": "2026-01-01T10:00:00Z"}
+OVERDUE = DRAIN | {"heldBy": "3 requests still run"}
+
+Event = tuple[EventType, str, str]
+
+
+def changes(before: Look, after: Look, obj: dict[str, Any] = POOL) -> list[Event]:
+    return [(each.type, each.reason, each.message) for each in happenings(obj, before, after)]
+
+
+def with_condition(kind: str, is_true: bool, reason: str) -> Look:
+    message = "so it is"
+    condition = {"type": kind, "status": str(is_true), "reason": reason, "message": message}
+    return Look.of({"conditions": [condition]})
+
+
+@pytest.mark.parametrize(
+    ("kind", "states", "expected"),
+    [
+        ("Available", [(False, "NoDecodeWorker")], []),  # it has never been
+        ("Available", [(True, "Serving")], [(NORMAL, "Available")]),
+        ("Available", [(True, "Serving"), (False, "NoDecodeWorker")],
+         [(NORMAL, "Available"), (WARNING, "Unavailable")]),
+        ("Degraded", [(False, "Sound")], []),
+        ("Degraded", [(True, "KubeRayMissing"), (True, "KubeRayMissing")],
+         [(WARNING, "KubeRayMissing")]),
+        ("Progressing", [(False, "KubeRayMissing")], []),
+        ("Degraded", [(True, "InvalidSpec"), (False, "Sound")],
+         [(WARNING, "InvalidSpec"), (NORMAL, "Recovered")]),
+        ("Degraded", [(True, "InvalidSpec"), (True, "Refused")],
+         [(WARNING, "InvalidSpec"), (WARNING, "Refused")]),
+        ("Progressing", [(True, "Starting"), (False, "AsWanted")], [(NORMAL, "Starting")]),
+        ("Progressing", [(False, "AsWanted"), (True, "SupervisorSilent")],
+         [(WARNING, "SupervisorSilent")]),
+        ("Progressing", [(True, "UnitDraining"), (True, "Starting"), (False, "AsWanted")],
+         [(NORMAL, "UnitDraining"), (NORMAL, "Starting")]),
+    ],
+)  # fmt: skip
+def test_a_condition_is_news_when_it_changes(
+    kind: str, states: list[tuple[bool, str]], expected: list[tuple[EventType, str]]
+) -> None:
+    look, found = Look(), []
+    for is_true, reason in states:
+        before, look = look, with_condition(kind, is_true, reason)
+        found += changes(before, look)
+    assert found == [(type_, reason, "so it is") for type_, reason in expected]
+
+
+@pytest.mark.parametrize(
+    ("writer", "by"),
+    [
+        ("kubectl", ", by kubectl"),
+        ("kube-controller-manager", ", by a HorizontalPodAutoscaler"),
+        ("baton-controller", ", by the planner"),
+        (None, ""),
+    ],
+)
+def test_a_pools_size_is_reported_with_who_wrote_it_last(writer: str | None, by: str) -> None:
+    fields = [
+        {"manager": manager, "time": str(time), "fieldsV1": {"f:spec": {"f:replicas": {}}}}
+        for time, manager in enumerate(("old", writer))
+    ]
+    metadata = {"name": "main-decode"} | ({"managedFields": fields} if writer else {})
+    out = changes(Look(size=1), Look(size=3), {"metadata": metadata})
+    assert out == [(NORMAL, "ScaledOut", f"from 1 to 3 replicas{by}")]
+    down = changes(Look(size=3), Look(size=2), {"metadata": metadata})
+    assert down == [(NORMAL, "ScaledIn", f"from 3 to 2 replicas{by}")]
+    assert changes(Look(), Look(size=3)) == [], "a first look is no news"
+
+
+def test_a_drain_is_reported_when_it_begins_when_it_is_overdue_and_when_it_is_over() -> None:
+    none, drains, overdue = Look(), Look.of({"draining": [DRAIN]}), Look.of({"draining": [OVERDUE]})
+    begun = "worker decode-1 in pod pod-b drains, 3 requests run"
+    assert changes(none, drains) == [(NORMAL, "Draining", begun)]
+    assert changes(drains, Look.of({"draining": [DRAIN | {"numRunning": 1}]})) == []
+    late = "worker decode-1 in pod pod-b does not finish its drain: 3 requests still run"
+    assert changes(drains, overdue) == [(WARNING, "DrainOverdue", late)]
+    assert changes(overdue, overdue) == []
+    assert changes(overdue, none) == [(NORMAL, "Drained", "worker decode-1 has drained")]
+
+
+def test_a_head_that_several_workers_depend_on_is_reported_once() -> None:
+    exposed = Look(exposure=exposure(view_of()))
+    assert [each[:2] for each in changes(Look(), exposed)] == [(WARNING, "HeadUnprotected")]
+    assert changes(exposed, exposed) == changes(exposed, Look()) == []
+    redis = {"gcsFaultTolerance": {"redisAddress": "redis:6379"}}
+    assert exposure(view_of(ray=redis)) == ""
