@@ -7,9 +7,16 @@ from typing import TYPE_CHECKING
 
 from baton.config.engine import AUTO, EngineConfig
 from engine import compute_threads
-from engine.api import KvMemory, KvSink, ModelSpec, Runner
+from engine.api import (
+    KvMemory,
+    KvSink,
+    LocalDeviceMemory,
+    LocalKvMemory,
+    LocalSink,
+    ModelSpec,
+    Runner,
+)
 from engine.core import EngineCore
-from engine.local_memory import LocalDeviceMemory, LocalKvMemory, LocalSink
 from kv_transfer.layout import RegionLayout
 
 if TYPE_CHECKING:
@@ -38,8 +45,7 @@ def load_model_spec(model_path: str, config: EngineConfig, tp: TpGroup | None = 
         from engine.fake_runner import fake_model_spec
 
         return fake_model_spec(config)
-    from engine.device import device_of
-    from engine.dtype import choose_dtype
+    from engine.auto_choice import choose_dtype, device_of
     from engine.models.folder import describe
 
     dtype: str = config.dtype

@@ -18,23 +18,75 @@ always holds a cached block together with the cached blocks before it.
 A block that a window leaves is not free while another request holds it too; so a prompt may come
 to lack blocks of its span (`num_ready_tokens`) and wait. That ends: the other one is not past the
 block, so it does not wait for this one, and the block is free when it leaves in turn.
+
+`KvEventLog` has what became and ceased to be shareable, in order: a router's index follows it.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
-from engine.block_needs import BlockNeeds
 from engine.block_pool import BlockPool
-from engine.kv_events import KvEventLog
-from engine.prefix_match import longest_match
-from engine.request_blocks import RequestBlocks
-from engine.windows import first_kept_block, first_live_block, span_blocks
+from engine.request import BlocksRemovedEvent, BlocksStoredEvent
+from engine.request_blocks import (
+    BlockNeeds,
+    RequestBlocks,
+    first_kept_block,
+    first_live_block,
+    longest_match,
+    span_blocks,
+)
 from kv_transfer.block_hash import BlockHash, TokenIds, block_hash, block_hashes, chain_seed
 from kv_transfer.layout import NULL_BLOCK, BlockId, KvLayout
+
+KvEvent = BlocksStoredEvent | BlocksRemovedEvent
+
+
+class KvEventLog:
+    """Owns the events since the last `take`; blocks removed in a row are one event."""
+
+    def __init__(self) -> None:
+        self._events: list[KvEvent] = []
+        self._removed: list[BlockHash] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._events or self._removed)
+
+    def take(self) -> list[KvEvent]:
+        self._flush_removed()
+        events, self._events = self._events, []
+        return events
+
+    def removed(self, block_hash: BlockHash) -> None:
+        self._removed.append(block_hash)
+
+    def stored(self, hashes: Sequence[BlockHash], start: int, is_new: Sequence[bool]) -> None:
+        """The new blocks of the chain `hashes` from `start` on, as `is_new` says of each."""
+        self._flush_removed()
+        for begin, end in _runs(is_new):
+            parent = hashes[start + begin - 1] if start + begin else None
+            self._events.append(
+                BlocksStoredEvent(parent, tuple(hashes[start + begin : start + end]))
+            )
+
+    def _flush_removed(self) -> None:
+        if self._removed:
+            self._events.append(BlocksRemovedEvent(tuple(self._removed)))
+            self._removed = []
+
+
+def _runs(flags: Sequence[bool]) -> Iterator[tuple[int, int]]:
+    """Ranges [begin, end) of consecutive true flags."""
+    begin = None
+    for index, flag in enumerate([*flags, False]):
+        if flag and begin is None:
+            begin = index
+        elif not flag and begin is not None:
+            yield begin, index
+            begin = None
 
 
 class KvCache:

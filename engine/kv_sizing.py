@@ -14,11 +14,10 @@ import numpy as np
 import torch
 
 from baton.config.engine import EngineConfig
-from engine.api import ModelSpec
+from engine.api import LocalDeviceMemory, ModelSpec
 from engine.attention.decode_rows import MOST_BLOCKS
 from engine.attention.paged_kv import PagedKv
-from engine.device import device_of
-from engine.local_memory import LocalDeviceMemory
+from engine.auto_choice import device_of
 from engine.models.decoder import Decoder
 from engine.request import RequestId, RequestSpec, SamplingParams, ScheduledSeq
 from engine.sampler import Sampler

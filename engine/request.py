@@ -17,7 +17,7 @@ RequestId = NewType("RequestId", str)
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How the next token is chosen, every default filled in. Checked by `engine.sampling_check`."""
+    """How the next token is chosen, every default filled in. Checked by `engine.admission`."""
 
     temperature: float = 1.0
     top_k: int = 0

@@ -14,7 +14,6 @@ import numpy as np
 import torch
 
 from engine.request import RequestId, RequestSpec, SampledToken, ScheduledSeq, TokenLogprobs
-from engine.sampling_check import check
 from engine.sampling_noise import gumbel_noise, noise_of_tokens
 from engine.sampling_rows import (
     Draws,
@@ -26,8 +25,6 @@ from engine.sampling_rows import (
     is_limited,
 )
 from engine.step_batch import to_device
-
-__all__ = ["Sampler", "check"]
 
 _CHUNK_ELEMENTS = 1 << 17  # logits whose noise a CPU draws at once: what stays in a core's cache
 

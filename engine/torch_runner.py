@@ -10,9 +10,9 @@ import torch
 from baton.config.engine import EngineConfig
 from engine import compute_threads
 from engine.api import KvMemory, KvSink, ModelSpec
-from engine.attention.choice import pick_kernels
+from engine.attention.native_kernels import pick_kernels
 from engine.attention.paged_kv import TORCH_DTYPES, PagedKv
-from engine.device import device_of
+from engine.auto_choice import device_of
 from engine.layer_pushes import LayerPushes
 from engine.models.decoder import Decoder
 from engine.models.folder import read_config, resolve

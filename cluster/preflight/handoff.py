@@ -24,7 +24,7 @@ import uvloop
 
 from baton.config.transfer import TransferConfig
 from cluster.preflight.check import Check, Wanted, failure, ok, warning
-from engine.local_memory import LocalDeviceMemory
+from engine.api import LocalDeviceMemory
 from kv_transfer.errors import TransferError
 from kv_transfer.exporter import Exporter
 from kv_transfer.layout import BlockId, HandoffId, KvLayout, LayerGroup, RegionLayout, TensorSpec

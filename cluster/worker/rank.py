@@ -138,7 +138,7 @@ def _join_group(config: WorkerConfig, position: RankPosition) -> TpGroup | None:
         return None
     if config.engine.backend == "fake":
         raise ValueError("the fake engine has one rank: set tensor_parallel to 1")
-    from engine.device import device_of  # torch, which a fake worker does without
+    from engine.auto_choice import device_of  # torch, which a fake worker does without
     from engine.tp import TpGroup
 
     return TpGroup.join(
@@ -155,8 +155,8 @@ def _pool(engine: EngineConfig, transport: Transport, layout: RegionLayout) -> T
     """The KV pool. On a GPU torch allocates and the transport registers it; else the transport
     allocates it."""
     if engine.backend != "fake":
-        from engine.device import device_of
-        from engine.local_memory import LocalDeviceMemory
+        from engine.api import LocalDeviceMemory
+        from engine.auto_choice import device_of
 
         if (device := device_of(engine)).type != "cpu":
             pool = LocalDeviceMemory(layout, engine.num_regions, str(device))
@@ -201,8 +201,10 @@ def with_agreed_dtype(config: WorkerConfig, model: str) -> WorkerConfig:
     engine = config.engine
     if not config.in_pod or engine.backend != "torch" or engine.dtype != AUTO:
         return config
-    from engine.device import device_of  # torch, which a fake worker does without
-    from engine.dtype import choose_dtype
+    from engine.auto_choice import (
+        choose_dtype,
+        device_of,  # torch, which a fake worker does without
+    )
 
     own = choose_dtype(model, [device_of(engine).type])
     dtype, reason = _agreed(config, own.dtype), own.reason

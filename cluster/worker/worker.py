@@ -53,9 +53,9 @@ from decode_worker.role import DecodeRole
 from decode_worker.service import DecodeService
 from engine.api import Engine, EngineLoad
 from engine.build import build_engine
+from engine.core import warm_up
 from engine.loop import EngineThread
 from engine.request import EngineEvent
-from engine.warm_up import warm_up
 from kv_transfer.exporter import Exporter
 from kv_transfer.lease_table import LeaseTable
 from prefill_worker.role import PrefillRole

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from engine.models.errors import UnsupportedModelError
+from engine.errors import UnsupportedModelError
 from engine.models.hf_config import HfConfig
 from engine.models.rope import RopeConfig, rope_from_hf
 

@@ -8,11 +8,10 @@ from dataclasses import asdict
 from pathlib import Path
 
 from engine.api import ModelSpec
+from engine.errors import CheckpointError
 from engine.models.config import ModelConfig, model_config
-from engine.models.errors import CheckpointError
 from engine.models.hub import FILES, snapshot
-from engine.weights import Checkpoint, read_json
-from engine.weights_digest import Ranks, weights_digest
+from engine.weights import Checkpoint, Ranks, read_json, weights_digest
 from kv_transfer.layout import KvLayout, LayerGroup, TensorSpec, kv_fingerprint, model_fingerprint
 
 log = logging.getLogger(__name__)

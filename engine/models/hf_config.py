@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
-from engine.models.errors import UnsupportedModelError
+from engine.errors import UnsupportedModelError
 
 _LARGEST = 2**31 - 1
 _LARGEST_NUMBER = 1e38  # of float32, which positions and norms are computed in

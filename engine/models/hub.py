@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from engine.models.errors import CheckpointError
+from engine.errors import CheckpointError
 
 FILES = ("*.json", "*.safetensors", "tokenizer*", "*.jinja")
 CONFIG = ("config.json",)

@@ -9,10 +9,9 @@ from functools import lru_cache
 import numpy as np
 
 from baton.config.engine import EngineConfig, FakeEngineConfig
-from engine.api import KvSink, ModelSpec
+from engine.api import KvSink, LocalKvMemory, LocalSink, ModelSpec
 from engine.build import build_engine, build_runner, load_decoder, load_model_spec, region_layout
 from engine.core import EngineCore
-from engine.local_memory import LocalKvMemory, LocalSink
 from engine.request import (
     BlockPush,
     EngineEvent,

@@ -18,9 +18,8 @@ from hypothesis import strategies as st
 
 from baton.native_build import build
 from engine.attention import native_library
-from engine.attention.choice import pick_kernels
 from engine.attention.kernels import AttentionShape, HeadNorms, Kernels, Rotation
-from engine.attention.native_kernels import NativeKernels
+from engine.attention.native_kernels import NativeKernels, pick_kernels
 from engine.attention.paged_kv import LayerKv
 from engine.attention.torch_kernels import TorchKernels
 from engine.models.rope import RopeConfig, RotaryTable

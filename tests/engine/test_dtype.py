@@ -11,10 +11,9 @@ import torch
 from safetensors.torch import save_file
 
 from baton.config.engine import EngineConfig
-from engine.auto_choice import main
+from engine.auto_choice import choose_dtype, main
 from engine.build import load_model_spec
-from engine.dtype import choose_dtype
-from engine.models.errors import ModelError
+from engine.errors import ModelError
 from engine.request import RequestId, ScheduledSeq, StepPlan
 from tests.engine import checkpoints
 from tests.engine.driving import set_up

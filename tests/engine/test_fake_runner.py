@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from baton.config.engine import FakeEngineConfig
+from engine.api import LocalKvMemory, LocalSink
 from engine.core import EngineCore
 from engine.fake_runner import FakeRunner, FakeTp, fake_model_spec
-from engine.local_memory import LocalKvMemory, LocalSink
 from engine.mixing import mix, mix_all
 from engine.request import RequestId, ScheduledSeq, StepPlan
 from kv_transfer.layout import RegionLayout

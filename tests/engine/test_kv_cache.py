@@ -10,8 +10,7 @@ import pytest
 
 from engine.kv_cache import KvCache
 from engine.request import BlocksStoredEvent
-from engine.request_blocks import RequestBlocks
-from engine.windows import first_live_block, span_blocks
+from engine.request_blocks import RequestBlocks, first_live_block, span_blocks
 from kv_transfer.layout import KvLayout, LayerGroup, TensorSpec
 
 TENSORS = (TensorSpec("k", 1, 1, "int64"),)

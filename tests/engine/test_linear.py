@@ -5,12 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.attention.choice import pick_kernels
 from engine.attention.kernels import Kernels
+from engine.attention.native_kernels import pick_kernels
 from engine.attention.torch_kernels import TorchKernels
 from engine.models.config import MoeConfig
-from engine.models.linear import Linear
-from engine.models.mlp import DenseMlp, MoeMlp, experts_of
+from engine.models.mlp import DenseMlp, Linear, MoeMlp, experts_of
 
 BF16 = torch.bfloat16
 # bf16 has 8 bits: of each output, against the largest of its row.

@@ -7,8 +7,7 @@ import torch
 
 from engine.attention.torch_kernels import TorchKernels
 from engine.models.config import MoeConfig
-from engine.models.linear import GroupedLinear, Linear
-from engine.models.mlp import DenseMlp, ExpertLoop, GroupedExperts, MoeMlp
+from engine.models.mlp import DenseMlp, ExpertLoop, GroupedExperts, GroupedLinear, Linear, MoeMlp
 
 NUM_EXPERTS, HIDDEN, WIDTH = 6, 32, 48
 CONFIG = MoeConfig((0,), NUM_EXPERTS, 2, WIDTH, True, "mlp", ("gate", "up", "down"))

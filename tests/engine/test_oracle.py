@@ -16,6 +16,7 @@ import torch
 import transformers
 
 from baton.config.engine import EngineConfig
+from engine.api import LocalDeviceMemory, LocalSink
 from engine.build import (
     build_runner,
     load_decoder,
@@ -23,7 +24,6 @@ from engine.build import (
     load_model_spec,
     region_layout,
 )
-from engine.local_memory import LocalDeviceMemory, LocalSink
 from engine.request import RequestId, RequestSpec, SamplingParams
 from tests.engine import checkpoints, families
 from tests.engine.driving import Driver, Setup, generate, random_prompt, set_up

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.overrides import TorchFunctionMode
 
+from engine.admission import check_sampling
 from engine.errors import InvalidRequestError
 from engine.request import SamplingParams
-from engine.sampling_check import check
 from tests.engine.sampling import EOS, GREEDY, frequencies, ids, random_logits, sample
 
 
@@ -173,9 +173,9 @@ def test_logprobs_are_those_of_the_model_before_temperature_and_penalties() -> N
     ],
 )
 def test_an_impossible_value_is_refused_by_its_field(field: str, value: object) -> None:
-    check(SamplingParams(), 100)
+    check_sampling(SamplingParams(), 100)
     with pytest.raises(InvalidRequestError) as caught:
-        check(replace(SamplingParams(), **{field: value}), 100)  # type: ignore[arg-type]
+        check_sampling(replace(SamplingParams(), **{field: value}), 100)  # type: ignore[arg-type]
     assert caught.value.field == field
 
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from baton.config.engine import EngineConfig
 from engine.build import load_model_spec
-from engine.models.errors import CheckpointError, UnsupportedModelError
+from engine.errors import CheckpointError, UnsupportedModelError
 from engine.models.folder import resolve
 from engine.weights import INDEX_FILE, SINGLE_FILE, Checkpoint
 from tests.engine import checkpoints

@@ -11,8 +11,8 @@ import numpy as np
 import transformers
 
 from baton.config.engine import EngineConfig
+from engine.api import LocalKvMemory, LocalSink
 from engine.build import build_engine, build_runner, load_decoder, load_model_spec, region_layout
-from engine.local_memory import LocalKvMemory, LocalSink
 from engine.request import RequestId, RequestSpec, SampledToken, SamplingParams, TokenEvent
 from tests.engine import checkpoints
 from tests.engine.greedy import Greedy
