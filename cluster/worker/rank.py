@@ -32,9 +32,8 @@ from engine.build import (
 )
 from kv_transfer.layout import RegionLayout
 from kv_transfer.lease import RankAddress, WorkerIdentity
-from kv_transfer.rank import TransferRank
+from kv_transfer.rank import TransferRank, make_transport
 from kv_transfer.transport import TransferMemory, Transport
-from kv_transfer.transports import make_transport
 
 log = logging.getLogger(__name__)
 
@@ -107,15 +106,7 @@ def build_rank(
     if group is not None:
         group.wait_all()  # allocating a pool may take longer than a collective's timeout
     identity = _meet(config.worker_id, position, TransferRank.address_of(transport, position.rank))
-    transfer = TransferRank(
-        transport,
-        memory,
-        layout,
-        identity,
-        position.rank,
-        None if position.rank == 0 else identity.rank0_address,
-        config.transfer,
-    )
+    transfer = TransferRank(transport, memory, layout, identity, config.transfer)
     runner = build_runner(decoder, engine, spec, memory, transfer, group)
     if position.rank == 0 and not transfer.wait_ready(_MEETING_TIMEOUT_S):
         raise TimeoutError("not every rank has reported its memory")

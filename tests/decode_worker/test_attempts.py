@@ -16,8 +16,8 @@ from baton.status import from_rpc_error
 from baton.v1 import common_pb2, worker_pb2
 from cluster.pools.role_plan import Role
 from cluster.worker.worker import WorkerFailedError
-from kv_transfer.layout import BlockId
-from kv_transfer.lease import FirstToken, FirstTokenLogprobs, Lease, WorkerIdentity
+from kv_transfer.layout import BlockId, TokenLogprobs
+from kv_transfer.lease import FirstToken, Lease, WorkerIdentity
 from tests.cluster.conftest import (
     TIMED_ENGINE,
     DecodeLink,
@@ -71,7 +71,7 @@ async def test_a_writer_s_last_token_ends_the_request_at_its_receiver_and_is_kep
         link = DecodeLink(decode.address, "router-a/1")
         await link.open()
         router = MiniRouter(prefill.address, link)
-        logprobs = FirstTokenLogprobs(-0.5, 1)
+        logprobs = TokenLogprobs(-0.5, 1)
         for name, reason in (
             ("known", common_pb2.FINISH_REASON_STOP),
             ("unknown", LATER_RELEASE),

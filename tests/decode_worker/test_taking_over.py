@@ -12,8 +12,7 @@ from baton.v1 import common_pb2, worker_pb2
 from cluster.pools.role_plan import Role
 from cluster.worker.worker import Worker
 from decode_worker.service import DecodeService
-from decode_worker.session import Refusal
-from engine.request import RequestSpec
+from decode_worker.session import Refusal, Rejected, Update
 from tests.cluster.conftest import (
     DecodeLink,
     Oracle,
@@ -47,6 +46,10 @@ def endless(request_id: str) -> worker_pb2.RequestSpec:
 
 def ask_of(link: DecodeLink) -> worker_pb2.AttachRequest:
     return worker_pb2.AttachRequest(router_id=link.router_id, request_id="x", tenant="tenant")
+
+
+def refusals(update: Update) -> list[Refusal]:
+    return [notice.refusal for notice in update.notices if isinstance(notice, Rejected)]
 
 
 async def barrier(link: DecodeLink, name: str) -> None:
@@ -104,43 +107,34 @@ async def test_logprobs_that_are_not_as_many_as_the_emitted_tokens_are_no_fault_
     spec.num_prompt_tokens -= 3
     # One message of a session, without the stream around it.
     service._reserve(session, worker_pb2.Reserve(spec=spec, emitted_logprobs=known))
-    (told,) = (await anext(session.updates())).rejected
+    (told,) = (await anext(session.updates())).notices
+    assert isinstance(told, Rejected)
     assert told.refusal is Refusal.INTERNAL
     assert "2 emitted_logprobs of 3 tokens" in told.message
     worker.decode.close_session(session)
 
 
-async def test_a_message_that_nobody_foresaw_ends_its_own_request_alone(
-    worker: Worker, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("part", "error"),
+    [
+        ("decode_worker.service.read_spec", OverflowError("of a kind that no check knows")),
+        ("decode_worker.role.DecodeRole.submit", KeyError("of ours")),
+    ],
+    ids=["reading it", "taking it"],
+)
+async def test_an_unforeseen_error_in_a_request_ends_that_request_alone(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch, part: str, error: Exception
 ) -> None:
-    def read(_: worker_pb2.RequestSpec) -> RequestSpec:
-        raise OverflowError("of a kind that no check knows")
-
-    session = worker.decode.open_session("router-a/1")
-    monkeypatch.setattr("decode_worker.service.read_spec", read)
-    service = DecodeService(worker.decode, 10.0)
-    # One message of a session, without the stream around it.
-    service._reserve(session, worker_pb2.Reserve(spec=make_spec("x")))
-    update = await anext(session.updates())
-    assert [told.refusal for told in update.rejected] == [Refusal.INTERNAL]
-    assert not session.closed
-    worker.decode.close_session(session)
-
-
-async def test_an_error_in_taking_a_request_ends_that_request_alone(
-    worker: Worker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def submit(*_: object) -> None:
-        raise KeyError("of ours")
+    def fail(*_: object) -> None:
+        raise error
 
     session = worker.decode.open_session("router-a/1")
     service = DecodeService(worker.decode, 10.0)
     with monkeypatch.context() as patched:
-        patched.setattr(worker.decode, "submit", submit)
+        patched.setattr(part, fail)
         # One message of a session, without the stream around it.
         service._reserve(session, worker_pb2.Reserve(spec=make_spec("x")))
-    update = await anext(session.updates())
-    assert [told.refusal for told in update.rejected] == [Refusal.INTERNAL]
+    assert refusals(await anext(session.updates())) == [Refusal.INTERNAL]
     assert not session.closed
     worker.decode.close_session(session)
 

@@ -9,13 +9,14 @@ import asyncio
 from typing import Any
 
 from handoff_pairs import HERE, THERE
+from manual_scheduler import ManualScheduler
 from transfer_sides import LAYOUT, Side, SideSpec
 
 from baton.clock import ManualClock
 from baton.config.transfer import TransferConfig
 from baton.v1 import transfer_pb2
 from kv_transfer.lease import Lease, Receipt
-from kv_transfer.memory_transport import ManualScheduler, MemoryNetwork, Operation
+from kv_transfer.memory_transport import MemoryNetwork, Operation
 from kv_transfer.process import ProcessIdentity
 
 CONFIG = TransferConfig(transport="memory", renew_within_s=5, ack_timeout_s=4, tombstone_s=100)
@@ -25,8 +26,13 @@ class World:
     """A sender and a receiver over a network that the test runs by hand."""
 
     def __init__(
-        self, sender_tp: int = 1, receiver_tp: int = 1, puts_outlive_connection: bool = False
+        self,
+        sender_tp: int = 1,
+        receiver_tp: int = 1,
+        puts_outlive_connection: bool = False,
+        config: TransferConfig = CONFIG,
     ) -> None:
+        self.config = config
         self.scheduler = ManualScheduler()
         self.network = MemoryNetwork(self.scheduler, puts_outlive_connection)
         self.clock = ManualClock()
@@ -38,7 +44,7 @@ class World:
         self.receiver.fill(THERE)
 
     def _side(self, name: str, tp_size: int) -> Side:
-        spec = SideSpec(name, tp_size, LAYOUT, CONFIG)
+        spec = SideSpec(name, tp_size, LAYOUT, self.config)
         transports = [self.network.join() for _ in range(tp_size)]
         side = Side(spec, transports, self.clock, self._is_gone)
         self.scheduler.run_all()
@@ -95,8 +101,8 @@ class World:
         return found[0]
 
 
-def begin_finish(world: World, handoff: Any, timeout_s: float | None = None) -> Any:
-    return asyncio.create_task(world.sender.finish(handoff, timeout_s))
+def begin_finish(world: World, handoff: Any) -> Any:
+    return asyncio.create_task(world.sender.finish(handoff))
 
 
 async def settled(world: World, task: asyncio.Task[Receipt]) -> Receipt:

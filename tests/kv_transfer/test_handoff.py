@@ -6,7 +6,16 @@ from dataclasses import replace
 
 import pytest
 import torch
-from handoff_pairs import CONFIGS, FIRST, MakePair, after, grant, hand_over, needs_system_ucx
+from handoff_pairs import (
+    CONFIGS,
+    FIRST,
+    MakePair,
+    after,
+    grant,
+    hand_over,
+    needs_system_ucx,
+    pushed,
+)
 from transfer_sides import ONE_HEAD
 
 from baton.config.transfer import TransferConfig
@@ -85,10 +94,7 @@ async def test_a_second_handoff_reuses_connections_and_blocks(
 ) -> None:
     sender, receiver = await make_pair(config)
     for round_ in range(3):
-        lease = await grant(sender, receiver, [[1, 2], [1, 2]], f"r{round_}")
-        handoff = await sender.call("open", lease)
-        for group in (0, 1):
-            await sender.call("push", handoff, group, [0, 1], [5 + round_, 9])
+        _, handoff = await pushed(sender, receiver, [1, 2], [5 + round_, 9], f"r{round_}")
         await sender.call("finish", handoff)
         await receiver.call("wait_for", "admitted", f"r{round_}")
         assert await receiver.call("count_wrong_bytes", after({1: 5 + round_, 2: 9})) == 0

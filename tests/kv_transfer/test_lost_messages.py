@@ -119,10 +119,11 @@ async def test_progress_does_not_carry_a_lease_past_its_deadline(world: World) -
     await world.sender.cancel(handoff)
 
 
+@pytest.mark.parametrize("world", [60.0], indirect=True)
 async def test_a_done_that_comes_after_the_expiry_is_refused(world: World) -> None:
     handoff = world.sender.open(world.grant([[1], [1]]))
     world.push_all(handoff, [3])
-    finishing = begin_finish(world, handoff, 60.0)
+    finishing = begin_finish(world, handoff)
     await world.deliver()
     await world.run_until_message("done")
     await world.advance(6)
@@ -149,13 +150,14 @@ async def test_a_lease_released_after_its_ack_went_out_is_free_and_never_admitte
     assert world.receiver.event_names() == ["quiescent"]
 
 
+@pytest.mark.parametrize("world", [200.0], indirect=True)
 @pytest.mark.parametrize("silence_s", [5.0, 70.0])
 async def test_a_lease_whose_time_ends_after_its_ack_went_out_is_admitted(
     world: World, silence_s: float
 ) -> None:
     handoff = world.sender.open(world.grant([[1], [1]]))
     world.push_all(handoff, [3])
-    finishing = begin_finish(world, handoff, 200.0)
+    finishing = begin_finish(world, handoff)
     await world.deliver()
     world.scheduler.run(await world.run_until_message("done"))
     world.clock.advance(silence_s)  # before the loop hears: nothing may take the Ack back

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
+from manual_scheduler import ManualScheduler
 from transfer_sides import ONE_HEAD, Side, SideSpec
 
 from baton.clock import ManualClock
@@ -13,7 +14,7 @@ from baton.config.transfer import TransferConfig
 from kv_transfer.errors import CancelledHandoffError, HandoffTimeoutError
 from kv_transfer.lease import Receipt
 from kv_transfer.lease_table import LeaseFailure, LeaseState
-from kv_transfer.memory_transport import ManualScheduler, MemoryNetwork
+from kv_transfer.memory_transport import MemoryNetwork
 
 CONFIG = TransferConfig(transport="memory", renew_within_s=6, ack_timeout_s=4)
 
@@ -34,11 +35,13 @@ class Pair:
 
 
 @pytest.fixture
-async def pair() -> Pair:
+async def pair(request: pytest.FixtureRequest) -> Pair:
+    """Its parameter, if any, is the `ack_timeout_s`."""
+    config = replace(CONFIG, ack_timeout_s=getattr(request, "param", CONFIG.ack_timeout_s))
     clock, scheduler = ManualClock(), ManualScheduler()
     network = MemoryNetwork(scheduler)
     sender, receiver = (
-        Side(SideSpec(name, 1, ONE_HEAD, CONFIG), [network.join()], clock)
+        Side(SideSpec(name, 1, ONE_HEAD, config), [network.join()], clock)
         for name in ("sender", "receiver")
     )
     return Pair(clock, scheduler, sender, receiver)
@@ -61,6 +64,7 @@ async def test_a_prompt_that_only_waits_keeps_its_lease_until_the_engine_is_no_l
     assert pair.receiver.events[0] == ("failed", "r", LeaseFailure.EXPIRED)
 
 
+@pytest.mark.parametrize("pair", [60.0], indirect=True)
 async def test_what_is_being_finished_keeps_its_lease_whatever_becomes_of_the_engine(
     pair: Pair,
 ) -> None:
@@ -68,7 +72,7 @@ async def test_what_is_being_finished_keeps_its_lease_whatever_becomes_of_the_en
     handoff = pair.sender.open(lease)
     await pair.wait(3)
     pair.sender.engine_is_well = False
-    finishing = asyncio.create_task(pair.sender.finish(handoff, timeout_s=60))  # nothing is pushed
+    finishing = asyncio.create_task(pair.sender.finish(handoff))  # nothing is pushed
     await pair.wait(20)
     assert pair.receiver.table.state(lease.lease_id) is LeaseState.GRANTED
     cancelling = asyncio.create_task(pair.sender.cancel(handoff))

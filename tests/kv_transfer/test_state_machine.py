@@ -16,6 +16,7 @@ import hypothesis.strategies as st
 import numpy.typing as npt
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from manual_scheduler import ManualScheduler
 from transfer_sides import (
     BLOCKS_PER_REGION,
     NUM_BLOCKS,
@@ -30,7 +31,7 @@ from baton.config.transfer import TransferConfig
 from kv_transfer.errors import HandoffError, LeaseError
 from kv_transfer.layout import HandoffId, RegionLayout
 from kv_transfer.lease import Lease
-from kv_transfer.memory_transport import ManualScheduler, MemoryNetwork, Operation
+from kv_transfer.memory_transport import MemoryNetwork, Operation
 
 CONFIG = TransferConfig(transport="memory", renew_within_s=6, ack_timeout_s=4, tombstone_s=1000)
 HERE = list(range(100, 100 + NUM_BLOCKS))

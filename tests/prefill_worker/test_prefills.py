@@ -12,11 +12,11 @@ from baton.v1 import worker_pb2
 from cluster.pools.role_plan import Role
 from cluster.worker.worker import Worker
 from engine.fake_runner import FakeRunner
-from engine.request import RequestId, RequestSpec, SampledToken, StepPlan
+from engine.request import PrefilledEvent, RequestId, RequestSpec, SampledToken, StepPlan
 from engine.wire import read_spec
-from kv_transfer.lease import Lease
+from kv_transfer.lease import Lease, Receipt
 from kv_transfer.memory_transport import MemoryNetwork
-from prefill_worker.role import FirstTokenReady, HandedOff, PrefillRun
+from prefill_worker.role import PrefillRun
 from tests.cluster.conftest import (
     TIMED_ENGINE,
     DecodeLink,
@@ -83,7 +83,7 @@ async def test_a_first_token_is_told_before_the_end_of_its_handoff_takes_the_wor
         while not computed.wait(0.01):  # the loop is busy meanwhile
             prefill.engine.post(lambda engine: None if engine.has_work() else computed.set())
     await following
-    assert told == [FirstTokenReady.__name__, "the handoff is finished", HandedOff.__name__]
+    assert told == [PrefilledEvent.__name__, "the handoff is finished", Receipt.__name__]
 
 
 async def test_a_lease_and_its_prompt_are_taken_in_one_step(
