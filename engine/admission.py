@@ -1,4 +1,4 @@
-"""Refuse at once what an engine could never run, naming the field."""
+"""Refuse at once what an engine could never run. The error names the field."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ class Limits:
 def check_spec(spec: RequestSpec, limits: Limits, prefill_only: bool) -> int:
     """The request's greatest length, prompt and output. Raises InvalidRequestError.
 
-    Of a prefill-only one the output goes on elsewhere, as far as that worker's context reaches:
-    ours bounds the prompt alone.
+    The output of a prefill-only request continues on another worker, up to that worker's context.
+    Here only the prompt must fit.
     """
     num_tokens = len(spec.token_ids)
     if not 0 < spec.num_prompt_tokens <= num_tokens:

@@ -36,7 +36,7 @@ class DeviceChoice:
 
 
 def why_no_gpu() -> str | None:
-    """Why torch computes on no GPU here, in one sentence; None: it can."""
+    """Why torch cannot compute on a GPU here, in one sentence; None: it can."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # an old driver is reported below, once
         if torch.cuda.is_available():
@@ -84,7 +84,7 @@ _INSTEAD_OF = {
 class DtypeChoice:
     dtype: str
     reason: str
-    """Why, in words that follow on the dtype and a colon."""
+    """Why, as a clause that follows the dtype and a colon."""
 
 
 def choose_dtype(
@@ -108,8 +108,8 @@ def choose_dtype(
 
 
 def own_dtype(model_path: str, revision: str | None = None) -> str:
-    """The dtype that config.json names, or else the one that most of the weights are in, which are
-    fetched for nothing else.
+    """The dtype that config.json names, or else that of most weights. Only then are weights
+    fetched.
 
     Raises ModelError.
     """
@@ -146,8 +146,8 @@ def _computed_on(device: str) -> set[str]:
 
 def cpu_has_bf16() -> bool:
     """False if torch is too old to know. float32 is right everywhere, if not the fastest."""
-    tell = getattr(torch.cpu, "get_capabilities", None)
-    return tell is not None and any(tell().get(name) for name in _BF16_INSTRUCTIONS)
+    capabilities = getattr(torch.cpu, "get_capabilities", None)
+    return capabilities is not None and any(map(capabilities().get, _BF16_INSTRUCTIONS))
 
 
 def main(*arguments: str) -> None:

@@ -38,8 +38,8 @@ _WARM_UP_OUTPUT_TOKENS = 4
 class EngineCore:
     """Implements `engine.api.Engine`.
 
-    `sink` must be the one that the runner delivers to: layers finish inside the runner, so it is
-    the runner that calls it, and the core only says (in plans) what is to be delivered.
+    `sink` must be the one that the runner calls as layers finish. The core only puts into plans
+    what is to be delivered.
     """
 
     def __init__(

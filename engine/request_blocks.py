@@ -26,14 +26,14 @@ def first_live_block(window: int | None, position: int, block_size: int) -> int:
 def first_kept_block(window: int | None, num_tokens: int, block_size: int) -> int:
     """Index of the first block that a worker needs of a prompt computed elsewhere.
 
-    The next token looks at some; the same prompt, when it comes again, is computed from its last
-    whole block on, and may look at one block more.
+    The next token looks at some blocks. The same prompt, when it comes again, is computed from its
+    last whole block on and may look at one block more.
     """
     return first_live_block(window, (num_tokens - 1) // block_size * block_size, block_size)
 
 
 def span_blocks(window: int, num_step_tokens: int, block_size: int) -> int:
-    """Most blocks that `num_step_tokens` tokens in a row and their windows lie in."""
+    """Most blocks that `num_step_tokens` consecutive tokens and their windows span."""
     return (window + num_step_tokens - 2) // block_size + 2
 
 
@@ -54,7 +54,7 @@ class RequestBlocks:
     awaits: bool = False  # was once refused for want of blocks
 
     def blocks(self, group: int, start: int = 0) -> list[BlockId]:
-        """Blocks held from the table's entry `start` on, without the null block."""
+        """Blocks held from entry `start` of the table on, without the null block."""
         return [BlockId(b) for b in self.tables[group][start : self.num_blocks].tolist() if b]
 
 
@@ -65,11 +65,11 @@ def longest_match(
     block_size: int,
     live_position: int | None,
 ) -> int:
-    """Most leading blocks of a chain that are cached in every group (`pools`, `windows`).
+    """Number of leading blocks of a chain that are cached in every group (`pools`, `windows`).
 
-    A windowed group needs those alone that a token at `live_position` looks at (None: the first
-    token after the prefix). Blocks that no group needs count only with one behind them that was
-    found: where every group is windowed, a prefix of which nothing is needed is not cached, 0.
+    A windowed group needs only the blocks that a token at `live_position` looks at (None: the first
+    token after the prefix). If every group is windowed, a prefix of which no block is needed counts
+    as not cached: 0.
     """
     full = [pool for pool, window in zip(pools, windows) if window is None]
     length = min((pool.num_resident(hashes) for pool in full), default=len(hashes))
@@ -97,7 +97,7 @@ def longest_match(
 
 @dataclass(frozen=True)
 class BlockNeeds:
-    """Of one request, per group: cached blocks to pin and fresh ones to acquire."""
+    """What one request needs per group: cached blocks to pin and fresh ones to acquire."""
 
     num_cached: int  # leading blocks, in every group; those that a window has left included
     starts: list[int]  # per group, where the entries that are needed start
@@ -109,15 +109,15 @@ class BlockNeeds:
         return [end - max(start, self.num_cached) for start, end in zip(self.starts, self.ends)]
 
     def fit(self, pools: Sequence[BlockPool], kept: Sequence[int]) -> bool:
-        """Whether every pool has as many free blocks, and `kept` ones more."""
+        """Whether every pool has that many free blocks and `kept` more."""
         return all(
             fresh + pool.num_unused(cached) + more <= pool.num_free
             for fresh, cached, more, pool in zip(self.num_fresh, self.cached, kept, pools)
         )
 
     def beside(self, other: BlockNeeds, pools: Sequence[BlockPool]) -> list[int]:
-        """Per group, free blocks that this one takes once `other` has its own: a cached block that
-        both hold, or that somebody holds already, is not taken twice."""
+        """Per group, free blocks that this request takes once `other` has its own. A cached
+        block that both need, or that is held already, is not counted twice."""
         lacked = []
         for fresh, cached, theirs, pool in zip(self.num_fresh, self.cached, other.cached, pools):
             shared = set(theirs)
@@ -125,8 +125,8 @@ class BlockNeeds:
         return lacked
 
     def fit_beside(self, pools: Sequence[BlockPool], held: Sequence[Set[BlockId]]) -> bool:
-        """Whether every pool has as many blocks beside those that are `held`, all else being free:
-        what is cached among them is not needed twice."""
+        """Whether every pool has enough blocks beside those in `held`, if all others were free.
+        Cached blocks among `held` are not counted twice."""
         for fresh, cached, blocks, pool in zip(self.num_fresh, self.cached, held, pools):
             num_own = sum(pool.find(h) not in blocks for h in cached)
             if fresh + num_own + len(blocks) >= pool.num_blocks:  # one is the null block

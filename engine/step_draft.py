@@ -18,8 +18,8 @@ def block_pushes(
     windows: list[int | None],
     block_size: int,
 ) -> Iterator[BlockPush]:
-    """Blocks from where the last push ended to the request's first `num_complete`: cached ones too,
-    on the first push."""
+    """Pushes of a step: blocks from where the last push ended to the request's first
+    `num_complete`. The first push includes cached blocks."""
     new = range(request.num_pushed_blocks, num_complete)
     for group, window in enumerate(windows):
         # The receiver has no block either for what the window has left by the prompt's end.
@@ -35,7 +35,7 @@ def block_pushes(
 
 
 class StepDraft:
-    """Owns a step's budget; who is asked for first has of it first."""
+    """Own a step's budget. Whoever is scheduled first takes from it first."""
 
     def __init__(self, max_tokens: int, kv: KvCache) -> None:
         self._max_tokens = max_tokens
@@ -50,7 +50,8 @@ class StepDraft:
         return not self._seqs
 
     def schedule(self, request: LiveRequest) -> None:
-        """Take what a request lacks, as far as its blocks and the budget go; maybe nothing."""
+        """Schedule what a request lacks, as far as its blocks and the budget allow; maybe
+        nothing."""
         start = request.num_computed_tokens
         ready = self._kv.num_ready_tokens(request.blocks)
         num_new = min(request.num_left, self.budget, ready - start)

@@ -83,9 +83,10 @@ class Checkpoint:
         return name in self._file_of
 
     def read(self, name: str, shape: tuple[int, ...], *parts: slice) -> torch.Tensor:
-        """A tensor, or the part of it that `parts` select along its leading dimensions.
+        """A tensor, or the part that `parts` select along its leading dimensions.
 
-        `shape` is the whole tensor's. Raises CheckpointError when it is missing or has another.
+        `shape` is the whole tensor's. Raises CheckpointError when it is missing or has another
+        shape.
         """
         if name not in self._file_of:
             raise CheckpointError(f"{self._folder}: tensor {name} is missing")
@@ -108,7 +109,7 @@ class Checkpoint:
         return part
 
     def ignore(self, name: str) -> None:
-        """A tensor that may be there and is not needed."""
+        """Accept a tensor that may be there and is not needed."""
         self._unread.discard(name)
 
     def check_all_read(self) -> None:
@@ -121,7 +122,7 @@ class Checkpoint:
             )
 
     def names(self) -> list[str]:
-        """All tensors, also those that nothing asks for, sorted."""
+        """Names of all tensors, also of those that nothing asks for, sorted."""
         return sorted(self._file_of)
 
     def header(self, name: str) -> str:
@@ -142,11 +143,12 @@ class Checkpoint:
         return tensor.reshape(-1).view(torch.uint8).numpy()
 
     def num_elements(self) -> int:
-        """Of all tensors together."""
+        """Number of elements of all tensors together."""
         return sum(math.prod(self._slice(name).get_shape()) for name in self._file_of)
 
     def dtype(self) -> str:
-        """What most of the weights are in, as safetensors names it; ours for those we compute in.
+        """The dtype of most weights, as torch names it if the engine computes in it, else as
+        safetensors does.
 
         Raises CheckpointError when there are no tensors.
         """
@@ -163,7 +165,7 @@ class Checkpoint:
         return self._files[self._file_of[name]].get_slice(name)
 
     def _file_names(self) -> list[str]:
-        """As transformers chooses: a single file is the whole model, whatever an index says."""
+        """The files to read, chosen as transformers does: a single file is the whole model."""
         has_single, has_index = ((self._folder / f).exists() for f in (SINGLE_FILE, INDEX_FILE))
         if has_single and has_index:
             log.warning("%s: %s is read, %s is not", self._folder, SINGLE_FILE, INDEX_FILE)
@@ -219,7 +221,7 @@ class Ranks(Protocol):
 
 
 def weights_digest(checkpoint: Checkpoint, num_threads: int, ranks: Ranks | None = None) -> str:
-    """Hex digest, equal on all ranks; every one of them has to call this.
+    """Hex digest, equal on all ranks. Every rank must call this.
 
     Raises CheckpointError, and TpPeerError when a rank is lost.
     """

@@ -41,7 +41,7 @@ KERNELS = Recipe(
 
 @functools.cache
 def native_library() -> ctypes.CDLL | None:
-    """The kernels' functions, or None where torch has to do."""
+    """The kernels' library; None if torch's kernels must serve."""
     try:
         # torch has loaded its libgomp already, whose threads GCC's kernels share; Clang's have
         # threads of their own.

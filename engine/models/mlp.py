@@ -16,8 +16,8 @@ from engine.models.config import MoeConfig
 class Linear:
     """x @ weight.T + bias, for a weight [out, in].
 
-    On a CPU with bf16 instructions the weight is kept in oneDNN's own order, made once: plain
-    `linear` reorders it in every call, which small batches pay for two- to threefold.
+    On a CPU with bf16 instructions the weight is stored in oneDNN's own order. Plain `linear`
+    reorders it in every call, which makes small batches two to three times slower.
     """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
@@ -40,7 +40,8 @@ class Linear:
 
 
 class GroupedLinear:
-    """x @ weight.T with another weight for each group of x's rows, which only the device knows."""
+    """x @ weight.T with a different weight for each group of x's rows. Only the device knows the
+    groups."""
 
     def __init__(self, weights: torch.Tensor) -> None:
         """Weights [num_groups, out, in]."""
@@ -48,8 +49,9 @@ class GroupedLinear:
 
     @classmethod
     def of(cls, linears: Sequence[Linear]) -> GroupedLinear | None:
-        """The same products as one; None on a CPU, where each is faster alone, and where torch has
-        none: before 2.10, with biases, of rows that are no multiple of 16 bytes."""
+        """The same products as one. None if torch has no such product (before 2.10, with biases,
+        or with rows that are no multiple of 16 bytes) and on a CPU, where each product is faster
+        alone."""
         first = linears[0]
         if first.device.type == "cpu" or first._bias is not None or not hasattr(F, "grouped_mm"):
             return None
@@ -100,7 +102,7 @@ class Experts(Protocol):
 
 @dataclass(frozen=True)
 class ExpertLoop:
-    """One expert after the other: the host has to know how many rows each has."""
+    """One expert after the other. The host has to know how many rows each has."""
 
     experts: Sequence[DenseMlp]
 
@@ -116,7 +118,7 @@ class ExpertLoop:
 
 @dataclass(frozen=True)
 class GroupedExperts:
-    """All experts in one product: where rows end stays on the device, whose host never waits."""
+    """All experts in one product. Row counts stay on the device, so the host never waits."""
 
     gate_up: GroupedLinear
     down: GroupedLinear
@@ -126,7 +128,8 @@ class GroupedExperts:
 
 
 def experts_of(experts: Sequence[DenseMlp]) -> Experts:
-    """What computes them where their weights are: on a CPU, to wait for counts costs nothing."""
+    """The faster computation for the device of the weights. On a CPU waiting for counts costs
+    nothing."""
     gate_up = GroupedLinear.of([expert.gate_up for expert in experts])
     down = GroupedLinear.of([expert.down for expert in experts])
     if gate_up is None or down is None:
