@@ -196,7 +196,7 @@ def test_torch_attention_is_right_for_any_mix_of_decodes_and_chunks(
     Case(seqs, *heads, 32, block_size, dtype, window).check(TorchKernels())
 
 
-def test_the_torch_kernels_tell_one_step_and_one_group_from_the_next() -> None:
+def test_the_torch_kernels_keep_steps_and_groups_apart() -> None:
     kernels = TorchKernels()
     for window in (None, 20, None):
         Case([(50, 1), (90, 1)], window=window).check(kernels)

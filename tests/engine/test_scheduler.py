@@ -11,10 +11,7 @@ from engine.request import (
     FinishReason,
     NoCapacityEvent,
     RequestId,
-    RequestSpec,
     ReservedEvent,
-    SampledToken,
-    StepPlan,
     TokenEvent,
 )
 from tests.engine.fakes import (
@@ -173,22 +170,7 @@ def test_releasing_a_prefill_that_has_not_finished_ends_it() -> None:
     pool_is_whole(sender.core)
 
 
-def test_a_quarantined_export_stays_pinned() -> None:
-    sender, receiver, wire = pair(fake_config(), fake_config())
-    spec = spec_of("r", prompt(60))
-    lease = receiver.core.reserve(spec)
-    assert isinstance(lease, ReservedEvent)
-    sender.core.add_prefill(spec, wire.open(lease), 0)
-    drain(sender.core)
-    sender.core.release(spec.request_id, quarantine=True)
-    load = sender.core.load()
-    assert load.num_blocks - load.num_free_blocks == 4
-    sender.core.check_integrity()
-    sender.core.unquarantine(spec.request_id)
-    pool_is_whole(sender.core)
-
-
-def test_a_load_tells_what_quarantine_keeps_from_use_reservations_and_exports_alike() -> None:
+def test_a_load_counts_quarantined_reservations_and_exports_alike() -> None:
     sender, receiver, wire = pair(fake_config(), fake_config())
     for name in ("first", "same"):  # the second shares three cached blocks of the first
         spec = spec_of(name, prompt(60))
@@ -211,21 +193,3 @@ def test_a_load_tells_what_quarantine_keeps_from_use_reservations_and_exports_al
     sender.core.unquarantine(RequestId("same"))
     sender.core.unquarantine(RequestId("lost"))
     pool_is_whole(sender.core)
-
-
-def test_specs_for_penalties_hold_every_token_known() -> None:
-    core, _ = watched(num_blocks=40)
-    runner = core._runner
-    run = runner.run
-    known: list[list[int]] = []
-
-    def remember(plan: StepPlan, specs: dict[RequestId, RequestSpec]) -> list[SampledToken]:
-        (spec,) = specs.values()
-        known.append(spec.token_ids.tolist())
-        return run(plan, specs)
-
-    runner.run = remember  # type: ignore[method-assign]
-    sampling = replace(GREEDY, max_tokens=5, frequency_penalty=1.0)
-    core.add(spec_of("r", prompt(6), sampling))
-    tokens = drain(core).tokens["r"]
-    assert known == [[*prompt(6).tolist(), *tokens[:n]] for n in range(5)]

@@ -85,19 +85,6 @@ def test_two_ranks_without_a_compiler_give_the_oracles_tokens(tmp_path: Path) ->
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("chunk", [16, 512])
-@pytest.mark.parametrize("family", ["qwen3", "qwen2"])
-def test_two_ranks_give_the_oracles_tokens_to_long_prompts(
-    family: str, chunk: int, tmp_path: Path
-) -> None:
-    oracle = checkpoints.save(family, tmp_path)
-    prompts = [random_prompt(n, families.VOCAB, n) for n in (511, 512, 1500)]
-    with replica(tmp_path, 2) as (setup, _):
-        found = generate(Driver(setup), prompts, 12, chunk=chunk)
-        assert found == [checkpoints.greedy_answer(oracle, prompt, 12) for prompt in prompts]
-
-
-@pytest.mark.full
 def test_four_ranks_replicate_two_kv_heads(tmp_path: Path) -> None:
     oracle = checkpoints.save("llama", tmp_path)
     prompts = [random_prompt(n, families.VOCAB, n) for n in (3, 70)]

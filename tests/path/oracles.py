@@ -75,8 +75,8 @@ def engine_alone(
 
 def answer_of(tokens: Sequence[SampledToken]) -> Greedy:
     """Of greedy tokens that were asked for with their log-probabilities."""
-    told = [token.logprobs.logprob for token in tokens if token.logprobs is not None]
-    return Greedy(ids_of(tokens), told)
+    logprobs = [token.logprobs.logprob for token in tokens if token.logprobs is not None]
+    return Greedy(ids_of(tokens), logprobs)
 
 
 def ids_of(tokens: Sequence[SampledToken]) -> list[int]:
