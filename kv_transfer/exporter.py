@@ -120,11 +120,7 @@ class Exporter:
             export.lease.renew_within_s / _RENEWALS, lambda: self._renew(export)
         )
 
-    async def finish(
-        self,
-        handoff: HandoffId,
-        first: FirstToken,
-    ) -> Receipt:
+    async def finish(self, handoff: HandoffId, first: FirstToken) -> Receipt:
         """Send `done` once all is pushed, and wait for the receiver's `Ack`.
 
         Raises PeerLostError, RankLostError, FencedError, NackError, HandoffTimeoutError,

@@ -181,6 +181,13 @@ class Wire:
         self.pushed[handoff] = []
         return handoff
 
+    def begin(self, spec: RequestSpec) -> ReservedEvent:
+        """Reserve a request at the target and prefill it at the source."""
+        lease = self.target.core.reserve(spec)
+        assert isinstance(lease, ReservedEvent)
+        self.source.core.add_prefill(spec, self.open(lease), lease.num_cached_tokens)
+        return lease
+
     def message(self, payload: bytes) -> None:
         self.calls.append(payload.decode())
 

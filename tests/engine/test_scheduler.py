@@ -105,10 +105,8 @@ def test_the_newest_request_is_preempted_and_the_oldest_never_waits() -> None:
 
 def test_reserved_and_exported_requests_are_never_preempted() -> None:
     config = fake_config(num_blocks=21)
-    sender, receiver, wire = pair(config, fake_config())
-    lease = receiver.core.reserve(spec_of("export", prompt(60)))
-    assert isinstance(lease, ReservedEvent)
-    sender.core.add_prefill(spec_of("export", prompt(60)), wire.open(lease), 0)
+    sender, _, wire = pair(config, fake_config())
+    wire.begin(spec_of("export", prompt(60)))
     sender.core.step()
     reserved = sender.core.reserve(spec_of("reserved", prompt(60, 1)))
     assert isinstance(reserved, ReservedEvent)
@@ -156,12 +154,10 @@ def test_an_aborted_reservation_is_quarantined() -> None:
 
 
 def test_releasing_a_prefill_that_has_not_finished_ends_it() -> None:
-    sender, receiver, wire = pair(fake_config(max_num_batched_tokens=16), fake_config())
+    sender, _, wire = pair(fake_config(max_num_batched_tokens=16), fake_config())
     for name in ("started", "waiting"):
         spec = spec_of(name, prompt(60))
-        lease = receiver.core.reserve(spec)
-        assert isinstance(lease, ReservedEvent)
-        sender.core.add_prefill(spec, wire.open(lease), 0)
+        wire.begin(spec)
     sender.core.step()
     for name in ("started", "waiting", "started", "unknown"):
         sender.core.release(RequestId(name))
@@ -171,12 +167,10 @@ def test_releasing_a_prefill_that_has_not_finished_ends_it() -> None:
 
 
 def test_a_load_counts_quarantined_reservations_and_exports_alike() -> None:
-    sender, receiver, wire = pair(fake_config(), fake_config())
+    sender, _, wire = pair(fake_config(), fake_config())
     for name in ("first", "same"):  # the second shares three cached blocks of the first
         spec = spec_of(name, prompt(60))
-        lease = receiver.core.reserve(spec)
-        assert isinstance(lease, ReservedEvent)
-        sender.core.add_prefill(spec, wire.open(lease), 0)
+        wire.begin(spec)
         drain(sender.core)
         sender.core.release(spec.request_id, quarantine=True)
     sender.core.reserve(spec_of("lost", prompt(40, 1)))

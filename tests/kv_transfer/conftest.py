@@ -33,10 +33,14 @@ async def make_pair() -> AsyncIterator[MakePair]:
         sender_spec = SideSpec("sender", sender_tp, config=config, **spec)
         receiver_spec = SideSpec("receiver", receiver_tp, config=config, **spec)
         sender: AnySide = (
-            RemoteSide(sender_spec) if config.transport == "ucx" else local(sender_spec)
+            RemoteSide(sender_spec, "forkserver")
+            if config.transport == "ucx"
+            else local(sender_spec)
         )
         sides.append(sender)
-        receiver: AnySide = local(receiver_spec) if fits_here(config) else RemoteSide(receiver_spec)
+        receiver: AnySide = (
+            local(receiver_spec) if fits_here(config) else RemoteSide(receiver_spec, "forkserver")
+        )
         sides.append(receiver)
         for side, seeds in ((sender, HERE), (receiver, THERE)):
             await side.call("ready")

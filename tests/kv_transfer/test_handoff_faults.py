@@ -157,7 +157,7 @@ async def test_damaged_bytes_are_found_by_the_checksum(
 ) -> None:
     sender, receiver = await make_pair(replace(config, checksum="always"))
     _, handoff = await pushed(sender, receiver, [1, 2], [1, 2])
-    async with asyncio.timeout(10):  # until the puts, of which nobody tells, have landed
+    async with asyncio.timeout(10):  # until the puts have landed: no event reports that
         while await receiver.call("count_wrong_bytes", after({1: 1, 2: 2})):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     await receiver.call("flip_byte", 0, 2)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from handoff_pairs import THERE
-from manual_world import CONFIG, World, begin_finish, settled
+from manual_world import CONFIG, World, begin_finish, finished
 
 from kv_transfer.errors import FencedError, HandoffTimeoutError, LeaseFencedError
 from kv_transfer.lease import Receipt
@@ -58,7 +58,7 @@ async def test_a_receiver_that_never_answers_ends_in_a_timeout_and_keeps_what_it
     assert world.receiver.event_names() == ["admitted"]
 
 
-async def test_a_fence_overtakes_the_opening_and_the_engine_is_told_nothing_new(
+async def test_a_fence_overtakes_the_opening_and_the_engine_opens_nothing(
     world: World,
 ) -> None:
     lease = world.grant([[1], [1]])
@@ -146,7 +146,7 @@ async def test_a_lease_released_after_its_ack_went_out_is_free_and_never_admitte
     assert world.messages("ack")
     assert world.receiver.release(lease.lease_id)
     assert world.receiver.events == []
-    assert isinstance(await settled(world, finishing), Receipt)
+    assert isinstance(await finished(world, finishing), Receipt)
     assert world.receiver.event_names() == ["quiescent"]
 
 
@@ -161,7 +161,7 @@ async def test_a_lease_whose_time_ends_after_its_ack_went_out_is_admitted(
     await world.deliver()
     world.scheduler.run(await world.run_until_message("done"))
     world.clock.advance(silence_s)  # before the loop hears: nothing may take the Ack back
-    assert isinstance(await settled(world, finishing), Receipt)
+    assert isinstance(await finished(world, finishing), Receipt)
     assert world.receiver.event_names() == ["admitted"]
 
 
@@ -169,7 +169,7 @@ async def test_an_admitted_lease_is_kept_only_while_its_done_may_be_repeated(wor
     lease = world.grant([[1], [1]])
     handoff = world.sender.open(lease)
     world.push_all(handoff, [3])
-    await settled(world, begin_finish(world, handoff))
+    await finished(world, begin_finish(world, handoff))
     await world.advance(2 * CONFIG.ack_timeout_s - 1)
     assert world.receiver.table.state(lease.lease_id) is LeaseState.ADMITTED
     await world.advance(1)

@@ -104,7 +104,7 @@ def make_pool(transport: Transport, layout: RegionLayout, device: str | None) ->
 
 class Side:
     """One worker: a `TransferRank` per rank, rank 0's exporter and lease table, and a stand-in for
-    the engine that pushes what it is told. Made on a running event loop."""
+    the engine that pushes what the test asks for. Made on a running event loop."""
 
     def __init__(
         self,
@@ -148,7 +148,7 @@ class Side:
             clock,
         )
 
-    # --- the listener: what the decode worker would be told
+    # --- the listener: what a decode worker implements
 
     def admitted(self, request_id: str, first: FirstToken) -> None:
         self._record(("admitted", request_id, first))
@@ -303,8 +303,11 @@ class LocalSide:
 class RemoteSide:
     """A worker in a process of its own, driven over a pipe; calls may overlap."""
 
-    def __init__(self, spec: SideSpec) -> None:
-        context = multiprocessing.get_context("spawn")
+    def __init__(self, spec: SideSpec, start_method: str = "spawn") -> None:
+        """`forkserver` starts in a tenth of the time of `spawn`, but reaps a killed process."""
+        context = multiprocessing.get_context(start_method)
+        if start_method == "forkserver":
+            context.set_forkserver_preload(["transfer_sides", "kv_transfer.ucx.transport"])
         self._pipe, there = context.Pipe()
         self.process = context.Process(target=serve_side, args=(spec, there), daemon=True)
         self.process.start()
