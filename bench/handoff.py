@@ -34,10 +34,10 @@ from baton.config.transfer import TransferConfig
 from bench.table import markdown
 from cluster.preflight.handoff import LoneRank, MemoryShape
 from kv_transfer.layout import BlockId
-from kv_transfer.lease import Lease, WorkerIdentity
+from kv_transfer.lease import FirstToken, Lease, WorkerIdentity
+from kv_transfer.rank import make_transport
 from kv_transfer.routes import Route
 from kv_transfer.transport import FlushResult
-from kv_transfer.transports import make_transport
 from kv_transfer.ucx.native import compiled
 from kv_transfer.ucx.transport import UcxTransport
 
@@ -148,7 +148,7 @@ async def hand_over(worker: LoneRank, pipe: Connection, blocks: Sequence[BlockId
     if blocks:
         worker.push(handoff, blocks, range(NUM_LAYERS))
         worker.rank.step_done()
-    receipt = await worker.exporter.finish(handoff, 1, None)
+    receipt = await worker.exporter.finish(handoff, FirstToken(1))
     answered_s = time.perf_counter() - start
     return Spent(receipt.put_s, await asyncio.to_thread(pipe.recv) - start, answered_s)
 
@@ -163,7 +163,7 @@ async def exposed_s(worker: LoneRank, pipe: Connection, blocks: Sequence[BlockId
     start = time.perf_counter()
     worker.push(handoff, blocks, [NUM_LAYERS - 1])
     worker.rank.step_done()
-    await worker.exporter.finish(handoff, 1, None)
+    await worker.exporter.finish(handoff, FirstToken(1))
     admitted_at_s: float = await asyncio.to_thread(pipe.recv)
     return admitted_at_s - start
 
@@ -192,11 +192,11 @@ class Memcpy:
         route = Route(self._layout, self._regions, 0, 1, self._targets)
         runs = route.runs(0, sources, targets)
         assert runs is not None
-        columns = [np.array(c, np.uint64) for c in zip(*runs.first.coalesced(), strict=True)][:3]
+        columns = [np.array(c, np.uint64) for c in zip(*runs.coalesced(), strict=True)][:3]
         pointers = [column.ctypes.data for column in columns]
         start = time.perf_counter()
         for layer in range(NUM_LAYERS):
-            batch = runs.at(layer)
+            batch = route.at_layer(runs, 0, layer)
             self._copy(len(columns[0]), *pointers, batch.source_offset, batch.target_offset)
         return time.perf_counter() - start
 

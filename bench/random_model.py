@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from engine.api import ModelSpec
-from engine.attention.choice import pick_kernels
 from engine.attention.kernels import Kernels
+from engine.attention.native_kernels import pick_kernels
 from engine.attention.paged_kv import TORCH_DTYPES
 from engine.models.config import ModelConfig, model_config
 from engine.models.decoder import Decoder

@@ -9,10 +9,25 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from decode_worker.errors import NotHereError, OtherBodyError, StaleAttemptError
 from engine.request import FinishReason, RequestSpec, SampledToken, TokenLogprobs
 
 _TOKEN_BYTES = 40  # an integer and its list entry
+
+
+class NotHereError(LookupError):
+    """No such request is known here to this tenant."""
+
+
+class OtherBodyError(ValueError):
+    """The request id runs here with another body, seed or attempt, or for another router."""
+
+
+class StaleAttemptError(ValueError):
+    """This attempt, or a newer one, is known here."""
+
+
+class NoSessionError(LookupError):
+    """The router that attaches has no open session here."""
 
 
 def _num_bytes(logprobs: TokenLogprobs | None) -> int:

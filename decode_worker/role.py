@@ -25,11 +25,24 @@ from typing import Any
 from baton.clock import Clock
 from baton.config.decode import DecodeConfig
 from baton.wire import ANY_ATTEMPT
-from decode_worker.errors import NoSessionError, OtherBodyError, StaleAttemptError
-from decode_worker.request_log import Record, RequestLog, Submission
-from decode_worker.role_tasks import RoleTasks
-from decode_worker.runs import Phase, Run, Runs, sampled_token
-from decode_worker.session import Admitted, Moved, Refusal, Reserved, RouterSession
+from decode_worker.request_log import (
+    NoSessionError,
+    OtherBodyError,
+    Record,
+    RequestLog,
+    StaleAttemptError,
+    Submission,
+)
+from decode_worker.session import (
+    Admitted,
+    Moved,
+    Phase,
+    Refusal,
+    Reserved,
+    RouterSession,
+    Run,
+    Runs,
+)
 from engine.errors import EngineStoppedError, InvalidRequestError
 from engine.loop import EngineThread
 from engine.request import (
@@ -39,6 +52,7 @@ from engine.request import (
     NoCapacityEvent,
     RequestId,
     ReservedEvent,
+    SampledToken,
     TokenEvent,
 )
 from engine.wire import finish_reason_from_proto
@@ -61,7 +75,8 @@ class DecodeRole:
         fail: Callable[[str, BaseException], None],
     ) -> None:
         """`fail` ends the worker: it gets the error after which no state can be trusted."""
-        self.tasks = RoleTasks(fail)
+        self._fail = fail
+        self._tasks: set[asyncio.Task[None]] = set()  # they take requests in
         self._engine = engine
         self._kv_fingerprint = kv_fingerprint
         self._config = config
@@ -157,7 +172,7 @@ class DecodeRole:
             # A writer sends the first token to the router itself: this worker starts after it.
             session.follow(record, len(record.token_ids) + (writer is not None))
             work = self._start(run) if writer is None else self._reserve(run, writer)
-            self.tasks.spawn(self._guard(run, work))
+            self._spawn(self._guard(run, work))
         except BaseException:  # the caller rejects it through the session
             self._forget(run, "it could not be taken")
             raise
@@ -186,6 +201,23 @@ class DecodeRole:
         except StaleAttemptError as error:
             return Refusal.STALE_ATTEMPT, str(error)
         return None
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        self.watch(task)
+
+    def watch(self, task: asyncio.Task[None]) -> None:
+        """End the worker when an assertion fails in the task. The caller keeps the task."""
+        task.add_done_callback(self._task_over)
+
+    def _task_over(self, task: asyncio.Task[None]) -> None:
+        error = None if task.cancelled() else task.exception()
+        if isinstance(error, AssertionError):
+            self._fail("the decode role", error)
+        elif error is not None:
+            log.error("a task of the decode role failed", exc_info=error)
 
     async def _guard(self, run: Run, work: Coroutine[Any, Any, None]) -> None:
         """Run `work`; refuse an attempt that is still RESERVING afterwards."""
@@ -253,7 +285,7 @@ class DecodeRole:
         assert run is not None, request_id
         assert run.phase is Phase.LEASED, (request_id, run.phase)
         run.phase, run.reserved = Phase.RUNNING, None
-        token = sampled_token(first)
+        token = SampledToken(first.token_id, first.logprobs)
         run.record.append(len(run.record.token_ids), token)
         key = run.key
         self._engine.post(lambda engine: engine.admit(key, token))
@@ -274,7 +306,8 @@ class DecodeRole:
             return
         run = self._without_lease(request_id)
         if run is not None:
-            run.record.append(len(run.record.token_ids), sampled_token(first))
+            token = SampledToken(first.token_id, first.logprobs)
+            run.record.append(len(run.record.token_ids), token)
             self._close(run, reason, "")
             run.notify_output()
 
@@ -379,7 +412,7 @@ class DecodeRole:
     @property
     def is_idle(self) -> bool:
         """Nothing runs, and no writer may still write this worker's memory."""
-        return not self.runs and not self._fenced and not self.tasks
+        return not self.runs and not self._fenced and not self._tasks
 
     @property
     def has_sent_all(self) -> bool:

@@ -14,11 +14,23 @@ from baton.errors import InvalidRequestError
 from baton.status import first_message
 from baton.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from baton.wire import field_on_wire
-from decode_worker.errors import NoSessionError, NotHereError, OtherBodyError
-from decode_worker.request_log import Submission, TokenRun
+from decode_worker.request_log import (
+    NoSessionError,
+    NotHereError,
+    OtherBodyError,
+    Submission,
+    TokenRun,
+)
 from decode_worker.role import DecodeRole
-from decode_worker.session import Refusal, Rejected, RouterSession, Update
-from engine.request import TokenLogprobs
+from decode_worker.session import (
+    Admitted,
+    Moved,
+    Refusal,
+    Rejected,
+    Reserved,
+    RouterSession,
+    Update,
+)
 from engine.wire import finish_reason_to_proto, read_spec
 from kv_transfer.lease import WorkerIdentity, logprobs_from_proto, logprobs_to_proto
 
@@ -26,15 +38,8 @@ log = logging.getLogger(__name__)
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
-_REFUSALS = {
-    Refusal.NO_CAPACITY: worker_pb2.REJECT_REASON_NO_CAPACITY,
-    Refusal.DRAINING: worker_pb2.REJECT_REASON_DRAINING,
-    Refusal.FINGERPRINT: worker_pb2.REJECT_REASON_FINGERPRINT,
-    Refusal.INVALID: worker_pb2.REJECT_REASON_INVALID,
-    Refusal.STALE_ATTEMPT: worker_pb2.REJECT_REASON_STALE_ATTEMPT,
-    Refusal.HANDOFF_FAILED: worker_pb2.REJECT_REASON_HANDOFF_FAILED,
-    Refusal.INTERNAL: worker_pb2.REJECT_REASON_INTERNAL,
-    Refusal.TAKEN: worker_pb2.REJECT_REASON_TAKEN,
+_REASON_OF = {
+    refusal: worker_pb2.RejectReason.Value(f"REJECT_REASON_{refusal.name}") for refusal in Refusal
 }
 
 
@@ -53,7 +58,7 @@ class DecodeService(worker_pb2_grpc.DecodeServiceServicer):
             )
         session = self._role.open_session(first.open.router_id)
         reader = asyncio.create_task(self._read(session, request_iterator))
-        self._role.tasks.watch(reader)
+        self._role.watch(reader)
         try:
             async for update in session.updates():
                 yield _update_message(update)
@@ -108,7 +113,7 @@ class DecodeService(worker_pb2_grpc.DecodeServiceServicer):
             kv_fingerprint=wire.kv_fingerprint,
             timeout_s=wire.timeout_ms / 1000 if wire.HasField("timeout_ms") else None,
             wire=wire.SerializeToString(),
-            emitted_logprobs=tuple(map(_read_logprobs, known)),
+            emitted_logprobs=tuple(map(logprobs_from_proto, known)),
         )
         return submission, writer
 
@@ -148,56 +153,40 @@ def _refuse(
 
 
 def _update_message(update: Update) -> worker_pb2.SessionResponse:
-    return worker_pb2.SessionResponse(
-        reserved=[
-            worker_pb2.Reserved(
-                request_id=r.request_id,
-                attempt=r.attempt,
-                lease=None if r.lease is None else r.lease.to_proto(),
-                num_cached_tokens=r.num_cached_tokens,
-            )
-            for r in update.reserved
-        ],
-        rejected=[
-            worker_pb2.Rejected(
-                request_id=r.request_id,
-                attempt=r.attempt,
-                reason=_REFUSALS[r.refusal],
-                message=r.message,
-                retry_after_ms=round(r.retry_after_s * 1000),
-                field=field_on_wire(r.field),
-            )
-            for r in update.rejected
-        ],
-        tokens=[_tokens_message(run) for run in update.tokens],
-        admitted=[
-            worker_pb2.HandoffAdmitted(request_id=a.request_id, attempt=a.attempt)
-            for a in update.admitted
-        ],
-        moved=[worker_pb2.Moved(request_id=m.request_id, attempt=m.attempt) for m in update.moved],
-    )
+    message = worker_pb2.SessionResponse(tokens=map(_tokens_message, update.tokens))
+    for notice in update.notices:
+        attempt = {"request_id": notice.request_id, "attempt": notice.attempt}
+        match notice:
+            case Reserved():
+                message.reserved.add(
+                    **attempt,
+                    lease=None if notice.lease is None else notice.lease.to_proto(),
+                    num_cached_tokens=notice.num_cached_tokens,
+                )
+            case Rejected():
+                message.rejected.add(
+                    **attempt,
+                    reason=_REASON_OF[notice.refusal],
+                    message=notice.message,
+                    retry_after_ms=round(notice.retry_after_s * 1000),
+                    field=field_on_wire(notice.field),
+                )
+            case Admitted():
+                message.admitted.add(**attempt)
+            case Moved():
+                message.moved.add(**attempt)
+    return message
 
 
 def _tokens_message(run: TokenRun) -> worker_pb2.RequestTokens:
+    """Empty log-probabilities: an earlier attempt emitted the token, and its own are unknown."""
     return worker_pb2.RequestTokens(
         request_id=run.request_id,
         attempt=run.attempt,
         index=run.index,
         ids=run.token_ids,
-        logprobs=[_logprobs_message(logprobs) for logprobs in run.logprobs],
+        logprobs=[logprobs_to_proto(known) or common_pb2.Logprobs() for known in run.logprobs],
         finished=finish_reason_to_proto(run.finished),
         error=run.error,
         num_cached_tokens=run.num_cached_tokens,
     )
-
-
-def _logprobs_message(logprobs: TokenLogprobs | None) -> common_pb2.Logprobs:
-    """Rank 0 on the wire means: an earlier attempt emitted it and its logprobs are unknown."""
-    return common_pb2.Logprobs() if logprobs is None else logprobs_to_proto(logprobs)
-
-
-def _read_logprobs(message: common_pb2.Logprobs) -> TokenLogprobs | None:
-    if message.rank == 0:
-        return None
-    logprobs = logprobs_from_proto(message)
-    return TokenLogprobs(logprobs.logprob, logprobs.rank, logprobs.top)

@@ -1,12 +1,47 @@
-"""Refuse at once what an engine could never run, naming the field."""
+"""Refuse at once what an engine could never run. The error names the field."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from engine.errors import InvalidRequestError
-from engine.request import RequestSpec
-from engine.sampling_check import check
+from engine.request import RequestSpec, SamplingParams
+
+MAX_SEED = (1 << 64) - 1
+
+
+def check_sampling(params: SamplingParams, vocab_size: int) -> None:
+    """Raise InvalidRequestError naming the first field whose value is impossible."""
+    limits: tuple[tuple[str, float, float], ...] = (
+        ("temperature", 0.0, 1e6),
+        ("top_k", 0, math.inf),
+        ("top_p", 0.0, 1.0),
+        ("min_p", 0.0, 1.0),
+        ("repetition_penalty", 0.0, 1e6),
+        ("presence_penalty", -2.0, 2.0),
+        ("frequency_penalty", -2.0, 2.0),
+        ("max_tokens", 1, math.inf),
+        ("min_tokens", 0, params.max_tokens),
+        ("seed", 0, MAX_SEED),
+    )
+    for field, low, high in limits:
+        value = getattr(params, field)
+        if not low <= value <= high:  # false for nan too
+            raise InvalidRequestError(field, f"{field} is {value}, not in [{low:g}, {high:g}]")
+    for field in ("top_p", "repetition_penalty"):
+        if getattr(params, field) == 0:
+            raise InvalidRequestError(field, f"{field} must be greater than 0")
+    if params.logprobs is not None and not 0 <= params.logprobs <= vocab_size:
+        raise InvalidRequestError(
+            "logprobs", f"logprobs is {params.logprobs}, not in [0, {vocab_size}]"
+        )
+    outside = [token for token in params.stop_token_ids if not 0 <= token < vocab_size]
+    if outside:
+        raise InvalidRequestError(
+            "stop_token_ids",
+            f"stop token id {min(outside)} is outside the vocabulary of {vocab_size}",
+        )
 
 
 @dataclass(frozen=True)
@@ -29,8 +64,8 @@ class Limits:
 def check_spec(spec: RequestSpec, limits: Limits, prefill_only: bool) -> int:
     """The request's greatest length, prompt and output. Raises InvalidRequestError.
 
-    Of a prefill-only one the output goes on elsewhere, as far as that worker's context reaches:
-    ours bounds the prompt alone.
+    The output of a prefill-only request continues on another worker, up to that worker's context.
+    Here only the prompt must fit.
     """
     num_tokens = len(spec.token_ids)
     if not 0 < spec.num_prompt_tokens <= num_tokens:
@@ -44,7 +79,7 @@ def check_spec(spec: RequestSpec, limits: Limits, prefill_only: bool) -> int:
         raise InvalidRequestError(
             "token_ids", f"token id {largest} is outside the vocabulary of {limits.vocab_size}"
         )
-    check(spec.sampling, limits.vocab_size)
+    check_sampling(spec.sampling, limits.vocab_size)
     max_tokens = spec.sampling.max_tokens
     if spec.num_emitted_tokens >= max_tokens:
         raise InvalidRequestError("max_tokens", f"all {max_tokens} tokens are emitted already")

@@ -1,9 +1,9 @@
 """The engine's seams: what a worker drives (`Engine`), what runs a step (`Runner`), where finished
 KV goes (`KvSink`).
 
-An engine is synchronous and belongs to one thread; `engine.loop.EngineThread` gives it one and
+An engine is synchronous and belongs to one thread. `engine.loop.EngineThread` provides the thread,
 carries commands in and events out. Every engine, torch or fake, is the same scheduler and block
-pool over a different `Runner`.
+pool over a different `Runner`. The `Local` classes serve an engine that hands nothing over.
 """
 
 from __future__ import annotations
@@ -11,6 +11,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
 
 from engine.request import (
     BlockPush,
@@ -24,7 +27,7 @@ from engine.request import (
     StepPlan,
 )
 from kv_transfer.block_hash import BlockHash
-from kv_transfer.layout import KvLayout
+from kv_transfer.layout import KvLayout, RegionLayout
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,7 @@ class ModelSpec:
     eos_token_ids: frozenset[int]
 
     def block_bytes(self, tp_size: int) -> int:
-        """One KV block of every layer group, at the TP rank that has most."""
+        """Bytes of one KV block over all layer groups, at the TP rank that holds most."""
         groups = range(len(self.layout.groups))
         return max(
             sum(self.layout.rank_block_bytes(group, rank, tp_size) for group in groups)
@@ -50,16 +53,16 @@ class ModelSpec:
 
 @dataclass(frozen=True)
 class EngineCapacity:
-    """What requests could have of an engine in which nothing else runs; never changes."""
+    """What one request could use if nothing else ran. Never changes."""
 
     num_blocks: int
     """KV blocks of a layer group, without the null block."""
     max_model_len: int
-    """Longest request that is accepted, prompt and output: the last token's KV is never needed."""
+    """Longest request that is accepted, prompt and output. The last token's KV is never needed."""
     max_request_tokens: int | None
-    """Most tokens whose KV one request can come to; None: as many as the context has."""
+    """Most tokens whose KV one request can need; None: the whole context."""
     max_held_tokens: int | None
-    """Most tokens whose KV one request holds at once; None: all that it came to."""
+    """Most tokens whose KV one request holds at once; None: all of its tokens."""
 
 
 @dataclass(frozen=True)
@@ -72,10 +75,10 @@ class EngineLoad:
     num_free_blocks: int
     num_blocks: int
     num_quarantined_blocks: int
-    """Kept from use until another worker has provably stopped, of the layer group that lacks most:
-    reservations that it could write still, and exports that it could read."""
+    """Blocks that stay unusable until another worker has provably stopped. A late writer could
+    still change them, or a late reader read them. Counted for the layer group that lacks most."""
     num_quarantined_bytes: int
-    """The same of all layer groups, over all layers and ranks."""
+    """Their bytes over all layer groups, layers and ranks."""
     num_steps: int
     prefill_tokens_per_s: float
     decode_step_s: float
@@ -84,17 +87,17 @@ class EngineLoad:
 class KvSink(Protocol):
     """Receives finished KV on one rank. Must not block: it enqueues.
 
-    One call after the other, on the engine's thread; `layer_done` may come on another one, while
-    the engine's computes the step.
+    Calls never overlap. They come on the engine's thread, except that `layer_done` may come on
+    another one while the engine computes the step.
     """
 
     def message(self, payload: bytes) -> None:
         """A sink message of the plan: opens, closes or fences a handoff on this rank."""
 
     def layer_done(self, layer: int, pushes: Sequence[BlockPush]) -> None:
-        """The KV of `pushes`, those of the layer's group, is written for `layer`.
+        """`layer` is written for the blocks of `pushes`, which are those of its group.
 
-        Called for each layer, in order; not called in a step without pushes.
+        Called for each layer, in order. Not called in a step without pushes.
         """
 
     def step_done(self) -> None:
@@ -115,8 +118,8 @@ class KvMemory(Protocol):
 
     @property
     def buffer(self) -> Any:
-        """The whole reservation as bytes, uint8 [num_regions * region_stride_bytes]: an array in
-        host memory, or for a model on a GPU a torch tensor, or what it can view, on that device."""
+        """The whole pool as bytes, uint8 [num_regions * region_stride_bytes]: an array in host
+        memory, or a torch tensor (or what torch can view) on the model's GPU."""
 
 
 class Runner(Protocol):
@@ -132,19 +135,19 @@ class Runner(Protocol):
     def run(self, plan: StepPlan, specs: dict[RequestId, RequestSpec]) -> list[SampledToken]:
         """One sampled token for each of the plan's sequences with `samples`, in order.
 
-        Gives the plan's sink messages to this rank's KvSink first, then calls `layer_done` after
-        each layer and `step_done` at the end. `specs` has every request that samples; where its
-        sampling looks at earlier tokens (penalties), `token_ids` are all tokens known now.
+        Passes the plan's sink messages to this rank's KvSink first. Calls `layer_done` after each
+        layer and `step_done` at the end. `specs` has every request that samples. If its sampling
+        uses earlier tokens (penalties), `token_ids` are all tokens known now.
         """
 
     def close(self) -> None: ...
 
 
 class Engine(Protocol):
-    """Rank 0's engine. Not thread-safe; every method returns at once but `step`.
+    """Rank 0's engine. Not thread-safe. Every method but `step` returns at once.
 
-    Two ways in: `add` computes a prompt here; `reserve` sets blocks aside for KV that comes from
-    another worker, which `admit` turns into a running request.
+    A request enters in two ways: `add` computes its prompt here; `reserve` sets blocks aside for KV
+    from another worker, and `admit` then runs it.
     """
 
     @property
@@ -162,64 +165,104 @@ class Engine(Protocol):
         """
 
     def reserve(self, spec: RequestSpec) -> ReservedEvent | NoCapacityEvent:
-        """Set blocks aside for a prompt whose KV another worker computes; pins what is cached.
+        """Set blocks aside for a prompt that another worker computes, and pin its cached blocks.
 
         Raises InvalidRequestError when the request could never run here.
         """
 
     def admit(self, request_id: RequestId, first: SampledToken) -> None:
-        """All KV of a reserved request has arrived: run it from its first token on.
+        """Run a reserved request from its first token on: all of its KV has arrived.
 
-        The writer has sent `first` to the caller already: no TokenEvent repeats it. Raises
+        The writer has sent `first` to the caller, so no TokenEvent repeats it. Raises
         UnknownRequestError when nothing is reserved under this id.
         """
 
     def release(self, request_id: RequestId, quarantine: bool = False) -> None:
-        """Let go of a reserved or exported request's blocks; an unknown one has none.
+        """Release the blocks of a reserved or exported request. Does nothing for an unknown one.
 
-        A prefill that is still computing ends with a FinishedEvent.
-        `quarantine`: a late writer could still touch them; they are unusable until `unquarantine`.
+        A prefill that is still computing ends with a FinishedEvent. `quarantine`: a late writer
+        could still touch the blocks, so they stay unusable until `unquarantine`.
         """
 
     def unquarantine(self, request_id: RequestId) -> None:
         """The writer of a released reservation has provably stopped: its blocks are free."""
 
     def abort(self, request_id: RequestId) -> None:
-        """End a waiting, running or exporting request; one that is unknown is already over.
+        """End a waiting, running or exporting request. Does nothing for an unknown one.
 
-        A prefill that has started computes no more, but its blocks stay pinned until `release`:
-        pushes may still read them. A reserved one is `release(quarantine=True)`d.
+        A prefill that has started stops computing, but its blocks stay pinned until `release`,
+        because pushes may still read them. A reserved request is released with `quarantine=True`.
         """
 
     def send_to_sinks(self, payload: bytes) -> None:
         """Deliver a sink message on every rank with the next step."""
 
     def has_work(self) -> bool:
-        """Whether a step would do something now; requests that wait for blocks alone are none."""
+        """Whether a step would do something now. Requests that wait for blocks do not count."""
 
     def step(self) -> list[EngineEvent]:
-        """Run one step and return what came of it, KV events included."""
+        """Run one step and return its events, KV events included."""
 
     def cached_chains(self) -> list[tuple[BlockHash | None, tuple[BlockHash, ...]]]:
         """Every shareable block, as chains (parent, hashes): the snapshot KV events start from."""
 
     @property
     def capacity(self) -> EngineCapacity:
-        """May be asked on any thread."""
+        """Any thread may read it."""
 
     @property
     def predicted_step_s(self) -> float | None:
-        """What the step under way, or the last one, was predicted to take by earlier ones. None:
-        it has work of a kind, or far longer prompts, than was ever done here. May be asked on any
-        thread."""
+        """Predicted time of the current step, or of the last one. None: this kind of work, or
+        prompts this long, were never measured here. Any thread may read it."""
 
     @property
     def blocked_since(self) -> float | None:
-        """Since when, in monotonic seconds, no request here could start or go on: others hold the
-        blocks or places that all of them wait for. None: one can, or none is there. May be asked
-        on any thread."""
+        """Monotonic time since which no request here could start or continue, because others hold
+        the blocks or slots that all of them wait for. None: one can run, or there is none. Any
+        thread may read it."""
 
     def load(self) -> EngineLoad: ...
 
     def check_integrity(self) -> None:
         """Raise AssertionError with the values when a block is leaked or owned twice."""
+
+
+class LocalKvMemory:
+    """A zeroed numpy buffer with the regions one after the other; implements `KvMemory`."""
+
+    def __init__(self, num_regions: int, region_bytes: int, blocks_per_region: int) -> None:
+        self.num_regions = num_regions
+        self.region_stride_bytes = region_bytes
+        self.blocks_per_region = blocks_per_region
+        self.buffer: npt.NDArray[np.uint8] = np.zeros(num_regions * region_bytes, np.uint8)
+
+    @classmethod
+    def of(cls, region: RegionLayout, num_regions: int) -> LocalKvMemory:
+        return cls(num_regions, region.num_bytes(), region.num_blocks)
+
+
+class LocalDeviceMemory:
+    """As `LocalKvMemory`, but a torch tensor on the model's device; implements `KvMemory`."""
+
+    def __init__(self, region: RegionLayout, num_regions: int, device: str) -> None:
+        import torch  # which a fake engine does without
+
+        self.num_regions = num_regions
+        self.region_stride_bytes = region.num_bytes()
+        self.blocks_per_region = region.num_blocks
+        self.buffer: torch.Tensor = torch.zeros(
+            num_regions * self.region_stride_bytes, dtype=torch.uint8, device=device
+        )
+
+
+class LocalSink:
+    """The `KvSink` of an engine that hands nothing over: a push would be a mistake."""
+
+    def message(self, payload: bytes) -> None:
+        raise AssertionError(f"nobody is there to receive {len(payload)} bytes")
+
+    def layer_done(self, layer: int, pushes: Sequence[BlockPush]) -> None:
+        assert not pushes, f"nobody is there to receive {pushes}"
+
+    def step_done(self) -> None:
+        pass

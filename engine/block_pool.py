@@ -66,13 +66,12 @@ class BlockPool:
         return self._by_hash.get(block_hash)
 
     def num_resident(self, chain: Sequence[BlockHash]) -> int:
-        """Leading hashes of a chain that are resident; of a leaf-first pool, where none is behind
-        one that is not."""
+        """Number of leading hashes of a chain that are resident, in a leaf-first pool."""
         assert self._leaf_first
         return bisect.bisect_left(chain, True, key=lambda h: h not in self._by_hash)
 
     def num_unused(self, chain: Sequence[BlockHash]) -> int:
-        """Resident blocks of a chain that nobody uses: those are counted free until pinned."""
+        """Resident blocks of a chain that nobody uses. They count as free until pinned."""
         refs, by_hash = self._refs, self._by_hash
         if self._leaf_first:  # what is used comes first
             return len(chain) - bisect.bisect_left(chain, True, key=lambda h: not refs[by_hash[h]])
@@ -81,7 +80,8 @@ class BlockPool:
     # --- taking and giving back -----------------------------------------------------------------
 
     def acquire(self, count: int) -> list[BlockId] | None:
-        """Take `count` blocks of no known content; None, and nothing taken, when too few are free.
+        """Take `count` blocks without known content. None, and nothing is taken, if too few are
+        free.
 
         Cached blocks are evicted only when no free block is left.
         """
@@ -102,7 +102,8 @@ class BlockPool:
             self._refs[block] += 1
 
     def release(self, blocks: Iterable[BlockId]) -> None:
-        """Drop a reference of each; the last one makes a block cached, or free without a hash."""
+        """Drop one reference of each. A block without references is cached, or free if it has no
+        hash."""
         self._clock += 1
         for block in blocks:
             refs = self._refs[block] - 1
@@ -134,7 +135,7 @@ class BlockPool:
     # --- content --------------------------------------------------------------------------------
 
     def store(self, block: BlockId, block_hash: BlockHash, parent: BlockHash | None) -> bool:
-        """Make a full block in use shareable under its hash; False when another one is already."""
+        """Make a full block in use shareable under its hash. False: another block has that hash."""
         if block_hash in self._by_hash:
             return self._by_hash[block_hash] == block
         assert self._refs[block] > 0, f"block {block} is named while nobody uses it"
@@ -206,7 +207,8 @@ class BlockPool:
     # --- integrity ------------------------------------------------------------------------------
 
     def check_integrity(self, references: Mapping[BlockId, int], parked: Sequence[BlockId]) -> None:
-        """Compare with what the owners say they hold: references a block, and quarantined blocks.
+        """Compare with what the owners say they hold: references of each block, and quarantined
+        blocks.
 
         Raises AssertionError with the values when a block is leaked, owned twice or misfiled.
         """

@@ -7,9 +7,16 @@ from typing import TYPE_CHECKING
 
 from baton.config.engine import AUTO, EngineConfig
 from engine import compute_threads
-from engine.api import KvMemory, KvSink, ModelSpec, Runner
+from engine.api import (
+    KvMemory,
+    KvSink,
+    LocalDeviceMemory,
+    LocalKvMemory,
+    LocalSink,
+    ModelSpec,
+    Runner,
+)
 from engine.core import EngineCore
-from engine.local_memory import LocalDeviceMemory, LocalKvMemory, LocalSink
 from kv_transfer.layout import RegionLayout
 
 if TYPE_CHECKING:
@@ -22,8 +29,10 @@ log = logging.getLogger(__name__)
 
 
 def find_model(model_path: str, revision: str | None, config: EngineConfig) -> str:
-    """The model's folder, its hub `revision` fetched when needed; the fake engine reads none.
-    Raises engine.models.errors.ModelError."""
+    """The model's folder; fetches its hub `revision` when needed. The fake engine reads none.
+
+    Raises engine.errors.ModelError.
+    """
     if config.backend == "fake":
         return model_path
     from engine.models.folder import resolve
@@ -32,14 +41,15 @@ def find_model(model_path: str, revision: str | None, config: EngineConfig) -> s
 
 
 def load_model_spec(model_path: str, config: EngineConfig, tp: TpGroup | None = None) -> ModelSpec:
-    """Describe the model without loading it; all bytes of its weights are read once, by all ranks
-    together. Raises engine.models.errors.ModelError, engine.tp.TpPeerError."""
+    """Describe the model without loading it. All ranks together read all bytes of its weights once.
+
+    Raises engine.errors.ModelError, engine.tp.TpPeerError.
+    """
     if config.backend == "fake":
         from engine.fake_runner import fake_model_spec
 
         return fake_model_spec(config)
-    from engine.device import device_of
-    from engine.dtype import choose_dtype
+    from engine.auto_choice import choose_dtype, device_of
     from engine.models.folder import describe
 
     dtype: str = config.dtype
@@ -57,7 +67,7 @@ def load_decoder(
 ) -> Decoder | None:
     """This rank's part of the model with its weights on the device; None for the fake engine.
 
-    Raises ModelError, ValueError where the weights do not fit the device, TpPeerError.
+    Raises ModelError, TpPeerError, and ValueError if the weights do not fit the device.
     """
     if config.backend == "fake":
         return None
@@ -69,9 +79,9 @@ def load_decoder(
 def with_kv_memory(
     config: EngineConfig, spec: ModelSpec, decoder: Decoder | None, tp: TpGroup | None
 ) -> EngineConfig:
-    """With the KV memory that the device has room for, where nobody set it; see `engine.kv_sizing`.
+    """Fill in the KV memory that the device has room for, unless it is set; see `engine.kv_sizing`.
 
-    Raises ValueError, which says how much is missing, TpPeerError.
+    Raises TpPeerError, and ValueError with how much is missing.
     """
     if decoder is None:
         return config
@@ -83,10 +93,10 @@ def with_kv_memory(
 def region_layout(
     spec: ModelSpec, config: EngineConfig, tp_rank: int, tp_size: int
 ) -> RegionLayout:
-    """A rank's regions, of equal size; `kv_memory_bytes` and `num_blocks` are per rank.
+    """A rank's regions, of equal size. `kv_memory_bytes` and `num_blocks` are per rank, and every
+    rank has the same number of blocks.
 
-    Every rank has the same number of blocks. Raises ValueError when not even one block a region
-    fits.
+    Raises ValueError when a region cannot hold even one block.
     """
     kv_memory_bytes = config.kv_memory_bytes or _HOST_KV_BYTES
     if config.num_blocks is None:
@@ -108,7 +118,7 @@ def build_runner(
     sink: KvSink,
     tp: TpGroup | None,
 ) -> Runner:
-    """Bind what `load_decoder` gave to this rank's KV pool."""
+    """Bind the result of `load_decoder` to this rank's KV pool."""
     if decoder is None:
         from engine.fake_runner import FakeRunner
 
@@ -124,7 +134,7 @@ def build_engine(config: EngineConfig, runner: Runner, sink: KvSink) -> EngineCo
 
 
 def lone_engine(decoder: Decoder | None, config: EngineConfig, spec: ModelSpec) -> EngineCore:
-    """An engine of one rank over KV memory of its own, which hands nothing over."""
+    """An engine of one rank with its own KV memory, which hands nothing over."""
     config = with_kv_memory(config, spec, decoder, None)
     layout, sink = region_layout(spec, config, 0, 1), LocalSink()
     memory: KvMemory = (

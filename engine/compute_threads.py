@@ -1,8 +1,8 @@
-"""How many threads this process computes with: the share of the machine's cores that it is given.
+"""Number of threads this process computes with: its share of the machine's cores.
 
-torch keeps the number for each thread that calls it. So the stepping thread takes a changed number
-over between two steps. The code that divides the cores calls `want`, from any thread. A runner on a
-CPU calls `wanted` before each step.
+torch keeps the number for each thread that calls it, so the stepping thread applies a new number
+between two steps. Whoever divides the cores calls `want`, from any thread. A runner on a CPU calls
+`wanted` before each step.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _wanted: int | None = None
 
 
 def want(num_threads: int | None) -> None:
-    """From the next step on; None: as many as now."""
+    """Takes effect with the next step. None: keep the present number."""
     global _wanted
     _wanted = num_threads
 
@@ -25,8 +25,8 @@ def wanted() -> int | None:
 
 
 def share(num_ranks: int) -> int:
-    """Threads for each of `num_ranks` that divide the cores of this process: those that it may run
-    on, or as many as its container's quota comes to where that is less."""
+    """Threads for each of `num_ranks` ranks that share the cores of this process: those that it may
+    run on, or its container's quota if that is less."""
     num_cores = len(os.sched_getaffinity(0))
     quota, period = _QUOTA.read_text().split() if _QUOTA.exists() else ("max", "")
     if quota != "max":

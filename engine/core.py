@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
 
 from baton.config.engine import EngineConfig
 from engine.admission import Limits
@@ -18,17 +22,24 @@ from engine.request import (
     RequestSpec,
     ReservedEvent,
     SampledToken,
+    SamplingParams,
     StepPlan,
 )
 from engine.scheduler import Scheduler
 from kv_transfer.block_hash import BlockHash
 
+log = logging.getLogger(__name__)
+
+_WARM_UP_CHUNK = 64
+_WARM_UP_LEN = 132  # two chunks, the second looking back at the first, and a few decodes
+_WARM_UP_OUTPUT_TOKENS = 4
+
 
 class EngineCore:
     """Implements `engine.api.Engine`.
 
-    `sink` must be the one that the runner delivers to: layers finish inside the runner, so it is
-    the runner that calls it, and the core only says (in plans) what is to be delivered.
+    `sink` must be the one that the runner calls as layers finish. The core only puts into plans
+    what is to be delivered.
     """
 
     def __init__(
@@ -172,3 +183,25 @@ class EngineCore:
 
     def close(self) -> None:
         self._runner.close()
+
+
+def warm_up(config: EngineConfig, runner: Runner, sink: KvSink) -> None:
+    """Run one short request through prefill and decode, so that no client waits for the first
+    steps. Raises what a step raises.
+
+    First steps are slow on every rank: they start threads, build kernels and plans, and touch
+    memory. Call it on the thread that will step, before anybody holds a KV block. The request has a
+    scheduler, blocks and rates of its own, and leaves no trace in the engine that serves.
+    """
+    started_at = time.monotonic()
+    budget = min(_WARM_UP_CHUNK, config.max_num_batched_tokens)
+    alone = replace(config, prefix_cache=False, max_num_seqs=1, max_num_batched_tokens=budget)
+    core = EngineCore(alone, runner, sink)
+    max_len = min(_WARM_UP_LEN, core.capacity.max_model_len)
+    num_prompt_tokens = max(1, max_len - _WARM_UP_OUTPUT_TOKENS)
+    prompt = np.arange(num_prompt_tokens, dtype=np.uint32) % core.model.vocab_size
+    sampling = SamplingParams(max_tokens=max_len - num_prompt_tokens, ignore_eos=True)
+    core.add(RequestSpec(RequestId("warm-up"), prompt, num_prompt_tokens, sampling))
+    while core.has_work():
+        core.step()
+    log.info("warmed up in %.2f s", time.monotonic() - started_at)

@@ -1,15 +1,13 @@
-"""A model without weights: tokens that depend on every byte of KV they should depend on.
+"""A model without weights, whose tokens depend on every byte of KV that they should depend on.
 
-Each (layer, tensor, head) is a chain that digests the tokens so far,
+Each (layer, tensor, head) is a chain that digests the tokens so far: d[p] = MULTIPLIER * d[p - 1] +
+mix(token[p], p) (mod 2^64), where d[-1] is the chain's key. d[p] is written into KV memory at
+position p. The next token reads d[p - 1] back from there. A sampled token is a hash over all that
+the request's block table leads to (a windowed group: over its window), with the position mixed into
+each value. So a lost, swapped or stale block, or one of another head, changes the tokens, whatever
+the chunks, batches and workers.
 
-    d[p] = MULTIPLIER * d[p - 1] + mix(token[p], p)   (mod 2^64),   d[-1] = the chain's key,
-
-and d[p] is what is written into KV memory at position p. Going on reads d[p - 1] back from there,
-and a sampled token is a hash over all that the request's block table leads to (a windowed group:
-over its window), with the place mixed into each value. So a block that is lost, swapped, stale or
-of another head changes the tokens, whatever the chunks, batches and workers it went through.
-
-Needs numpy alone. Steps cost what `FakeEngineConfig` says, through an injectable sleep.
+Needs numpy alone. Steps take the time that `FakeEngineConfig` sets, through an injectable sleep.
 """
 
 from __future__ import annotations
@@ -71,7 +69,7 @@ def fake_model_spec(config: EngineConfig) -> ModelSpec:
 
 @dataclass(frozen=True)
 class FakeTp:
-    """A rank among several, each of which must run every plan."""
+    """One rank of several, each of which must run every plan."""
 
     rank: int
     size: int
@@ -122,7 +120,7 @@ class FakeRunner:
         pass
 
     def run(self, plan: StepPlan, specs: dict[RequestId, RequestSpec]) -> list[SampledToken]:
-        """Ranks above 0 may pass no specs: they compute, and sample nothing."""
+        """Ranks above 0 may pass no specs: they compute and sample nothing."""
         for payload in plan.sink_messages:
             self._sink.message(payload)
         if plan.seqs:

@@ -18,29 +18,83 @@ always holds a cached block together with the cached blocks before it.
 A block that a window leaves is not free while another request holds it too; so a prompt may come
 to lack blocks of its span (`num_ready_tokens`) and wait. That ends: the other one is not past the
 block, so it does not wait for this one, and the block is free when it leaves in turn.
+
+`KvEventLog` has what became and ceased to be shareable, in order: a router's index follows it.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
-from engine.block_needs import BlockNeeds
 from engine.block_pool import BlockPool
-from engine.kv_events import KvEventLog
-from engine.prefix_match import longest_match
-from engine.request_blocks import RequestBlocks
-from engine.windows import first_kept_block, first_live_block, span_blocks
+from engine.request import BlocksRemovedEvent, BlocksStoredEvent
+from engine.request_blocks import (
+    BlockNeeds,
+    RequestBlocks,
+    first_kept_block,
+    first_live_block,
+    longest_match,
+    span_blocks,
+)
 from kv_transfer.block_hash import BlockHash, TokenIds, block_hash, block_hashes, chain_seed
 from kv_transfer.layout import NULL_BLOCK, BlockId, KvLayout
 
+KvEvent = BlocksStoredEvent | BlocksRemovedEvent
+
+
+class KvEventLog:
+    """Own the events since the last `take`. Blocks removed in a row are one event."""
+
+    def __init__(self) -> None:
+        self._events: list[KvEvent] = []
+        self._removed: list[BlockHash] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._events or self._removed)
+
+    def take(self) -> list[KvEvent]:
+        self._flush_removed()
+        events, self._events = self._events, []
+        return events
+
+    def removed(self, block_hash: BlockHash) -> None:
+        self._removed.append(block_hash)
+
+    def stored(self, hashes: Sequence[BlockHash], start: int, is_new: Sequence[bool]) -> None:
+        """Add the new blocks of the chain `hashes` from `start` on; `is_new` has a flag for
+        each."""
+        self._flush_removed()
+        for begin, end in _runs(is_new):
+            parent = hashes[start + begin - 1] if start + begin else None
+            self._events.append(
+                BlocksStoredEvent(parent, tuple(hashes[start + begin : start + end]))
+            )
+
+    def _flush_removed(self) -> None:
+        if self._removed:
+            self._events.append(BlocksRemovedEvent(tuple(self._removed)))
+            self._removed = []
+
+
+def _runs(flags: Sequence[bool]) -> Iterator[tuple[int, int]]:
+    """Ranges [begin, end) of consecutive true flags."""
+    begin = None
+    for index, flag in enumerate([*flags, False]):
+        if flag and begin is None:
+            begin = index
+        elif not flag and begin is not None:
+            yield begin, index
+            begin = None
+
 
 class KvCache:
-    """All KV blocks of one engine; `num_blocks` a group, the null block included.
+    """All KV blocks of one engine.
 
-    `max_step_tokens` is the most tokens of one request that a step computes.
+    `num_blocks` is per group and includes the null block. `max_step_tokens` is the most tokens of
+    one request that a step computes.
     """
 
     def __init__(
@@ -57,8 +111,8 @@ class KvCache:
         self.windows = [group.window for group in layout.groups]
         self.block_bytes = [layout.rank_block_bytes(g, 0, 1) for g in range(len(layout.groups))]
         self.events = KvEventLog()
-        """Of the first group that sees everything, else of the first: what a window leaves is
-        evicted before its descendants, and a router follows a chain from its start."""
+        """Events of the first group that sees everything, else of the first group. What a window
+        leaves is evicted before its descendants, and a router follows a chain from its start."""
         announced = self.windows.index(None) if None in self.windows else 0
         self.pools = [
             BlockPool(
@@ -85,7 +139,7 @@ class KvCache:
         return -(-num_tokens // self.block_size)
 
     def open(self, tokens: TokenIds, cache_salt: str, max_tokens: int) -> RequestBlocks:
-        """`max_tokens` is the most the request can ever hold, prompt and output."""
+        """`max_tokens`: the most that the request can ever hold, prompt and output."""
         seed = chain_seed(self._fingerprint, cache_salt)
         hashes = block_hashes(seed, tokens, self.block_size) if self._prefix_cache else []
         capacity = self.num_blocks_of(max_tokens)
@@ -98,10 +152,11 @@ class KvCache:
         blocks.pushed_from = [max(first, num_receiver_blocks) for first in kept]
 
     def place(self, blocks: RequestBlocks, num_tokens: int, headroom: int = 0) -> int | None:
-        """Hold blocks for `num_tokens` tokens; returns the leading ones that are cached.
+        """Hold blocks for `num_tokens` tokens; returns the number of leading tokens that are
+        cached.
 
-        At least one token is left to compute. None, and nothing held, when a group has fewer than
-        `headroom` free blocks beyond what is needed.
+        At least one token is left to compute. None, and nothing is held, when a group would keep
+        fewer than `headroom` free blocks.
         """
         needs = self._needs_of(blocks, num_tokens)
         return self._hold(blocks, num_tokens, needs, [headroom] * len(self.pools))
@@ -113,9 +168,9 @@ class KvCache:
         headroom: int = 0,
         first: tuple[RequestBlocks, int] | None = None,
     ) -> int | None:
-        """`place` blocks that another worker fills: those that a window has left by the prompt's
-        end are not needed at all. `first` (its blocks, tokens) is still to be placed and must be
-        able to, beside these."""
+        """`place` blocks that another worker fills. Blocks that a window has left by the
+        prompt's end are not needed. `first` (its blocks, tokens) waits to be placed, and must
+        still fit beside these."""
         needs = self._needs_of(blocks, num_tokens, computed_here=False)
         kept = [headroom] * len(self.pools)
         if first is not None:
@@ -163,7 +218,8 @@ class KvCache:
         return BlockNeeds(num_cached, starts, ends, cached)
 
     def _keep_cached(self, blocks: RequestBlocks, cached: list[list[BlockHash]]) -> None:
-        """Have a prefix that waits for blocks evicted last; done once, for it may wait long."""
+        """Make the cached prefix of a waiting request the last to be evicted. Done once, because
+        it may wait long."""
         if not blocks.awaits:
             blocks.awaits = True
             self._evict_last(cached)
@@ -183,11 +239,11 @@ class KvCache:
         return pinned
 
     def _span_end(self, group: int, first_live: int, total: int) -> int:
-        """Where the entries end that a table of `total` holds at once."""
+        """Index behind the last entry that a table of `total` entries holds at once."""
         return min(total, first_live + min(self._spans[group], self.num_blocks - 1))
 
     def num_ready_tokens(self, blocks: RequestBlocks) -> int:
-        """Leading tokens that could be computed now: the tables have blocks for them."""
+        """Number of leading tokens that could be computed now: the tables have blocks for them."""
         ready = blocks.num_blocks
         for g in self._windowed:
             if blocks.filled[g] < blocks.num_blocks:
@@ -196,7 +252,8 @@ class KvCache:
         return ready * self.block_size
 
     def grow(self, blocks: RequestBlocks, num_tokens: int) -> bool:
-        """Hold blocks for `num_tokens` tokens; False, and nothing changed, when there are none."""
+        """Hold blocks for `num_tokens` tokens. False, and nothing changes, when too few are
+        free."""
         total = self.num_blocks_of(num_tokens)
         count = total - blocks.num_blocks
         if count <= 0:
@@ -213,7 +270,8 @@ class KvCache:
         return True
 
     def computed(self, blocks: RequestBlocks, tokens: TokenIds, num_computed: int) -> None:
-        """The KV of the leading `num_computed` of `tokens` exists: share it, let go of windows."""
+        """The KV of the leading `num_computed` of `tokens` exists: share it, and release what
+        windows left."""
         num_full = num_computed // self.block_size
         if self._prefix_cache and num_full > blocks.num_stored:
             self._extend_hashes(blocks, tokens, num_full)
@@ -222,7 +280,7 @@ class KvCache:
             self._leave_window(blocks, g, num_computed)
 
     def free(self, blocks: RequestBlocks) -> None:
-        """Give everything back; blocks that are shareable stay cached. Idempotent."""
+        """Release all blocks; shareable ones stay cached. Idempotent."""
         if blocks not in self._held:
             return
         self._held.remove(blocks)
@@ -234,7 +292,7 @@ class KvCache:
         self._set_length(blocks, 0)
 
     def quarantine(self, blocks: RequestBlocks) -> None:
-        """Give back the cached prefix and set aside the blocks that were waiting to be written."""
+        """Release the cached prefix and set aside the blocks that were to be written."""
         self._held.remove(blocks)
         parked = []
         for g, pool in enumerate(self.pools):
@@ -257,7 +315,7 @@ class KvCache:
     # --- prefix cache ---------------------------------------------------------------------------
 
     def cached_chains(self) -> list[tuple[BlockHash | None, tuple[BlockHash, ...]]]:
-        """All blocks that `events` reported and that are still there, as `BlockPool.chains`."""
+        """The reported blocks that are still there, as `BlockPool.chains`."""
         return self.pools[self._announced].chains()
 
     def _extend_hashes(self, blocks: RequestBlocks, tokens: TokenIds, num_full: int) -> None:
@@ -285,7 +343,7 @@ class KvCache:
         self.events.stored(blocks.hashes, start, new)
 
     def _give_way(self, blocks: RequestBlocks, group: int, index: int) -> None:
-        """Use the cached block of the same content in place of the request's own."""
+        """Replace the request's own block by the cached block with the same content."""
         pool = self.pools[group]
         own = BlockId(int(blocks.tables[group][index]))
         twin = pool.find(blocks.hashes[index])
@@ -311,7 +369,7 @@ class KvCache:
         self._fill(blocks, group)
 
     def _fill(self, blocks: RequestBlocks, group: int) -> None:
-        """Hold more of a prompt's later blocks, as far as its span and the free blocks go."""
+        """Hold more of a prompt's later blocks, as far as its span and the free blocks allow."""
         filled, pool = blocks.filled[group], self.pools[group]
         end = self._span_end(group, blocks.first_live[group], blocks.num_blocks)
         count = min(end - filled, pool.num_free)
@@ -345,13 +403,13 @@ class KvCache:
 
     @property
     def max_held_tokens(self) -> int | None:
-        """Most tokens whose blocks one request holds at once; None: those of its whole length."""
+        """Most tokens whose blocks one request holds at once; None: its whole length."""
         if len(self._windowed) < len(self.windows):
             return None
         return min(max(self._spans), self.num_blocks - 1) * self.block_size
 
     def set_aside(self, pinned: Sequence[RequestBlocks]) -> list[set[BlockId]]:
-        """Per group: blocks in quarantine and those that `pinned` hold."""
+        """Per group: blocks in quarantine, and blocks that `pinned` hold."""
         of_group = []
         for g in range(len(self.pools)):
             held = {block for blocks in pinned for block in blocks.blocks(g)}
@@ -363,8 +421,8 @@ class KvCache:
     def has_room_beside(
         self, set_aside: list[set[BlockId]], blocks: RequestBlocks, num_tokens: int
     ) -> bool:
-        """Whether `place` would hold blocks for these tokens if `set_aside` was all that is held:
-        what the prompt shares with it is not needed twice."""
+        """Whether `place` would succeed for these tokens if only `set_aside` was held. Blocks
+        that the prompt shares with it are counted once."""
         return self._needs_of(blocks, num_tokens).fit_beside(self.pools, set_aside)
 
     def check_integrity(self, owners: Iterable[RequestBlocks]) -> None:

@@ -1,8 +1,8 @@
 """How much KV memory a GPU has room for, beside the weights and the largest step.
 
-The weights lie on the device already. A dry run of the largest prefill chunk and the largest decode
-batch, over a KV pool of one block that every table names, shows the most memory that a step takes.
-What `gpu_memory_utilization` leaves beyond both is for KV, as far as it is free now.
+The weights are on the device already. A dry run of the largest prefill chunk and of the largest
+decode batch shows the most memory that a step takes; every table names the one block of its pool.
+KV gets what `gpu_memory_utilization` leaves beyond both, if that much is free now.
 """
 
 from __future__ import annotations
@@ -14,11 +14,10 @@ import numpy as np
 import torch
 
 from baton.config.engine import EngineConfig
-from engine.api import ModelSpec
+from engine.api import LocalDeviceMemory, ModelSpec
 from engine.attention.decode_rows import MOST_BLOCKS
 from engine.attention.paged_kv import PagedKv
-from engine.device import device_of
-from engine.local_memory import LocalDeviceMemory
+from engine.auto_choice import device_of
 from engine.models.decoder import Decoder
 from engine.request import RequestId, RequestSpec, SamplingParams, ScheduledSeq
 from engine.sampler import Sampler
@@ -30,7 +29,7 @@ log = logging.getLogger(__name__)
 
 _GIB = 1 << 30
 _HARDEST = SamplingParams(top_k=50, top_p=0.9, repetition_penalty=1.1, logprobs=5)
-"""Sampling that takes the most memory a row."""
+"""The sampling settings that take the most memory per row."""
 _LESS = (
     "Lower engine.max_num_batched_tokens, engine.max_num_seqs or engine.max_model_len, or use more"
     " GPUs a replica (tensor_parallel)"
@@ -40,10 +39,10 @@ _LESS = (
 def with_sized_kv(
     config: EngineConfig, spec: ModelSpec, decoder: Decoder, tp: TpGroup | None
 ) -> EngineConfig:
-    """Fill in `kv_memory_bytes` where nobody set it and the engine computes on a GPU; the smallest
-    of the ranks' counts, since all have equally many blocks.
+    """Fill in `kv_memory_bytes` for a GPU unless it is set. All ranks take the smallest rank's
+    value, so that they have equally many blocks.
 
-    Raises ValueError, which says how much memory is missing, and TpPeerError.
+    Raises TpPeerError, and ValueError with how much memory is missing.
     """
     device = device_of(config)
     if device.type != "cuda" or config.kv_memory_bytes is not None or config.num_blocks is not None:
@@ -86,7 +85,7 @@ def step_peak_bytes(
 ) -> int:
     """Most memory that one step takes beyond weights and KV; 0 on a CPU, which does not count it.
 
-    `rank_of`: TP rank and size; every rank must call it.
+    `rank_of`: TP rank and size. Every rank must call it.
     """
     regions = RegionLayout(spec.layout, *rank_of, 2)
     kv = PagedKv(LocalDeviceMemory(regions, 1, str(device)), regions, device)

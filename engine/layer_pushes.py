@@ -1,9 +1,9 @@
-"""Reports each layer that a step has written to a sink. The step's thread does not wait.
+"""Report each layer that a step has written to a sink. The step's thread does not wait.
 
-A device computes asynchronously: a layer that was launched need not be written yet, and a put reads
-its memory at once. So on a device an event is recorded after each layer. A thread of its own waits
-for one event after the other and calls the sink. The step ends when the sink has got all layers. A
-sink's calls never overlap, and its errors are the step's.
+A device computes asynchronously: a launched layer need not be written yet, but a put reads its
+memory at once. So an event is recorded on the device after each layer. A separate thread waits for
+one event after the other and calls the sink. The step ends when the sink has all layers. A sink's
+calls never overlap, and its errors become the step's.
 
 A step also ends only when all its KV is written, even if none is pushed. Its blocks may then be
 freed and leased to a writer that nothing orders behind this device's work.
@@ -29,7 +29,7 @@ class DeviceEvent(Protocol):
     """As torch.cuda.Event."""
 
     def record(self) -> None:
-        """On the step's thread: it comes to pass when all that was asked for until now is done."""
+        """On the step's thread: record the event, which happens once all work so far is done."""
 
     def synchronize(self) -> None:
         """On any thread: wait for it."""
@@ -43,10 +43,10 @@ def _new_cuda_event() -> DeviceEvent:
 
 
 class LayerPushes:
-    """One step at a time: `layer_done` for each layer, on one thread, then `finish`."""
+    """Serves one step at a time: `layer_done` for each layer, on one thread, then `finish`."""
 
     def __init__(self, sink: KvSink, layout: KvLayout, new_event: NewEvent | None) -> None:
-        """`new_event` is None where a layer is written when its call returns."""
+        """`new_event` is None if a layer is written when its call returns."""
         self._sink = sink
         self._layout = layout
         self._new_event = new_event
@@ -63,7 +63,7 @@ class LayerPushes:
         return cls(sink, layout, _new_cuda_event if device.type == "cuda" else None)
 
     def of_step(self, pushes: Sequence[BlockPush]) -> Callable[[int], None]:
-        """What to call when a layer was asked for: nothing in a step that pushes nothing."""
+        """What to call after each layer is launched; nothing if the step pushes nothing."""
         assert not self._reported, "the step before has not finished"
         if not pushes:
             return lambda layer: None
@@ -78,8 +78,9 @@ class LayerPushes:
         return layer_done
 
     def finish(self, *, is_read_back: bool) -> None:
-        """Wait until the sink has got every layer. Raises its first error. `is_read_back`: the
-        caller reads the step's logits, and so waits for the device itself.
+        """Wait until the sink has every layer. Raises its first error.
+
+        `is_read_back`: the caller reads the step's logits, and so waits for the device itself.
         """
         if self._new_event is not None and not is_read_back:
             event = self._new_event()
@@ -90,7 +91,7 @@ class LayerPushes:
             each.result()
 
     def close(self) -> None:
-        """Without waiting: a device that hangs comes to no event."""
+        """End without waiting: the events of a hung device never happen."""
         self._written.put(None)
 
     def _layer_done(self, layer: int, pushes: Sequence[BlockPush]) -> None:
@@ -116,7 +117,7 @@ class LayerPushes:
 
 @dataclass(frozen=True)
 class _Written:
-    """A layer that the sink gets when its event has happened."""
+    """A layer that the sink gets once its event has happened."""
 
     event: DeviceEvent
     layer: int

@@ -1,9 +1,9 @@
-"""How fast an engine was of late, and how long its next step will take.
+"""How fast an engine was recently, and how long its next step will take.
 
-A step takes a time for its decodes, or, where it has none, a time for being a step at all, and a
-time for each prompt token. Each step corrects these so that they explain it, by as little as
-possible: normalised least mean squares (Widrow and Hoff, 1960), in units in which 128 prompt tokens
-weigh as much as a step; so prompts of few tokens say little about long ones.
+A step costs a time for its decodes (or, without any, a time for being a step at all) and a time for
+each prompt token. Each step corrects these times as little as explains it: normalised least mean
+squares (Widrow and Hoff, 1960). 128 prompt tokens weigh as much as a step, so short prompts say
+little about long ones.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ _REACH = 4  # a step of so many times the prompt tokens of the longest one so fa
 
 
 class LearnedRates:
-    """Times of past steps, newest weighing most."""
+    """Times of past steps; the newest weigh most."""
 
     def __init__(self, max_num_batched_tokens: int) -> None:
         self._chunk = max_num_batched_tokens
-        self._telling = min(_PROMPT_UNIT, max(1, max_num_batched_tokens // 2)) / _PROMPT_UNIT
+        self._least_units = min(_PROMPT_UNIT, max(1, max_num_batched_tokens // 2)) / _PROMPT_UNIT
         """Fewest units of prompts in a step from which the time of a unit can be learned."""
         self._times_s: list[float | None] = [None, None, None]  # of decodes, a step, a unit
         self._longest = 0  # prompt tokens of one step
@@ -31,7 +31,7 @@ class LearnedRates:
 
     @property
     def prefill_tokens_per_s(self) -> float:
-        """Of a long prompt, chunk by chunk; 0.0 while nothing is known."""
+        """Rate of a long prompt, chunk by chunk; 0.0 while unknown."""
         step_s, unit_s = self._times_s[_STEP], self._times_s[_PROMPT]
         if unit_s is None:
             return 0.0
@@ -40,29 +40,29 @@ class LearnedRates:
 
     @property
     def decode_step_s(self) -> float:
-        """0.0 while nothing is known."""
+        """0.0 while unknown."""
         return self._times_s[_DECODES] or 0.0
 
     def predict(self, plan: StepPlan) -> float | None:
-        """How long the step will take; None when it has work of a kind, or a length of prompts,
-        that was never measured."""
+        """How long the step will take. None: this kind of work, or prompts this long, were never
+        measured."""
         work = _work(plan)
         if work[_PROMPT] * _PROMPT_UNIT > _REACH * self._longest:
             return None
-        needed = [*work[:_PROMPT], work[_PROMPT] >= self._telling]
+        needed = [*work[:_PROMPT], work[_PROMPT] >= self._least_units]
         if any(need and time_s is None for need, time_s in zip(needed, self._times_s)):
             return None
         return self._sum_s(work)
 
     def learn(self, plan: StepPlan, elapsed_s: float, now_s: float) -> None:
-        """The step took so long; it ended now."""
+        """Learn from a step that took `elapsed_s` and ended now."""
         work = _work(plan)
         if not any(work) or elapsed_s <= 0:
             return
         self._longest = max(self._longest, round(work[_PROMPT] * _PROMPT_UNIT))
         done = [kind for kind, amount in enumerate(work) if amount]
         new = [kind for kind in done if self._times_s[kind] is None]
-        are_too_few = _PROMPT in new and work[_PROMPT] < self._telling
+        are_too_few = _PROMPT in new and work[_PROMPT] < self._least_units
         if are_too_few:
             work[_PROMPT] = 0.0
             done.remove(_PROMPT)
@@ -85,7 +85,7 @@ class LearnedRates:
         return sum(amount * (time_s or 0.0) for amount, time_s in zip(work, self._times_s))
 
     def _explain(self, target_s: float, work: list[float], kinds: list[int]) -> None:
-        """Correct the times of these kinds as little as makes the work take `target_s`."""
+        """Correct the times of these kinds by as little as makes the work take `target_s`."""
         times_s = [time_s or 0.0 for time_s in self._times_s]
         while kinds:
             error_s = target_s - sum(amount * time_s for amount, time_s in zip(work, times_s))
@@ -104,8 +104,10 @@ class LearnedRates:
 
 
 def _work(plan: StepPlan) -> list[float]:
-    """Whether the step decodes, whether it has prompts only, and its prompt tokens in units. A
-    prompt's single last token counts as a decode."""
+    """Whether the step decodes, whether it has only prompts, and its prompt tokens in units.
+
+    A prompt's single last token counts as a decode.
+    """
     num_decodes = sum(len(seq.token_ids) == 1 for seq in plan.seqs)
     num_prompt_tokens = plan.num_tokens - num_decodes
     has_only_prompts = bool(plan.seqs) and not num_decodes

@@ -59,7 +59,7 @@ class LiveRequest:
 
     @property
     def order(self) -> tuple[int, int]:
-        """Who goes first: higher priority, then earlier arrival."""
+        """Sort key: higher priority first, then earlier arrival."""
         return (-self.spec.priority, self.arrival)
 
     @property
@@ -69,7 +69,7 @@ class LiveRequest:
 
     @property
     def decodes(self) -> bool:
-        """Lacks one token, and maybe the block for it; an export has all of its blocks."""
+        """Whether it lacks just one token. An export does not decode: it has all of its blocks."""
         return self.num_tokens - self.num_computed_tokens == 1 and self.export is None
 
     @property
@@ -81,13 +81,13 @@ class LiveRequest:
         return self._tokens[start:end]
 
     def current_spec(self) -> RequestSpec:
-        """What a runner is given to sample the next token."""
+        """The spec from which a runner samples the next token."""
         if self.spec.sampling.has_penalties:
             return replace(self.spec, token_ids=self.tokens)
         return self.spec
 
     def append(self, token_id: int, eos_token_ids: frozenset[int]) -> FinishReason | None:
-        """Take the next output token; a reason when it is the last one."""
+        """Append the next output token. Returns the reason if it is the last one."""
         self._tokens[self.num_tokens] = token_id
         self.num_tokens += 1
         sampling = self.spec.sampling

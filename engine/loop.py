@@ -60,12 +60,12 @@ class EngineThread:
 
     @property
     def last_step_at(self) -> float:
-        """When the last step ended, or there was nothing to step, on `clock` (monotonic)."""
+        """When the last step ended, or there was last nothing to step, on `clock` (monotonic)."""
         return self._last_step_at
 
     @property
     def predicted_step_s(self) -> float | None:
-        """What the step under way was predicted to take; None: nothing predicts it."""
+        """Predicted time of the current step; None: unknown."""
         return self._engine.predicted_step_s
 
     @property
@@ -89,7 +89,7 @@ class EngineThread:
         self._thread.start()
 
     def stop(self) -> None:
-        """End after the step under way and wait for it. Idempotent; not on the engine's thread."""
+        """Stop after the current step and wait for it. Idempotent. Not for the engine's thread."""
         with self._wake:
             self._ended = True
             self._wake.notify()
@@ -98,9 +98,9 @@ class EngineThread:
         self._fail_commands()
 
     def call(self, function: Callable[[Engine], T]) -> Future[T]:
-        """Run `function(engine)` between steps; its result, or what it raises, is the future's.
+        """Run `function(engine)` between steps. The future gets its result, or what it raises.
 
-        An EngineError is the caller's alone; anything else it raises is fatal for the engine too.
+        An EngineError concerns the caller alone. Any other error is fatal for the engine too.
         """
         future: Future[T] = Future()
 
@@ -126,7 +126,7 @@ class EngineThread:
     def post(self, function: Callable[[Engine], object], *, wakes: bool = True) -> None:
         """Run `function(engine)` between steps; an EngineError is logged. Dropped after the end.
 
-        `wakes` False: an engine that has nothing to step is left asleep until the next command.
+        `wakes` False: an idle engine runs it only with the next command.
         """
 
         def run() -> None:
@@ -165,7 +165,7 @@ class EngineThread:
             self._runnable = False
 
     def _wait(self) -> bool:
-        """Wait for a command or for work; False when the thread is to end."""
+        """Wait for a command or for work. False when the thread is to end."""
         with self._wake:
             while not self._ended and not self._commands:
                 if self._engine.has_work():

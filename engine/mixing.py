@@ -19,7 +19,7 @@ def mix(state: int) -> int:
 
 
 def mix_all(states: U64) -> U64:
-    """`mix` of each, as arrays."""
+    """`mix` of each element."""
     states = states + np.uint64(0x9E3779B97F4A7C15)
     states = (states ^ (states >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     states = (states ^ (states >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

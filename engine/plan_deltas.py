@@ -28,9 +28,11 @@ class LostPlanError(Exception):
 
 @dataclass(frozen=True)
 class PlanDelta:
-    """A plan for a rank that has the one before. Fields are per sequence unless they say otherwise.
-    Flat arrays hold one sequence's part after the other's, and in it one layer group's after the
-    other's."""
+    """A plan, for a rank that has the one before.
+
+    Fields are per sequence unless they say otherwise. A flat array holds the parts of all sequences
+    in order, and within a sequence those of all layer groups.
+    """
 
     number: int
     """The plan's number: 1, 2, 3, ..."""
@@ -41,7 +43,7 @@ class PlanDelta:
     new_ids: tuple[RequestId, ...]
     """Of the sequences that the plan before did not have."""
     which: Int32s
-    """Its position in the plan before, with the new ones counted on from that plan's end."""
+    """Its position in the plan before; new ones are numbered from that plan's end."""
     starts: Int32s
     samples: npt.NDArray[np.bool_]
     token_counts: Int32s
@@ -50,7 +52,7 @@ class PlanDelta:
     table_lens: Int32s
     """[num_seqs, num_groups]."""
     changed_counts: Int32s
-    """[num_seqs, num_groups]: entries that the table before did not have, or had otherwise."""
+    """[num_seqs, num_groups]: entries that are new or differ from the table before."""
     changed_at: Int32s
     """[sum of changed_counts]: their positions in their tables."""
     changed_to: Int32s
@@ -65,7 +67,7 @@ class _Known:
     tables: list[Int32s] = field(default_factory=list)
 
     def resize(self, lengths: Sequence[int]) -> None:
-        """Tables of these lengths; what they had of them stays."""
+        """Take tables of these lengths. Former entries stay."""
         self.tables += [_NO_ENTRIES] * (len(lengths) - len(self.tables))
         for group, length in enumerate(lengths):
             if length != len(self.tables[group]):
@@ -75,15 +77,15 @@ class _Known:
                 self.tables[group] = fresh
 
 
-class PlanTeller:
+class PlanEncoder:
     """Rank 0's end."""
 
     def __init__(self) -> None:
         self._number = 0
         self._last: dict[RequestId, tuple[int, _Known]] = {}  # with its position in the plan
 
-    def tell(self, plan: StepPlan) -> PlanDelta:
-        """What the others need to know of a plan. Every delta has to be sent, in order."""
+    def encode(self, plan: StepPlan) -> PlanDelta:
+        """What the other ranks need to know of a plan. Send every delta, in order."""
         self._number += 1
         new_ids: list[RequestId] = []
         which, changed_at, changed_to, lengths, counts = [], [], [], [], []
@@ -122,7 +124,7 @@ class PlanTeller:
         )
 
 
-class PlanListener:
+class PlanDecoder:
     """The end of a rank > 0."""
 
     def __init__(self) -> None:
@@ -130,7 +132,7 @@ class PlanListener:
         self._last: list[_Known] = []
 
     def plan(self, delta: PlanDelta) -> StepPlan:
-        """The plan that was sent. Its block tables are valid until the next call, as a scheduler's.
+        """The plan that was sent. Its block tables are valid until the next call.
 
         Raises LostPlanError when it is not the one after the last.
         """
@@ -145,8 +147,8 @@ class PlanListener:
         for i, each in enumerate(self._last):
             each.resize(delta.table_lens[i].tolist())
             for group, count in enumerate(delta.changed_counts[i]):
-                told = slice(entry, entry := entry + int(count))
-                each.tables[group][delta.changed_at[told]] = delta.changed_to[told]
+                part = slice(entry, entry := entry + int(count))
+                each.tables[group][delta.changed_at[part]] = delta.changed_to[part]
             tables = tuple(each.tables)
             start, samples = int(delta.starts[i]), bool(delta.samples[i])
             seqs.append(ScheduledSeq(each.request_id, tokens[i], start, tables, samples))
@@ -156,7 +158,7 @@ class PlanListener:
 
 
 def _take_over(known: _Known, seq: ScheduledSeq) -> list[Int32s]:
-    """Make the known tables the sequence's; where each was changed or is new."""
+    """Store the sequence's tables, and note which entries changed or are new."""
     had = [len(table) for table in known.tables] or [0] * len(seq.block_tables)
     known.resize([len(table) for table in seq.block_tables])
     changed = []

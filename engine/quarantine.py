@@ -20,15 +20,15 @@ class Quarantine:
         self._set_aside: list[set[BlockId]] | None = None  # per group; None: to be looked up again
 
     def put(self, request: LiveRequest) -> None:
-        """A late writer could still change a reservation's blocks: they are set aside. A late
-        reader of an export needs their content: they stay pinned."""
+        """Keep a request's blocks. A late writer could still change a reservation's blocks, so
+        they are set aside. A late reader of an export needs their content, so they stay pinned."""
         if request.export is None:
             self._kv.quarantine(request.blocks)
         self._entries.setdefault(request.request_id, _Entry()).requests.append(request)
         self._set_aside = None
 
     def stopped(self, request_id: RequestId) -> bool:
-        """One worker has stopped: frees the blocks, and says so, when all of this id have."""
+        """One worker has stopped. Once all of this id have, frees the blocks and returns True."""
         entry = self._entries.get(request_id)
         if entry is None:
             return False
@@ -45,19 +45,20 @@ class Quarantine:
         return True
 
     def leaves_room_for(self, request: LiveRequest) -> bool:
-        """Whether it could be placed if nobody but those here held anything."""
+        """Whether the request would fit if only the requests here held blocks."""
         if not self._entries:
             return True  # it was refused at the door else
         return self._kv.has_room_beside(self._held(), request.blocks, request.num_tokens)
 
     @property
     def num_blocks(self) -> int:
-        """Kept from use, of the layer group that lacks most: set aside or pinned, each once."""
+        """Blocks that are set aside or pinned, each counted once, in the layer group that lacks
+        most."""
         return max(map(len, self._held()))
 
     @property
     def num_bytes(self) -> int:
-        """The same of all groups, over all layers and ranks."""
+        """Their bytes over all groups, layers and ranks."""
         return sum(len(held) * size for held, size in zip(self._held(), self._kv.block_bytes))
 
     def _held(self) -> list[set[BlockId]]:
@@ -66,7 +67,7 @@ class Quarantine:
         return self._set_aside
 
     def exports(self) -> Iterator[LiveRequest]:
-        """Those whose blocks are held still."""
+        """Requests whose blocks are still held."""
         for entry in self._entries.values():
             yield from (request for request in entry.requests if request.export is not None)
 

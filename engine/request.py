@@ -10,14 +10,16 @@ import numpy as np
 
 from kv_transfer.block_hash import BlockHash, TokenIds
 from kv_transfer.layout import BlockId
+from kv_transfer.layout import BlockPush as BlockPush
 from kv_transfer.layout import HandoffId as HandoffId  # given out by the exporter
+from kv_transfer.layout import TokenLogprobs as TokenLogprobs
 
 RequestId = NewType("RequestId", str)
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How the next token is chosen, every default filled in. Checked by `engine.sampling_check`."""
+    """How the next token is chosen, with every default filled in. `engine.admission` checks it."""
 
     temperature: float = 1.0
     top_k: int = 0
@@ -44,7 +46,8 @@ class SamplingParams:
         )
 
     def forbidden(self, index: int, eos_token_ids: frozenset[int]) -> frozenset[int]:
-        """What must not be output token `index`: before `min_tokens`, whatever would end it."""
+        """Tokens that must not be output token `index`: before `min_tokens`, all that would end
+        it."""
         if index >= self.min_tokens:
             return frozenset()
         return self.stop_token_ids | (frozenset() if self.ignore_eos else eos_token_ids)
@@ -79,15 +82,6 @@ class FinishReason(enum.Enum):
 
 
 @dataclass(frozen=True)
-class TokenLogprobs:
-    """Natural logarithms, of the model's distribution before temperature and filters."""
-
-    logprob: float
-    rank: int  # 1 is the likeliest
-    top: tuple[tuple[int, float], ...] = ()  # (token id, logprob), likeliest first
-
-
-@dataclass(frozen=True)
 class SampledToken:
     token_id: int
     logprobs: TokenLogprobs | None = None
@@ -118,7 +112,7 @@ class FinishedEvent:
 
 @dataclass(frozen=True)
 class ReservedEvent:
-    """Blocks are set aside for a prompt's KV, or None of them are to be had."""
+    """Blocks are set aside for a prompt's KV."""
 
     request_id: RequestId
     num_cached_tokens: int  # whole blocks that this pool holds already and has pinned
@@ -145,7 +139,8 @@ class PrefilledEvent:
 
 @dataclass(frozen=True)
 class BlocksStoredEvent:
-    """Full blocks became shareable: a chain, parents first; `parent` None at a prompt's start."""
+    """Full blocks became shareable: a chain, parents first. `parent` is None at a prompt's
+    start."""
 
     parent: BlockHash | None
     hashes: tuple[BlockHash, ...]
@@ -171,25 +166,11 @@ EngineEvent = (
 
 
 @dataclass(frozen=True)
-class BlockPush:
-    """Blocks of one layer group that a step completes and a handoff must carry.
-
-    `ordinals` are positions in the lease's block table of that group (0 is the first block after
-    the receiver's cached ones); `block_ids` are this pool's blocks with that content.
-    """
-
-    handoff_id: HandoffId
-    group: int
-    ordinals: tuple[int, ...]
-    block_ids: tuple[BlockId, ...]
-
-
-@dataclass(frozen=True)
 class ScheduledSeq:
     """One request's part of a step.
 
-    The arrays are views of the scheduler's: valid during the step, and any entry of a block table
-    may differ in the next one (a window leaves a block, a block gives way to its cached twin).
+    The arrays are views of the scheduler's and valid during the step. Any entry of a block table
+    may differ in the next step: a window leaves a block, or a cached twin replaces it.
     """
 
     request_id: RequestId
@@ -201,7 +182,7 @@ class ScheduledSeq:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """Everything a rank needs for a step; rank 0 makes it and broadcasts it."""
+    """Everything a rank needs for a step. Rank 0 makes it and broadcasts it."""
 
     step: int
     seqs: tuple[ScheduledSeq, ...]

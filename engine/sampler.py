@@ -1,8 +1,8 @@
 """Choose the next token of each sequence from its logits.
 
-Order, for one row: penalties and forbidden stop ids change the logits; temperature scales them;
-top-k, top-p among what is left, and min-p drop the unlikely; noise decides (`sampling_noise`).
-Rows never influence each other: a request gets the same token alone and in any batch.
+For one row: penalties and forbidden stop ids change the logits; temperature scales them; top-k,
+then top-p, and min-p drop unlikely tokens; noise decides (`sampling_noise`). Rows never influence
+each other, so a request gets the same token alone and in any batch.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import numpy as np
 import torch
 
 from engine.request import RequestId, RequestSpec, SampledToken, ScheduledSeq, TokenLogprobs
-from engine.sampling_check import check
 from engine.sampling_noise import gumbel_noise, noise_of_tokens
 from engine.sampling_rows import (
     Draws,
@@ -27,13 +26,11 @@ from engine.sampling_rows import (
 )
 from engine.step_batch import to_device
 
-__all__ = ["Sampler", "check"]
-
 _CHUNK_ELEMENTS = 1 << 17  # logits whose noise a CPU draws at once: what stays in a core's cache
 
 
 class Sampler:
-    """Stateless but for the model's end-of-sequence ids."""
+    """Stateless except for the model's end-of-sequence ids."""
 
     def __init__(self, eos_token_ids: frozenset[int]) -> None:
         self._eos_token_ids = eos_token_ids
@@ -44,10 +41,8 @@ class Sampler:
         seqs: Sequence[ScheduledSeq],
         specs: dict[RequestId, RequestSpec],
     ) -> list[SampledToken]:
-        """Logits [n, vocab_size] of the n sequences that sample, in order, on any device.
-
-        `specs` has each of them; `token_ids` must be complete where there are penalties.
-        """
+        """`logits`: [n, vocab_size] of the n sequences that sample, in order, on any device.
+        `specs` has each of them. `token_ids` must be complete where there are penalties."""
         rows = [_row(seq, specs[seq.request_id]) for seq in seqs]
         forbidden = [row.params.forbidden(row.index, self._eos_token_ids) for row in rows]
         if any(forbidden) or not all(row.takes_likeliest for row in rows):
@@ -68,7 +63,7 @@ def _row(seq: ScheduledSeq, spec: RequestSpec) -> Row:
 
 
 def _forbid(logits: torch.Tensor, forbidden: Forbidden) -> torch.Tensor:
-    """Give ids a probability of 0."""
+    """Set the probability of these ids to 0."""
     if not len(forbidden.rows):
         return logits
     logits = logits.clone()
@@ -101,7 +96,7 @@ def _counts(penalties: Penalties, weights: torch.Tensor, vocab_size: int) -> tor
 
 
 def _choose(logits: torch.Tensor, rows: list[Row], wanted: SamplingRows) -> list[int]:
-    """One answer is read back, unless a filter has the rest of a row looked at."""
+    """Choose a token per row. One answer is read back, unless a filter needs the rest of a row."""
     chosen = logits.argmax(dim=-1)
     few = [_draw_few(_scaled(logits, some), some) for some in _parts(wanted.few, logits)]
     many = [_draw(_scaled(logits, some), some) for some in _parts(wanted.many, logits)]
@@ -118,7 +113,7 @@ def _choose(logits: torch.Tensor, rows: list[Row], wanted: SamplingRows) -> list
 
 
 def _parts(draws: Draws, logits: torch.Tensor) -> Iterator[Draws]:
-    """On a device all at once: each part would have the host wait."""
+    """On a device all rows at once: for each part the host would wait."""
     on_cpu = logits.device.type == "cpu"
     length = max(1, _CHUNK_ELEMENTS // logits.shape[1] if on_cpu else len(draws))
     return (draws.part(start, start + length) for start in range(0, len(draws), length))
@@ -129,9 +124,10 @@ def _scaled(logits: torch.Tensor, draws: Draws) -> torch.Tensor:
 
 
 def _draw_few(logits: torch.Tensor, draws: Draws) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw among each row's top k alone: ids [n], and where others are as likely as the k-th.
+    """Draw among the top k of each row: ids [n].
 
-    They would stay or go together: such a row has more than k tokens to draw from.
+    Reports rows where others are as likely as the k-th: those tokens stay or go together, so such a
+    row has more than k tokens to draw from.
     """
     likeliest, token_ids = logits.topk(max(p.top_k for p in draws.params), dim=-1)
     in_top_k = torch.arange(likeliest.shape[1], device=logits.device) < draws.top_k
@@ -151,9 +147,9 @@ def _draw_few(logits: torch.Tensor, draws: Draws) -> tuple[torch.Tensor, torch.T
 
 
 def _draw(logits: torch.Tensor, draws: Draws) -> torch.Tensor:
-    """Draw among all tokens; where a filter drops the drawn one, draw among the likelier ones.
+    """Draw among all tokens. If a filter drops the drawn token, draw among the likelier ones.
 
-    The largest of all scores is the largest of those kept, if it is kept. If it is not, nothing
+    The largest of all scores is the largest of the kept ones, if it is kept. If it is not, nothing
     less likely is kept either. So no row has to be sorted.
     """
     scores = gumbel_noise(draws.keys, logits.shape[1]).add_(logits)
@@ -177,7 +173,7 @@ def _draw(logits: torch.Tensor, draws: Draws) -> torch.Tensor:
 
 
 class _Limits(NamedTuple):
-    """What top-k and top-p of n rows keep: [n, 1] each."""
+    """The limits that top-k and top-p set for n rows: [n, 1] each."""
 
     top_k: torch.Tensor
     top_p: torch.Tensor
@@ -209,7 +205,7 @@ def _are_kept(logits: torch.Tensor, drawn: torch.Tensor, limits: _Limits) -> tor
 def _logprobs(
     logits: torch.Tensor, rows: list[Row], token_ids: list[int]
 ) -> dict[int, TokenLogprobs]:
-    """By row, for those that ask; of the logits as the model gave them."""
+    """Log-probabilities by row, for rows that ask, from the logits as the model gave them."""
     asked = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
     if not asked:
         return {}

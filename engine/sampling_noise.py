@@ -36,9 +36,9 @@ def gumbel_noise(keys: torch.Tensor, vocab_size: int) -> torch.Tensor:
 
 
 def noise_of_tokens(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-    """`gumbel_noise` of these tokens alone: float32 [n, m] for ids [m], or [n, m] to each its own.
+    """`gumbel_noise` of these tokens alone, bit for bit: float32 [n, m].
 
-    Bit for bit what `gumbel_noise` has at those ids.
+    `token_ids`: [m] for all rows, or [n, m].
     """
     first, second = keys.unbind(1)
     # Rounds of xor-shift and multiply, as in MurmurHash3's finaliser; int32 products wrap around,

@@ -1,6 +1,6 @@
-"""What a step's rows say about sampling, on the device of their logits: moved there all at once.
+"""What a step's rows say about sampling, moved to the device of their logits at once.
 
-On a GPU every list that is copied by itself has the host wait for what is under way there.
+On a GPU the host waits for the work under way whenever a list is copied by itself.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Row:
 
     @property
     def takes_likeliest(self) -> bool:
-        """Of the logits as they are, but for what may be forbidden."""
+        """Whether the row takes the likeliest token of its logits, apart from forbidden ones."""
         return self.is_greedy and not self.params.has_penalties
 
 
@@ -73,19 +73,19 @@ class Draws:
 
 @dataclass(frozen=True)
 class Penalties:
-    """Rows with penalties: columns [n, 1], and all their tokens, one row's after the other's."""
+    """Rows with penalties: columns [n, 1], and all their tokens, row after row."""
 
     where: torch.Tensor
-    """int64 [n]: among the logits."""
+    """int64 [n]: their rows among the logits."""
     repetition: torch.Tensor
     frequency: torch.Tensor
     presence: torch.Tensor
     token_rows: torch.Tensor
-    """int64 [num_tokens]: among these n."""
+    """int64 [num_tokens]: the row of each token, among these n."""
     token_ids: torch.Tensor
     """int64 [num_tokens]."""
     is_output: torch.Tensor
-    """float32 [num_tokens]: 1 for tokens that were generated, 0 for those of the prompt."""
+    """float32 [num_tokens]: 1 for generated tokens, 0 for those of the prompt."""
 
 
 @dataclass(frozen=True)
@@ -98,12 +98,12 @@ class Forbidden:
 
 @dataclass(frozen=True)
 class SamplingRows:
-    """Every row of a step that is more than the likeliest token of its logits."""
+    """All rows of a step for which the likeliest token of the logits is not enough."""
 
     few: Draws
-    """With a top k so small that only those tokens are looked at."""
+    """Rows with so small a top k that only those tokens are examined."""
     many: Draws
-    """Those that top-k or top-p limit come first."""
+    """Other rows; those with a top-k or top-p limit come first."""
     penalties: Penalties
     forbidden: Forbidden
 
@@ -181,7 +181,7 @@ def _penalty_columns(rows: Sequence[Row]) -> list[Array]:
 
 
 def _forbidden_pairs(forbidden: Sequence[frozenset[int]], vocab_size: int) -> list[Array]:
-    """A row's tokens are never all forbidden."""
+    """Keep at least one token of each row allowed."""
     pairs = []
     for row, ids in enumerate(forbidden):
         inside = [token for token in ids if token < vocab_size]

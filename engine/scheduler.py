@@ -69,7 +69,7 @@ class Scheduler:
     # --- requests in ----------------------------------------------------------------------------
 
     def add(self, spec: RequestSpec) -> None:
-        """Raises InvalidRequestError, as do the next two."""
+        """Raises InvalidRequestError, as do the next two methods."""
         self._wait(self._take(spec))
 
     def add_prefill(
@@ -148,7 +148,7 @@ class Scheduler:
             self._forget(request)
 
     def unquarantine(self, request_id: RequestId) -> None:
-        """Frees the blocks when every quarantine of this id has ended: ids may be used again."""
+        """Free the blocks once every quarantine of this id has ended: ids may be used again."""
         if self._quarantine.stopped(request_id):
             self._blocked = False
 
@@ -167,7 +167,7 @@ class Scheduler:
     # --- a step ---------------------------------------------------------------------------------
 
     def plan(self, sink_messages: tuple[bytes, ...] = ()) -> StepPlan:
-        """Choose the step's sequences; the caller runs it and then calls `commit`."""
+        """Choose the step's sequences. The caller runs the plan and then calls `commit`."""
         draft = StepDraft(self._limits.max_num_batched_tokens, self._kv)
         num_running = len(self._running)
         self._plan_decodes(draft)
@@ -187,7 +187,7 @@ class Scheduler:
         return draft.plan(self._num_steps, sink_messages)
 
     def commit(self, plan: StepPlan, sampled: Sequence[SampledToken]) -> list[EngineEvent]:
-        """Record a step that has run: `sampled` has a token for each sequence that samples."""
+        """Record a step that has run. `sampled` has a token for each sequence that samples."""
         events: list[EngineEvent] = []
         tokens = iter(sampled)
         block_size = self._kv.block_size
@@ -203,7 +203,7 @@ class Scheduler:
         return events
 
     def specs(self, plan: StepPlan) -> dict[RequestId, RequestSpec]:
-        """What the runner needs of every request that samples in this step."""
+        """Specs of all requests that sample in this step."""
         return {
             seq.request_id: self._requests[seq.request_id].current_spec()
             for seq in plan.seqs
@@ -211,7 +211,7 @@ class Scheduler:
         }
 
     def take_events(self) -> list[EngineEvent]:
-        """What happened between steps."""
+        """Events between steps."""
         events, self._events = self._events, []
         return events
 
@@ -241,7 +241,8 @@ class Scheduler:
             index += 1
 
     def _make_room(self, request: LiveRequest) -> bool:
-        """Grow a decode by a block, preempting the newest; False when that is the decode itself."""
+        """Grow a decode by a block, preempting the newest request. False if that is the decode
+        itself."""
         while not self._kv.grow(request.blocks, request.num_tokens):
             victim = next(r for r in reversed(self._running) if r.export is None)
             self._preempt(victim)
@@ -250,7 +251,8 @@ class Scheduler:
         return True
 
     def _plan_waiting(self, draft: StepDraft) -> None:
-        """Start who waits, in order; one for whom quarantine leaves no room holds up nobody."""
+        """Start waiting requests in order. A request that quarantine leaves no room for blocks
+        no other."""
         num_seqs = len(self._running) + self.num_reserved
         for request in tuple(self._waiting):
             if not draft.budget or num_seqs >= self._limits.max_num_seqs:
@@ -292,7 +294,7 @@ class Scheduler:
         )
 
     def _take(self, spec: RequestSpec, export: Export | None = None) -> LiveRequest:
-        """Check a request and give it its place in the order."""
+        """Check a request and give it its position in the order."""
         if spec.request_id in self._requests:
             raise InvalidRequestError("request_id", f"{spec.request_id} runs here already")
         max_len = check_spec(spec, self._limits, prefill_only=export is not None)
@@ -365,7 +367,7 @@ class Scheduler:
 
     @property
     def num_queued_tokens(self) -> int:
-        """Known tokens still to be computed, one for a decode left out."""
+        """Known tokens that are still to be computed, without those of decodes."""
         waiting = sum(request.num_left for request in self._waiting)
         return waiting + sum(r.num_left for r in self._running if not r.decodes)
 
@@ -373,7 +375,7 @@ class Scheduler:
         return sum(request.status is status for request in self._requests.values())
 
     def check_integrity(self) -> None:
-        """Raises AssertionError with the values when requests and blocks disagree."""
+        """Raise AssertionError with the values when requests and blocks disagree."""
         owners = [r for r in self._requests.values() if r.status is not Status.WAITING]
         owners.extend(self._quarantine.exports())
         self._kv.check_integrity([request.blocks for request in owners])

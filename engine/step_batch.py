@@ -1,4 +1,4 @@
-"""A step's sequences packed into flat arrays: what the decoder and its kernels read."""
+"""A step's sequences, packed into flat arrays for the decoder and its kernels."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _TORCH_DTYPES = {
 
 @dataclass(frozen=True)
 class GroupBatch:
-    """Block tables of one layer group, of all sequences one after the other."""
+    """Block tables of one layer group, sequence after sequence."""
 
     slots: torch.Tensor
     """int64 [num_tokens]: where each token's KV goes, block_id * block_size + offset."""
     tables: torch.Tensor
     """int32 [sum of table lengths]."""
     host_tables: npt.NDArray[np.int32]
-    """The same, in host memory whatever the device."""
+    """The same in host memory."""
     table_starts: npt.NDArray[np.int64]
     """[num_seqs + 1]: a sequence's table is tables[table_starts[i] : table_starts[i + 1]]."""
 
@@ -90,8 +90,8 @@ def pack(seqs: Sequence[ScheduledSeq], block_size: int, device: torch.device) ->
 
 
 def to_device(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
-    """A tensor of the array's content, which must not change: on a CPU it is shared. A CUDA device
-    copies it without the host waiting for what is under way there."""
+    """A tensor of the array, which must not change: on a CPU they share memory. A copy to a CUDA
+    device does not make the host wait."""
     tensor = torch.from_numpy(array)
     if device.type == "cuda":
         tensor = tensor.pin_memory()
@@ -101,7 +101,7 @@ def to_device(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
 def to_device_together(
     arrays: Sequence[npt.NDArray[Any]], device: torch.device
 ) -> list[torch.Tensor]:
-    """Tensors of the arrays' contents, moved as one; where all are empty, nothing is."""
+    """Tensors of the arrays, moved as one. Nothing is moved if all are empty."""
     if not any(array.size for array in arrays):
         return [
             torch.empty(array.shape, dtype=_TORCH_DTYPES[array.dtype], device=device)

@@ -2,14 +2,40 @@
 
 from __future__ import annotations
 
-from engine.block_pushes import block_pushes
+from collections.abc import Iterator
+
 from engine.kv_cache import KvCache
-from engine.live_request import LiveRequest
+from engine.live_request import Export, LiveRequest
 from engine.request import BlockPush, ScheduledSeq, StepPlan
+from engine.request_blocks import first_kept_block
+from kv_transfer.layout import BlockId
+
+
+def block_pushes(
+    request: LiveRequest,
+    export: Export,
+    num_complete: int,
+    windows: list[int | None],
+    block_size: int,
+) -> Iterator[BlockPush]:
+    """Pushes of a step: blocks from where the last push ended to the request's first
+    `num_complete`. The first push includes cached blocks."""
+    new = range(request.num_pushed_blocks, num_complete)
+    for group, window in enumerate(windows):
+        # The receiver has no block either for what the window has left by the prompt's end.
+        kept = first_kept_block(window, request.num_tokens, block_size)
+        first = max(new.start, kept)
+        if first >= new.stop:
+            continue
+        ordinals = range(first - export.num_receiver_blocks, new.stop - export.num_receiver_blocks)
+        table = request.blocks.tables[group][first : new.stop].tolist()
+        yield BlockPush(
+            export.handoff_id, group, tuple(ordinals), tuple(BlockId(block) for block in table)
+        )
 
 
 class StepDraft:
-    """Owns a step's budget; who is asked for first has of it first."""
+    """Own a step's budget. Whoever is scheduled first takes from it first."""
 
     def __init__(self, max_tokens: int, kv: KvCache) -> None:
         self._max_tokens = max_tokens
@@ -24,7 +50,8 @@ class StepDraft:
         return not self._seqs
 
     def schedule(self, request: LiveRequest) -> None:
-        """Take what a request lacks, as far as its blocks and the budget go; maybe nothing."""
+        """Schedule what a request lacks, as far as its blocks and the budget allow; maybe
+        nothing."""
         start = request.num_computed_tokens
         ready = self._kv.num_ready_tokens(request.blocks)
         num_new = min(request.num_left, self.budget, ready - start)

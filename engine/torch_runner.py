@@ -10,9 +10,9 @@ import torch
 from baton.config.engine import EngineConfig
 from engine import compute_threads
 from engine.api import KvMemory, KvSink, ModelSpec
-from engine.attention.choice import pick_kernels
+from engine.attention.native_kernels import pick_kernels
 from engine.attention.paged_kv import TORCH_DTYPES, PagedKv
-from engine.device import device_of
+from engine.auto_choice import device_of
 from engine.layer_pushes import LayerPushes
 from engine.models.decoder import Decoder
 from engine.models.folder import read_config, resolve
@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 SampleFn = Callable[
     [torch.Tensor, Sequence[ScheduledSeq], dict[RequestId, RequestSpec]], list[SampledToken]
 ]
-"""Logits float32 [n, vocab_size], the n sequences that sample, specs by id -> n tokens."""
+"""(float32 logits [n, vocab_size], the n sequences that sample, specs by id) -> n tokens."""
 
 
 class TorchRunner:
@@ -85,7 +85,7 @@ class TorchRunner:
 
     @torch.inference_mode()
     def run_step(self, plan: StepPlan) -> torch.Tensor | None:
-        """This rank's part of a step; logits of the sampling sequences, on rank 0."""
+        """Run this rank's part of a step. Returns the sampling sequences' logits, on rank 0."""
         self._take_over_threads()
         for message in plan.sink_messages:
             self._sink.message(message)
@@ -96,7 +96,8 @@ class TorchRunner:
         return logits
 
     def _take_over_threads(self) -> None:
-        """Compute with as many threads as are wanted. On this thread: each has its own number."""
+        """Compute with the wanted number of threads. torch keeps it per thread, so it is set on
+        this one."""
         wanted = compute_threads.wanted()
         if wanted is None or wanted == torch.get_num_threads() or self._device.type != "cpu":
             return
@@ -120,8 +121,10 @@ class TorchRunner:
 def load_torch_decoder(
     model_path: str, config: EngineConfig, spec: ModelSpec, tp: TpGroup | None
 ) -> Decoder:
-    """This rank's part of the model, its weights read. Raises ModelError, ValueError where they do
-    not fit the device, TpPeerError."""
+    """This rank's part of the model, with its weights.
+
+    Raises ModelError, TpPeerError, and ValueError if the weights do not fit the device.
+    """
     rank, size = (0, 1) if tp is None else (tp.rank, tp.size)
     device = device_of(config)
     if device.type == "cpu":

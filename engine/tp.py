@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store, TCPStore
 
-from engine.plan_deltas import PlanDelta, PlanListener, PlanTeller
+from engine.plan_deltas import PlanDecoder, PlanDelta, PlanEncoder
 from engine.request import StepPlan
 
 T = TypeVar("T")
@@ -49,8 +49,8 @@ class TpGroup:
         self._compute = dist.group.WORLD
         self._plans = dist.new_group(backend="gloo", timeout=_IDLE_TIMEOUT)
         self._inbox = torch.zeros(_INLINE_BYTES, dtype=torch.uint8)
-        self._teller = PlanTeller()
-        self._listener = PlanListener()
+        self._encoder = PlanEncoder()
+        self._decoder = PlanDecoder()
 
     @classmethod
     def join(
@@ -62,10 +62,10 @@ class TpGroup:
         device: str = "cpu",
         meeting_timeout_s: float = 120.0,
     ) -> TpGroup:
-        """Meet the other ranks at `address`, host:port, where rank 0 listens: on the socket
-        `listen_fd`, which is the group's from here on.
+        """Meet the other ranks at `address` (host:port), where rank 0 listens on the socket
+        `listen_fd`, which the group owns from now on.
 
-        Raises TpPeerError when not all of them come within `meeting_timeout_s`.
+        Raises TpPeerError when not all come within `meeting_timeout_s`.
         """
         host, _, port = address.rpartition(":")
 
@@ -77,9 +77,9 @@ class TpGroup:
         return _with_peers(meet, f"joining {address} as rank {rank} of {size}")
 
     def send_plan(self, plan: StepPlan | None) -> None:
-        """Rank 0: what all ranks run next; None stops them."""
-        told = None if plan is None else self._teller.tell(plan)
-        payload = pickle.dumps(told, protocol=pickle.HIGHEST_PROTOCOL)
+        """Rank 0: send what all ranks run next; None stops them."""
+        delta = None if plan is None else self._encoder.encode(plan)
+        payload = pickle.dumps(delta, protocol=pickle.HIGHEST_PROTOCOL)
         length = len(payload).to_bytes(_LENGTH_BYTES, "little")
         inline = _INLINE_BYTES - _LENGTH_BYTES
         head = length + payload[:inline].ljust(inline, b"\0")
@@ -98,12 +98,12 @@ class TpGroup:
             rest = torch.empty(length - len(payload), dtype=torch.uint8)
             self._broadcast(rest)
             payload += rest.numpy().tobytes()
-        told = pickle.loads(payload)  # from our own rank 0
-        assert told is None or isinstance(told, PlanDelta), type(told)
-        return None if told is None else self._listener.plan(told)
+        delta = pickle.loads(payload)  # from our own rank 0
+        assert delta is None or isinstance(delta, PlanDelta), type(delta)
+        return None if delta is None else self._decoder.plan(delta)
 
     def wait_all(self) -> None:
-        """Return when every rank is here, however long it takes them (to load weights)."""
+        """Return when every rank is here, however long their loading takes."""
         _with_peers(lambda: dist.barrier(group=self._plans), "waiting for the other ranks")
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
@@ -112,8 +112,8 @@ class TpGroup:
         return x
 
     def sum_on_host(self, x: torch.Tensor) -> torch.Tensor:
-        """Sum of a tensor in host memory over the ranks, in place, however long they take to come
-        (while they load). Raises TpPeerError."""
+        """Sum a host tensor over the ranks, in place, however long their loading takes. Raises
+        TpPeerError."""
         _with_peers(lambda: dist.all_reduce(x, group=self._plans), "sum on the host")
         return x
 
@@ -125,7 +125,7 @@ class TpGroup:
         return int(values)
 
     def gather_logits(self, logits: torch.Tensor) -> torch.Tensor | None:
-        """Rank 0: the ranks' columns, equally many, side by side; None on the others."""
+        """Rank 0: the ranks' columns side by side, equally many of each; None on the others."""
         logits = logits.contiguous()
         parts = [torch.empty_like(logits) for _ in range(self.size)] if self.rank == 0 else None
         _with_peers(lambda: dist.gather(logits, parts, dst=0, group=self._compute), "gather")
@@ -161,7 +161,7 @@ class Follower(Protocol):
 
 
 def follow(runner: Follower) -> None:
-    """Run rank 0's plans until it says stop. Raises TpPeerError when rank 0 or a peer is lost."""
+    """Run rank 0's plans until the stop message. Raises TpPeerError when a peer is lost."""
     try:
         while (plan := runner.next_plan()) is not None:
             runner.run_step(plan)

@@ -2,26 +2,36 @@
 
 A `Checkpoint` checks every name and shape that is asked of it and, at the end, that nothing in the
 folder was left unread: a tensor that the decoder does not know would mean wrong results.
+
+The digest covers all of a checkpoint's bytes: workers of unequal weights never exchange KV.
+
+1. Every tensor is cut into chunks. A rank hashes those that begin in its own part of all bytes, on
+   its share of the cores (hashlib releases the GIL).
+2. The ranks exchange the chunks' hashes.
+3. The digest is the hash of every tensor's name, type and shape, and of the chunks' hashes by name
+   and offset. It is the same for any spread over files and any number of ranks.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from safetensors import SafetensorError, safe_open
 
-from engine.models.errors import CheckpointError
+from engine.errors import CheckpointError
 
 log = logging.getLogger(__name__)
 
@@ -73,9 +83,10 @@ class Checkpoint:
         return name in self._file_of
 
     def read(self, name: str, shape: tuple[int, ...], *parts: slice) -> torch.Tensor:
-        """A tensor, or the part of it that `parts` select along its leading dimensions.
+        """A tensor, or the part that `parts` select along its leading dimensions.
 
-        `shape` is the whole tensor's. Raises CheckpointError when it is missing or has another.
+        `shape` is the whole tensor's. Raises CheckpointError when it is missing or has another
+        shape.
         """
         if name not in self._file_of:
             raise CheckpointError(f"{self._folder}: tensor {name} is missing")
@@ -98,7 +109,7 @@ class Checkpoint:
         return part
 
     def ignore(self, name: str) -> None:
-        """A tensor that may be there and is not needed."""
+        """Accept a tensor that may be there and is not needed."""
         self._unread.discard(name)
 
     def check_all_read(self) -> None:
@@ -111,7 +122,7 @@ class Checkpoint:
             )
 
     def names(self) -> list[str]:
-        """All tensors, also those that nothing asks for, sorted."""
+        """Names of all tensors, also of those that nothing asks for, sorted."""
         return sorted(self._file_of)
 
     def header(self, name: str) -> str:
@@ -132,11 +143,12 @@ class Checkpoint:
         return tensor.reshape(-1).view(torch.uint8).numpy()
 
     def num_elements(self) -> int:
-        """Of all tensors together."""
+        """Number of elements of all tensors together."""
         return sum(math.prod(self._slice(name).get_shape()) for name in self._file_of)
 
     def dtype(self) -> str:
-        """What most of the weights are in, as safetensors names it; ours for those we compute in.
+        """The dtype of most weights, as torch names it if the engine computes in it, else as
+        safetensors does.
 
         Raises CheckpointError when there are no tensors.
         """
@@ -153,7 +165,7 @@ class Checkpoint:
         return self._files[self._file_of[name]].get_slice(name)
 
     def _file_names(self) -> list[str]:
-        """As transformers chooses: a single file is the whole model, whatever an index says."""
+        """The files to read, chosen as transformers does: a single file is the whole model."""
         has_single, has_index = ((self._folder / f).exists() for f in (SINGLE_FILE, INDEX_FILE))
         if has_single and has_index:
             log.warning("%s: %s is read, %s is not", self._folder, SINGLE_FILE, INDEX_FILE)
@@ -193,3 +205,53 @@ class Checkpoint:
         for name, file in self._index().items():
             if self._file_of.get(name) != file:
                 raise CheckpointError(f"{self._folder / file}: tensor {name} is missing")
+
+
+_CHUNK_BYTES = 16 << 20
+_HASH_BYTES = hashlib.sha256().digest_size
+
+
+class Ranks(Protocol):
+    """The ranks that share the work; `TpGroup` is one."""
+
+    rank: int
+    size: int
+
+    def sum_on_host(self, x: torch.Tensor) -> torch.Tensor: ...
+
+
+def weights_digest(checkpoint: Checkpoint, num_threads: int, ranks: Ranks | None = None) -> str:
+    """Hex digest, equal on all ranks. Every rank must call this.
+
+    Raises CheckpointError, and TpPeerError when a rank is lost.
+    """
+    names = checkpoint.names()
+    chunks = [chunk for name in names for chunk in _chunks(checkpoint.content(name))]
+    rank, size = (0, 1) if ranks is None else (ranks.rank, ranks.size)
+    mine = _part(chunks, rank, size)
+    hashes = torch.zeros(len(chunks), _HASH_BYTES, dtype=torch.uint8)
+    with ThreadPoolExecutor(num_threads) as pool:
+        for index, found in zip(mine, pool.map(_hash, (chunks[index] for index in mine))):
+            hashes[index] = torch.frombuffer(found, dtype=torch.uint8)
+    if ranks is not None:
+        ranks.sum_on_host(hashes)  # each row is zero on all ranks but one
+    whole = hashlib.sha256("\n".join(map(checkpoint.header, names)).encode())
+    whole.update(hashes.numpy().data)
+    return whole.hexdigest()
+
+
+def _chunks(content: npt.NDArray[np.uint8]) -> Iterator[npt.NDArray[np.uint8]]:
+    for start in range(0, len(content), _CHUNK_BYTES):
+        yield content[start : start + _CHUNK_BYTES]
+
+
+def _part(chunks: list[npt.NDArray[np.uint8]], rank: int, size: int) -> list[int]:
+    """Indices of the chunks that begin in a rank's equal part of all bytes: one run of names."""
+    lengths = np.array([len(chunk) for chunk in chunks], dtype=np.int64)
+    starts = lengths.cumsum() - lengths
+    owners = starts * size // max(1, lengths.sum())
+    return [int(index) for index in np.flatnonzero(owners == rank)]
+
+
+def _hash(chunk: npt.NDArray[np.uint8]) -> bytearray:
+    return bytearray(hashlib.sha256(chunk.data).digest())

@@ -1,4 +1,4 @@
-"""The engine's requests as messages between a router and a worker, and the other way.
+"""The engine's requests as protobuf messages between a router and a worker.
 
 The only module of the engine that knows protobuf.
 """
@@ -47,7 +47,7 @@ def read_spec(message: worker_pb2.RequestSpec) -> RequestSpec:
 
 
 def attempt_key(request_id: str, attempt: int) -> RequestId:
-    """One attempt's id inside a worker; the roles make it one that no other attempt ever had."""
+    """The id of one attempt inside a worker. The roles make it unique over time."""
     return RequestId(f"{request_id}#{attempt}")
 
 
@@ -60,10 +60,10 @@ def read_sampling(message: worker_pb2.RequestSpec) -> SamplingParams:
 
 
 def finish_reason_to_proto(reason: FinishReason | None) -> common_pb2.FinishReason.ValueType:
-    """None, for a request that goes on, is UNSPECIFIED."""
+    """UNSPECIFIED for None: the request continues."""
     return _FINISHED[reason]
 
 
 def finish_reason_from_proto(reason: common_pb2.FinishReason.ValueType) -> FinishReason | None:
-    """None for a request that goes on, and for a reason that is not known here."""
+    """None for a request that continues, and for an unknown reason."""
     return {wire: own for own, wire in _FINISHED.items()}.get(reason)

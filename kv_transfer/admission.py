@@ -186,7 +186,8 @@ class Admission:
     def _book(offer: _Offer, source_rank: int, done: transfer_pb2.TransferDone) -> Decision:
         offer.reported.add((source_rank, done.target_rank))
         if (source_rank, done.target_rank) == (0, 0):
-            offer.first = _first_token(done)
+            logprobs = logprobs_from_proto(done.logprobs)
+            offer.first = FirstToken(done.first_token, logprobs)
         if len(offer.reported) < len(offer.expected):
             return Decision(offer.lease, Outcome.PARTIAL)
         assert offer.first is not None, "every done has come, but not the first token"
@@ -219,11 +220,6 @@ def is_from_writer(lease: Lease, message: transfer_pb2.TransferMessage) -> bool:
         writer.incarnation,
         lease.lease_epoch,
     )
-
-
-def _first_token(done: transfer_pb2.TransferDone) -> FirstToken:
-    logprobs = logprobs_from_proto(done.logprobs) if done.HasField("logprobs") else None
-    return FirstToken(done.first_token, logprobs)
 
 
 @dataclass(frozen=True)

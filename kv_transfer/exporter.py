@@ -27,7 +27,6 @@ from collections.abc import Callable, Container
 from dataclasses import dataclass, field
 
 from baton.clock import Clock, LoopClock, Timer
-from baton.config.transfer import TransferConfig
 from baton.v1 import transfer_pb2
 from kv_transfer.admission import Event, PeerLost
 from kv_transfer.errors import (
@@ -45,15 +44,7 @@ from kv_transfer.errors import (
     WrongWriterError,
 )
 from kv_transfer.layout import HandoffId
-from kv_transfer.lease import (
-    FirstToken,
-    FirstTokenLogprobs,
-    Lease,
-    LogprobsLike,
-    Receipt,
-    WorkerIdentity,
-    handoff_id,
-)
+from kv_transfer.lease import FirstToken, Lease, Receipt, handoff_id
 from kv_transfer.rank import TransferRank
 from kv_transfer.rank_handoff import Tombstones
 
@@ -67,9 +58,7 @@ class Exporter:
     def __init__(
         self,
         rank: TransferRank,
-        identity: WorkerIdentity,
         fingerprint: bytes,
-        config: TransferConfig,
         send_to_sinks: Callable[[bytes], None],
         engine_is_well: Callable[[], bool],
         clock: Clock | None = None,
@@ -78,20 +67,20 @@ class Exporter:
 
         `send_to_sinks` passes a payload to `KvSink.message` of every rank, ahead of any later
         `add_prefill`. `engine_is_well`: the engine lives, and is neither hung nor blocked."""
-        self._rank, self._identity, self._fingerprint = rank, identity, fingerprint
-        self._config, self._send_to_sinks = config, send_to_sinks
+        self._rank, self._identity, self._config = rank, rank.identity, rank.config
+        self._fingerprint, self._send_to_sinks = fingerprint, send_to_sinks
         self._engine_is_well = engine_is_well
-        self._loop = asyncio.get_running_loop()
-        self._clock = clock or LoopClock(self._loop)
+        loop = asyncio.get_running_loop()
+        self._clock = clock or LoopClock(loop)
         self._exports: dict[HandoffId, Export] = {}
         self.held_handoffs = HeldHandoffs(rank, self._exports)
-        self._tombstones = Tombstones(config.tombstone_s)
+        self._tombstones = Tombstones(self._config.tombstone_s)
         self._can_still_land: set[HandoffId] = set()  # these never get a `Drained`
         self.on_broken: Callable[[HandoffId, HandoffError], None] | None = None
         """Called once when a handoff breaks, so that its computation can stop."""
-        for other in identity.ranks[1:]:  # a connection notices the rank's death
+        for other in self._identity.ranks[1:]:  # a connection notices the rank's death
             rank.transport.connect(other.transfer_address)
-        rank.exporter_mail.bind(self._loop.call_soon_threadsafe, self._handle)
+        rank.exporter_mail.bind(loop.call_soon_threadsafe, self._handle)
 
     def open(self, lease: Lease) -> HandoffId:
         """Begin to serve a lease. The caller must later call `finish` or `cancel`.
@@ -131,19 +120,13 @@ class Exporter:
             export.lease.renew_within_s / _RENEWALS, lambda: self._renew(export)
         )
 
-    async def finish(
-        self,
-        handoff: HandoffId,
-        first_token: int,
-        logprobs: LogprobsLike | None,
-        timeout_s: float | None = None,
-    ) -> Receipt:
+    async def finish(self, handoff: HandoffId, first: FirstToken) -> Receipt:
         """Send `done` once all is pushed, and wait for the receiver's `Ack`.
 
         Raises PeerLostError, RankLostError, FencedError, NackError, HandoffTimeoutError,
         PostFailedError or CancelledHandoffError. Then every rank has drained, or `ack_timeout_s`
-        more seconds have passed. The timeout (`timeout_s`, or the configured one) counts from the
-        first token, or from the last flush to the receiver if that was later.
+        more seconds have passed. That timeout counts from the first token, or from the last flush
+        to the receiver if that was later.
         """
         export = self._exports.get(handoff)
         if export is None:
@@ -151,7 +134,8 @@ class Exporter:
         assert export.finishing_at_s is None, f"handoff {handoff} is finished twice"
         export.finishing_at_s = self._clock.now_s()
         if export.error is None:
-            self._begin_finish(handoff, export, first_token, logprobs, timeout_s)
+            self._rank.finish(handoff, first)
+            self._await_ack(handoff, export)
         try:
             await export.over.wait()
         finally:
@@ -162,26 +146,10 @@ class Exporter:
             raise export.error
         return export.receipt
 
-    def _begin_finish(
-        self,
-        handoff: HandoffId,
-        export: Export,
-        first_token: int,
-        logprobs: LogprobsLike | None,
-        timeout_s: float | None,
-    ) -> None:
-        kept = None
-        if logprobs is not None:
-            kept = FirstTokenLogprobs(logprobs.logprob, logprobs.rank, logprobs.top)
-        self._rank.finish(handoff, FirstToken(first_token, kept))
-        timeout_s = self._config.ack_timeout_s if timeout_s is None else timeout_s
-        self._await_ack(handoff, export, timeout_s)
-
-    def _await_ack(
-        self, handoff: HandoffId, export: Export, timeout_s: float, is_repeat: bool = False
-    ) -> None:
-        """Repeat the `done` at intervals; break the handoff after `timeout_s` without progress."""
+    def _await_ack(self, handoff: HandoffId, export: Export, is_repeat: bool = False) -> None:
+        """Repeat the `done` at intervals; break the handoff when nothing moves for too long."""
         assert export.finishing_at_s is not None
+        timeout_s = self._config.ack_timeout_s
         since_s = self._rank.moved_at_s(handoff) or export.finishing_at_s
         left_s = since_s + timeout_s - self._clock.now_s()
         if left_s <= 0:
@@ -193,7 +161,7 @@ class Exporter:
             self._rank.resend_done(handoff)
         export.timer = self._clock.call_later(
             min(timeout_s / _RESENDS, left_s),
-            lambda: self._await_ack(handoff, export, timeout_s, is_repeat=True),
+            lambda: self._await_ack(handoff, export, is_repeat=True),
         )
 
     async def cancel(self, handoff: HandoffId, ended_by: FirstToken | None = None) -> bool:

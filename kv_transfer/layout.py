@@ -3,6 +3,8 @@
 A pool of blocks is made of regions of equal block count. Inside a region the order is
 [layer][tensor][block][kv head][token][head_dim]. So a tensor-parallel slice of a block (a run of
 heads) is one contiguous run of bytes, and so are neighbouring blocks of one layer and tensor.
+
+`BlockPush` and `TokenLogprobs` are what an engine hands over; both sides know them.
 """
 
 from __future__ import annotations
@@ -17,6 +19,29 @@ HandoffId = NewType("HandoffId", str)  # names one grant of a lease in the write
 NULL_BLOCK = BlockId(0)  # replaces a block outside the window: readable, never written or pushed
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "uint8": 1}
+
+
+@dataclass(frozen=True)
+class BlockPush:
+    """Blocks of one layer group that a step completes and a handoff must carry.
+
+    `ordinals` are positions in the lease's block table of that group (0 is the first block after
+    the receiver's cached ones); `block_ids` are this pool's blocks with that content.
+    """
+
+    handoff_id: HandoffId
+    group: int
+    ordinals: tuple[int, ...]
+    block_ids: tuple[BlockId, ...]
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """Natural logarithms, of the model's distribution before temperature and filters."""
+
+    logprob: float
+    rank: int  # 1 is the likeliest
+    top: tuple[tuple[int, float], ...] = ()  # (token id, logprob), likeliest first
 
 
 @dataclass(frozen=True)
@@ -116,14 +141,17 @@ class RegionLayout:
             if not group.first_layer <= layer < group.first_layer + group.num_layers:
                 offset += block_bytes * self.num_blocks
                 continue
-            offset += (
-                (layer - group.first_layer) * (block_bytes // group.num_layers) * self.num_blocks
-            )
+            offset += (layer - group.first_layer) * self.layer_stride_bytes(index)
             for spec in group.tensors:
                 if spec.name == tensor:
                     return offset
                 offset += self.tensor_block_bytes(spec) * self.num_blocks
         raise KeyError(f"layer {layer} has no tensor {tensor!r}")
+
+    def layer_stride_bytes(self, group: int) -> int:
+        """Bytes between one layer of a group and the next."""
+        block_bytes = self.layout.rank_block_bytes(group, self.tp_rank, self.tp_size)
+        return block_bytes // self.layout.groups[group].num_layers * self.num_blocks
 
     def tensor_block_bytes(self, tensor: TensorSpec) -> int:
         """Bytes of one block of one layer's tensor on this rank: the stride between blocks."""
@@ -137,8 +165,7 @@ def kv_fingerprint(layout: KvLayout, weights_digest: str, **model: object) -> by
     `model` is whatever else decides KV values, such as rope parameters or an adapter. Values must
     be plain JSON, so that two processes encode them alike; anything else raises TypeError.
     """
-    described = {"layout": asdict(layout), "weights": weights_digest, "model": model}
-    return _fingerprint(described)
+    return _fingerprint({"layout": asdict(layout), "weights": weights_digest, "model": model})
 
 
 def model_fingerprint(weights_digest: str, **model: object) -> bytes:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NewType, Protocol
+from typing import NewType
 
 from baton.v1 import common_pb2, worker_pb2
-from kv_transfer.layout import NULL_BLOCK, BlockId, HandoffId
+from kv_transfer.layout import NULL_BLOCK, BlockId, HandoffId, TokenLogprobs
 from kv_transfer.process import ProcessIdentity
 
 LeaseId = NewType("LeaseId", str)
@@ -21,19 +21,15 @@ class RankAddress:
     process: ProcessIdentity
 
     def to_proto(self) -> common_pb2.RankAddress:
+        process = self.process.to_proto()
         return common_pb2.RankAddress(
-            tp_rank=self.tp_rank,
-            transfer_address=self.transfer_address,
-            process=self.process.to_proto(),
+            tp_rank=self.tp_rank, transfer_address=self.transfer_address, process=process
         )
 
     @staticmethod
     def from_proto(message: common_pb2.RankAddress) -> RankAddress:
-        return RankAddress(
-            message.tp_rank,
-            message.transfer_address,
-            ProcessIdentity.from_proto(message.process),
-        )
+        process = ProcessIdentity.from_proto(message.process)
+        return RankAddress(message.tp_rank, message.transfer_address, process)
 
 
 @dataclass(frozen=True)
@@ -93,16 +89,7 @@ class RankLease:
     regions: tuple[Region, ...]
 
     def to_proto(self) -> worker_pb2.RankLease:
-        regions = [
-            worker_pb2.RegionRef(
-                first_block=r.first_block,
-                num_blocks=r.num_blocks,
-                base_address=r.base_address,
-                num_bytes=r.num_bytes,
-                rkey=r.rkey,
-            )
-            for r in self.regions
-        ]
+        regions = [worker_pb2.RegionRef(**vars(region)) for region in self.regions]
         return worker_pb2.RankLease(tp_rank=self.tp_rank, regions=regions)
 
     @staticmethod
@@ -182,26 +169,6 @@ def split_handoff_id(handoff: HandoffId) -> tuple[str, int]:
     return lease_id, int(epoch)
 
 
-class LogprobsLike(Protocol):
-    """Log-probabilities of a sampled token: its own, its rank, and the top (id, logprob) pairs."""
-
-    @property
-    def logprob(self) -> float: ...
-    @property
-    def rank(self) -> int: ...
-    @property
-    def top(self) -> tuple[tuple[int, float], ...]: ...
-
-
-@dataclass(frozen=True)
-class FirstTokenLogprobs:
-    """Same fields as `engine.request.TokenLogprobs`, which this package does not import."""
-
-    logprob: float
-    rank: int
-    top: tuple[tuple[int, float], ...] = ()
-
-
 @dataclass(frozen=True)
 class FirstToken:
     """The prompt's first output token, sampled by the writer.
@@ -210,20 +177,22 @@ class FirstToken:
     """
 
     token_id: int
-    logprobs: FirstTokenLogprobs | None = None
+    logprobs: TokenLogprobs | None = None
     finished: common_pb2.FinishReason.ValueType = common_pb2.FINISH_REASON_UNSPECIFIED
 
     def to_proto(self) -> worker_pb2.FirstToken:
-        logprobs = None if self.logprobs is None else logprobs_to_proto(self.logprobs)
-        return worker_pb2.FirstToken(id=self.token_id, logprobs=logprobs, finished=self.finished)
+        return worker_pb2.FirstToken(
+            id=self.token_id, logprobs=logprobs_to_proto(self.logprobs), finished=self.finished
+        )
 
     @staticmethod
     def from_proto(message: worker_pb2.FirstToken) -> FirstToken:
-        logprobs = logprobs_from_proto(message.logprobs) if message.HasField("logprobs") else None
-        return FirstToken(message.id, logprobs, message.finished)
+        return FirstToken(message.id, logprobs_from_proto(message.logprobs), message.finished)
 
 
-def logprobs_to_proto(logprobs: LogprobsLike) -> common_pb2.Logprobs:
+def logprobs_to_proto(logprobs: TokenLogprobs | None) -> common_pb2.Logprobs | None:
+    if logprobs is None:
+        return None
     return common_pb2.Logprobs(
         logprob=logprobs.logprob,
         rank=logprobs.rank,
@@ -231,8 +200,11 @@ def logprobs_to_proto(logprobs: LogprobsLike) -> common_pb2.Logprobs:
     )
 
 
-def logprobs_from_proto(message: common_pb2.Logprobs) -> FirstTokenLogprobs:
-    return FirstTokenLogprobs(
+def logprobs_from_proto(message: common_pb2.Logprobs) -> TokenLogprobs | None:
+    """None for an unset message, whose rank is 0."""
+    if message.rank == 0:
+        return None
+    return TokenLogprobs(
         message.logprob, message.rank, tuple((t.id, t.logprob) for t in message.top)
     )
 

@@ -33,7 +33,6 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from baton.clock import Clock, LoopClock, Timer
-from baton.config.transfer import TransferConfig
 from baton.v1 import transfer_pb2
 from kv_transfer.admission import Admission, Decision, Event, Outcome, PeerLost, is_from_writer
 from kv_transfer.layout import NULL_BLOCK, BlockId
@@ -104,22 +103,20 @@ class LeaseTable:
     def __init__(
         self,
         rank: TransferRank,
-        identity: WorkerIdentity,
         fingerprint: bytes,
-        config: TransferConfig,
         listener: LeaseListener,
         clock: Clock | None = None,
         process_is_gone: ProcessIsGone = is_gone,
     ) -> None:
         """Must be called on the running event loop."""
         self._process_is_gone = process_is_gone
-        self._rank, self._identity, self._fingerprint = rank, identity, fingerprint
-        self._config, self._listener = config, listener
+        self._rank, self._identity, self._config = rank, rank.identity, rank.config
+        self._fingerprint, self._listener = fingerprint, listener
         loop = asyncio.get_running_loop()
         self._clock = clock or LoopClock(loop)
         self._admission = Admission(
             rank.region_layout.layout,
-            identity.tp_size,
+            self._identity.tp_size,
             fingerprint,
             rank.send,
             rank.new_message,
@@ -130,7 +127,7 @@ class LeaseTable:
         self._writable: dict[tuple[int, BlockId], LeaseId] = {}  # (group, block) -> its one lease
         self._epochs = itertools.count(1)
         rank.lease_mail.bind(loop.call_soon_threadsafe, self._handle)
-        rank.arrivals.admission = self._admission
+        rank.admission = self._admission
 
     def grant(
         self,

@@ -1,8 +1,8 @@
 """The in-memory twin of the UCX transport: several "processes" in one interpreter, with faults.
 
 Every put, flush, message and loss is an `Operation` that a scheduler runs. By default that is a
-thread; with a `ManualScheduler` a test delays, drops and reorders operations. A killed process runs
-no more callbacks. What it has posted stays with the scheduler and can still land, as it can on a
+thread; the scheduler of a test delays, drops and reorders operations. A killed process runs no more
+callbacks. What it has posted stays with the scheduler and can still land, as it can on a
 network card, until it is reaped.
 """
 
@@ -95,34 +95,6 @@ class ThreadScheduler:
                 with self._changed:
                     self._running = None
                     self._changed.notify_all()
-
-
-class ManualScheduler:
-    """Run nothing by itself. `pending` is in the order of the calls."""
-
-    def __init__(self) -> None:
-        self.pending: list[Operation] = []
-
-    def schedule(self, operation: Operation) -> None:
-        self.pending.append(operation)
-
-    def discard(self, unwanted: Callable[[Operation], bool]) -> None:
-        self.pending = [operation for operation in self.pending if not unwanted(operation)]
-
-    def run(self, operation: Operation) -> None:
-        self.pending.remove(operation)
-        operation.run()
-
-    def drop(self, operation: Operation) -> None:
-        self.pending.remove(operation)
-
-    def run_all(self, kinds: tuple[str, ...] = ("put", "flush", "message", "lost")) -> int:
-        """Run pending operations of these kinds, and what they cause; returns how many ran."""
-        ran = 0
-        while chosen := next((o for o in self.pending if o.kind in kinds), None):
-            self.run(chosen)
-            ran += 1
-        return ran
 
 
 class MemoryMemory:

@@ -30,12 +30,7 @@ class ProcessIdentity:
     start_time_ticks: int
 
     def to_proto(self) -> common_pb2.ProcessIdentity:
-        return common_pb2.ProcessIdentity(
-            boot_id=self.boot_id,
-            pid_namespace=self.pid_namespace,
-            pid=self.pid,
-            start_time_ticks=self.start_time_ticks,
-        )
+        return common_pb2.ProcessIdentity(**vars(self))
 
     @staticmethod
     def from_proto(message: common_pb2.ProcessIdentity) -> ProcessIdentity:

@@ -11,8 +11,8 @@ A cancel, a fence or a lost peer skips to 3 and sends no `done`. After a rank re
 drained, nothing of the handoff is in flight or will be. The exception is `can_still_land`: a TCP
 connection broke, and the kernel may still deliver what it has taken.
 
-On the receiver, the rank's `RankArrivals` takes every `done` and renewal. All other messages go to
-the `LeaseTable` or the `Exporter` of rank 0.
+On the receiver, a rank verifies every `done` that it receives. Rank 0's `Admission` decides: ranks
+above 0 report to it. All other messages go to the `LeaseTable` or the `Exporter` of rank 0.
 
 Three threads call in here: engine, progress, rank 0's event loop. `_lock` guards the handoffs. It
 is held briefly, and never while a callback runs.
@@ -30,9 +30,9 @@ from google.protobuf.message import DecodeError
 
 from baton.config.transfer import TransferConfig
 from baton.v1 import transfer_pb2
-from kv_transfer.admission import Event, Mailbox, PeerLost
+from kv_transfer.admission import Admission, Event, Mailbox, PeerLost
 from kv_transfer.errors import LeaseError
-from kv_transfer.layout import HandoffId, RegionLayout
+from kv_transfer.layout import BlockPush, HandoffId, RegionLayout
 from kv_transfer.lease import (
     FirstToken,
     Lease,
@@ -46,18 +46,28 @@ from kv_transfer.process import own_identity
 from kv_transfer.rank_handoff import (
     Lane,
     Phase,
-    Push,
-    RankArrivals,
     RankHandoff,
     Tombstones,
     add_checksums,
     fill_counts,
     fill_done,
+    why_wrong,
 )
 from kv_transfer.routes import RankPair, Route, check_lease, pairs
 from kv_transfer.transport import FlushResult, Peer, TransferMemory, Transport
 
 log = logging.getLogger(__name__)
+
+
+def make_transport(config: TransferConfig) -> Transport:
+    """Make the transport that the configuration names. Raises TransportError."""
+    if config.transport == "memory":
+        from kv_transfer.memory_transport import MemoryNetwork
+
+        return MemoryNetwork.shared().join()
+    from kv_transfer.ucx.transport import UcxTransport
+
+    return UcxTransport(config)
 
 
 class TransferRank:
@@ -69,43 +79,40 @@ class TransferRank:
         memory: TransferMemory,
         region_layout: RegionLayout,
         identity: WorkerIdentity,
-        tp_rank: int,
-        rank0_address: bytes | None,
         config: TransferConfig,
+        now_s: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`rank0_address` is None on rank 0. `identity.ranks` names every rank of this worker."""
-        assert region_layout.num_blocks == memory.blocks_per_region, (
-            region_layout.num_blocks,
-            memory.blocks_per_region,
-        )
-        assert (tp_rank == 0) == (rank0_address is None), (tp_rank, rank0_address)
+        """`identity` names every rank of this worker, and `region_layout` which one this is."""
+        num_blocks = memory.blocks_per_region
+        assert region_layout.num_blocks == num_blocks, (region_layout.num_blocks, num_blocks)
         self.transport, self.region_layout, self.identity = transport, region_layout, identity
-        self.tp_rank = tp_rank
+        self.tp_rank, self.config = region_layout.tp_rank, config
         self.exporter_mail, self.lease_mail = Mailbox(), Mailbox()
-        self.arrivals = RankArrivals(region_layout, memory, rank0_address, self.send)
-        self.now_s: Callable[[], float] = time.monotonic
-        self._memory, self._config = memory, config
+        self.admission: Admission | None = None
+        """Set on rank 0 of a worker that grants leases: every `done` is reported to it."""
+        self._now_s, self._memory = now_s, memory
         self._lock = threading.Lock()
         self._handoffs: dict[HandoffId, RankHandoff] = {}
         self._tombstones = Tombstones(config.tombstone_s)
         self._can_still_land: set[HandoffId] = set()  # for ever: nothing here proves the opposite
-        self._offers = RankOffers(identity.tp_size)
-        mine = RankLease(tp_rank, memory.regions)
-        self._offers.add(mine)
-        self._rank0_address = rank0_address
+        self._offers: dict[int, RankLease] = {}  # the memory of each rank that has reported it
+        self._all_offered = threading.Event()
         self._handlers = self._handler_of_kind()
         transport.start(self._receive, self._peer_lost)
-        if rank0_address is not None:
+        mine = RankLease(self.tp_rank, memory.regions)
+        if self.tp_rank == 0:
+            self._add_offer(mine)
+        else:
             message = self.new_message("", 0)
             message.rank_regions.lease.CopyFrom(mine.to_proto())
-            self.send(rank0_address, message)
+            self.send(identity.rank0_address, message)
 
     def _handler_of_kind(self) -> dict[str, Callable[[transfer_pb2.TransferMessage], None]]:
         """Message kind (the name of its field) -> handler."""
         return {
-            "done": self.arrivals.done,
-            "rank_done": self.arrivals.rank_done,
-            "progress": self.arrivals.progress,
+            "done": self._receive_done,
+            "rank_done": self._receive_rank_done,
+            "progress": self._receive_progress,
             "failed": self.lease_mail.put,
             "drained": self.lease_mail.put,
             "ack": self._receive_ack,
@@ -115,7 +122,7 @@ class TransferRank:
             "rank_cancel": self._receive_cancel,
             "rank_books_asked": lambda _: self._report_held(),
             "rank_books": self.exporter_mail.put,
-            "rank_regions": lambda m: self._offers.add(RankLease.from_proto(m.rank_regions.lease)),
+            "rank_regions": lambda m: self._add_offer(RankLease.from_proto(m.rank_regions.lease)),
         }
 
     @staticmethod
@@ -125,11 +132,17 @@ class TransferRank:
 
     def wait_ready(self, timeout_s: float) -> bool:
         """On rank 0: wait until every rank has reported its memory. Blocks the thread."""
-        return self._offers.wait(timeout_s)
+        return self._all_offered.wait(timeout_s)
 
     def rank_leases(self) -> tuple[RankLease, ...]:
         """On rank 0: the memory that each rank offers, in rank order."""
-        return self._offers.all()
+        assert self._all_offered.is_set(), "not every rank has reported its memory"
+        return tuple(self._offers[rank] for rank in range(self.identity.tp_size))
+
+    def _add_offer(self, offer: RankLease) -> None:
+        self._offers[offer.tp_rank] = offer
+        if len(self._offers) == self.identity.tp_size:
+            self._all_offered.set()
 
     # --- the engine's thread: KvSink -------------------------------------------------------------
 
@@ -143,13 +156,13 @@ class TransferRank:
         except LeaseError as error:
             handoff.error = str(error)
         with self._lock:
-            if self._tombstones.holds(lease.handoff_id, self.now_s()):
+            if self._tombstones.holds(lease.handoff_id, self._now_s()):
                 return  # cancelled before it began
             assert lease.handoff_id not in self._handoffs, lease.handoff_id
             self._handoffs[lease.handoff_id] = handoff
             self._flush_when_ready(handoff)
 
-    def layer_done(self, layer: int, pushes: Sequence[Push]) -> None:
+    def layer_done(self, layer: int, pushes: Sequence[BlockPush]) -> None:
         layout = self.region_layout.layout
         group = layout.group_of_layer(layer)
         is_first_layer = layer == layout.groups[group].first_layer
@@ -285,7 +298,7 @@ class TransferRank:
         handoff.phase = Phase.DRAINED
         if self.tp_rank > 0 or handoff.cancelled or handoff.error is not None:
             self._handoffs.pop(handoff.lease.handoff_id, None)
-            self._tombstones.bury(handoff.lease.handoff_id, self.now_s())
+            self._tombstones.bury(handoff.lease.handoff_id, self._now_s())
         message = self.new_message(handoff.lease.lease_id, handoff.lease.lease_epoch)
         report = message.rank_drained
         report.error = handoff.error or ""
@@ -297,17 +310,17 @@ class TransferRank:
         if not handoff.cancelled and handoff.error is None:
             report.num_bytes = sum(lane.num_bytes for lane in handoff.lanes.values())
             report.num_blocks = max((lane.num_blocks for lane in handoff.lanes.values()), default=0)
-            if self._rank0_address is None:
+            if self.tp_rank == 0:
                 handoff.report = message
                 return
         self._report(message)
 
     def _report(self, message: transfer_pb2.TransferMessage) -> None:
         """Send a message to this worker's rank 0."""
-        if self._rank0_address is None:
+        if self.tp_rank == 0:
             self.exporter_mail.put(message)
         else:
-            self.send(self._rank0_address, message)
+            self.send(self.identity.rank0_address, message)
 
     # --- the progress thread ---------------------------------------------------------------------
 
@@ -329,7 +342,7 @@ class TransferRank:
             sends = not handoff.cancelled and handoff.error is None
         if sends:
             # Outside the lock: checksums take time, and the blocks are pinned.
-            if stride := self._config.checksum_stride:
+            if stride := self.config.checksum_stride:
                 add_checksums(handoff, lane, self.region_layout, self._memory, stride)
             lane.sent = lane.done.SerializeToString()
             self.transport.send(lane.peer, lane.sent, expects_answer=self.tp_rank == 0)
@@ -343,7 +356,7 @@ class TransferRank:
         for other in self._handoffs.values():
             lanes = other.lanes.values()
             if other.phase is Phase.FLUSHING and any(lane.peer is peer for lane in lanes):
-                other.moved_at_s = self.now_s()
+                other.moved_at_s = self._now_s()
 
     def _cancel(self, handoff: HandoffId) -> None:
         with self._lock:
@@ -353,7 +366,7 @@ class TransferRank:
                 self._flush_when_ready(found)
                 return
             self._handoffs.pop(handoff, None)
-            self._tombstones.bury(handoff, self.now_s())
+            self._tombstones.bury(handoff, self._now_s())
             can_still_land = handoff in self._can_still_land
         message = self.new_message(*split_handoff_id(handoff))
         message.rank_drained.can_still_land = can_still_land
@@ -370,6 +383,42 @@ class TransferRank:
             log.error("%s sent a transfer message of an unknown kind", message.sender_worker_id)
         else:
             handler(message)
+
+    def _receive_progress(self, message: transfer_pb2.TransferMessage) -> None:
+        """Take a writer's renewal."""
+        if self.admission is not None:
+            self.admission.heard(message)
+
+    def _receive_done(self, message: transfer_pb2.TransferMessage) -> None:
+        """Verify what arrived here, then let rank 0 decide: directly, or by a report to it."""
+        done, source_rank = message.done, message.sender_rank
+        error = why_wrong(done, source_rank, self.region_layout, self._memory)
+        if self.tp_rank == 0:
+            self._decide(message, source_rank, done, error)
+            return
+        report = transfer_pb2.TransferMessage()
+        report.CopyFrom(message)  # the sender stays the writer: rank 0 checks it
+        report.rank_done.source_rank = source_rank
+        report.rank_done.done.CopyFrom(done)
+        report.rank_done.error = error
+        self.send(self.identity.rank0_address, report)
+
+    def _receive_rank_done(self, message: transfer_pb2.TransferMessage) -> None:
+        """On rank 0: take another rank's report about a `done`."""
+        report = message.rank_done
+        self._decide(message, report.source_rank, report.done, report.error)
+
+    def _decide(
+        self,
+        message: transfer_pb2.TransferMessage,
+        source_rank: int,
+        done: transfer_pb2.TransferDone,
+        error: str,
+    ) -> None:
+        if self.admission is None:
+            log.error("%s sent a done, but this worker grants no leases", message.sender_worker_id)
+        else:
+            self.admission.done(message, source_rank, done, error)
 
     def _receive_cancel(self, message: transfer_pb2.TransferMessage) -> None:
         self._cancel(handoff_id(message.lease_id, message.lease_epoch))
@@ -401,26 +450,3 @@ class TransferRank:
         event: Event = PeerLost(address)
         self.exporter_mail.put(event)
         self.lease_mail.put(event)
-
-
-class RankOffers:
-    """The memory that each rank of this worker offers to writers. Any thread."""
-
-    def __init__(self, tp_size: int) -> None:
-        self._tp_size = tp_size
-        self._offers: dict[int, RankLease] = {}
-        self._complete = threading.Event()
-
-    def add(self, offer: RankLease) -> None:
-        self._offers[offer.tp_rank] = offer
-        if len(self._offers) == self._tp_size:
-            self._complete.set()
-
-    def wait(self, timeout_s: float) -> bool:
-        """Wait until every rank has reported. Blocks the thread."""
-        return self._complete.wait(timeout_s)
-
-    def all(self) -> tuple[RankLease, ...]:
-        """The offers of all ranks, in order."""
-        assert self._complete.is_set(), "not every rank has reported its memory"
-        return tuple(self._offers[rank] for rank in range(self._tp_size))

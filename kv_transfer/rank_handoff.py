@@ -1,27 +1,21 @@
 """One rank's share of a handoff: what the writer pushes, and what the receiver verifies.
 
 On the writer, `RankHandoff` tracks what is pushed and what is missing, and the `fill_*` functions
-complete its `done`. On the receiver, every rank verifies what was pushed to it: `RankArrivals` on
-ranks above 0 reports to rank 0, whose `Admission` decides. It also takes renewals.
+complete its `done`. On the receiver, `why_wrong` verifies what was pushed to a rank.
 """
 
 from __future__ import annotations
 
 import enum
-import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from baton.v1 import transfer_pb2, worker_pb2
-from kv_transfer.admission import Admission
 from kv_transfer.errors import LeaseError
-from kv_transfer.layout import NULL_BLOCK, BlockId, HandoffId, KvLayout, RegionLayout
+from kv_transfer.layout import NULL_BLOCK, BlockId, BlockPush, HandoffId, KvLayout, RegionLayout
 from kv_transfer.lease import FirstToken, Lease, logprobs_to_proto
-from kv_transfer.routes import GroupRuns, RankPair, Route, block_checksums, pairs
-from kv_transfer.transport import Peer, PutBatch, TransferMemory
-
-log = logging.getLogger(__name__)
+from kv_transfer.routes import RankPair, Route, block_checksums, pairs
+from kv_transfer.transport import Peer, PutBatch, Runs, TransferMemory
 
 
 class Tombstones:
@@ -52,19 +46,6 @@ class Tombstones:
             del self._until_s[oldest]
 
 
-class Push(Protocol):
-    """Same fields as `engine.request.BlockPush`, which this package does not import."""
-
-    @property
-    def handoff_id(self) -> HandoffId: ...
-    @property
-    def group(self) -> int: ...
-    @property
-    def ordinals(self) -> tuple[int, ...]: ...
-    @property
-    def block_ids(self) -> tuple[BlockId, ...]: ...
-
-
 class Phase(enum.Enum):
     PUSHING = "pushing"
     FLUSHING = "flushing"  # nothing more is posted; waiting for puts in flight
@@ -91,9 +72,9 @@ class Lane:
 
 @dataclass
 class _PushRuns:
-    push: Push  # kept alive, because its id() is the key
+    push: BlockPush  # kept alive, because its id() is the key
     flags: int  # its wanted ordinals, as `_flags` encodes them
-    runs: dict[int, GroupRuns]  # target rank ->
+    runs: dict[int, Runs]  # target rank ->
 
 
 @dataclass
@@ -135,14 +116,16 @@ class RankHandoff:
         """Whether every layer of every wanted block has been enqueued."""
         return self._num_unfinished == 0
 
-    def layer_batches(self, layer: int, push: Push) -> list[tuple[Lane, PutBatch]]:
+    def layer_batches(self, layer: int, push: BlockPush) -> list[tuple[Lane, PutBatch]]:
         """The puts of one layer of a push. Raises LeaseError if a block cannot be pushed."""
         prepared = self._runs.get(id(push)) or self._prepare(push)
         layer_in_group = layer - self.layout.groups[push.group].first_layer
         self._mark(push.group, layer_in_group, prepared.flags)
-        return [
-            (self.lanes[target], runs.at(layer_in_group)) for target, runs in prepared.runs.items()
-        ]
+        batches = []
+        for target, runs in prepared.runs.items():
+            lane = self.lanes[target]
+            batches.append((lane, lane.route.at_layer(runs, push.group, layer_in_group)))
+        return batches
 
     def step_done(self) -> None:
         self._runs.clear()
@@ -154,7 +137,7 @@ class RankHandoff:
         if missing and not row[layer_in_group]:
             self._num_unfinished -= 1
 
-    def _prepare(self, push: Push) -> _PushRuns:
+    def _prepare(self, push: BlockPush) -> _PushRuns:
         """Compute once per step what every layer of the step repeats."""
         table = self.lease.block_ids[push.group]
         kept = [
@@ -167,9 +150,9 @@ class RankHandoff:
         targets = [table[ordinal] for ordinal, _ in kept]
         runs = {}
         for target, lane in self.lanes.items():
-            group_runs = lane.route.runs(push.group, sources, targets)
-            if group_runs is not None:
-                runs[target] = group_runs
+            found = lane.route.runs(push.group, sources, targets)
+            if found is not None:
+                runs[target] = found
         prepared = _PushRuns(push, _flags([ordinal for ordinal, _ in kept]), runs)
         self._runs[id(push)] = prepared
         return prepared
@@ -222,8 +205,9 @@ def fill_counts(lane: Lane, first: FirstToken | None) -> None:
     done.num_bytes, done.num_blocks = lane.num_bytes, lane.num_blocks
     if first is not None:
         done.first_token = first.token_id
-        if first.logprobs is not None:
-            done.logprobs.CopyFrom(logprobs_to_proto(first.logprobs))
+        logprobs = logprobs_to_proto(first.logprobs)
+        if logprobs is not None:
+            done.logprobs.CopyFrom(logprobs)
 
 
 def add_checksums(
@@ -269,56 +253,3 @@ def why_wrong(
     if wrong or len(found) != len(done.checksums):
         return f"{wrong} of {len(found)} checksums differ ({len(done.checksums)} were sent)"
     return ""
-
-
-class RankArrivals:
-    """Take messages of writers and of this worker's other ranks, on the progress thread."""
-
-    def __init__(
-        self,
-        region_layout: RegionLayout,
-        memory: TransferMemory,
-        rank0_address: bytes | None,
-        send: Callable[[bytes, transfer_pb2.TransferMessage], None],
-    ) -> None:
-        """`rank0_address` is None on rank 0."""
-        self.admission: Admission | None = None
-        """Set on rank 0 of a worker that grants leases: every `done` is reported to it."""
-        self._region_layout, self._memory = region_layout, memory
-        self._rank0_address, self._send = rank0_address, send
-
-    def progress(self, message: transfer_pb2.TransferMessage) -> None:
-        """Take a writer's renewal."""
-        if self.admission is not None:
-            self.admission.heard(message)
-
-    def done(self, message: transfer_pb2.TransferMessage) -> None:
-        """Verify what arrived here, then let rank 0 decide: directly, or by a report to it."""
-        done, source_rank = message.done, message.sender_rank
-        error = why_wrong(done, source_rank, self._region_layout, self._memory)
-        if self._rank0_address is None:
-            self._decide(message, source_rank, done, error)
-            return
-        report = transfer_pb2.TransferMessage()
-        report.CopyFrom(message)  # the sender stays the writer: rank 0 checks it
-        report.rank_done.source_rank = source_rank
-        report.rank_done.done.CopyFrom(done)
-        report.rank_done.error = error
-        self._send(self._rank0_address, report)
-
-    def rank_done(self, message: transfer_pb2.TransferMessage) -> None:
-        """On rank 0: take another rank's report."""
-        report = message.rank_done
-        self._decide(message, report.source_rank, report.done, report.error)
-
-    def _decide(
-        self,
-        message: transfer_pb2.TransferMessage,
-        source_rank: int,
-        done: transfer_pb2.TransferDone,
-        error: str,
-    ) -> None:
-        if self.admission is None:
-            log.error("%s sent a done, but this worker grants no leases", message.sender_worker_id)
-        else:
-            self.admission.done(message, source_rank, done, error)

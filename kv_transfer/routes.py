@@ -70,23 +70,6 @@ def check_width(layout: KvLayout, tp_size: int) -> None:
         raise LeaseError(str(error)) from None
 
 
-@dataclass(frozen=True, eq=False)
-class GroupRuns:
-    """The puts of some blocks for the first layer of their group. Later layers have a constant
-    stride on each side."""
-
-    first: Runs
-    source_layer_bytes: int
-    target_layer_bytes: int
-
-    def at(self, layer_in_group: int) -> PutBatch:
-        return PutBatch(
-            self.first,
-            layer_in_group * self.source_layer_bytes,
-            layer_in_group * self.target_layer_bytes,
-        )
-
-
 class Route:
     """The route from a source rank's pool into the regions of one target rank."""
 
@@ -109,14 +92,14 @@ class Route:
         groups = range(len(source.layout.groups))
         self._paths = [self._path(group) for group in groups]
         self._layer_strides = [
-            (layer_stride_bytes(source, group), layer_stride_bytes(self._target, group))
+            (source.layer_stride_bytes(group), self._target.layer_stride_bytes(group))
             for group in groups
         ]
 
     def runs(
         self, group: int, source_blocks: Sequence[BlockId], target_blocks: Sequence[BlockId]
-    ) -> GroupRuns | None:
-        """The puts of these blocks; None if this pair moves nothing of them.
+    ) -> Runs | None:
+        """The puts of these blocks for the first layer of their group; None if there are none.
 
         Raises LeaseError for a target block outside the offered regions.
         """
@@ -127,8 +110,12 @@ class Route:
         assert max(source_blocks) < self._num_source_blocks, source_blocks
         if max(target_blocks) >= self._num_target_blocks:
             raise LeaseError(f"block {max(target_blocks)} is in none of the offered regions")
-        first = Runs(path, _words(source_blocks), _words(target_blocks))
-        return GroupRuns(first, *self._layer_strides[group])
+        return Runs(path, _words(source_blocks), _words(target_blocks))
+
+    def at_layer(self, runs: Runs, group: int, layer_in_group: int) -> PutBatch:
+        """The same puts for another layer: each side has a constant stride between layers."""
+        source_bytes, target_bytes = self._layer_strides[group]
+        return PutBatch(runs, layer_in_group * source_bytes, layer_in_group * target_bytes)
 
     def _path(self, group: int) -> CopyPath | None:
         """The copy path of a group's first layer; None if the pair moves nothing of it."""
@@ -147,12 +134,6 @@ class Route:
             for side, bases in zip((self._source, self._target), self._bases, strict=True)
         )
         return CopyPath(source, target, _words(lengths), self._rkeys)
-
-
-def layer_stride_bytes(layout: RegionLayout, group: int) -> int:
-    """Bytes in a region between one layer of a group and the next."""
-    block_bytes = layout.layout.rank_block_bytes(group, layout.tp_rank, layout.tp_size)
-    return block_bytes // layout.layout.groups[group].num_layers * layout.num_blocks
 
 
 def _offset(layout: RegionLayout, layer: int, tensor: TensorSpec, heads: range) -> int:

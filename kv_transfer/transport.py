@@ -138,9 +138,6 @@ class Device(Protocol):
     @property
     def type(self) -> str: ...
 
-    @property
-    def index(self) -> int | None: ...
-
 
 class Tensor(Protocol):
     """A contiguous torch tensor, uint8 [num_bytes]. This package does not import torch for it."""

@@ -23,7 +23,6 @@ from engine.loop import EngineThread
 from engine.request import (
     EngineEvent,
     FinishedEvent,
-    FinishReason,
     HandoffId,
     PrefilledEvent,
     RequestId,
@@ -33,23 +32,9 @@ from engine.request import (
 from engine.wire import finish_reason_to_proto
 from kv_transfer.errors import HandoffError
 from kv_transfer.exporter import Exporter
-from kv_transfer.lease import FirstToken, FirstTokenLogprobs, Lease, Receipt
+from kv_transfer.lease import FirstToken, Lease, Receipt
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class FirstTokenReady:
-    token: SampledToken
-    num_cached_tokens: int
-    queue_s: float
-    prefill_s: float
-    finished: FinishReason | None
-
-
-@dataclass(frozen=True)
-class HandedOff:
-    receipt: Receipt
 
 
 @dataclass(frozen=True)
@@ -59,21 +44,14 @@ class HandoffBroken:
 
 
 @dataclass(frozen=True)
-class Refused:
-    """Nothing was computed: `field` makes the request impossible to run here."""
-
-    message: str
-    field: str
-
-
-@dataclass(frozen=True)
 class Stopped:
     """The prefill ended without a first token: aborted, or the engine failed."""
 
     message: str
 
 
-Outcome = FirstTokenReady | HandedOff | HandoffBroken | Refused | Stopped
+Outcome = PrefilledEvent | Receipt | HandoffBroken | InvalidRequestError | Stopped
+"""The first token, the end of its handoff (good or bad), or why there is no first token."""
 
 
 class DrainingError(RuntimeError):
@@ -186,7 +164,7 @@ class PrefillRole:
                 waiting = self._waiting.get(event.request_id)
                 if waiting is not None and not waiting.event.done():
                     if isinstance(event, PrefilledEvent):
-                        waiting.prefill.report(_first_token_ready(event))
+                        waiting.prefill.report(event)
                     waiting.event.set_result(event)
 
     async def _run(
@@ -230,7 +208,7 @@ class PrefillRole:
         try:
             await asyncio.wrap_future(added)
         except InvalidRequestError as error:
-            prefill.report(Refused(error.message, error.field))
+            prefill.report(error)
             return
         except EngineStoppedError as error:
             prefill.report(Stopped(str(error)))
@@ -249,13 +227,14 @@ class PrefillRole:
         if event.finished is None:
             prefill.report(await self._hand_off(handoff, event.token))
         else:  # the receiver learns the end from the writer: no router is needed for it
-            ended_by = replace(_first(event.token), finished=finish_reason_to_proto(event.finished))
+            reason = finish_reason_to_proto(event.finished)
+            ended_by = FirstToken(event.token.token_id, event.token.logprobs, reason)
             await self._exporter.cancel(handoff, ended_by)
 
     async def _hand_off(self, handoff: HandoffId, token: SampledToken) -> Outcome:
-        first = _first(token)
+        first = FirstToken(token.token_id, token.logprobs)
         try:
-            receipt = await self._exporter.finish(handoff, first.token_id, first.logprobs, None)
+            receipt = await self._exporter.finish(handoff, first)
         except HandoffError as error:
             log.warning("handoff %s: %s: %s", handoff, error.reason, error)
             return HandoffBroken(error.reason, str(error))
@@ -263,7 +242,7 @@ class PrefillRole:
             seen = receipt.num_bytes / receipt.put_s
             former = self._handoff_bytes_per_s or seen
             self._handoff_bytes_per_s = former + (seen - former) / 8
-        return HandedOff(receipt)
+        return receipt
 
     async def _let_go(self, key: RequestId, handoff: HandoffId) -> bool:
         """Stop computing, wait until nothing is in flight, and only then free the blocks.
@@ -281,19 +260,3 @@ class PrefillRole:
         """Raise AssertionError when no task watches a prefill."""
         assert len(self._waiting) <= len(self._tasks), (len(self._waiting), len(self._tasks))
         assert set(self._computing.values()) <= set(self._waiting), self._computing
-
-
-def _first_token_ready(event: PrefilledEvent) -> FirstTokenReady:
-    return FirstTokenReady(
-        event.token, event.num_cached_tokens, event.queue_s, event.prefill_s, event.finished
-    )
-
-
-def _first(token: SampledToken) -> FirstToken:
-    """The engine's first token as the type that a receiver gets."""
-    logprobs = token.logprobs
-    if logprobs is None:
-        return FirstToken(token.token_id)
-    return FirstToken(
-        token.token_id, FirstTokenLogprobs(logprobs.logprob, logprobs.rank, logprobs.top)
-    )

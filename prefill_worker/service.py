@@ -12,6 +12,8 @@ from baton.errors import InvalidRequestError
 from baton.status import abort
 from baton.v1 import worker_pb2, worker_pb2_grpc
 from baton.wire import field_on_wire
+from engine import errors
+from engine.request import PrefilledEvent
 from engine.wire import finish_reason_to_proto, read_spec
 from kv_transfer.errors import (
     FingerprintError,
@@ -20,16 +22,13 @@ from kv_transfer.errors import (
     LeaseServedError,
     WrongWriterError,
 )
-from kv_transfer.lease import Lease, logprobs_to_proto
+from kv_transfer.lease import Lease, Receipt, logprobs_to_proto
 from prefill_worker.role import (
     DrainingError,
-    FirstTokenReady,
-    HandedOff,
     HandoffBroken,
     Outcome,
     PrefillRole,
     PrefillRun,
-    Refused,
     Stopped,
 )
 
@@ -72,12 +71,12 @@ class PrefillService(worker_pb2_grpc.PrefillServiceServicer):
         token_sent = False  # the first token, as far as this worker knows
         try:
             while (outcome := await prefill.next()) is not None:
-                if isinstance(outcome, Refused):
+                if isinstance(outcome, errors.InvalidRequestError):  # nothing was computed
                     field = field_on_wire(outcome.field)
                     await abort(context, InvalidRequestError(outcome.message, field=field))
                 if isinstance(outcome, Stopped):
                     await context.abort(grpc.StatusCode.UNAVAILABLE, outcome.message)
-                token_sent |= isinstance(outcome, FirstTokenReady)
+                token_sent |= isinstance(outcome, PrefilledEvent)
                 yield _message(outcome)
         finally:
             # A sent token must not be sampled again. A router that abandons the request cancels it
@@ -101,30 +100,27 @@ class PrefillService(worker_pb2_grpc.PrefillServiceServicer):
 
 
 def _message(outcome: Outcome) -> worker_pb2.PrefillResponse:
-    if isinstance(outcome, FirstTokenReady):
-        logprobs = outcome.token.logprobs
+    if isinstance(outcome, PrefilledEvent):
         return worker_pb2.PrefillResponse(
             first_token=worker_pb2.FirstToken(
                 id=outcome.token.token_id,
-                logprobs=None if logprobs is None else logprobs_to_proto(logprobs),
+                logprobs=logprobs_to_proto(outcome.token.logprobs),
                 num_cached_tokens=outcome.num_cached_tokens,
                 queue_ms=outcome.queue_s * 1000,
                 prefill_ms=outcome.prefill_s * 1000,
                 finished=finish_reason_to_proto(outcome.finished),
             )
         )
-    if isinstance(outcome, HandedOff):
-        receipt = outcome.receipt
+    if isinstance(outcome, Receipt):
         return worker_pb2.PrefillResponse(
             handoff_done=worker_pb2.HandoffDone(
-                num_bytes=receipt.num_bytes,
-                num_blocks=receipt.num_blocks,
-                put_ms=receipt.put_s * 1000,
-                exposed_ms=receipt.exposed_s * 1000,
+                num_bytes=outcome.num_bytes,
+                num_blocks=outcome.num_blocks,
+                put_ms=outcome.put_s * 1000,
+                exposed_ms=outcome.exposed_s * 1000,
             )
         )
-    if isinstance(outcome, HandoffBroken):
-        return worker_pb2.PrefillResponse(
-            handoff_failed=worker_pb2.HandoffFailed(reason=outcome.reason, message=outcome.message)
-        )
-    raise AssertionError(outcome)
+    assert isinstance(outcome, HandoffBroken), outcome
+    return worker_pb2.PrefillResponse(
+        handoff_failed=worker_pb2.HandoffFailed(reason=outcome.reason, message=outcome.message)
+    )

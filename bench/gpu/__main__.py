@@ -18,7 +18,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from engine.device import why_no_gpu
+from engine.auto_choice import why_no_gpu
 
 PARTS = ("tests", "speed", "transfer")
 PART_S = 480.0

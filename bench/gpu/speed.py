@@ -25,14 +25,14 @@ from baton.config.engine import Dtype, EngineConfig
 from bench.gpu.report import Report
 from bench.gpu.timing import CACHE_BYTES, device_s, host_s, wait_for
 from bench.random_model import SHAPES, Shape, random_model
-from engine.attention.choice import pick_kernels
+from engine.api import LocalDeviceMemory
+from engine.attention.native_kernels import pick_kernels
 from engine.attention.paged_kv import PagedKv
 from engine.build import lone_engine
 from engine.core import EngineCore
-from engine.local_memory import LocalDeviceMemory
 from engine.models.config import model_config
 from engine.models.folder import kv_layout
-from engine.models.linear import Linear
+from engine.models.mlp import Linear
 from engine.request import RequestId, RequestSpec, SampledToken, SamplingParams, ScheduledSeq
 from engine.step_batch import StepBatch, pack
 from kv_transfer.layout import RegionLayout

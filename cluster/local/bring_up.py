@@ -35,7 +35,7 @@ from cluster.local.process_tree import Process, descendants, still_alive, wait_u
 from cluster.local.reaper import Reaper, inherited, watched_over
 from cluster.local.router_process import RouterProcess, with_health_port
 from cluster.pools.pool_settings import AutoSettings, num_gpus_wanted, own_settings
-from engine.attention.native_library import KERNELS
+from engine.attention.native_kernels import KERNELS
 
 log = logging.getLogger(__name__)
 

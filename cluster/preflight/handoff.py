@@ -24,14 +24,21 @@ import uvloop
 
 from baton.config.transfer import TransferConfig
 from cluster.preflight.check import Check, Wanted, failure, ok, warning
-from engine.local_memory import LocalDeviceMemory
+from engine.api import LocalDeviceMemory
 from kv_transfer.errors import TransferError
 from kv_transfer.exporter import Exporter
-from kv_transfer.layout import BlockId, HandoffId, KvLayout, LayerGroup, RegionLayout, TensorSpec
+from kv_transfer.layout import (
+    BlockId,
+    BlockPush,
+    HandoffId,
+    KvLayout,
+    LayerGroup,
+    RegionLayout,
+    TensorSpec,
+)
 from kv_transfer.lease import FirstToken, Lease, WorkerIdentity
 from kv_transfer.lease_table import LeaseFailure, LeaseTable
-from kv_transfer.rank import TransferRank
-from kv_transfer.transports import make_transport
+from kv_transfer.rank import TransferRank, make_transport
 from kv_transfer.ucx.endpoint import CUDA_COPIES, SHARED_MEMORY
 from kv_transfer.ucx.transport import UcxTransport
 
@@ -49,14 +56,6 @@ class MemoryShape:
     num_layers: int = 8
     num_regions: int = 4
     device: str = "cpu"
-
-
-@dataclass(frozen=True)
-class _Push:
-    handoff_id: HandoffId
-    group: int
-    ordinals: tuple[int, ...]
-    block_ids: tuple[BlockId, ...]
 
 
 class LoneRank:
@@ -81,17 +80,13 @@ class LoneRank:
             )
         address = TransferRank.address_of(self.transport, 0)
         self.identity = WorkerIdentity(name, 1, (address,))
-        self.rank = TransferRank(
-            self.transport, self.memory, self.layout, self.identity, 0, None, config
-        )
-        self.table = LeaseTable(self.rank, self.identity, _FINGERPRINT, config, self)
-        self.exporter = Exporter(
-            self.rank, self.identity, _FINGERPRINT, config, self.rank.message, lambda: True
-        )
+        self.rank = TransferRank(self.transport, self.memory, self.layout, self.identity, config)
+        self.table = LeaseTable(self.rank, _FINGERPRINT, self)
+        self.exporter = Exporter(self.rank, _FINGERPRINT, self.rank.message, lambda: True)
 
     def push(self, handoff: HandoffId, blocks: Sequence[BlockId], layers: Iterable[int]) -> None:
         """Push the handoff's first blocks, in the order of the lease."""
-        push = _Push(handoff, 0, tuple(range(len(blocks))), tuple(blocks))
+        push = BlockPush(handoff, 0, tuple(range(len(blocks))), tuple(blocks))
         for layer in layers:
             self.rank.layer_done(layer, [push])
 
@@ -273,7 +268,7 @@ async def _hand_over(
     start = time.perf_counter()
     rank.push(handoff, blocks, range(num_layers))
     rank.rank.step_done()
-    await rank.exporter.finish(handoff, 1, None)
+    await rank.exporter.finish(handoff, FirstToken(1))
     return time.perf_counter() - start
 
 

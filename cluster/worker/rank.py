@@ -32,9 +32,8 @@ from engine.build import (
 )
 from kv_transfer.layout import RegionLayout
 from kv_transfer.lease import RankAddress, WorkerIdentity
-from kv_transfer.rank import TransferRank
+from kv_transfer.rank import TransferRank, make_transport
 from kv_transfer.transport import TransferMemory, Transport
-from kv_transfer.transports import make_transport
 
 log = logging.getLogger(__name__)
 
@@ -107,15 +106,7 @@ def build_rank(
     if group is not None:
         group.wait_all()  # allocating a pool may take longer than a collective's timeout
     identity = _meet(config.worker_id, position, TransferRank.address_of(transport, position.rank))
-    transfer = TransferRank(
-        transport,
-        memory,
-        layout,
-        identity,
-        position.rank,
-        None if position.rank == 0 else identity.rank0_address,
-        config.transfer,
-    )
+    transfer = TransferRank(transport, memory, layout, identity, config.transfer)
     runner = build_runner(decoder, engine, spec, memory, transfer, group)
     if position.rank == 0 and not transfer.wait_ready(_MEETING_TIMEOUT_S):
         raise TimeoutError("not every rank has reported its memory")
@@ -138,7 +129,7 @@ def _join_group(config: WorkerConfig, position: RankPosition) -> TpGroup | None:
         return None
     if config.engine.backend == "fake":
         raise ValueError("the fake engine has one rank: set tensor_parallel to 1")
-    from engine.device import device_of  # torch, which a fake worker does without
+    from engine.auto_choice import device_of  # torch, which a fake worker does without
     from engine.tp import TpGroup
 
     return TpGroup.join(
@@ -155,8 +146,8 @@ def _pool(engine: EngineConfig, transport: Transport, layout: RegionLayout) -> T
     """The KV pool. On a GPU torch allocates and the transport registers it; else the transport
     allocates it."""
     if engine.backend != "fake":
-        from engine.device import device_of
-        from engine.local_memory import LocalDeviceMemory
+        from engine.api import LocalDeviceMemory
+        from engine.auto_choice import device_of
 
         if (device := device_of(engine)).type != "cpu":
             pool = LocalDeviceMemory(layout, engine.num_regions, str(device))
@@ -201,8 +192,10 @@ def with_agreed_dtype(config: WorkerConfig, model: str) -> WorkerConfig:
     engine = config.engine
     if not config.in_pod or engine.backend != "torch" or engine.dtype != AUTO:
         return config
-    from engine.device import device_of  # torch, which a fake worker does without
-    from engine.dtype import choose_dtype
+    from engine.auto_choice import (
+        choose_dtype,
+        device_of,  # torch, which a fake worker does without
+    )
 
     own = choose_dtype(model, [device_of(engine).type])
     dtype, reason = _agreed(config, own.dtype), own.reason

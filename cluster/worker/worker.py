@@ -53,9 +53,9 @@ from decode_worker.role import DecodeRole
 from decode_worker.service import DecodeService
 from engine.api import Engine, EngineLoad
 from engine.build import build_engine
+from engine.core import warm_up
 from engine.loop import EngineThread
 from engine.request import EngineEvent
-from engine.warm_up import warm_up
 from kv_transfer.exporter import Exporter
 from kv_transfer.lease_table import LeaseTable
 from prefill_worker.role import PrefillRole
@@ -96,11 +96,12 @@ class Worker:
         self.engine = EngineThread(engine, self._from_engine, self._engine_failed)
         self.feed = KvFeed(self.engine, loop)
         # Both, whatever the role: mail for either is always read, only calls are not taken.
-        transfer = (rank.transfer, rank.identity, fingerprint, config.transfer)
-        self.exporter = Exporter(*transfer, self._send_to_sinks, self.engine_is_well, clock)
+        self.exporter = Exporter(
+            rank.transfer, fingerprint, self._send_to_sinks, self.engine_is_well, clock
+        )
         self.prefill = PrefillRole(self.engine, self.exporter, self.fail)
         self.decode = DecodeRole(self.engine, fingerprint, config.decode, clock, self.fail)
-        self.leases = LeaseTable(*transfer, self.decode, clock)
+        self.leases = LeaseTable(rank.transfer, fingerprint, self.decode, clock)
         self.decode.bind(self.leases)
         self.ready = asyncio.Event()
         """Set once the server listens."""

@@ -1,4 +1,4 @@
-"""Where the decodes of a step find their keys: padded tables, made once a step on the host."""
+"""Where a step's decodes find their keys: padded tables, made once a step on the host."""
 
 from __future__ import annotations
 
@@ -13,22 +13,23 @@ from engine.step_batch import GroupBatch, StepBatch, to_device
 
 _Ints = npt.NDArray[np.int64]
 MOST_BLOCKS = 1 << 14
-"""Blocks that are gathered at once: what bounds a step's memory where sequences share blocks."""
+"""Blocks that are gathered at once. This bounds the memory of a step whose sequences share blocks.
+"""
 
 
 @dataclass(frozen=True)
 class DecodeRows:
-    """Decodes that look at about equally many blocks; a slot is a place in a row's blocks."""
+    """Decodes that look at similarly many blocks. A slot is a position in a row's blocks."""
 
     rows: torch.Tensor
     """int64 [n]: which tokens of the step."""
     blocks: torch.Tensor
-    """int64 [n, width]; a shorter row is filled up with a block of its own."""
+    """int64 [n, width]; a shorter row is padded with one of its own blocks."""
     visible: torch.Tensor
     """bool [n, 1, 1, width * block_size]: slots that the row's token looks at."""
     junk_rows: torch.Tensor
     junk_slots: torch.Tensor
-    """int64 [number of junk slots] each: slots whose content may be anything, NaN too."""
+    """int64 [number of junk slots] each: slots with arbitrary content, NaN included."""
 
 
 def decode_rows(
@@ -38,8 +39,8 @@ def decode_rows(
     block_size: int,
     device: torch.device,
 ) -> list[DecodeRows]:
-    """The batch's sequences with one new token, in buckets none of which is half padding, nor has
-    more than `MOST_BLOCKS` (one sequence apart)."""
+    """Put the sequences with one new token into buckets. No bucket is half padding or, unless it
+    holds a single sequence, larger than `MOST_BLOCKS`."""
     seqs = np.flatnonzero(np.diff(batch.query_starts) == 1)
     ends = batch.context_lens[seqs] + 1
     begins = np.zeros_like(ends) if window is None else np.maximum(0, ends - window)
@@ -73,7 +74,7 @@ def decode_rows(
 
 
 def _buckets(counts: _Ints) -> Iterator[_Ints]:
-    """Places in `counts`, those of one power of two together as far as they are not too many."""
+    """Positions in `counts`, grouped by power of two, as long as a group is not too large."""
     powers = np.frexp(counts - 0.5)[1]  # 1 -> 0, 2 -> 1, 3 and 4 -> 2, 5 to 8 -> 3
     for power in np.unique(powers):
         places = np.flatnonzero(powers == power)

@@ -1,4 +1,4 @@
-"""What the decoder needs beyond matrix products, and the one place that picks who does it."""
+"""What the decoder needs beyond matrix products: the protocol of all kernels."""
 
 from __future__ import annotations
 

@@ -1,16 +1,55 @@
-"""The C++ kernels behind the protocol, for tensors on the CPU."""
+"""The C++ kernels behind the protocol, for tensors on the CPU.
+
+Where they cannot be built or loaded, `pick_kernels` takes torch's, and one log line says why.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import functools
+import logging
 from ctypes import POINTER, Structure, byref, c_float, c_int, c_int64, c_void_p
+from pathlib import Path
 
 import torch
 
-from engine.attention.kernels import AttentionShape, HeadNorms, Rotation
+from baton.native_build import NativeBuildError, Recipe, build
+from engine.attention.kernels import AttentionShape, HeadNorms, Kernels, Rotation
 from engine.attention.paged_kv import LayerKv
 from engine.attention.torch_kernels import TorchKernels
 from engine.step_batch import GroupBatch, StepBatch
+
+log = logging.getLogger(__name__)
+
+_SOURCES = Path(__file__).parent / "native"
+KERNELS = Recipe(
+    "kernels",
+    sources=tuple(sorted(_SOURCES.glob("*.cpp"))),
+    flags=(
+        "-O3",
+        "-march=native",
+        "-std=c++17",
+        "-fopenmp",
+        "-fno-math-errno",
+        "-shared",
+        "-fPIC",
+    ),
+    compilers=("c++", "g++", "clang++"),
+    headers=tuple(sorted(_SOURCES.glob("*.h"))),
+)
+
+
+@functools.cache
+def native_library() -> ctypes.CDLL | None:
+    """The kernels' library; None if torch's kernels must serve."""
+    try:
+        # torch has loaded its libgomp already, whose threads GCC's kernels share; Clang's have
+        # threads of their own.
+        return ctypes.CDLL(str(build(KERNELS)))
+    except (NativeBuildError, OSError) as error:
+        log.warning("no native attention kernels, using torch's: %s", error)
+        return None
+
 
 _LANES = 16
 _HEAD_DIM_STEP = 32
@@ -207,3 +246,12 @@ def _rows_fit(x: torch.Tensor) -> bool:
 def _type_and_threads(x: torch.Tensor) -> tuple[bool, int]:
     assert x.dtype in (torch.bfloat16, torch.float32), x.dtype
     return x.dtype == torch.bfloat16, torch.get_num_threads()
+
+
+def pick_kernels(device: torch.device, dtype: torch.dtype) -> Kernels:
+    """The fastest kernels that work here."""
+    if device.type == "cpu" and dtype in (torch.float32, torch.bfloat16):
+        library = native_library()
+        if library is not None:
+            return NativeKernels(library)
+    return TorchKernels()

@@ -73,7 +73,7 @@ class PagedKv:
 
 
 def _bytes_on(buffer: Any, device: torch.device) -> torch.Tensor:
-    """The pool as a uint8 tensor; a pool for CUDA shows a device buffer, not host memory."""
+    """The pool as a uint8 tensor. For CUDA the memory must be a device buffer."""
     if isinstance(buffer, torch.Tensor):
         if buffer.device.type != device.type:
             raise TypeError(f"the KV pool of a model on {device} lies on {buffer.device}")

@@ -1,4 +1,4 @@
-"""The kernels in plain torch: for any device, and where nothing can be compiled."""
+"""The kernels in plain torch: for any device, and for machines without a compiler."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ from engine.step_batch import GroupBatch, StepBatch
 
 
 class TorchKernels:
-    """Gather the blocks, then scaled_dot_product_attention: over all decodes of about one length at
-    once, over each chunk of a prompt alone. The heads that share a KV head are queries of one head,
-    so that no key or value is repeated for them.
+    """Gather the blocks, then call scaled_dot_product_attention: once for all decodes of similar
+    length, once for each chunk of a prompt.
+
+    Heads that share a KV head are passed as queries of one head, so that no key or value is
+    repeated.
     """
 
     name = "torch"

@@ -1,4 +1,4 @@
-"""A decoder's shape, and how it is read from a Hugging Face config.json."""
+"""A decoder's shape, read from a Hugging Face config.json."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from engine.models.errors import UnsupportedModelError
+from engine.errors import UnsupportedModelError
 from engine.models.hf_config import HfConfig
 from engine.models.rope import RopeConfig, rope_from_hf
 
@@ -55,7 +55,7 @@ class ModelConfig:
 
     @property
     def longest_context(self) -> int:
-        """Tokens; YaRN reaches beyond the positions that the config says."""
+        """Tokens. YaRN reaches beyond the positions that the config states."""
         if self.rope.kind != "yarn":
             return self.max_position_embeddings
         stretched = int(self.rope.original_max_positions * self.rope.factor)

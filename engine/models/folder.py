@@ -8,21 +8,20 @@ from dataclasses import asdict
 from pathlib import Path
 
 from engine.api import ModelSpec
+from engine.errors import CheckpointError
 from engine.models.config import ModelConfig, model_config
-from engine.models.errors import CheckpointError
 from engine.models.hub import FILES, snapshot
-from engine.weights import Checkpoint, read_json
-from engine.weights_digest import Ranks, weights_digest
+from engine.weights import Checkpoint, Ranks, read_json, weights_digest
 from kv_transfer.layout import KvLayout, LayerGroup, TensorSpec, kv_fingerprint, model_fingerprint
 
 log = logging.getLogger(__name__)
 
 
 def resolve(model_path: str, revision: str | None = None, files: Sequence[str] = FILES) -> Path:
-    """The folder itself, or the hub's snapshot of a model of this name, fetched when needed: of a
-    `revision`, or the main branch, such `files` at least.
+    """The folder itself, or the hub's snapshot of a model of that name, fetched when needed.
 
-    Raises CheckpointError when there is neither.
+    `revision`: None is the main branch. `files`: at least these are fetched. Raises CheckpointError
+    when there is neither.
     """
     folder = Path(model_path)
     return folder if folder.is_dir() else snapshot(model_path, revision, files=files)
@@ -85,7 +84,7 @@ def _runs(windows: tuple[int | None, ...]) -> Iterator[tuple[int, int, int | Non
 
 
 def _eos_token_ids(folder: Path) -> frozenset[int]:
-    """generation_config.json decides, where it says so; else config.json."""
+    """End-of-sequence ids from generation_config.json if it has them, else from config.json."""
     for name in ("generation_config.json", "config.json"):
         if not (folder / name).exists():
             continue

@@ -1,6 +1,7 @@
-"""A Hugging Face config.json as the engine reads it: each value checked, each error with its key.
+"""A Hugging Face config.json as the engine reads it: each value is checked, each error names its
+key.
 
-A key that says null counts as missing where it is read: it has the default passed there, if any.
+A null counts as missing: the reader's default, if any, applies.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
-from engine.models.errors import UnsupportedModelError
+from engine.errors import UnsupportedModelError
 
 _LARGEST = 2**31 - 1
 _LARGEST_NUMBER = 1e38  # of float32, which positions and norms are computed in
@@ -24,8 +25,8 @@ class HfConfig:
         self._section = section
 
     def over(self, defaults: Mapping[str, Any]) -> HfConfig:
-        """The same with `defaults` for keys that are missing; one that says null has none of these:
-        for a window, or for key-value heads, it means something."""
+        """The same, with `defaults` for missing keys. They do not replace a null, which means
+        something for a window or for key-value heads."""
         return HfConfig({**defaults, **self._values}, self._source, self._section)
 
     def raw(self, key: str, default: object = None) -> Any:

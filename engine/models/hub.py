@@ -1,8 +1,8 @@
 """A model's files on the Hugging Face hub: which are wanted, and the folder they are fetched to.
 
-`python -m engine.models.hub NAME [REVISION]` fetches in a process of its own, for callers that must
-be able to stop at any time: the hub's threads finish their files before they heed an interrupt. It
-prints a JSON object a line: {"fetched_bytes", "total_bytes"} as they change, and at the end
+`python -m engine.models.hub NAME [REVISION]` fetches in its own process, for callers that must be
+able to stop at any time: the hub's threads finish their files before they react to an interrupt. It
+prints one JSON object per line: {"fetched_bytes", "total_bytes"} as they change, and at the end
 {"folder"} or {"error"}.
 """
 
@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from engine.models.errors import CheckpointError
+from engine.errors import CheckpointError
 
 FILES = ("*.json", "*.safetensors", "tokenizer*", "*.jinja")
 CONFIG = ("config.json",)
@@ -56,7 +56,7 @@ def snapshot(
         ) from error
 
 
-def _telling_bars() -> Any:
+def _printing_bars() -> Any:
     """Progress bars that print bytes on standard output. Older hubs only count files, which are not
     printed."""
     from tqdm.auto import tqdm  # type: ignore[import-untyped]
@@ -86,7 +86,7 @@ def _print(**values: object) -> None:
 
 def main(name: str, revision: str | None = None) -> int:
     try:
-        folder = snapshot(name, revision, _telling_bars())
+        folder = snapshot(name, revision, _printing_bars())
     except CheckpointError as error:
         _print(error=str(error))
         return 1

@@ -9,8 +9,7 @@ import torch
 
 from engine.attention.kernels import HeadNorms
 from engine.models.config import ModelConfig, MoeConfig
-from engine.models.linear import Linear
-from engine.models.mlp import DenseMlp, Mlp, MoeMlp, experts_of
+from engine.models.mlp import DenseMlp, Linear, Mlp, MoeMlp, experts_of
 from engine.models.sharding import Shard, part
 
 

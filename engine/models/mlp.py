@@ -1,4 +1,4 @@
-"""The two kinds of MLP: dense, and sparse over experts."""
+"""Matrix products, and the two kinds of MLP made of them: dense, and sparse over experts."""
 
 from __future__ import annotations
 
@@ -7,10 +7,75 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F  # noqa: N812
 
 from engine.attention.kernels import Kernels
 from engine.models.config import MoeConfig
-from engine.models.linear import GroupedLinear, Linear
+
+
+class Linear:
+    """x @ weight.T + bias, for a weight [out, in].
+
+    On a CPU with bf16 instructions the weight is stored in oneDNN's own order. Plain `linear`
+    reorders it in every call, which makes small batches two to three times slower.
+    """
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        self._packed = _can_pack(weight)
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight) if self._packed else weight
+        self._bias = bias
+
+    @property
+    def device(self) -> torch.device:
+        return self._weight.device
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[n, in] -> [n, out]."""
+        if self._packed:
+            out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(
+                x, self._weight, self._bias, "none", [], ""
+            )
+            return out
+        return F.linear(x, self._weight, self._bias)
+
+
+class GroupedLinear:
+    """x @ weight.T with a different weight for each group of x's rows. Only the device knows the
+    groups."""
+
+    def __init__(self, weights: torch.Tensor) -> None:
+        """Weights [num_groups, out, in]."""
+        self._weights = weights.transpose(1, 2)  # as torch wants it: column-major
+
+    @classmethod
+    def of(cls, linears: Sequence[Linear]) -> GroupedLinear | None:
+        """The same products as one. None if torch has no such product (before 2.10, with biases,
+        or with rows that are no multiple of 16 bytes) and on a CPU, where each product is faster
+        alone."""
+        first = linears[0]
+        if first.device.type == "cpu" or first._bias is not None or not hasattr(F, "grouped_mm"):
+            return None
+        if any(width * first._weight.element_size() % 16 for width in first._weight.shape):
+            return None
+        return cls(torch.stack([linear._weight for linear in linears]))
+
+    def __call__(self, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        """[n, in] -> [n, out]; `ends` int32 [num_groups]: where each group's rows end.
+
+        torch makes the host wait all the same in other dtypes than bfloat16, and on GPUs before
+        compute capability 9.0.
+        """
+        return F.grouped_mm(x, self._weights, offs=ends)
+
+
+def _can_pack(weight: torch.Tensor) -> bool:
+    return (
+        weight.device.type == "cpu"
+        and weight.dtype == torch.bfloat16
+        and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+        and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+        and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    )
 
 
 class Mlp(Protocol):
@@ -37,7 +102,7 @@ class Experts(Protocol):
 
 @dataclass(frozen=True)
 class ExpertLoop:
-    """One expert after the other: the host has to know how many rows each has."""
+    """One expert after the other. The host has to know how many rows each has."""
 
     experts: Sequence[DenseMlp]
 
@@ -53,7 +118,7 @@ class ExpertLoop:
 
 @dataclass(frozen=True)
 class GroupedExperts:
-    """All experts in one product: where rows end stays on the device, whose host never waits."""
+    """All experts in one product. Row counts stay on the device, so the host never waits."""
 
     gate_up: GroupedLinear
     down: GroupedLinear
@@ -63,7 +128,8 @@ class GroupedExperts:
 
 
 def experts_of(experts: Sequence[DenseMlp]) -> Experts:
-    """What computes them where their weights are: on a CPU, to wait for counts costs nothing."""
+    """The faster computation for the device of the weights. On a CPU waiting for counts costs
+    nothing."""
     gate_up = GroupedLinear.of([expert.gate_up for expert in experts])
     down = GroupedLinear.of([expert.down for expert in experts])
     if gate_up is None or down is None:

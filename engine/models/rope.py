@@ -68,8 +68,8 @@ def rope_from_hf(hf: HfConfig, head_dim: int) -> RopeConfig:
 
 
 def _refuse_two_meanings(hf: HfConfig, key: str) -> None:
-    """Both keys with unlike scalings, of which readers of such files take one or the other; and
-    parameters for each kind of layer."""
+    """Raise UnsupportedModelError if both keys have different scalings (readers of such files
+    use one or the other), or if each kind of layer has its own parameters."""
     sections = [hf.raw(name) for name in ("rope_parameters", "rope_scaling")]
     if all(isinstance(section, dict) and section for section in sections):
         one, other = ({**s, "type": s.get("rope_type", s.get("type"))} for s in sections)
@@ -106,7 +106,7 @@ def _linear(rope: RopeConfig) -> torch.Tensor:
 
 
 def _llama3(rope: RopeConfig) -> torch.Tensor:
-    """Long waves are stretched by `factor`, short ones kept, those between blended."""
+    """Long waves are stretched by `factor`, short ones stay, and those between are blended."""
     plain = _default(rope)
     waves_in_context = rope.original_max_positions * plain / (2 * math.pi)
     span = rope.high_freq_factor - rope.low_freq_factor
@@ -115,7 +115,7 @@ def _llama3(rope: RopeConfig) -> torch.Tensor:
 
 
 def _yarn(rope: RopeConfig) -> torch.Tensor:
-    """Dimensions that turn often within the original context are kept, slow ones stretched."""
+    """Dimensions that turn often within the original context stay; slow ones are stretched."""
 
     def dimension(turns: float) -> float:
         length = rope.original_max_positions / (turns * 2 * math.pi)

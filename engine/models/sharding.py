@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from engine.errors import ShardingError
 from engine.models.config import ModelConfig
-from engine.models.errors import ShardingError
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from ctypes import POINTER, addressof, byref, c_int, c_size_t, c_uint64, c_void_p
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from baton.native_build import NativeBuildError, Recipe, build
 from kv_transfer.transport import OnFailed, PutBatch
@@ -86,38 +85,10 @@ class Put:
 Command = Call | Put
 
 
-class CommandQueue(Protocol):
-    """Any thread may add. All other methods belong to the progress thread."""
-
-    num_taken: int
-    """Commands that have left the queue: taken or posted."""
-
-    def __len__(self) -> int: ...
-
-    def add(self, command: Command) -> bool:
-        """Append a command. True: the progress thread sleeps, and this caller must signal it."""
-
-    @property
-    def first(self) -> Command:
-        """The first command. The queue must not be empty."""
-
-    def take(self) -> Command:
-        """Remove and return the first command."""
-
-    def post(self) -> int:
-        """Post and remove puts from the front while their targets are open. Returns 0, or the
-        negative status of a failed put, which stays first."""
-
-    def sleep(self) -> int:
-        """Wait for a peer's event or a signal, unless there is a command. Returns the wait's
-        status.
-
-        The compiled queue then posts, and `post` returns a failure. The Python queue only posts in
-        `post`."""
-
-
 class PythonQueue:
-    """Posts from Python: about 1 us per put, with the GIL held between puts."""
+    """Posts from Python: about 1 us per put, with the GIL held between puts.
+
+    Any thread may `add`. All other methods belong to the progress thread."""
 
     def __init__(self, ucp: Ucp, worker: int) -> None:
         self._put, self._free, self._wait = (
@@ -129,24 +100,30 @@ class PythonQueue:
         self._commands: deque[Command] = deque()
         self._asleep = False
         self.num_taken = 0
+        """Commands that have left the queue: taken or posted."""
 
     def __len__(self) -> int:
         return len(self._commands)
 
     def add(self, command: Command) -> bool:
+        """Append a command. True: the progress thread sleeps, and this caller must signal it."""
         self._commands.append(command)
         was_asleep, self._asleep = self._asleep, False
         return was_asleep
 
     @property
     def first(self) -> Command:
+        """The first command. The queue must not be empty."""
         return self._commands[0]
 
     def take(self) -> Command:
+        """Remove and return the first command."""
         self.num_taken += 1
         return self._commands.popleft()
 
     def post(self) -> int:
+        """Post and remove puts from the front while their targets are open. Returns 0, or the
+        negative status of a failed put, which stays first."""
         while self._commands:
             first = self._commands[0]
             if not isinstance(first, Put) or not first.target.is_open:
@@ -160,6 +137,8 @@ class PythonQueue:
         return 0
 
     def sleep(self) -> int:
+        """Wait for a peer's event or a signal, unless there is a command. Returns the wait's
+        status."""
         status = 0
         self._asleep = True
         if not self._commands:  # checked after `_asleep` was set
@@ -222,7 +201,9 @@ class _Queue(ctypes.Structure):
 
 
 class NativeQueue:
-    """Keeps the commands twice, in one order: here, and as a list that C reads without the GIL."""
+    """As `PythonQueue`, but C posts, also while it waits in `sleep`; `post` returns a failure.
+
+    Keeps the commands twice, in one order: here, and as a list that C reads without the GIL."""
 
     def __init__(self, ucp: Ucp, worker: int, library: Path) -> None:
         # Adding keeps the GIL (PyDLL) because it never waits; posting and waiting release it.
@@ -290,6 +271,9 @@ def _entry(target: PutTarget, batch: PutBatch) -> _Entry:
         batch.target_offset,
         runs.num_blocks,
     )
+
+
+CommandQueue = PythonQueue | NativeQueue
 
 
 def make_queue(ucp: Ucp, worker: int, native: bool) -> CommandQueue:

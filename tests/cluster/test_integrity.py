@@ -20,8 +20,8 @@ from cluster.pools.role_plan import Role
 from cluster.worker.config import RankPosition, WorkerConfig
 from cluster.worker.process import LoopDoor, serve_worker
 from cluster.worker.worker import EngineStuckError, Worker, WorkerFailedError
+from kv_transfer.rank import make_transport
 from kv_transfer.transport import FlushResult
-from kv_transfer.transports import make_transport
 
 
 async def books_of(worker: Worker) -> worker_pb2.CheckIntegrityResponse:

@@ -16,8 +16,8 @@ from baton.status import from_rpc_error
 from baton.v1 import common_pb2, worker_pb2
 from cluster.pools.role_plan import Role
 from cluster.worker.worker import WorkerFailedError
-from kv_transfer.layout import BlockId
-from kv_transfer.lease import FirstToken, FirstTokenLogprobs, Lease, WorkerIdentity
+from kv_transfer.layout import BlockId, TokenLogprobs
+from kv_transfer.lease import FirstToken, Lease, WorkerIdentity
 from tests.cluster.conftest import (
     TIMED_ENGINE,
     DecodeLink,
@@ -71,7 +71,7 @@ async def test_a_writer_s_last_token_ends_the_request_at_its_receiver_and_is_kep
         link = DecodeLink(decode.address, "router-a/1")
         await link.open()
         router = MiniRouter(prefill.address, link)
-        logprobs = FirstTokenLogprobs(-0.5, 1)
+        logprobs = TokenLogprobs(-0.5, 1)
         for name, reason in (
             ("known", common_pb2.FINISH_REASON_STOP),
             ("unknown", LATER_RELEASE),
@@ -82,7 +82,7 @@ async def test_a_writer_s_last_token_ends_the_request_at_its_receiver_and_is_kep
             heard = link.of(name)
             await link.until(lambda heard=heard: heard.finished or heard.rejected)  # type: ignore[misc]
         assert link.of("known").finished == common_pb2.FINISH_REASON_STOP
-        assert not link.of("known").tokens  # the writer tells its router itself
+        assert not link.of("known").tokens  # the writer sends it to its router itself
         rejected = link.of("unknown").rejected
         assert rejected is not None
         assert rejected.reason == worker_pb2.REJECT_REASON_HANDOFF_FAILED
@@ -152,6 +152,7 @@ async def test_a_worker_that_refuses_a_request_names_the_field() -> None:
             assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
             refused = from_rpc_error(caught.value)
             assert (refused.field, refused.reason) == (field, InvalidRequestError.reason)
+            await link.cancel(f"good-{number}")
         await nothing_held(prefill, decode)
         await router.close()
         await link.close()

@@ -18,8 +18,13 @@ from baton.errors import DeadlineError
 from baton.status import from_rpc_error
 from baton.v1 import worker_pb2, worker_pb2_grpc
 from cluster.pools.role_plan import Role
-from decode_worker.errors import NotHereError, StaleAttemptError
-from decode_worker.request_log import Record, RequestLog, Submission
+from decode_worker.request_log import (
+    NotHereError,
+    Record,
+    RequestLog,
+    StaleAttemptError,
+    Submission,
+)
 from decode_worker.session import Admitted, Refusal, Rejected, RouterSession, Update
 from engine.api import Engine
 from engine.request import (
@@ -70,10 +75,10 @@ def test_a_record_begins_with_what_earlier_attempts_emitted() -> None:
         record.append(3, SampledToken(8))
 
 
-def test_a_record_begins_with_the_logprobs_that_earlier_attempts_told() -> None:
+def test_a_record_begins_with_the_logprobs_that_earlier_attempts_sent() -> None:
     known = (TokenLogprobs(-0.5, 1), None, TokenLogprobs(-2.0, 3, ((4, -0.25),)))
-    told = dataclasses.replace(submission(attempt=2, emitted=3, logprobs=1), emitted_logprobs=known)
-    assert make_log().open(told).since(0).logprobs == known
+    sent = dataclasses.replace(submission(attempt=2, emitted=3, logprobs=1), emitted_logprobs=known)
+    assert make_log().open(sent).since(0).logprobs == known
 
 
 def test_logprobs_stay_aligned_with_tokens_that_have_none_here() -> None:
@@ -184,10 +189,10 @@ async def test_a_slow_reader_gets_one_message_for_many_steps() -> None:
     session.notice(Rejected("r9", 1, Refusal.DRAINING, "draining"))
     update = await take(session)
     assert [len(run.token_ids) for run in update.tokens] == [100, 100, 100]
-    assert len(update.admitted) == len(update.rejected) == 1
+    assert [type(notice) for notice in update.notices] == [Admitted, Rejected]
 
 
-async def test_the_first_token_that_the_writer_told_is_not_told_again() -> None:
+async def test_the_first_token_that_the_writer_sent_is_not_sent_again() -> None:
     session = RouterSession("router")
     record = make_log().open(submission(emitted=2))
     session.follow(record, sent=3)
@@ -199,7 +204,7 @@ async def test_the_first_token_that_the_writer_told_is_not_told_again() -> None:
     assert (run.index, run.token_ids) == (3, (8,))
 
 
-async def test_a_dropped_request_is_told_no_more_and_a_closed_session_ends() -> None:
+async def test_nothing_more_is_sent_about_a_dropped_request_and_a_closed_session_ends() -> None:
     session = RouterSession("router")
     record = make_log().open(submission())
     session.follow(record, sent=0)
@@ -228,7 +233,7 @@ async def test_news_of_a_former_attempt_is_not_sent_in_the_next_ones_name() -> N
     assert (run.attempt, run.token_ids) == (2, (7,))
 
 
-async def test_a_session_that_never_says_whose_it_is_is_ended_by_a_typed_error() -> None:
+async def test_a_session_that_never_names_its_router_is_ended_by_a_typed_error() -> None:
     decode = DecodeConfig(open_timeout_s=0.2)
     async with running_worker("decode-0", Role.DECODE, decode=decode) as worker:
         async with grpc.aio.insecure_channel(worker.address) as channel:
@@ -258,12 +263,12 @@ async def test_a_worker_whose_engine_has_stopped_takes_nothing_more_and_blames_n
             worker.engine.post(fail)
             await link.reserve(make_spec("x"))
             await link.until(lambda: link.of("x").rejected)
-            told.append(link.of("x").rejected)
+            rejections.append(link.of("x").rejected)
             await link.close()
 
-    told: list[worker_pb2.Rejected | None] = []
+    rejections: list[worker_pb2.Rejected | None] = []
     with pytest.raises(RuntimeError, match="the device is gone"):
         await ask_after_the_failure()
-    assert [rejected and rejected.reason for rejected in told] == [
+    assert [rejected and rejected.reason for rejected in rejections] == [
         worker_pb2.REJECT_REASON_DRAINING
     ]

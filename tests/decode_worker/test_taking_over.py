@@ -12,8 +12,7 @@ from baton.v1 import common_pb2, worker_pb2
 from cluster.pools.role_plan import Role
 from cluster.worker.worker import Worker
 from decode_worker.service import DecodeService
-from decode_worker.session import Refusal
-from engine.request import RequestSpec
+from decode_worker.session import Refusal, Rejected, Update
 from tests.cluster.conftest import (
     DecodeLink,
     Oracle,
@@ -49,6 +48,10 @@ def ask_of(link: DecodeLink) -> worker_pb2.AttachRequest:
     return worker_pb2.AttachRequest(router_id=link.router_id, request_id="x", tenant="tenant")
 
 
+def refusals(update: Update) -> list[Refusal]:
+    return [notice.refusal for notice in update.notices if isinstance(notice, Rejected)]
+
+
 async def barrier(link: DecodeLink, name: str) -> None:
     """Everything that was sent on the link before has been seen to."""
     unreadable = make_spec(name)
@@ -57,7 +60,7 @@ async def barrier(link: DecodeLink, name: str) -> None:
     await link.until(lambda: link.of(name).rejected)
 
 
-async def test_a_router_whose_request_was_taken_over_is_told_and_cannot_end_it(
+async def test_a_router_whose_request_was_taken_over_hears_of_it_and_cannot_end_it(
     worker: Worker,
 ) -> None:
     former, latter = await open_link(worker, "router-a/1"), await open_link(worker, "router-b/1")
@@ -80,7 +83,7 @@ async def test_a_router_whose_request_was_taken_over_is_told_and_cannot_end_it(
     await latter.close()
 
 
-async def test_a_router_whose_request_another_one_began_anew_is_told(worker: Worker) -> None:
+async def test_a_router_whose_request_another_one_began_anew_hears_of_it(worker: Worker) -> None:
     former, latter = await open_link(worker, "router-a/1"), await open_link(worker, "router-b/1")
     await former.reserve(endless("x"))
     await former.until(lambda: former.of("x").tokens)
@@ -104,43 +107,34 @@ async def test_logprobs_that_are_not_as_many_as_the_emitted_tokens_are_no_fault_
     spec.num_prompt_tokens -= 3
     # One message of a session, without the stream around it.
     service._reserve(session, worker_pb2.Reserve(spec=spec, emitted_logprobs=known))
-    (told,) = (await anext(session.updates())).rejected
-    assert told.refusal is Refusal.INTERNAL
-    assert "2 emitted_logprobs of 3 tokens" in told.message
+    (rejected,) = (await anext(session.updates())).notices
+    assert isinstance(rejected, Rejected)
+    assert rejected.refusal is Refusal.INTERNAL
+    assert "2 emitted_logprobs of 3 tokens" in rejected.message
     worker.decode.close_session(session)
 
 
-async def test_a_message_that_nobody_foresaw_ends_its_own_request_alone(
-    worker: Worker, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("part", "error"),
+    [
+        ("decode_worker.service.read_spec", OverflowError("of a kind that no check knows")),
+        ("decode_worker.role.DecodeRole.submit", KeyError("of ours")),
+    ],
+    ids=["reading it", "taking it"],
+)
+async def test_an_unforeseen_error_in_a_request_ends_that_request_alone(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch, part: str, error: Exception
 ) -> None:
-    def read(_: worker_pb2.RequestSpec) -> RequestSpec:
-        raise OverflowError("of a kind that no check knows")
-
-    session = worker.decode.open_session("router-a/1")
-    monkeypatch.setattr("decode_worker.service.read_spec", read)
-    service = DecodeService(worker.decode, 10.0)
-    # One message of a session, without the stream around it.
-    service._reserve(session, worker_pb2.Reserve(spec=make_spec("x")))
-    update = await anext(session.updates())
-    assert [told.refusal for told in update.rejected] == [Refusal.INTERNAL]
-    assert not session.closed
-    worker.decode.close_session(session)
-
-
-async def test_an_error_in_taking_a_request_ends_that_request_alone(
-    worker: Worker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def submit(*_: object) -> None:
-        raise KeyError("of ours")
+    def fail(*_: object) -> None:
+        raise error
 
     session = worker.decode.open_session("router-a/1")
     service = DecodeService(worker.decode, 10.0)
     with monkeypatch.context() as patched:
-        patched.setattr(worker.decode, "submit", submit)
+        patched.setattr(part, fail)
         # One message of a session, without the stream around it.
         service._reserve(session, worker_pb2.Reserve(spec=make_spec("x")))
-    update = await anext(session.updates())
-    assert [told.refusal for told in update.rejected] == [Refusal.INTERNAL]
+    assert refusals(await anext(session.updates())) == [Refusal.INTERNAL]
     assert not session.closed
     worker.decode.close_session(session)
 
@@ -148,7 +142,7 @@ async def test_an_error_in_taking_a_request_ends_that_request_alone(
 async def test_what_fails_while_a_request_is_taken_leaves_nothing_of_it(
     worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The router is told, and may ask for the same attempt again."""
+    """The router gets a rejection, and may ask for the same attempt again."""
 
     def fail(*_: object) -> None:
         raise LookupError("of ours")
@@ -159,9 +153,9 @@ async def test_what_fails_while_a_request_is_taken_leaves_nothing_of_it(
         patched.setattr(session, "follow", fail)
         await link.reserve(make_spec("x"))
         await link.until(lambda: link.of("x").rejected)
-    told = link.of("x").rejected
-    assert told is not None
-    assert told.reason == worker_pb2.REJECT_REASON_INTERNAL
+    rejected = link.of("x").rejected
+    assert rejected is not None
+    assert rejected.reason == worker_pb2.REJECT_REASON_INTERNAL
     assert not worker.decode.runs  # a leak that no call shows
     await link.reserve(make_spec("x"))
     await link.until(lambda: link.of("x").finished)
@@ -193,7 +187,7 @@ async def test_a_client_that_wants_the_request_ended_is_heard_at_any_router(
     await other.close()
 
 
-async def test_an_id_that_is_taken_is_told_so_and_an_aborted_one_is_free_for_another_body(
+async def test_a_taken_id_is_refused_and_an_aborted_one_is_free_for_another_body(
     worker: Worker,
 ) -> None:
     link = await open_link(worker, "router-a/1")
@@ -212,7 +206,7 @@ async def test_an_id_that_is_taken_is_told_so_and_an_aborted_one_is_free_for_ano
     again = make_spec("y", attempt=1)
     again.request_id = "x"
     link.of("x").rejected = None
-    await link.reserve(again)  # what is told of attempt 1 could still be the former request's
+    await link.reserve(again)  # what is sent about attempt 1 could still be the former request's
     await link.until(lambda: link.of("x").rejected)
     stale = link.of("x").rejected
     assert stale is not None

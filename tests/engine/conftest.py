@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.attention import native_library
+from engine.attention.native_kernels import native_library
 
 
 @pytest.fixture
@@ -15,7 +15,7 @@ def no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Non
     """For the processes that a test starts, too: torch's kernels serve."""
     (empty := tmp_path / "no-programs").mkdir()
     monkeypatch.setenv("PATH", str(empty))
-    native_library.native_library.cache_clear()
-    assert native_library.native_library() is None
+    native_library.cache_clear()
+    assert native_library() is None
     yield
-    native_library.native_library.cache_clear()
+    native_library.cache_clear()

@@ -43,7 +43,7 @@ class HostMemory:
 
 @dataclass
 class RecordingSink:
-    """A KvSink that notes what it is told."""
+    """A KvSink that records its calls."""
 
     calls: list[tuple[object, ...]] = field(default_factory=list)
 

@@ -9,10 +9,9 @@ from functools import lru_cache
 import numpy as np
 
 from baton.config.engine import EngineConfig, FakeEngineConfig
-from engine.api import KvSink, ModelSpec
+from engine.api import KvSink, LocalKvMemory, LocalSink, ModelSpec
 from engine.build import build_engine, build_runner, load_decoder, load_model_spec, region_layout
 from engine.core import EngineCore
-from engine.local_memory import LocalKvMemory, LocalSink
 from engine.request import (
     BlockPush,
     EngineEvent,
@@ -181,6 +180,13 @@ class Wire:
         self.leases[handoff] = lease
         self.pushed[handoff] = []
         return handoff
+
+    def begin(self, spec: RequestSpec) -> ReservedEvent:
+        """Reserve a request at the target and prefill it at the source."""
+        lease = self.target.core.reserve(spec)
+        assert isinstance(lease, ReservedEvent)
+        self.source.core.add_prefill(spec, self.open(lease), lease.num_cached_tokens)
+        return lease
 
     def message(self, payload: bytes) -> None:
         self.calls.append(payload.decode())

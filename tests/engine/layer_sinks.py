@@ -15,7 +15,7 @@ PUSHES = tuple(BlockPush(HandoffId("h"), group, (0,), (BlockId(3),)) for group i
 
 
 class Sink(RecordingSink):
-    """Tells when it has heard of a layer; fails at one."""
+    """Counts the layers that it gets; fails at one."""
 
     def __init__(self, fails_at: int | None = None) -> None:
         super().__init__()

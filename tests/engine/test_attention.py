@@ -17,10 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.native_build import build
-from engine.attention import native_library
-from engine.attention.choice import pick_kernels
 from engine.attention.kernels import AttentionShape, HeadNorms, Kernels, Rotation
-from engine.attention.native_kernels import NativeKernels
+from engine.attention.native_kernels import KERNELS, NativeKernels, native_library, pick_kernels
 from engine.attention.paged_kv import LayerKv
 from engine.attention.torch_kernels import TorchKernels
 from engine.models.rope import RopeConfig, RotaryTable
@@ -36,18 +34,18 @@ TOLERANCE = {F32: 1e-5, BF16: 8e-3}
 
 def native(*flags: str, compiler: str | None = None) -> NativeKernels:
     """As they are here, or as with `flags` on another machine."""
-    library = native_library.native_library()
+    library = native_library()
     if library is None:
         pytest.skip("no C++ compiler on this machine")
     if compiler is not None:
         if shutil.which(compiler) is None:
             pytest.skip(f"no {compiler} on this machine")
-        recipe = dataclasses.replace(native_library.KERNELS, compilers=(compiler,))
+        recipe = dataclasses.replace(KERNELS, compilers=(compiler,))
         library = ctypes.CDLL(str(build(recipe)))
     elif flags:
         if platform.machine() != "x86_64":
             pytest.skip("flags of x86-64's compilers")
-        recipe = native_library.KERNELS
+        recipe = KERNELS
         library = ctypes.CDLL(str(build(dataclasses.replace(recipe, flags=recipe.flags + flags))))
     return NativeKernels(library)
 
@@ -198,7 +196,7 @@ def test_torch_attention_is_right_for_any_mix_of_decodes_and_chunks(
     Case(seqs, *heads, 32, block_size, dtype, window).check(TorchKernels())
 
 
-def test_the_torch_kernels_tell_one_step_and_one_group_from_the_next() -> None:
+def test_the_torch_kernels_keep_steps_and_groups_apart() -> None:
     kernels = TorchKernels()
     for window in (None, 20, None):
         Case([(50, 1), (90, 1)], window=window).check(kernels)
@@ -339,7 +337,7 @@ def test_rotation_and_write_are_those_of_the_definition(
 def test_without_a_compiler_torch_serves_and_one_line_says_so(
     no_compiler: None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    native_library.native_library.cache_clear()
+    native_library.cache_clear()
     with caplog.at_level(logging.WARNING):
         assert isinstance(pick_kernels(CPU, BF16), TorchKernels)
         assert isinstance(pick_kernels(CPU, F32), TorchKernels)

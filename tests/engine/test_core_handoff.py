@@ -135,11 +135,9 @@ def test_small_chunks_push_what_the_receiver_lacks_each_block_once_and_nothing_e
 
 
 def test_a_prefill_stays_pinned_until_release_even_when_aborted() -> None:
-    sender, receiver, wire = pair(fake_config(max_num_batched_tokens=32), fake_config())
+    sender, _, wire = pair(fake_config(max_num_batched_tokens=32), fake_config())
     spec = spec_of("r", prompt(100))
-    lease = receiver.core.reserve(spec)
-    assert isinstance(lease, ReservedEvent)
-    sender.core.add_prefill(spec, wire.open(lease), 0)
+    wire.begin(spec)
     sender.core.step()
     sender.core.abort(spec.request_id)
     (end,) = [e for e in sender.core.step() if isinstance(e, FinishedEvent)]
@@ -208,9 +206,7 @@ def test_the_receiver_s_context_ends_the_output_and_not_the_writer_s(
 ) -> None:
     sender, receiver, wire = pair(fake_config(max_model_len=64), fake_config(max_model_len=context))
     spec = spec_of("r", prompt(63), replace(GREEDY, max_tokens=24))
-    lease = receiver.core.reserve(spec)
-    assert isinstance(lease, ReservedEvent)
-    sender.core.add_prefill(spec, wire.open(lease), lease.num_cached_tokens)
+    wire.begin(spec)
     events = []
     while sender.core.has_work():
         events += sender.core.step()

@@ -15,7 +15,6 @@ from engine.request import (
     FinishReason,
     RequestId,
     RequestSpec,
-    ReservedEvent,
     SampledToken,
     SamplingParams,
     StepPlan,
@@ -62,12 +61,10 @@ def test_a_prefix_hit_gives_the_tokens_of_a_miss(window: int | None) -> None:
 
 
 def test_the_cached_part_of_a_prompt_is_not_computed_again() -> None:
-    engine, decode, wire = pair(fake_config(), fake_config())
+    engine, _decode, wire = pair(fake_config(), fake_config())
     first = spec_of("first", prompt(100))
     for spec in (first, replace(first, request_id=RequestId("second"))):
-        lease = decode.core.reserve(spec)
-        assert isinstance(lease, ReservedEvent)
-        engine.core.add_prefill(spec, wire.open(lease), 0)
+        wire.begin(spec)
         (event,) = prefilled(engine.core.step())
         assert event.num_cached_tokens == (0 if spec is first else 96)
 

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from baton.config.engine import EngineConfig
+from engine.api import LocalDeviceMemory
 from engine.attention.paged_kv import PagedKv
 from engine.attention.torch_kernels import TorchKernels
 from engine.build import load_model_spec, region_layout
-from engine.local_memory import LocalDeviceMemory
 from engine.models.decoder import Decoder
 from engine.models.folder import read_config
 from engine.models.loading import WeightLoader

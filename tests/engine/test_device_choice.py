@@ -11,9 +11,8 @@ import torch
 from baton.config.engine import EngineConfig
 from bench.random_model import SHAPES, random_model
 from engine import kv_sizing
-from engine.auto_choice import main
+from engine.auto_choice import choose_device, device_of, main, why_no_gpu
 from engine.build import region_layout, with_kv_memory
-from engine.device import choose_device, device_of, why_no_gpu
 
 GIB = 1 << 30
 TOO_OLD = (

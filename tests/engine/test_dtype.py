@@ -1,4 +1,4 @@
-"""`dtype: auto`: the checkpoint's own where the devices compute in it, told with its reason."""
+"""`dtype: auto`: the checkpoint's own where the devices compute in it, with its reason."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ import torch
 from safetensors.torch import save_file
 
 from baton.config.engine import EngineConfig
-from engine.auto_choice import main
+from engine.auto_choice import choose_dtype, main
 from engine.build import load_model_spec
-from engine.dtype import choose_dtype
-from engine.models.errors import ModelError
+from engine.errors import ModelError
 from engine.request import RequestId, ScheduledSeq, StepPlan
 from tests.engine import checkpoints
 from tests.engine.driving import set_up
@@ -31,9 +30,14 @@ def folder_of(path: Path, *, named: dict[str, str | None], weights: str = "bfloa
 
 
 def cpu_with(monkeypatch: pytest.MonkeyPatch, *features: str) -> None:
-    told = {"avx512_f": True, "avx512_bf16": False, "amx_bf16": False, "architecture": "x86_64"}
-    told |= dict.fromkeys(features, True)
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: told, raising=False)
+    capabilities = {
+        "avx512_f": True,
+        "avx512_bf16": False,
+        "amx_bf16": False,
+        "architecture": "x86_64",
+    }
+    capabilities |= dict.fromkeys(features, True)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities, raising=False)
 
 
 @pytest.mark.parametrize(
@@ -79,7 +83,7 @@ def test_a_gpu_without_bf16_computes_bf16_checkpoints_in_float32(
     assert choice.dtype == "float32"
 
 
-def test_a_torch_that_cannot_tell_what_a_cpu_has_gives_float32(
+def test_a_torch_that_does_not_know_what_a_cpu_has_gives_float32(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delattr(torch.cpu, "get_capabilities", raising=False)

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from baton.config.engine import FakeEngineConfig
+from engine.api import LocalKvMemory, LocalSink
 from engine.core import EngineCore
 from engine.fake_runner import FakeRunner, FakeTp, fake_model_spec
-from engine.local_memory import LocalKvMemory, LocalSink
 from engine.mixing import mix, mix_all
 from engine.request import RequestId, ScheduledSeq, StepPlan
 from kv_transfer.layout import RegionLayout
@@ -30,10 +30,10 @@ def step_after(engine: FakeEngine, corrupt: object = None) -> int:
     return int(event.token.token_id)  # type: ignore[union-attr]
 
 
-PLACES = [(0, "k"), (0, "v"), (1, "k"), (1, "v"), (2, "k"), (2, "v")]
+LAYER_TENSORS = [(0, "k"), (0, "v"), (1, "k"), (1, "v"), (2, "k"), (2, "v")]
 
 
-@pytest.mark.parametrize(("layer", "tensor"), PLACES)
+@pytest.mark.parametrize(("layer", "tensor"), LAYER_TENSORS)
 def test_any_lost_block_of_any_layer_changes_the_next_token(layer: int, tensor: str) -> None:
     whole = step_after(FakeEngine(fake_config(window=40)))
     for ordinal in range(5):
@@ -87,7 +87,7 @@ def test_what_lies_outside_the_request_does_not_change_its_tokens() -> None:
     def scribble(engine: FakeEngine, tables: list[np.ndarray]) -> None:
         used = {int(b) for table in tables for b in table}
         for block in set(range(400)) - (used - {0}):
-            for layer, tensor in PLACES:
+            for layer, tensor in LAYER_TENSORS:
                 engine.block(layer, tensor, block)[:] = 0x3C
 
     assert step_after(FakeEngine(fake_config(window=40)), scribble) == whole

@@ -10,8 +10,7 @@ import pytest
 
 from engine.kv_cache import KvCache
 from engine.request import BlocksStoredEvent
-from engine.request_blocks import RequestBlocks
-from engine.windows import first_live_block, span_blocks
+from engine.request_blocks import RequestBlocks, first_live_block, span_blocks
 from kv_transfer.layout import KvLayout, LayerGroup, TensorSpec
 
 TENSORS = (TensorSpec("k", 1, 1, "int64"),)
@@ -222,7 +221,7 @@ def test_a_lease_evicts_nothing_that_a_prompt_counts_on_which_goes_first() -> No
 
 
 @pytest.mark.parametrize("windows", [(8, None), (None, 8)])
-def test_news_of_the_cache_tells_of_a_group_that_sees_everything(
+def test_cache_events_are_those_of_a_group_that_sees_everything(
     windows: tuple[int | None, ...],
 ) -> None:
     kv = cache(32, *windows)

@@ -54,7 +54,7 @@ def test_the_decode_rate_is_learned_where_every_step_has_prompts_in_it() -> None
     assert machine.rates.predict(mixed) == pytest.approx(machine.time_s(mixed))
 
 
-def test_steps_of_all_kinds_are_told_apart_and_predicted() -> None:
+def test_steps_of_all_kinds_are_kept_apart_and_predicted() -> None:
     machine = Machine(step_s=0.01, decode_s=0.03, token_s=0.0001)
     kinds = [step_of(2048), step_of(2), step_of(300), step_of(0, 4), step_of(700, 3)]
     for _ in range(40):
@@ -99,7 +99,7 @@ def test_a_first_step_that_was_slow_is_corrected_also_where_every_step_is_mixed(
         machine.run(step_of(100 + 37 * number % 400 if varied else 500, 8))
     expected = step_of(300 if varied else 500, 8)
     assert machine.rates.predict(expected) == pytest.approx(machine.time_s(expected), rel=0.2)
-    if varied:  # else nothing tells the one from the other
+    if varied:  # else they cannot be kept apart
         assert machine.rates.decode_step_s == pytest.approx(0.02, rel=0.5)
         assert machine.rates.prefill_tokens_per_s == pytest.approx(machine.true_rate, rel=0.5)
 
@@ -126,7 +126,7 @@ def test_a_decode_worker_s_first_short_tails_do_not_set_its_prefill_rate(
     assert machine.rates.prefill_tokens_per_s == pytest.approx(1 / machine.token_s, rel=0.2)
 
 
-def test_short_prompts_among_decodes_do_not_slow_the_decodes_that_are_told() -> None:
+def test_short_prompts_among_decodes_do_not_slow_the_reported_decodes() -> None:
     machine = Machine(step_s=0.05, decode_s=0.05, token_s=0.002)
     for _ in range(40):
         machine.run(step_of(decodes=4), 4)

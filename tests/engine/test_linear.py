@@ -5,12 +5,19 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.attention.choice import pick_kernels
 from engine.attention.kernels import Kernels
+from engine.attention.native_kernels import pick_kernels
 from engine.attention.torch_kernels import TorchKernels
 from engine.models.config import MoeConfig
-from engine.models.linear import Linear
-from engine.models.mlp import DenseMlp, MoeMlp, experts_of
+from engine.models.mlp import (
+    DenseMlp,
+    ExpertLoop,
+    GroupedExperts,
+    GroupedLinear,
+    Linear,
+    MoeMlp,
+    experts_of,
+)
 
 BF16 = torch.bfloat16
 # bf16 has 8 bits: of each output, against the largest of its row.
@@ -133,3 +140,27 @@ def test_one_wrong_weight_row_of_a_sparse_mlp_is_far_above_the_tolerance(wrong: 
     rows = getattr(mlp, wrong).view(-1, getattr(mlp, wrong).shape[-1])
     rows[3] = rows[2]
     assert relative_error(mlp.built()(x, TorchKernels()), expected) > 4 * MOE_TOLERANCE
+
+
+@pytest.mark.parametrize("num_tokens", [1, 3, 40])
+def test_experts_in_one_product_give_what_they_give_one_by_one(num_tokens: int) -> None:
+    hidden, width = 32, 48
+    config = MoeConfig((0,), NUM_EXPERTS, 2, width, True, "mlp", ("gate", "up", "down"))
+    generator = torch.Generator().manual_seed(num_tokens)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator) * shape[-1] ** -0.5
+
+    gate_up, down = random(NUM_EXPERTS, 2 * width, hidden), random(NUM_EXPERTS, hidden, width)
+    router = random(NUM_EXPERTS, hidden)
+    router[2] = -9 * random(hidden).abs()  # nobody's choice: a group without rows
+    one_by_one = ExpertLoop([DenseMlp(Linear(up), Linear(back)) for up, back in zip(gate_up, down)])
+    at_once = GroupedExperts(GroupedLinear(gate_up), GroupedLinear(down))
+    x = random(num_tokens, hidden).abs()
+    one, other = (
+        MoeMlp(config, router, experts)(x, TorchKernels()) for experts in (one_by_one, at_once)
+    )
+    assert one.abs().mean() > 1e-3
+    torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)
+    alone = torch.cat([MoeMlp(config, router, at_once)(row[None], TorchKernels()) for row in x])
+    torch.testing.assert_close(alone, other, rtol=1e-5, atol=1e-7)

@@ -130,7 +130,7 @@ def test_a_step_that_fails_ends_the_thread_and_every_future(
     assert "cannot go on" in caplog.text
 
 
-def test_a_command_with_a_bug_is_fatal_and_tells_its_caller() -> None:
+def test_a_command_with_a_bug_is_fatal_and_fails_its_future() -> None:
     fatal = Future[BaseException]()
     thread = EngineThread(FakeEngine(fake_config()).core, lambda events: None, fatal.set_result)
     thread.start()

@@ -16,6 +16,7 @@ import torch
 import transformers
 
 from baton.config.engine import EngineConfig
+from engine.api import LocalDeviceMemory, LocalSink
 from engine.build import (
     build_runner,
     load_decoder,
@@ -23,7 +24,6 @@ from engine.build import (
     load_model_spec,
     region_layout,
 )
-from engine.local_memory import LocalDeviceMemory, LocalSink
 from engine.request import RequestId, RequestSpec, SamplingParams
 from tests.engine import checkpoints, families
 from tests.engine.driving import Driver, Setup, generate, random_prompt, set_up
@@ -102,14 +102,14 @@ def test_greedy_tokens_are_those_of_transformers_in_every_combination(
         check(folders(family), family, lengths, chunk, block_size)
 
 
-def check_whole_engine(folder: Path, family: str, device: str) -> None:
+def check_whole_engine(folder: Path, family: str) -> None:
     path = str(folder)
     config = EngineConfig(
         dtype="float32",
         num_blocks=64,
         max_num_seqs=8,
         max_num_batched_tokens=48,
-        device=device,
+        device="cpu",
         num_threads=1,
     )
     engine = load_lone_engine(path, config)
@@ -127,7 +127,7 @@ def check_whole_engine(folder: Path, family: str, device: str) -> None:
 def test_a_whole_engine_with_its_kv_in_a_tensor_gives_the_tokens_of_transformers(
     folders: Callable[[str], Path], family: str
 ) -> None:
-    check_whole_engine(folders(family), family, "cpu")
+    check_whole_engine(folders(family), family)
 
 
 @pytest.mark.usefixtures("no_compiler")
@@ -141,7 +141,7 @@ def test_a_whole_engine_with_its_kv_in_a_tensor_gives_the_tokens_of_transformers
 def test_a_whole_engine_without_a_compiler_gives_the_tokens_of_transformers(
     folders: Callable[[str], Path], family: str
 ) -> None:
-    check_whole_engine(folders(family), family, "cpu")
+    check_whole_engine(folders(family), family)
 
 
 def test_a_kv_pool_on_another_device_than_the_model_is_refused(
@@ -230,7 +230,7 @@ class Harm:
             tensor[block] = tensor[other]
 
     def exchange(self, group: int, ordinal: int) -> None:
-        """Another request's block in the same place."""
+        """Another request's block at the same position."""
         block, other = self._block(0, group, ordinal), self._block(1, group, ordinal)
         for tensor in self._tensors(group):
             tensor[[block, other]] = tensor[[other, block]]
@@ -257,7 +257,7 @@ class Harm:
             tensor.flatten(0, 1)[block] = 0
 
     def swap_layers(self, layer: int) -> None:
-        """Blocks that were pushed to another layer's place."""
+        """Blocks that were pushed to another layer."""
         pair = (layer, (layer + 1) % self.layout.num_layers())
         groups = [self._group_of(member) for member in pair]
         for ordinal in set(self.visible(groups[0])) & set(self.visible(groups[1])):

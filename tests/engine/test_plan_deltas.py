@@ -1,4 +1,4 @@
-"""Plans told as what differs from the last: equal at the other end, short, none to be lost."""
+"""Plans sent as differences from the last one: equal at the other end, short, none lost."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import pickle
 import numpy as np
 import pytest
 
-from engine.plan_deltas import LostPlanError, PlanListener, PlanTeller
+from engine.plan_deltas import LostPlanError, PlanDecoder, PlanEncoder
 from engine.request import BlockPush, HandoffId, RequestId, ScheduledSeq, StepPlan
 from kv_transfer.layout import BlockId
 
 
-def sent(teller: PlanTeller, plan: StepPlan) -> bytes:
-    return pickle.dumps(teller.tell(plan), protocol=pickle.HIGHEST_PROTOCOL)
+def sent(encoder: PlanEncoder, plan: StepPlan) -> bytes:
+    return pickle.dumps(encoder.encode(plan), protocol=pickle.HIGHEST_PROTOCOL)
 
 
 def as_values(plan: StepPlan) -> tuple[object, ...]:
@@ -33,7 +33,7 @@ def as_values(plan: StepPlan) -> tuple[object, ...]:
 
 
 def decode(tables: dict[str, np.ndarray], start: int, step: int = 1) -> StepPlan:
-    """One token of each request; its table is told as a view of the same array in every plan."""
+    """One token of each request; its table is sent as a view of the same array in every plan."""
     size = -(-(start + 1) // 16)
     seqs = tuple(
         ScheduledSeq(
@@ -54,7 +54,7 @@ def random_tables(names: int, blocks: int) -> dict[str, np.ndarray]:
 
 def test_random_plans_are_the_same_at_the_other_end() -> None:
     rng = np.random.default_rng(5)
-    teller, listener = PlanTeller(), PlanListener()
+    encoder, decoder = PlanEncoder(), PlanDecoder()
     tables = {n: [rng.integers(0, 99, 40, dtype=np.int32) for _ in range(2)] for n in range(7)}
     lengths = dict.fromkeys(tables, 1)
     for step in range(300):
@@ -76,42 +76,42 @@ def test_random_plans_are_the_same_at_the_other_end() -> None:
             seqs.append(ScheduledSeq(RequestId(f"r{name}"), token_ids, start, views, samples))
         pushes = (BlockPush(HandoffId("h"), 1, (0, 2), (BlockId(3), BlockId(4))),)
         plan = StepPlan(step, tuple(seqs), pushes if step % 3 else (), (b"m",), num_tokens=step)
-        assert as_values(listener.plan(pickle.loads(sent(teller, plan)))) == as_values(plan)
+        assert as_values(decoder.plan(pickle.loads(sent(encoder, plan)))) == as_values(plan)
 
 
-def test_a_step_of_long_sequences_is_told_in_a_few_bytes_a_sequence() -> None:
-    teller, listener, tables = PlanTeller(), PlanListener(), random_tables(32, 600)
+def test_a_step_of_long_sequences_is_sent_in_a_few_bytes_a_sequence() -> None:
+    encoder, decoder, tables = PlanEncoder(), PlanDecoder(), random_tables(32, 600)
     sizes = []
     for step in range(1, 40):
         plan = decode(tables, 8192 + step, step)
-        sizes.append(len(delta := sent(teller, plan)))
-        assert as_values(listener.plan(pickle.loads(delta))) == as_values(plan)
+        sizes.append(len(delta := sent(encoder, plan)))
+        assert as_values(decoder.plan(pickle.loads(delta))) == as_values(plan)
     whole = len(pickle.dumps(plan, protocol=pickle.HIGHEST_PROTOCOL))
     assert whole > 60_000
     assert sizes[0] > 60_000  # all of them new
     assert max(sizes[1:]) < 3_000  # also where every table grows
 
 
-def test_a_sequence_that_skips_a_plan_is_told_whole_again() -> None:
-    teller, listener, tables = PlanTeller(), PlanListener(), random_tables(3, 64)
+def test_a_sequence_that_skips_a_plan_is_sent_whole_again() -> None:
+    encoder, decoder, tables = PlanEncoder(), PlanDecoder(), random_tables(3, 64)
     first, second = list(tables)[:2]
     for step, names in enumerate(([first, second], [first], [second, first], [second])):
         plan = decode({name: tables[name] for name in names}, 900 + step, step)
-        assert as_values(listener.plan(pickle.loads(sent(teller, plan)))) == as_values(plan)
+        assert as_values(decoder.plan(pickle.loads(sent(encoder, plan)))) == as_values(plan)
 
 
 @pytest.mark.parametrize("arrive", [[1], [0, 2], [0, 0], [0, 1, 0]])
 def test_a_plan_that_is_lost_repeated_or_out_of_order_is_refused(arrive: list[int]) -> None:
-    teller, listener, tables = PlanTeller(), PlanListener(), random_tables(2, 64)
-    deltas = [teller.tell(decode(tables, 900 + step, step)) for step in range(3)]
+    encoder, decoder, tables = PlanEncoder(), PlanDecoder(), random_tables(2, 64)
+    deltas = [encoder.encode(decode(tables, 900 + step, step)) for step in range(3)]
     *fine, wrong = arrive
     for i in fine:
-        listener.plan(deltas[i])
+        decoder.plan(deltas[i])
     with pytest.raises(LostPlanError, match=f"plan {wrong + 1} came after plan {len(fine)}"):
-        listener.plan(deltas[wrong])
+        decoder.plan(deltas[wrong])
 
 
 def test_a_request_cannot_be_in_a_plan_twice() -> None:
     plan = decode(random_tables(1, 8), 20)
     with pytest.raises(AssertionError):
-        PlanTeller().tell(StepPlan(1, plan.seqs * 2, num_tokens=2))
+        PlanEncoder().encode(StepPlan(1, plan.seqs * 2, num_tokens=2))

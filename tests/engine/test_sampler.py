@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.overrides import TorchFunctionMode
 
+from engine.admission import check_sampling
 from engine.errors import InvalidRequestError
 from engine.request import SamplingParams
-from engine.sampling_check import check
 from tests.engine.sampling import EOS, GREEDY, frequencies, ids, random_logits, sample
 
 
@@ -131,13 +131,13 @@ def test_logprobs_are_those_of_the_model_before_temperature_and_penalties() -> N
     expected = logits.log_softmax(-1)
     params = SamplingParams(temperature=3.0, repetition_penalty=2.0, logprobs=4, seed=9)
     sampled = sample(logits, [params, GREEDY], [([1, 2], [3]), ([1], [])])
-    told = sampled[0].logprobs
-    assert told is not None
+    found = sampled[0].logprobs
+    assert found is not None
     row = expected[0]
-    assert told.logprob == pytest.approx(row[sampled[0].token_id].item(), abs=1e-5)
-    assert told.rank == 1 + int((row > row[sampled[0].token_id]).sum())
-    assert [t for t, _ in told.top] == row.topk(4).indices.tolist()
-    assert [p for _, p in told.top] == pytest.approx(row.topk(4).values.tolist(), abs=1e-5)
+    assert found.logprob == pytest.approx(row[sampled[0].token_id].item(), abs=1e-5)
+    assert found.rank == 1 + int((row > row[sampled[0].token_id]).sum())
+    assert [t for t, _ in found.top] == row.topk(4).indices.tolist()
+    assert [p for _, p in found.top] == pytest.approx(row.topk(4).values.tolist(), abs=1e-5)
     assert sampled[1].logprobs is None
     (bare,) = sample(logits[:1], [replace(params, logprobs=0)])
     assert bare.logprobs is not None
@@ -173,9 +173,9 @@ def test_logprobs_are_those_of_the_model_before_temperature_and_penalties() -> N
     ],
 )
 def test_an_impossible_value_is_refused_by_its_field(field: str, value: object) -> None:
-    check(SamplingParams(), 100)
+    check_sampling(SamplingParams(), 100)
     with pytest.raises(InvalidRequestError) as caught:
-        check(replace(SamplingParams(), **{field: value}), 100)  # type: ignore[arg-type]
+        check_sampling(replace(SamplingParams(), **{field: value}), 100)  # type: ignore[arg-type]
     assert caught.value.field == field
 
 

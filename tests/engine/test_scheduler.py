@@ -11,10 +11,7 @@ from engine.request import (
     FinishReason,
     NoCapacityEvent,
     RequestId,
-    RequestSpec,
     ReservedEvent,
-    SampledToken,
-    StepPlan,
     TokenEvent,
 )
 from tests.engine.fakes import (
@@ -108,10 +105,8 @@ def test_the_newest_request_is_preempted_and_the_oldest_never_waits() -> None:
 
 def test_reserved_and_exported_requests_are_never_preempted() -> None:
     config = fake_config(num_blocks=21)
-    sender, receiver, wire = pair(config, fake_config())
-    lease = receiver.core.reserve(spec_of("export", prompt(60)))
-    assert isinstance(lease, ReservedEvent)
-    sender.core.add_prefill(spec_of("export", prompt(60)), wire.open(lease), 0)
+    sender, _, wire = pair(config, fake_config())
+    wire.begin(spec_of("export", prompt(60)))
     sender.core.step()
     reserved = sender.core.reserve(spec_of("reserved", prompt(60, 1)))
     assert isinstance(reserved, ReservedEvent)
@@ -159,12 +154,10 @@ def test_an_aborted_reservation_is_quarantined() -> None:
 
 
 def test_releasing_a_prefill_that_has_not_finished_ends_it() -> None:
-    sender, receiver, wire = pair(fake_config(max_num_batched_tokens=16), fake_config())
+    sender, _, wire = pair(fake_config(max_num_batched_tokens=16), fake_config())
     for name in ("started", "waiting"):
         spec = spec_of(name, prompt(60))
-        lease = receiver.core.reserve(spec)
-        assert isinstance(lease, ReservedEvent)
-        sender.core.add_prefill(spec, wire.open(lease), 0)
+        wire.begin(spec)
     sender.core.step()
     for name in ("started", "waiting", "started", "unknown"):
         sender.core.release(RequestId(name))
@@ -173,28 +166,11 @@ def test_releasing_a_prefill_that_has_not_finished_ends_it() -> None:
     pool_is_whole(sender.core)
 
 
-def test_a_quarantined_export_stays_pinned() -> None:
-    sender, receiver, wire = pair(fake_config(), fake_config())
-    spec = spec_of("r", prompt(60))
-    lease = receiver.core.reserve(spec)
-    assert isinstance(lease, ReservedEvent)
-    sender.core.add_prefill(spec, wire.open(lease), 0)
-    drain(sender.core)
-    sender.core.release(spec.request_id, quarantine=True)
-    load = sender.core.load()
-    assert load.num_blocks - load.num_free_blocks == 4
-    sender.core.check_integrity()
-    sender.core.unquarantine(spec.request_id)
-    pool_is_whole(sender.core)
-
-
-def test_a_load_tells_what_quarantine_keeps_from_use_reservations_and_exports_alike() -> None:
-    sender, receiver, wire = pair(fake_config(), fake_config())
+def test_a_load_counts_quarantined_reservations_and_exports_alike() -> None:
+    sender, _, wire = pair(fake_config(), fake_config())
     for name in ("first", "same"):  # the second shares three cached blocks of the first
         spec = spec_of(name, prompt(60))
-        lease = receiver.core.reserve(spec)
-        assert isinstance(lease, ReservedEvent)
-        sender.core.add_prefill(spec, wire.open(lease), 0)
+        wire.begin(spec)
         drain(sender.core)
         sender.core.release(spec.request_id, quarantine=True)
     sender.core.reserve(spec_of("lost", prompt(40, 1)))
@@ -211,21 +187,3 @@ def test_a_load_tells_what_quarantine_keeps_from_use_reservations_and_exports_al
     sender.core.unquarantine(RequestId("same"))
     sender.core.unquarantine(RequestId("lost"))
     pool_is_whole(sender.core)
-
-
-def test_specs_for_penalties_hold_every_token_known() -> None:
-    core, _ = watched(num_blocks=40)
-    runner = core._runner
-    run = runner.run
-    known: list[list[int]] = []
-
-    def remember(plan: StepPlan, specs: dict[RequestId, RequestSpec]) -> list[SampledToken]:
-        (spec,) = specs.values()
-        known.append(spec.token_ids.tolist())
-        return run(plan, specs)
-
-    runner.run = remember  # type: ignore[method-assign]
-    sampling = replace(GREEDY, max_tokens=5, frequency_penalty=1.0)
-    core.add(spec_of("r", prompt(6), sampling))
-    tokens = drain(core).tokens["r"]
-    assert known == [[*prompt(6).tolist(), *tokens[:n]] for n in range(5)]

@@ -15,12 +15,12 @@ import torch
 
 from baton.config.engine import EngineConfig
 from engine.build import load_model_spec
+from engine.core import warm_up
+from engine.errors import ShardingError
 from engine.models.config import model_config
-from engine.models.errors import ShardingError
 from engine.models.sharding import shard_of
 from engine.request import StepPlan
 from engine.tp import TpGroup, TpPeerError
-from engine.warm_up import warm_up
 from kv_transfer.layout import TensorSpec
 from tests.engine import checkpoints, families, tp_rank
 from tests.engine.driving import Driver, Setup, generate, random_prompt, set_up
@@ -82,19 +82,6 @@ def test_two_ranks_give_the_oracles_tokens_and_one_ranks_fingerprint(
 @pytest.mark.usefixtures("no_compiler")
 def test_two_ranks_without_a_compiler_give_the_oracles_tokens(tmp_path: Path) -> None:
     check_two_ranks("mistral", tmp_path)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("chunk", [16, 512])
-@pytest.mark.parametrize("family", ["qwen3", "qwen2"])
-def test_two_ranks_give_the_oracles_tokens_to_long_prompts(
-    family: str, chunk: int, tmp_path: Path
-) -> None:
-    oracle = checkpoints.save(family, tmp_path)
-    prompts = [random_prompt(n, families.VOCAB, n) for n in (511, 512, 1500)]
-    with replica(tmp_path, 2) as (setup, _):
-        found = generate(Driver(setup), prompts, 12, chunk=chunk)
-        assert found == [checkpoints.greedy_answer(oracle, prompt, 12) for prompt in prompts]
 
 
 @pytest.mark.full

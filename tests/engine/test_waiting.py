@@ -1,4 +1,4 @@
-"""Who waits for blocks: what reservations leave them, and whom they hold up."""
+"""Requests that wait for blocks: what reservations leave them, and what they hold up."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_reservations_leave_the_place_and_the_blocks_that_the_first_waiting_requ
     assert num_done > 30  # the others go on
 
 
-def test_a_prompt_that_quarantine_leaves_no_room_for_holds_up_nobody() -> None:
+def test_a_prompt_that_quarantine_leaves_no_room_for_holds_up_no_other() -> None:
     core, _ = watched(num_blocks=64)
     core.reserve(spec_of("lost", prompt(320)))
     core.abort(RequestId("lost"))  # 20 blocks until its writer has stopped
@@ -87,7 +87,7 @@ def test_a_prompt_that_waits_for_blocks_starts_when_another_has_computed_what_it
     pool_is_whole(core)
 
 
-def test_an_engine_that_had_nobody_to_run_is_not_blocked_by_whom_it_is_given() -> None:
+def test_an_idle_engine_is_not_blocked_by_its_next_request() -> None:
     engine = FakeEngine(fake_config(num_blocks=21))
     core = EngineCore(engine.config, engine.core._runner, engine.sink, clock=lambda: 5.0)
     core.reserve(spec_of("held", prompt(160)))
@@ -98,13 +98,13 @@ def test_an_engine_that_had_nobody_to_run_is_not_blocked_by_whom_it_is_given() -
     pool_is_whole(core)
 
 
-def test_an_engine_is_blocked_from_when_nobody_could_start_until_somebody_does() -> None:
+def test_an_engine_is_blocked_from_when_no_request_could_start_until_one_does() -> None:
     now = 5.0
     engine = FakeEngine(fake_config(num_blocks=21))
     core = EngineCore(engine.config, engine.core._runner, engine.sink, clock=lambda: now)
     core.reserve(spec_of("held", prompt(160)))
     core.step()
-    assert core.blocked_since is None  # nobody waits
+    assert core.blocked_since is None  # no request waits
     core.add(spec_of("waits", prompt(260, 1)))
     core.step()
     now = 6.0
@@ -126,7 +126,7 @@ def test_an_engine_is_blocked_from_when_nobody_could_start_until_somebody_does()
     pool_is_whole(core)
 
 
-def test_a_prompt_that_a_late_readers_blocks_leave_no_room_for_holds_up_nobody() -> None:
+def test_a_prompt_that_a_late_readers_blocks_leave_no_room_for_holds_up_no_other() -> None:
     sender, _, wire = pair(fake_config(num_blocks=21), fake_config())
     core, export = sender.core, spec_of("export", prompt(160))
     core.add_prefill(export, wire.open(ReservedEvent(export.request_id, 0, ())), 0)

@@ -10,8 +10,8 @@ import pytest
 
 from baton.config.engine import EngineConfig
 from engine.build import build_engine
+from engine.core import warm_up
 from engine.request import RequestId, RequestSpec, SampledToken, StepPlan
-from engine.warm_up import warm_up
 from tests.engine import checkpoints, families
 from tests.engine.driving import random_prompt, set_up
 from tests.engine.fakes import (

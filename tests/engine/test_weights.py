@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from baton.config.engine import EngineConfig
 from engine.build import load_model_spec
-from engine.models.errors import CheckpointError, UnsupportedModelError
+from engine.errors import CheckpointError, UnsupportedModelError
 from engine.models.folder import resolve
 from engine.weights import INDEX_FILE, SINGLE_FILE, Checkpoint
 from tests.engine import checkpoints
@@ -54,32 +54,22 @@ def test_sharded_folder_gives_the_same_tokens_and_fingerprint(tmp_path: Path) ->
     assert found[0] == found[1]
 
 
-def test_fingerprint_differs_for_other_weights_dtype_block_size_and_rope(folder: Path) -> None:
-    def fingerprint(**changes: Any) -> bytes:
+def test_fingerprints_differ_for_other_weights_and_rope_and_one_for_dtype_and_block_size(
+    folder: Path,
+) -> None:
+    """Workers of unlike dtype or block size can continue each other's streams."""
+
+    def fingerprints(**changes: Any) -> tuple[bytes, bytes]:
         config = EngineConfig(**{"dtype": "bfloat16", **changes})
-        return load_model_spec(str(folder), config).kv_fingerprint
+        spec = load_model_spec(str(folder), config)
+        return spec.kv_fingerprint, spec.model_fingerprint
 
-    seen = {fingerprint(), fingerprint(dtype="float32"), fingerprint(block_size=32)}
+    seen = [fingerprints(), fingerprints(dtype="float32"), fingerprints(block_size=32)]
     change_config(folder, rope_parameters={"rope_type": "default", "rope_theta": 77.0})
-    seen.add(fingerprint())
+    seen.append(fingerprints())
     change_tensors(folder, lambda tensors: tensors["model.norm.weight"].add_(1))
-    seen.add(fingerprint())
-    assert len(seen) == 5
-
-
-def test_a_model_s_fingerprint_differs_for_other_weights_and_rope_alone(folder: Path) -> None:
-    """Workers of unlike dtype or block size can go on with each other's streams."""
-
-    def fingerprint(**changes: Any) -> bytes:
-        config = EngineConfig(**{"dtype": "bfloat16", **changes})
-        return load_model_spec(str(folder), config).model_fingerprint
-
-    first = fingerprint()
-    assert fingerprint(dtype="float32") == fingerprint(block_size=32) == first
-    change_config(folder, rope_parameters={"rope_type": "default", "rope_theta": 77.0})
-    other_rope = fingerprint()
-    change_tensors(folder, lambda tensors: tensors["model.norm.weight"].add_(1))
-    assert len({first, other_rope, fingerprint()}) == 3
+    seen.append(fingerprints())
+    assert [len(set(column)) for column in zip(*seen)] == [5, 3]
 
 
 def test_a_part_of_a_tensor_is_that_part(folder: Path) -> None:
@@ -94,30 +84,30 @@ def load(folder: Path) -> None:
     set_up(folder, CONFIG)
 
 
-def test_missing_tensor_is_named(folder: Path) -> None:
-    change_tensors(folder, lambda tensors: tensors.pop("model.layers.1.self_attn.k_proj.bias"))
-    with pytest.raises(CheckpointError, match=r"model\.layers\.1\.self_attn\.k_proj\.bias is miss"):
-        load(folder)
-
-
-def test_extra_tensor_is_named(folder: Path) -> None:
-    change_tensors(folder, lambda tensors: tensors.update({"model.extra": torch.zeros(2)}))
-    with pytest.raises(CheckpointError, match=r"model\.extra"):
-        load(folder)
-
-
-def test_misshapen_tensor_is_named_with_both_shapes(folder: Path) -> None:
-    change_tensors(folder, lambda tensors: tensors.update({"model.norm.weight": torch.zeros(129)}))
-    with pytest.raises(CheckpointError, match=r"model\.norm\.weight has shape \[129\].*\[128\]"):
-        load(folder)
-
-
-def test_integer_weights_are_refused(folder: Path) -> None:
-    change_tensors(
-        folder,
-        lambda tensors: tensors.update({"model.norm.weight": torch.zeros(128, dtype=torch.int8)}),
-    )
-    with pytest.raises(CheckpointError, match=r"model\.norm\.weight has dtype torch\.int8"):
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (
+            lambda t: t.pop("model.layers.1.self_attn.k_proj.bias"),
+            r"1\.self_attn\.k_proj\.bias is miss",
+        ),
+        (lambda t: t.update({"model.extra": torch.zeros(2)}), r"model\.extra"),
+        (
+            lambda t: t.update({"model.norm.weight": torch.zeros(129)}),
+            r"model\.norm\.weight has shape \[129\].*\[128\]",
+        ),
+        (
+            lambda t: t.update({"model.norm.weight": torch.zeros(128, dtype=torch.int8)}),
+            r"model\.norm\.weight has dtype torch\.int8",
+        ),
+    ],
+    ids=["missing", "extra", "misshapen", "of integers"],
+)
+def test_a_wrong_tensor_is_named(
+    folder: Path, change: Callable[[dict[str, torch.Tensor]], object], named: str
+) -> None:
+    change_tensors(folder, change)
+    with pytest.raises(CheckpointError, match=named):
         load(folder)
 
 

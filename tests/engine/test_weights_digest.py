@@ -11,10 +11,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from engine import weights_digest as module
-from engine.models.errors import CheckpointError
-from engine.weights import INDEX_FILE, SINGLE_FILE, Checkpoint
-from engine.weights_digest import weights_digest
+from engine import weights
+from engine.errors import CheckpointError
+from engine.weights import INDEX_FILE, SINGLE_FILE, Checkpoint, weights_digest
 
 TENSORS = {
     "embedding": torch.randn(301, 33, generator=torch.Generator().manual_seed(1)).bfloat16(),
@@ -28,7 +27,7 @@ TENSORS = {
 
 @pytest.fixture(autouse=True)
 def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_CHUNK_BYTES", 1000)
+    monkeypatch.setattr(weights, "_CHUNK_BYTES", 1000)
 
 
 def save(folder: Path, tensors: dict[str, torch.Tensor]) -> Path:

@@ -32,8 +32,8 @@ def test_tokens_prompt_and_attempt_are_read() -> None:
 def test_unset_sampling_fields_take_the_engines_defaults_and_zeros_are_kept() -> None:
     defaults = SamplingParams(seed=9, stop_token_ids=frozenset({4, 5}))
     assert read_spec(message()).sampling == defaults
-    told = common_pb2.SamplingParams(temperature=0.0, logprobs=0, ignore_eos=False, max_tokens=3)
-    read = read_spec(message(sampling=told)).sampling
+    sent = common_pb2.SamplingParams(temperature=0.0, logprobs=0, ignore_eos=False, max_tokens=3)
+    read = read_spec(message(sampling=sent)).sampling
     assert (read.temperature, read.logprobs, read.ignore_eos, read.max_tokens) == (0.0, 0, False, 3)
     assert read.top_p == defaults.top_p
 

@@ -15,7 +15,7 @@ LOST_PEER = 7  # exit status
 
 
 def main(folder: str, address: str, rank: int, size: int, config: EngineConfig) -> None:
-    """Follow rank 0 until it says stop; the exit status tells a lost peer."""
+    """Follow rank 0 until the stop message; the exit status shows a lost peer."""
     torch.set_num_threads(1)
     tp = TpGroup.join(rank, size, address)
     try:

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 from handoff_pairs import CONFIGS, HERE, THERE, AnySide, MakePair, fits_here, local
-from manual_world import World
+from manual_world import CONFIG, World
 from transfer_sides import RemoteSide, SideSpec
 
 from baton.config.transfer import TransferConfig
@@ -32,10 +33,14 @@ async def make_pair() -> AsyncIterator[MakePair]:
         sender_spec = SideSpec("sender", sender_tp, config=config, **spec)
         receiver_spec = SideSpec("receiver", receiver_tp, config=config, **spec)
         sender: AnySide = (
-            RemoteSide(sender_spec) if config.transport == "ucx" else local(sender_spec)
+            RemoteSide(sender_spec, "forkserver")
+            if config.transport == "ucx"
+            else local(sender_spec)
         )
         sides.append(sender)
-        receiver: AnySide = local(receiver_spec) if fits_here(config) else RemoteSide(receiver_spec)
+        receiver: AnySide = (
+            local(receiver_spec) if fits_here(config) else RemoteSide(receiver_spec, "forkserver")
+        )
         sides.append(receiver)
         for side, seeds in ((sender, HERE), (receiver, THERE)):
             await side.call("ready")
@@ -50,9 +55,13 @@ async def make_pair() -> AsyncIterator[MakePair]:
 
 
 @pytest.fixture
-async def world() -> AsyncIterator[World]:
-    """One rank on either side; at the end nothing is left of any handoff, nor in quarantine."""
-    world = World()
+async def world(request: pytest.FixtureRequest) -> AsyncIterator[World]:
+    """One rank on either side; at the end nothing is left of any handoff, nor in quarantine.
+
+    Its parameter, if any, is the `ack_timeout_s`.
+    """
+    config = replace(CONFIG, ack_timeout_s=getattr(request, "param", CONFIG.ack_timeout_s))
+    world = World(config=config)
     yield world
     await world.settle()
     await world.advance(20)

@@ -7,13 +7,13 @@ from ctypes.util import find_library
 from typing import Any
 
 import pytest
-from transfer_sides import LAYOUT, NUM_BLOCKS, LocalSide, RemoteSide, Side, SideSpec
+from transfer_sides import FIRST, LAYOUT, NUM_BLOCKS, LocalSide, RemoteSide, Side, SideSpec
 
 from baton.config.transfer import TransferConfig
-from kv_transfer.lease import FirstToken, FirstTokenLogprobs, Lease
-from kv_transfer.transports import make_transport
+from kv_transfer.layout import HandoffId
+from kv_transfer.lease import Lease
+from kv_transfer.rank import make_transport
 
-FIRST = FirstToken(7, FirstTokenLogprobs(-0.5, 1, ((7, -0.5), (8, -1.5))))
 HERE, THERE = list(range(100, 100 + NUM_BLOCKS)), list(range(200, 200 + NUM_BLOCKS))
 
 AnySide = LocalSide | RemoteSide
@@ -46,6 +46,21 @@ async def grant(
 ) -> Lease:
     lease: Lease = await receiver.call("grant", request_id, await sender.call("ready"), blocks)
     return lease
+
+
+async def pushed(
+    sender: AnySide,
+    receiver: AnySide,
+    targets: list[int],
+    sources: list[int],
+    request_id: str = "r",
+) -> tuple[Lease, HandoffId]:
+    """A lease of the same blocks in both groups, opened and pushed but not finished."""
+    lease = await grant(sender, receiver, [targets, targets], request_id)
+    handoff: HandoffId = await sender.call("open", lease)
+    for group in (0, 1):
+        await sender.call("push", handoff, group, list(range(len(targets))), sources)
+    return lease, handoff
 
 
 def after(blocks: dict[int, int]) -> list[int]:

@@ -6,6 +6,7 @@ Operations run when the test says so, in the order it says, and time stands stil
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 from handoff_pairs import HERE, THERE
@@ -15,18 +16,51 @@ from baton.clock import ManualClock
 from baton.config.transfer import TransferConfig
 from baton.v1 import transfer_pb2
 from kv_transfer.lease import Lease, Receipt
-from kv_transfer.memory_transport import ManualScheduler, MemoryNetwork, Operation
+from kv_transfer.memory_transport import MemoryNetwork, Operation
 from kv_transfer.process import ProcessIdentity
 
 CONFIG = TransferConfig(transport="memory", renew_within_s=5, ack_timeout_s=4, tombstone_s=100)
+
+
+class ManualScheduler:
+    """Run nothing by itself. `pending` is in the order of the calls."""
+
+    def __init__(self) -> None:
+        self.pending: list[Operation] = []
+
+    def schedule(self, operation: Operation) -> None:
+        self.pending.append(operation)
+
+    def discard(self, unwanted: Callable[[Operation], bool]) -> None:
+        self.pending = [operation for operation in self.pending if not unwanted(operation)]
+
+    def run(self, operation: Operation) -> None:
+        self.pending.remove(operation)
+        operation.run()
+
+    def drop(self, operation: Operation) -> None:
+        self.pending.remove(operation)
+
+    def run_all(self, kinds: tuple[str, ...] = ("put", "flush", "message", "lost")) -> int:
+        """Run pending operations of these kinds, and what they cause; returns how many ran."""
+        ran = 0
+        while chosen := next((o for o in self.pending if o.kind in kinds), None):
+            self.run(chosen)
+            ran += 1
+        return ran
 
 
 class World:
     """A sender and a receiver over a network that the test runs by hand."""
 
     def __init__(
-        self, sender_tp: int = 1, receiver_tp: int = 1, puts_outlive_connection: bool = False
+        self,
+        sender_tp: int = 1,
+        receiver_tp: int = 1,
+        puts_outlive_connection: bool = False,
+        config: TransferConfig = CONFIG,
     ) -> None:
+        self.config = config
         self.scheduler = ManualScheduler()
         self.network = MemoryNetwork(self.scheduler, puts_outlive_connection)
         self.clock = ManualClock()
@@ -38,7 +72,7 @@ class World:
         self.receiver.fill(THERE)
 
     def _side(self, name: str, tp_size: int) -> Side:
-        spec = SideSpec(name, tp_size, LAYOUT, CONFIG)
+        spec = SideSpec(name, tp_size, LAYOUT, self.config)
         transports = [self.network.join() for _ in range(tp_size)]
         side = Side(spec, transports, self.clock, self._is_gone)
         self.scheduler.run_all()
@@ -86,6 +120,18 @@ class World:
             self.clock.advance(min(seconds, 0.5))
             await self.deliver()
 
+    async def wait(self, seconds: int, without: tuple[str, ...] = ()) -> None:
+        """Let time pass while everything moves but operations of the kinds `without`."""
+        kinds = tuple(kind for kind in ("put", "flush", "message") if kind not in without)
+        for _ in range(4 * seconds):
+            self.clock.advance(0.25)
+            self.scheduler.run_all(kinds)
+            await asyncio.sleep(0)  # what has arrived is read
+
+    def run_flush(self) -> None:
+        """End the oldest flush."""
+        self.scheduler.run(next(o for o in self.scheduler.pending if o.kind == "flush"))
+
     async def run_until_message(self, kind: str) -> Operation:
         """Run what is pending, in order, up to the first message of a kind, which stays pending."""
         while not (found := self.messages(kind)):
@@ -95,10 +141,10 @@ class World:
         return found[0]
 
 
-def begin_finish(world: World, handoff: Any, timeout_s: float | None = None) -> Any:
-    return asyncio.create_task(world.sender.finish(handoff, timeout_s))
+def begin_finish(world: World, handoff: Any) -> Any:
+    return asyncio.create_task(world.sender.finish(handoff))
 
 
-async def settled(world: World, task: asyncio.Task[Receipt]) -> Receipt:
+async def finished(world: World, task: asyncio.Task[Receipt]) -> Receipt:
     await world.settle()
     return await task

@@ -122,7 +122,7 @@ def unread_bytes() -> int:
 
 async def until(true: Callable[[], bool]) -> None:
     async with asyncio.timeout(20):
-        while not true():  # noqa: ASYNC110 - nobody tells
+        while not true():  # noqa: ASYNC110 - no event
             await asyncio.sleep(0.005)
 
 

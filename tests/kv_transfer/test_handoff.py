@@ -6,7 +6,16 @@ from dataclasses import replace
 
 import pytest
 import torch
-from handoff_pairs import CONFIGS, FIRST, MakePair, after, grant, hand_over, needs_system_ucx
+from handoff_pairs import (
+    CONFIGS,
+    FIRST,
+    MakePair,
+    after,
+    grant,
+    hand_over,
+    needs_system_ucx,
+    pushed,
+)
 from transfer_sides import ONE_HEAD
 
 from baton.config.transfer import TransferConfig
@@ -85,16 +94,13 @@ async def test_a_second_handoff_reuses_connections_and_blocks(
 ) -> None:
     sender, receiver = await make_pair(config)
     for round_ in range(3):
-        lease = await grant(sender, receiver, [[1, 2], [1, 2]], f"r{round_}")
-        handoff = await sender.call("open", lease)
-        for group in (0, 1):
-            await sender.call("push", handoff, group, [0, 1], [5 + round_, 9])
+        _, handoff = await pushed(sender, receiver, [1, 2], [5 + round_, 9], f"r{round_}")
         await sender.call("finish", handoff)
         await receiver.call("wait_for", "admitted", f"r{round_}")
         assert await receiver.call("count_wrong_bytes", after({1: 5 + round_, 2: 9})) == 0
 
 
-async def test_the_table_is_told_of_an_admission_before_the_answer_leaves(
+async def test_the_table_learns_of_an_admission_before_the_answer_leaves(
     make_pair: MakePair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The writer may act on an `Ack` at once: have its blocks granted again, for one."""
@@ -102,7 +108,7 @@ async def test_the_table_is_told_of_an_admission_before_the_answer_leaves(
     put, send = Mailbox.put, TransferRank.send
 
     def noted_put(mailbox: Mailbox, *events: Event) -> None:
-        order.extend("told" for event in events if isinstance(event, Decision))
+        order.extend("reported" for event in events if isinstance(event, Decision))
         put(mailbox, *events)
 
     def noted_send(
@@ -115,7 +121,7 @@ async def test_the_table_is_told_of_an_admission_before_the_answer_leaves(
     monkeypatch.setattr(Mailbox, "put", noted_put)
     monkeypatch.setattr(TransferRank, "send", noted_send)
     await hand_over(*await make_pair(CONFIGS["ucx"]))
-    assert order[:2] == ["told", "answered"]
+    assert order[:2] == ["reported", "answered"]
 
 
 @pytest.mark.parametrize("name", ["memory", "ucx"])

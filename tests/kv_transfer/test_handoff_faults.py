@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from handoff_pairs import CONFIGS, THERE, MakePair, after, grant
+from handoff_pairs import CONFIGS, THERE, MakePair, after, grant, pushed
 from transfer_sides import NUM_BLOCKS
 
 from baton.config.transfer import TransferConfig
@@ -57,10 +57,7 @@ async def test_a_fence_in_the_middle_of_a_push_drains_and_then_frees(
     assert await sender.call("leftovers") == (0, 0, 0)
     assert await receiver.call("count_wrong_bytes", THERE) > 0  # group 0 was pushed
     seeds = after({1: 1, 2: 2})
-    lease = await grant(sender, receiver, [[1, 2], [1, 2]], "again")
-    handoff = await sender.call("open", lease)
-    for group in (0, 1):
-        await sender.call("push", handoff, group, [0, 1], [1, 2])
+    _, handoff = await pushed(sender, receiver, [1, 2], [1, 2], "again")
     await sender.call("finish", handoff)
     assert await receiver.call("count_wrong_bytes", seeds) == 0
 
@@ -101,16 +98,10 @@ async def test_a_repeated_done_is_acknowledged_again_and_admits_once(
     make_pair: MakePair, config: TransferConfig
 ) -> None:
     sender, receiver = await make_pair(config)
-    lease = await grant(sender, receiver, [[1], [1]])
-    handoff = await sender.call("open", lease)
-    for group in (0, 1):
-        await sender.call("push", handoff, group, [0], [1])
+    lease, handoff = await pushed(sender, receiver, [1], [1])
     await sender.call("finish", handoff)
     await sender.call("replay_done", handoff, lease, {})
-    second = await grant(sender, receiver, [[2], [2]], "second")  # a round trip behind it
-    handoff = await sender.call("open", second)
-    for group in (0, 1):
-        await sender.call("push", handoff, group, [0], [1])
+    _, handoff = await pushed(sender, receiver, [2], [1], "second")  # a round trip behind it
     await sender.call("finish", handoff)
     assert await receiver.call("event_names") == ["admitted", "admitted"]
 
@@ -135,10 +126,7 @@ async def test_a_done_that_is_not_as_it_must_be_fails_the_lease(
     if config.transport == "ucx":
         config = CONFIGS["memory"]  # the wire makes no difference to what is compared
     sender, receiver = await make_pair(config)
-    lease = await grant(sender, receiver, [[1], [1]])
-    handoff = await sender.call("open", lease)
-    for group in (0, 1):
-        await sender.call("push", handoff, group, [0], [1])
+    lease, handoff = await pushed(sender, receiver, [1], [1])
     await sender.call("replay_done", handoff, lease, changes)
     failed = await receiver.call("wait_for", "failed", "r")
     assert failed[2] is LeaseFailure.CORRUPT
@@ -168,11 +156,8 @@ async def test_damaged_bytes_are_found_by_the_checksum(
     make_pair: MakePair, config: TransferConfig
 ) -> None:
     sender, receiver = await make_pair(replace(config, checksum="always"))
-    lease = await grant(sender, receiver, [[1, 2], [1, 2]])
-    handoff = await sender.call("open", lease)
-    for group in (0, 1):
-        await sender.call("push", handoff, group, [0, 1], [1, 2])
-    async with asyncio.timeout(10):  # until the puts, of which nobody tells, have landed
+    _, handoff = await pushed(sender, receiver, [1, 2], [1, 2])
+    async with asyncio.timeout(10):  # until the puts have landed: no event reports that
         while await receiver.call("count_wrong_bytes", after({1: 1, 2: 2})):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     await receiver.call("flip_byte", 0, 2)
@@ -193,10 +178,7 @@ async def test_a_writer_that_hands_over_less_than_it_owes_is_not_admitted(
 
     monkeypatch.setattr(Route, "runs", half)
     sender, receiver = await make_pair(CONFIGS["memory"], tp_size, 1)
-    lease = await grant(sender, receiver, [[1, 2], [1, 2]])
-    handoff = await sender.call("open", lease)
-    for group in (0, 1):
-        await sender.call("push", handoff, group, [0, 1], [1, 2])
+    _, handoff = await pushed(sender, receiver, [1, 2], [1, 2])
     with pytest.raises((NackError, FencedError), match=r"\(ranks, blocks, bytes\)|fenced"):
         await sender.call("finish", handoff)
     assert (await receiver.call("wait_for", "failed", "r"))[2] is LeaseFailure.CORRUPT
@@ -217,11 +199,11 @@ async def test_a_lease_whose_writer_is_silent_expires_and_is_freed_by_its_tombst
 async def test_an_engine_that_never_pushes_ends_in_a_timeout(
     make_pair: MakePair, config: TransferConfig
 ) -> None:
-    sender, receiver = await make_pair(config)
+    sender, receiver = await make_pair(replace(config, ack_timeout_s=0.2))
     lease = await grant(sender, receiver, [[1], [1]])
     handoff = await sender.call("open", lease)
     with pytest.raises(HandoffTimeoutError):
-        await sender.call("finish", handoff, 0.2)
+        await sender.call("finish", handoff)
     assert (await receiver.call("wait_for", "failed", "r"))[2] is LeaseFailure.WRITER_FAILED
     await receiver.call("wait_for", "quiescent", "r")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from handoff_pairs import THERE
-from manual_world import CONFIG, World, begin_finish, settled
+from manual_world import CONFIG, World, begin_finish, finished
 
 from kv_transfer.errors import FencedError, HandoffTimeoutError, LeaseFencedError
 from kv_transfer.lease import Receipt
@@ -58,7 +58,7 @@ async def test_a_receiver_that_never_answers_ends_in_a_timeout_and_keeps_what_it
     assert world.receiver.event_names() == ["admitted"]
 
 
-async def test_a_fence_overtakes_the_opening_and_the_engine_is_told_nothing_new(
+async def test_a_fence_overtakes_the_opening_and_the_engine_opens_nothing(
     world: World,
 ) -> None:
     lease = world.grant([[1], [1]])
@@ -119,10 +119,11 @@ async def test_progress_does_not_carry_a_lease_past_its_deadline(world: World) -
     await world.sender.cancel(handoff)
 
 
+@pytest.mark.parametrize("world", [60.0], indirect=True)
 async def test_a_done_that_comes_after_the_expiry_is_refused(world: World) -> None:
     handoff = world.sender.open(world.grant([[1], [1]]))
     world.push_all(handoff, [3])
-    finishing = begin_finish(world, handoff, 60.0)
+    finishing = begin_finish(world, handoff)
     await world.deliver()
     await world.run_until_message("done")
     await world.advance(6)
@@ -145,21 +146,22 @@ async def test_a_lease_released_after_its_ack_went_out_is_free_and_never_admitte
     assert world.messages("ack")
     assert world.receiver.release(lease.lease_id)
     assert world.receiver.events == []
-    assert isinstance(await settled(world, finishing), Receipt)
+    assert isinstance(await finished(world, finishing), Receipt)
     assert world.receiver.event_names() == ["quiescent"]
 
 
+@pytest.mark.parametrize("world", [200.0], indirect=True)
 @pytest.mark.parametrize("silence_s", [5.0, 70.0])
 async def test_a_lease_whose_time_ends_after_its_ack_went_out_is_admitted(
     world: World, silence_s: float
 ) -> None:
     handoff = world.sender.open(world.grant([[1], [1]]))
     world.push_all(handoff, [3])
-    finishing = begin_finish(world, handoff, 200.0)
+    finishing = begin_finish(world, handoff)
     await world.deliver()
     world.scheduler.run(await world.run_until_message("done"))
     world.clock.advance(silence_s)  # before the loop hears: nothing may take the Ack back
-    assert isinstance(await settled(world, finishing), Receipt)
+    assert isinstance(await finished(world, finishing), Receipt)
     assert world.receiver.event_names() == ["admitted"]
 
 
@@ -167,7 +169,7 @@ async def test_an_admitted_lease_is_kept_only_while_its_done_may_be_repeated(wor
     lease = world.grant([[1], [1]])
     handoff = world.sender.open(lease)
     world.push_all(handoff, [3])
-    await settled(world, begin_finish(world, handoff))
+    await finished(world, begin_finish(world, handoff))
     await world.advance(2 * CONFIG.ack_timeout_s - 1)
     assert world.receiver.table.state(lease.lease_id) is LeaseState.ADMITTED
     await world.advance(1)

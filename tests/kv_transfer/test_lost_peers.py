@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from handoff_pairs import THERE
-from manual_world import CONFIG, World, begin_finish, settled
+from manual_world import CONFIG, World, begin_finish, finished
 
 from kv_transfer.errors import PeerLostError, PostFailedError, RankLostError
 from kv_transfer.lease import Receipt
@@ -25,7 +25,7 @@ async def test_late_puts_of_a_dead_writer_find_their_blocks_in_quarantine(world:
     await world.deliver()
     assert world.receiver.events == [("failed", "r", LeaseFailure.WRITER_LOST)]
     assert world.receiver.table.state(lease.lease_id) is LeaseState.QUARANTINED
-    await world.advance(30)  # however long: nobody has reaped it
+    await world.advance(30)  # however long: it is not reaped
     assert world.receiver.table.num_quarantined_blocks == 4
     world.scheduler.run_all(("put",))  # they land
     assert world.receiver.count_wrong_bytes(THERE) > 0
@@ -101,7 +101,7 @@ async def test_a_rank_lost_after_it_had_drained_leaves_nothing_in_quarantine() -
         assert side.leftovers() == (0, 0, 0)
 
 
-async def test_mail_that_nobody_reads_is_not_kept(world: World) -> None:
+async def test_mail_without_a_reader_is_not_kept(world: World) -> None:
     two = World(sender_tp=2)
     mails = [mail for rank in two.sender.ranks for mail in (rank.exporter_mail, rank.lease_mail)]
     for number in range(5):
@@ -110,7 +110,7 @@ async def test_mail_that_nobody_reads_is_not_kept(world: World) -> None:
     assert [mail.num_waiting for mail in mails] == [0, 0, 0, 0]
 
 
-async def test_a_lost_receiver_breaks_the_handoff_and_tells_the_role_at_once(world: World) -> None:
+async def test_a_lost_receiver_breaks_the_handoff_and_is_reported_at_once(world: World) -> None:
     handoff = world.sender.open(world.grant([[1], [1]]))
     await world.settle()
     broken = []
@@ -137,7 +137,7 @@ async def test_an_rkey_that_is_revoked_ends_in_a_failed_post(world: World) -> No
     assert world.receiver.event_names() == ["failed", "quiescent"]
 
 
-async def test_a_failed_post_is_told_to_the_handoff_it_was_for_and_to_no_other(
+async def test_a_failed_post_fails_its_own_handoff_and_no_other(
     world: World,
 ) -> None:
     failing = world.sender.open(world.grant([[1], [1]], "failing"))
@@ -149,17 +149,17 @@ async def test_a_failed_post_is_told_to_the_handoff_it_was_for_and_to_no_other(
     await world.settle()
     memory.regions = kept
     world.push_all(other, [4])
-    assert isinstance(await settled(world, begin_finish(world, other)), Receipt)
+    assert isinstance(await finished(world, begin_finish(world, other)), Receipt)
     with pytest.raises(PostFailedError, match="rkey"):
-        await settled(world, begin_finish(world, failing))
+        await finished(world, begin_finish(world, failing))
     assert [event[:2] for event in world.receiver.events] == [
-        ("failed", "failing"),  # at once: nobody waits for the rest of a prompt in vain
+        ("failed", "failing"),  # at once: no receiver waits for the rest of a prompt in vain
         ("quiescent", "failing"),
         ("admitted", "other"),
     ]
 
 
-async def test_a_rank_that_never_drains_delays_nobody_for_ever_and_frees_nothing() -> None:
+async def test_a_rank_that_never_drains_delays_no_caller_for_ever_and_frees_nothing() -> None:
     world = World(sender_tp=2)
     handoff = world.sender.open(world.grant([[1], [1]]))
     await world.settle()
@@ -170,7 +170,7 @@ async def test_a_rank_that_never_drains_delays_nobody_for_ever_and_frees_nothing
     world.scheduler.drop(cancel)
     await world.settle()
     await world.advance(5)
-    assert not await cancelling  # bounded, and tells that nothing is proved
+    assert not await cancelling  # bounded, and False: nothing is proved
     draining = asyncio.create_task(world.sender.exporter.wait_drained(handoff))
     await world.settle()
     await world.advance(10)
@@ -188,7 +188,7 @@ async def test_a_rank_that_never_drains_delays_nobody_for_ever_and_frees_nothing
 
 
 @pytest.mark.parametrize("sender_tp", [1, 2])
-async def test_nobody_says_drained_while_a_broken_connection_can_still_deliver(
+async def test_no_rank_reports_drained_while_a_broken_connection_can_still_deliver(
     sender_tp: int,
 ) -> None:
     world = World(sender_tp, puts_outlive_connection=True)
@@ -214,7 +214,7 @@ async def test_nobody_says_drained_while_a_broken_connection_can_still_deliver(
     assert world.receiver.table.state(lease.lease_id) is LeaseState.QUARANTINED
     assert world.receiver.count_wrong_bytes(THERE) == 0
     await world.settle()
-    assert world.receiver.count_wrong_bytes(THERE) > 0  # they land where nobody else writes
+    assert world.receiver.count_wrong_bytes(THERE) > 0  # they land where no other writes
     with pytest.raises(AssertionError, match="another lease"):
         world.grant([[1], [2]], "other")
 
@@ -240,5 +240,5 @@ async def test_a_rank_that_has_lost_its_rank_0_once_still_reaches_it() -> None:
         world.break_connection(side, 1, side)
     await world.settle()
     world.push_all(handoff, [3])
-    assert isinstance(await settled(world, begin_finish(world, handoff)), Receipt)
+    assert isinstance(await finished(world, begin_finish(world, handoff)), Receipt)
     assert world.receiver.event_names() == ["admitted"]

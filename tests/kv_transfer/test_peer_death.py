@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,8 @@ from kv_transfer.errors import HandoffTimeoutError, PeerLostError, PostFailedErr
 from kv_transfer.lease import WorkerIdentity
 from kv_transfer.lease_table import LeaseFailure
 from kv_transfer.process import ProcessIdentity, is_gone
+from kv_transfer.rank import make_transport
 from kv_transfer.transport import FlushResult
-from kv_transfer.transports import make_transport
 
 CONFIG = TransferConfig(keepalive_s=0.5)
 
@@ -54,8 +55,10 @@ async def polls() -> Polls:
 
 
 @pytest.fixture
-async def here(polls: Polls) -> AsyncIterator[LocalSide]:
-    spec = SideSpec("here", config=CONFIG)
+async def here(request: pytest.FixtureRequest, polls: Polls) -> AsyncIterator[LocalSide]:
+    """Its parameter, if any, is the `ack_timeout_s`."""
+    config = replace(CONFIG, ack_timeout_s=getattr(request, "param", CONFIG.ack_timeout_s))
+    spec = SideSpec("here", config=config)
     side = LocalSide(Side(spec, [make_transport(CONFIG)], process_is_gone=polls))
     yield side
     await side.call("check_integrity")
@@ -134,10 +137,15 @@ async def test_a_receiver_killed_in_mid_push_ends_in_peer_lost_before_the_timeou
     assert await here.call("leftovers") == (0, 0, 0)
 
 
-async def test_a_dead_but_unreaped_receiver_ends_in_a_typed_error_in_time(
-    here: LocalSide, there: RemoteSide
+@pytest.mark.parametrize("here", [1.0], indirect=True)
+@pytest.mark.parametrize("is_reaped", [False, True])
+async def test_a_dead_receiver_ends_in_a_typed_error_in_time(
+    here: LocalSide, there: RemoteSide, is_reaped: bool
 ) -> None:
     lease = await there.call("grant", "r", await here.call("ready"), [[1], [1]])
+    if is_reaped:
+        there.kill()
+        there.reap()
     handoff = await here.call("open", lease)
     there.kill()
     for group in (0, 1):
@@ -145,22 +153,8 @@ async def test_a_dead_but_unreaped_receiver_ends_in_a_typed_error_in_time(
     began_s = time.monotonic()
     # A failed post: its memory went before it was mapped here.
     with pytest.raises((HandoffTimeoutError, PeerLostError, PostFailedError)):
-        await here.call("finish", handoff, 1.0)
+        await here.call("finish", handoff)
     assert time.monotonic() - began_s < 5
-    assert await here.call("leftovers") == (0, 0, 0)
-
-
-async def test_a_peer_that_is_already_dead_is_reported_as_lost(
-    here: LocalSide, there: RemoteSide
-) -> None:
-    lease = await there.call("grant", "r", await here.call("ready"), [[1], [1]])
-    there.kill()
-    there.reap()
-    handoff = await here.call("open", lease)
-    for group in (0, 1):
-        await here.call("push", handoff, group, [0], [3])
-    with pytest.raises((PeerLostError, HandoffTimeoutError, PostFailedError)):
-        await here.call("finish", handoff, 3.0)
     assert await here.call("leftovers") == (0, 0, 0)
 
 

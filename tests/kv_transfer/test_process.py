@@ -69,7 +69,7 @@ def test_a_zombie_has_released_its_memory_and_is_gone(
     assert fields[0] == "Z"
 
 
-def test_a_reaped_process_and_one_with_its_pid_are_told_apart(
+def test_a_reaped_process_is_not_mistaken_for_one_with_its_pid(
     child: tuple[subprocess.Popen[bytes], ProcessIdentity],
 ) -> None:
     running, identity = child

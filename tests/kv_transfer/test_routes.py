@@ -100,9 +100,9 @@ def test_a_run_of_neighbouring_blocks_is_one_put_for_each_tensor() -> None:
     route = Route(layout, regions, 0, 1, regions)
     runs = route.runs(0, [3, 4, 5, 6], [8, 9, 10, 11])  # type: ignore[list-item]
     assert runs is not None
-    assert len(list(runs.first.coalesced())) == 2
-    assert runs.at(0).source_offset == 0
-    assert runs.at(1).source_offset == layout.tensor_offset(1, "k")
+    assert len(list(runs.coalesced())) == 2
+    assert route.at_layer(runs, 0, 0).source_offset == 0
+    assert route.at_layer(runs, 0, 1).source_offset == layout.tensor_offset(1, "k")
 
 
 @pytest.mark.parametrize(
@@ -140,26 +140,16 @@ def test_the_tensors_of_a_region_fill_it_without_overlap(tp_size: int) -> None:
     assert all(a[1] == b[0] for a, b in pairwise(spans))
 
 
-def test_a_fingerprint_tells_layouts_weights_and_models_apart() -> None:
+def test_fingerprints_differ_for_other_weights_and_models_and_one_for_other_layouts() -> None:
     other = KvLayout(8, (LayerGroup(0, 2, LAYOUT.groups[0].tensors),))
+    rope = {"theta": 1e4}
     prints = {
-        kv_fingerprint(LAYOUT, "w"),
-        kv_fingerprint(other, "w"),
-        kv_fingerprint(LAYOUT, "v"),
-        kv_fingerprint(LAYOUT, "w", rope={"theta": 1e4}),
+        *(kv_fingerprint(LAYOUT, "w"), kv_fingerprint(LAYOUT, "v"), kv_fingerprint(other, "w")),
+        *(model_fingerprint("w"), model_fingerprint("v")),
+        *(kv_fingerprint(LAYOUT, "w", rope=rope), model_fingerprint("w", rope=rope)),
     }
-    assert len(prints) == 4
+    assert len(prints) == 7
     assert kv_fingerprint(LAYOUT, "w", a=1, b=2) == kv_fingerprint(LAYOUT, "w", b=2, a=1)
+    assert model_fingerprint("w", a=1, b=2) == model_fingerprint("w", b=2, a=1)
     with pytest.raises(TypeError):
         kv_fingerprint(LAYOUT, "w", rope={1, 2})
-
-
-def test_a_model_s_fingerprint_tells_weights_and_models_apart() -> None:
-    prints = {
-        model_fingerprint("w"),
-        model_fingerprint("v"),
-        model_fingerprint("w", rope={"theta": 1e4}),
-        kv_fingerprint(LAYOUT, "w"),
-    }
-    assert len(prints) == 4
-    assert model_fingerprint("w", a=1, b=2) == model_fingerprint("w", b=2, a=1)

@@ -16,6 +16,7 @@ import hypothesis.strategies as st
 import numpy.typing as npt
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from manual_world import ManualScheduler
 from transfer_sides import (
     BLOCKS_PER_REGION,
     NUM_BLOCKS,
@@ -30,7 +31,7 @@ from baton.config.transfer import TransferConfig
 from kv_transfer.errors import HandoffError, LeaseError
 from kv_transfer.layout import HandoffId, RegionLayout
 from kv_transfer.lease import Lease
-from kv_transfer.memory_transport import ManualScheduler, MemoryNetwork, Operation
+from kv_transfer.memory_transport import MemoryNetwork, Operation
 
 CONFIG = TransferConfig(transport="memory", renew_within_s=6, ack_timeout_s=4, tombstone_s=1000)
 HERE = list(range(100, 100 + NUM_BLOCKS))
@@ -66,7 +67,7 @@ class Handoffs(RuleBasedStateMachine):
             return result
 
         result = self.loop.run_until_complete(and_deliver())
-        self._book_events()
+        self._take_events()
         return result
 
     async def _begin(self) -> None:
@@ -85,8 +86,8 @@ class Handoffs(RuleBasedStateMachine):
         self.sender.fill(HERE)
         self.receiver.fill(FREE)
 
-    def _book_events(self) -> None:
-        """What the owner of the blocks does when its table tells it something."""
+    def _take_events(self) -> None:
+        """Do what the owner of the blocks does with the events of its table."""
         if not hasattr(self, "receiver"):
             return
         new, self.seen_events = (
@@ -277,7 +278,7 @@ class Handoffs(RuleBasedStateMachine):
     # --- what must hold --------------------------------------------------------------------------
 
     @invariant()
-    def no_block_is_writable_by_two_and_no_settled_block_changes(self) -> None:
+    def no_block_is_writable_by_two_and_no_final_block_changes(self) -> None:
         self.receiver.check_integrity()
         expected, flux = self._expected(), self._in_flux()
         for block in set(range(NUM_BLOCKS)) - flux:
@@ -330,7 +331,7 @@ class Handoffs(RuleBasedStateMachine):
             self.run(self._call(self.clock.advance, 1.0))
         states = {name: request.state for name, request in self.requests.items()}
         assert set(states.values()) <= {"admitted", "gone"}, states
-        self.no_block_is_writable_by_two_and_no_settled_block_changes()
+        self.no_block_is_writable_by_two_and_no_final_block_changes()
         assert self.receiver.leftovers() == (0, 0, 0)
         assert self.receiver.table.num_quarantined_blocks == 0
         if not self.is_dead:

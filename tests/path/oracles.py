@@ -11,8 +11,8 @@ import numpy as np
 import transformers
 
 from baton.config.engine import EngineConfig
+from engine.api import LocalKvMemory, LocalSink
 from engine.build import build_engine, build_runner, load_decoder, load_model_spec, region_layout
-from engine.local_memory import LocalKvMemory, LocalSink
 from engine.request import RequestId, RequestSpec, SampledToken, SamplingParams, TokenEvent
 from tests.engine import checkpoints
 from tests.engine.greedy import Greedy
@@ -75,8 +75,8 @@ def engine_alone(
 
 def answer_of(tokens: Sequence[SampledToken]) -> Greedy:
     """Of greedy tokens that were asked for with their log-probabilities."""
-    told = [token.logprobs.logprob for token in tokens if token.logprobs is not None]
-    return Greedy(ids_of(tokens), told)
+    logprobs = [token.logprobs.logprob for token in tokens if token.logprobs is not None]
+    return Greedy(ids_of(tokens), logprobs)
 
 
 def ids_of(tokens: Sequence[SampledToken]) -> list[int]:

@@ -90,9 +90,9 @@ async def refuse_all(address: str) -> None:
         errors = await asyncio.gather(
             *(refused(generate, name, message) for name, (message, _, _) in BAD.items())
         )
-    for (name, (_, code, told)), error in zip(BAD.items(), errors):
+    for (name, (_, code, part)), error in zip(BAD.items(), errors):
         assert error.code() is code, (name, error)
-        assert told in (error.details() or ""), (name, error)
+        assert part in (error.details() or ""), (name, error)
 
 
 async def check_reused_id(path: WholePath, prompt: list[int], expected: list[int]) -> None:
@@ -125,12 +125,12 @@ async def test_bad_requests_amid_running_streams_are_refused_and_change_no_strea
                 for n, router in enumerate((path.far, path.far, path.near, path.near) * 2)
             ]
             await asyncio.gather(*(event.wait() for event in began))
-            before = await path.books()
+            before = await path.holdings()
             group.create_task(check_reused_id(path, prompts[0], expected[0]))
             await asyncio.gather(*map(refuse_all, path.addresses))
             assert not all(stream.done() for stream in streams), "no stream was running"
         assert [stream.result().ids for stream in streams] == expected
         await path.until_idle()
-        after = await path.books()
+        after = await path.holdings()
         first = sum(after[w].num_first_tokens - before[w].num_first_tokens for w in after)
         assert first == 0, "a bad request reached an engine"

@@ -47,8 +47,8 @@ def expected_tokens(path: WholePath, prompts: Sequence[Sequence[int]]) -> list[l
 
 def assert_answers(answer: Answer, expected: Sequence[SampledToken]) -> None:
     assert answer.ids == ids_of(expected)
-    told = [token.logprobs.logprob for token in expected if token.logprobs is not None]
-    assert [entry.logprob for entry in answer.logprobs] == pytest.approx(told, abs=1e-4)
+    logprobs = [token.logprobs.logprob for token in expected if token.logprobs is not None]
+    assert [entry.logprob for entry in answer.logprobs] == pytest.approx(logprobs, abs=1e-4)
 
 
 async def test_more_requests_than_blocks_wait_or_are_preempted_and_keep_their_tokens(

@@ -96,7 +96,7 @@ async def test_streams_of_a_killed_decode_worker_go_on_in_blocks_of_another_size
 
     for number, answer in enumerate(answers):
         assert answer.ids == greedy_tokens(FAMILY, (), tuple(prompts[number]), NUM_TOKENS), number
-    places = [[routed.decode_worker for routed in answer.routed] for answer in answers]
-    moved = [workers for workers in places if workers[0] == KILLED and len(workers) > 1]
-    assert moved, places
+    workers_of = [[routed.decode_worker for routed in answer.routed] for answer in answers]
+    moved = [workers for workers in workers_of if workers[0] == KILLED and len(workers) > 1]
+    assert moved, workers_of
     assert all(workers[-1] == "decode-large-0" for workers in moved)

@@ -118,7 +118,7 @@ async def test_a_seed_gives_the_same_tokens_on_any_workers_in_any_company(path: 
     assert ids_of(expected) != ids_of(alone(path, max_tokens=SAMPLED["max_tokens"]))
 
 
-async def test_the_seed_a_router_draws_is_told_and_repeats_the_answer_anywhere(
+async def test_the_seed_a_router_draws_is_reported_and_repeats_the_answer_anywhere(
     path: WholePath,
 ) -> None:
     first = await ask(path.far, PROMPT, **SAMPLED)

@@ -192,7 +192,7 @@ async def ask(
 
 
 class PartOfFleet(Registry):
-    """What routers are told of a registry: whoever is not shown drains, and gets nothing new."""
+    """A registry as routers see it: hidden workers drain, so they get nothing new."""
 
     def __init__(self, whole: Registry) -> None:
         super().__init__(RegistryConfig(), time.monotonic)
@@ -223,7 +223,7 @@ class WholePath:
     part: PartOfFleet
     changes: Changes
     control: str
-    """Where routers hear of the fleet."""
+    """The control address that the routers follow."""
     addresses: list[str]
     """Of the three routers below, in their order."""
     far: AsyncClient
@@ -262,7 +262,7 @@ class WholePath:
         pools = (name_of("prefill", prefill_tp), name_of("decode", decode_tp))
         await self.use(w for w in self.fleet.processes if w.rpartition("-")[0] in pools)
 
-    async def books(self) -> dict[str, worker_pb2.CheckIntegrityResponse]:
+    async def holdings(self) -> dict[str, worker_pb2.CheckIntegrityResponse]:
         """What each worker holds now; none of its parts may disagree with another."""
         found = {}
         for worker_id in self.fleet.processes:
@@ -275,20 +275,20 @@ class WholePath:
 
     async def until_idle(self) -> None:
         """Wait until no worker holds anything for a request: fences and acks take a moment."""
-        books: dict[str, worker_pb2.CheckIntegrityResponse] = {}
+        held: dict[str, worker_pb2.CheckIntegrityResponse] = {}
         try:
             async with asyncio.timeout(_IDLE_S):
-                while not books or any(map(_holds_anything, books.values())):
-                    books = await self.books()
+                while not held or any(map(_holds_anything, held.values())):
+                    held = await self.holdings()
         except TimeoutError:
-            raise AssertionError(f"something is still held: {books}") from None
+            raise AssertionError(f"something is still held: {held}") from None
 
 
-def _holds_anything(book: worker_pb2.CheckIntegrityResponse) -> bool:
+def _holds_anything(held: worker_pb2.CheckIntegrityResponse) -> bool:
     """Cached blocks that nobody uses are free."""
-    requests = book.num_waiting + book.num_running + book.num_reserved + book.num_exporting
-    moves = book.num_open_leases + book.num_open_handoffs
-    return bool(requests + moves + book.num_blocks_in_use + book.num_quarantined_blocks)
+    requests = held.num_waiting + held.num_running + held.num_reserved + held.num_exporting
+    moves = held.num_open_leases + held.num_open_handoffs
+    return bool(requests + moves + held.num_blocks_in_use + held.num_quarantined_blocks)
 
 
 @contextlib.asynccontextmanager

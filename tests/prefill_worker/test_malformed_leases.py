@@ -66,7 +66,7 @@ async def test_a_lease_that_cannot_be_served_is_its_owner_s_fault_and_refused_be
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await router.hand_off(spec, lease)
         error = caught.value
-        assert error.code() is grpc.StatusCode.FAILED_PRECONDITION  # its owner tells how it ends
+        assert error.code() is grpc.StatusCode.FAILED_PRECONDITION  # its owner reports how it ends
         await link.until(lambda: link.of("x").finished)
         assert link.of("x").in_order() == Oracle().tokens(spec)
         await nothing_held(prefill, decode)

@@ -8,15 +8,16 @@ from collections.abc import AsyncIterator, Sequence
 
 import pytest
 
+from baton.config.transfer import TransferConfig
 from baton.v1 import worker_pb2
 from cluster.pools.role_plan import Role
 from cluster.worker.worker import Worker
 from engine.fake_runner import FakeRunner
-from engine.request import RequestId, RequestSpec, SampledToken, StepPlan
+from engine.request import PrefilledEvent, RequestId, RequestSpec, SampledToken, StepPlan
 from engine.wire import read_spec
-from kv_transfer.lease import Lease
+from kv_transfer.lease import Lease, Receipt
 from kv_transfer.memory_transport import MemoryNetwork
-from prefill_worker.role import FirstTokenReady, HandedOff, PrefillRun
+from prefill_worker.role import PrefillRun
 from tests.cluster.conftest import (
     TIMED_ENGINE,
     DecodeLink,
@@ -52,22 +53,22 @@ async def lease_of(prefill: Worker, decode: Worker, name: str) -> Lease:
     return Lease.from_proto(lease)
 
 
-async def outcomes_of(run: PrefillRun, told: list[str]) -> None:
+async def outcomes_of(run: PrefillRun, seen: list[str]) -> None:
     while (outcome := await run.next()) is not None:
-        told.append(type(outcome).__name__)
+        seen.append(type(outcome).__name__)
 
 
 @pytest.mark.parametrize("at_once", [False, True], ids=["step by step", "all at once"])
-async def test_a_first_token_is_told_before_the_end_of_its_handoff_takes_the_worker(
+async def test_a_first_token_is_reported_before_the_end_of_its_handoff_takes_the_worker(
     workers: tuple[Worker, Worker], monkeypatch: pytest.MonkeyPatch, at_once: bool
 ) -> None:
     prefill, decode = workers
     lease = await lease_of(prefill, decode, "x")
-    told: list[str] = []
+    seen: list[str] = []
     finish = prefill.rank.transfer.finish
 
     def record_and_finish(*arguments: object) -> None:
-        told.append("the handoff is finished")
+        seen.append("the handoff is finished")
         finish(*arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(prefill.rank.transfer, "finish", record_and_finish)
@@ -75,7 +76,7 @@ async def test_a_first_token_is_told_before_the_end_of_its_handoff_takes_the_wor
     if at_once:
         prefill.engine.post(lambda engine: may_compute.wait(10))
     run = prefill.prefill.start(read_spec(make_spec("x")), lease, None)
-    following = asyncio.create_task(outcomes_of(run, told))
+    following = asyncio.create_task(outcomes_of(run, seen))
     if at_once:
         for _ in range(10):  # turns of the loop: all wait for the engine by then
             await asyncio.sleep(0)
@@ -83,7 +84,7 @@ async def test_a_first_token_is_told_before_the_end_of_its_handoff_takes_the_wor
         while not computed.wait(0.01):  # the loop is busy meanwhile
             prefill.engine.post(lambda engine: None if engine.has_work() else computed.set())
     await following
-    assert told == [FirstTokenReady.__name__, "the handoff is finished", HandedOff.__name__]
+    assert seen == [PrefilledEvent.__name__, "the handoff is finished", Receipt.__name__]
 
 
 async def test_a_lease_and_its_prompt_are_taken_in_one_step(
@@ -151,9 +152,10 @@ async def test_blocks_that_a_put_may_still_read_are_not_free_until_it_has_draine
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     puts = HeldPuts()
+    impatient = TransferConfig(transport="memory", ack_timeout_s=0.5)
     monkeypatch.setattr(MemoryNetwork, "_shared", MemoryNetwork(puts))
     async with (
-        running_worker("prefill-0", Role.PREFILL) as prefill,
+        running_worker("prefill-0", Role.PREFILL, transfer=impatient) as prefill,
         running_worker("decode-0", Role.DECODE) as decode,
     ):
         link = DecodeLink(decode.address, "router-a")

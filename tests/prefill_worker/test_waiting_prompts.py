@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 from baton.config.engine import FakeEngineConfig
+from baton.config.transfer import TransferConfig
 from baton.config.workers import RegistryConfig
 from cluster.pools.role_plan import Role
 from tests.cluster.conftest import (
@@ -23,6 +24,7 @@ from tests.cluster.conftest import (
 )
 
 TIMED = replace(ENGINE, fake=FakeEngineConfig(window=20, vocab_size=50_000, prefill_token_s=0.0001))
+QUICK = TransferConfig(transport="memory", renew_within_s=1.0, ack_timeout_s=1.0)
 PATIENT = RegistryConfig(stuck_after_s=60.0)
 IMPATIENT = RegistryConfig(stuck_after_s=0.2, stuck_factor=1.0)
 
@@ -32,8 +34,8 @@ async def test_a_prompt_behind_a_long_step_is_handed_over_and_one_behind_a_hung_
     judge: RegistryConfig,
 ) -> None:
     async with (
-        running_worker("prefill-0", Role.PREFILL, TIMED, registry=judge) as prefill,
-        running_worker("decode-0", Role.DECODE) as decode,
+        running_worker("prefill-0", Role.PREFILL, TIMED, registry=judge, transfer=QUICK) as prefill,
+        running_worker("decode-0", Role.DECODE, transfer=QUICK) as decode,
     ):
         link = DecodeLink(decode.address, "router-a")
         await link.open()
@@ -72,8 +74,8 @@ JUDGE = RegistryConfig(stuck_after_s=0.2)
 
 async def test_two_full_workers_whose_prompts_wait_for_each_other_give_their_leases_up() -> None:
     async with (
-        running_worker("a", Role.MIXED, ONE_PROMPT, registry=JUDGE) as a,
-        running_worker("b", Role.MIXED, ONE_PROMPT, registry=JUDGE) as b,
+        running_worker("a", Role.MIXED, ONE_PROMPT, registry=JUDGE, transfer=QUICK) as a,
+        running_worker("b", Role.MIXED, ONE_PROMPT, registry=JUDGE, transfer=QUICK) as b,
     ):
         links = [DecodeLink(worker.address, "router") for worker in (a, b)]
         for link in links:
@@ -91,9 +93,9 @@ async def test_two_full_workers_whose_prompts_wait_for_each_other_give_their_lea
             for router, spec, lease in zip(routers, specs, leases, strict=True)
         ]
         heard = [link.of(spec.request_id) for link, spec in zip(links, specs, strict=True)]
-        for link, told in zip(links, heard, strict=True):
-            await link.until(lambda told=told: told.rejected or told.finished)
-        assert any(told.rejected for told in heard)
+        for link, one in zip(links, heard, strict=True):
+            await link.until(lambda one=one: one.rejected or one.finished)
+        assert any(one.rejected for one in heard)
         await asyncio.wait(handing_off)
         await nothing_held(a, b)
         for router, writer, name in zip(routers, writers, ("again-a", "again-b"), strict=True):

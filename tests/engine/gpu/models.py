@@ -9,7 +9,7 @@ import torch
 
 from baton.config.engine import EngineConfig
 from bench.random_model import random_model
-from engine.attention.choice import pick_kernels
+from engine.attention.native_kernels import pick_kernels
 from engine.attention.paged_kv import TORCH_DTYPES
 from engine.build import lone_engine
 from engine.core import EngineCore

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
+from engine.api import LocalDeviceMemory
 from engine.attention import decode_rows
-from engine.attention.choice import pick_kernels
 from engine.attention.kernels import AttentionShape, HeadNorms, Kernels, Rotation
+from engine.attention.native_kernels import pick_kernels
 from engine.attention.paged_kv import TORCH_DTYPES, LayerKv, PagedKv
-from engine.local_memory import LocalDeviceMemory
 from engine.request import RequestId, ScheduledSeq
 from engine.step_batch import StepBatch, pack
 from kv_transfer.layout import KvLayout, LayerGroup, RegionLayout, TensorSpec

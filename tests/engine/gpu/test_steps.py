@@ -13,11 +13,10 @@ import pytest
 import torch
 
 from bench.random_model import SHAPES, random_model
-from engine.api import KvMemory
+from engine.api import KvMemory, LocalDeviceMemory
 from engine.build import build_engine, build_runner, lone_engine, region_layout, with_kv_memory
 from engine.kv_sizing import step_peak_bytes
 from engine.layer_pushes import LayerPushes
-from engine.local_memory import LocalDeviceMemory
 from engine.loop import EngineThread
 from engine.request import (
     BlockPush,

@@ -1,4 +1,4 @@
-"""What ranks above 0 hold is told to rank 0, which names what should not be there."""
+"""Ranks above 0 report the handoffs they hold, and rank 0 names those that should not be there."""
 
 from __future__ import annotations
 
@@ -42,27 +42,27 @@ async def test_a_handoff_that_only_a_rank_above_0_holds_is_named_with_the_rank(
 
 async def test_an_asker_that_goes_away_leaves_nothing_behind(make_pair: MakePair) -> None:
     sender, _ = await make_pair(MEMORY, 2, 1)
-    books = sender.side.exporter.held_handoffs  # type: ignore[union-attr]
+    held = sender.side.exporter.held_handoffs  # type: ignore[union-attr]
     # A rank that does not answer.
     sender.side.ranks[1]._report_held = lambda: None  # type: ignore[union-attr]
-    asked = asyncio.ensure_future(books.problems())
+    asked = asyncio.ensure_future(held.problems())
     await asyncio.sleep(0)  # it has asked
     asked.cancel()
     await asyncio.wait({asked})
-    assert not any(books._waiting.values())  # a leak that no call shows
+    assert not any(held._waiting.values())  # a leak that no call shows
 
 
 async def test_a_rank_of_another_worker_answers_for_none_of_ours(make_pair: MakePair) -> None:
     sender, receiver = await make_pair(MEMORY, 2, 2)
     stranger = receiver.side.ranks[1].new_message("", 0)  # type: ignore[union-attr]
     stranger.rank_books.handoffs.append("unheard of")
-    books = sender.side.exporter.held_handoffs  # type: ignore[union-attr]
+    held = sender.side.exporter.held_handoffs  # type: ignore[union-attr]
     rank1 = sender.side.ranks[1]  # type: ignore[union-attr]
     # A rank that answers only when the test says so.
-    told, rank1._report_held = rank1._report_held, lambda: None
-    asked = asyncio.ensure_future(books.problems())
+    answer, rank1._report_held = rank1._report_held, lambda: None
+    asked = asyncio.ensure_future(held.problems())
     await asyncio.sleep(0)  # it has asked
-    books.answered(stranger)
+    held.answered(stranger)
     assert not asked.done()
-    told()
+    answer()
     assert await asked == []
