@@ -18,7 +18,8 @@ from tests.k8s.control_plane.plane import ControlPlane
 from tests.k8s.kubelet.hosts import is_ready
 from tests.k8s.kubelet.kubelet import Kubelet
 from tests.k8s.kubelet.kuberay import GroupChange, KubeRay
-from tests.k8s.operating import condition, eventually
+from tests.k8s.operating import eventually
+from tests.k8s.seen import Seen
 
 MODEL = Path(__file__).parents[2] / "models" / "demo"
 DECODE_STEP_S = 0.03
@@ -52,11 +53,12 @@ def with_engine(engine: dict[str, Any], **advanced: dict[str, Any]) -> dict[str,
     return {"engine": rest, "advanced": {"engine": of_tests, **advanced}}
 
 
-class Installed:
+class Installed(Seen):
     """Install and change the release; read what the API server has of it."""
 
     def __init__(self, control_plane: ControlPlane, namespace: str, folder: Path) -> None:
-        self._control_plane, self.namespace, self._folder = control_plane, namespace, folder
+        super().__init__(control_plane, namespace, "default")
+        self._folder = folder
         self.redis: dict[str, Any] = {"enabled": False}
         """The chart's `cluster.redis`. {}: the chart's default, which runs a redis-server."""
         self.nodes: dict[str, Any] = {"preset": "cpu"}
@@ -101,29 +103,14 @@ class Installed:
         path.write_text(json.dumps(usual | self.values))
         self._control_plane.helm(verb, "baton", CHART, "-n", self.namespace, "-f", path, *options)
 
-    def kubectl(self, *arguments: str) -> str:
-        return self._control_plane.kubectl("-n", self.namespace, *arguments)
-
-    def read(self, what: str) -> dict[str, Any]:
-        found: dict[str, Any] = self._control_plane.read(what, "-n", self.namespace)
-        return found
-
-    def scale(self, pool: str, replicas: int) -> None:
-        self.kubectl("scale", f"wp/{pool}", f"--replicas={replicas}")
-
-    def change(self, **spec: Any) -> None:
-        """Patch the ServingCluster; None takes a field away."""
-        patch = json.dumps({"spec": spec})
-        self.kubectl("patch", "servingcluster/default", "--type=merge", "-p", patch)
-
     def scale_operator(self, replicas: int) -> None:
         self.kubectl("scale", "deployment", "-l", OPERATOR, f"--replicas={replicas}")
 
-    def condition(self, kind: str, what: str = "servingcluster/default") -> dict[str, Any]:
-        return condition(self.read(what), kind)
+    def own_condition(self, kind: str) -> dict[str, Any]:
+        return self.condition("servingcluster/default", kind)
 
     def wait_available(self, within_s: float = _LIVE_WITHIN_S) -> None:
-        is_available = lambda: self.condition("Available").get("status") == "True"  # noqa: E731
+        is_available = lambda: self.own_condition("Available").get("status") == "True"  # noqa: E731
         eventually(is_available, "the ServingCluster is available", within_s)
 
     def is_whole(self, pool: str, replicas: int) -> bool:

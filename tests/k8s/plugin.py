@@ -12,7 +12,7 @@ from deploy.controller.kit.kube import Kube
 from deploy.controller.kit.objects import Key
 from deploy.controller.resources import SERVICES, SERVING_CLUSTERS
 from tests.k8s.control_plane.plane import ControlPlane
-from tests.k8s.serving_clusters import cluster
+from tests.k8s.seen import cluster
 
 _TIMEOUT_S = 60.0
 

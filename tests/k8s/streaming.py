@@ -67,8 +67,8 @@ class Asking:
 
 
 def asking(num_at_once: int, ask: Callable[[int], Awaitable[None]]) -> Asking:
-    """So many requests run all the time. `ask` gets the number of each, which begin at 0 to
-    `num_at_once` and go up by one."""
+    """`num_at_once` askers, each of which asks one request after the other. `ask` gets a number: an
+    asker begins with its own and counts up."""
 
     async def run(is_enough: Callable[[], bool]) -> None:
         async def ask_on(first: int) -> None:
@@ -110,7 +110,7 @@ class Streaming(Asking):
         self.wait_all_run()
 
     def wait_rounds(self, num_rounds: int) -> None:
-        """Until so many more rounds are over."""
+        """Until `num_rounds` more are over."""
         enough = self.num_rounds + num_rounds
         self.wait(lambda: self.num_rounds >= enough, f"{num_rounds} more rounds of streams", 180)
 
@@ -150,7 +150,7 @@ class Streaming(Asking):
 
 class _Stream:
     """Own what one stream has said. Raises AssertionError where its client had to ask again, which
-    a client's user does not notice."""
+    a client hides from its user."""
 
     def __init__(self) -> None:
         self.ids: list[int] = []
@@ -197,8 +197,8 @@ def said_alone(
     engine: dict[str, Any] = FAKE,
     model: Path = MODEL,
 ) -> list[list[int]]:
-    """To each prompt, by one engine in this process. A fake engine's speed and blocks change
-    nothing of what it says."""
+    """To each prompt, by one engine in this process. What a fake engine says does not depend on its
+    speed and its blocks."""
     pools = {"mixed": {"role": "mixed"}}
     config = parse_config({"model": str(model), "engine": snake_keys(engine), "pools": pools})
     sampling = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=num_tokens)

@@ -29,7 +29,7 @@ from tests.k8s.api_clients import fresh_namespace, kube_of
 from tests.k8s.control_plane.errors import CommandError
 from tests.k8s.control_plane.plane import ControlPlane
 from tests.k8s.operating import condition, eventually, operator_of
-from tests.k8s.serving_clusters import cluster
+from tests.k8s.seen import cluster
 
 CLUSTER_CASES = [(f"cluster-{number}", *case) for number, case in enumerate(BAD_CLUSTERS)]
 POOL_CASES = [(f"pool-{number}", *case) for number, case in enumerate(BAD_POOLS)]

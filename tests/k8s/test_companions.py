@@ -16,8 +16,7 @@ from tests.k8s.control_plane.errors import CommandError
 from tests.k8s.control_plane.plane import ControlPlane
 from tests.k8s.kubelet.objects import evict
 from tests.k8s.operating import Operator, eventually
-from tests.k8s.seen import Seen
-from tests.k8s.serving_clusters import BAD_FIELD, BAD_ROUTER
+from tests.k8s.seen import BAD_FIELD, BAD_ROUTER, Seen
 
 pytestmark = [pytest.mark.full, pytest.mark.usefixtures("crds", "ray_clusters", "operator")]
 
@@ -116,7 +115,7 @@ def test_people_read_what_has_happened(seen: Seen) -> None:
     seen.make()
     eventually(lambda: "main-decode" in seen.names("wp"), "its pool")
     eventually(lambda: "Type:" in seen.kubectl("describe", "wp/main-decode"), "a condition")
-    seen.scale("wp/main-decode", 3)
+    seen.scale("decode", 3)
     pool = lambda: seen.kubectl("describe", "wp/main-decode")  # noqa: E731
     eventually(lambda: "ScaledOut" in pool(), "its size is reported")
     assert "from 1 to 3 replicas" in pool()

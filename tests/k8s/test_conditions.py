@@ -1,4 +1,4 @@
-"""What the operator reports, on a real API server, of what it cannot look at as a whole."""
+"""What the operator reports in conditions, on a real API server where nothing runs the pods."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from deploy.controller.manifests.model_files import FETCH
 from deploy.controller.resources import PODS, RAY_CLUSTERS
 from tests.k8s.control_plane.plane import ControlPlane
 from tests.k8s.operating import Operator, eventually
-from tests.k8s.seen import Seen
-from tests.k8s.serving_clusters import BAD_ROUTER
+from tests.k8s.seen import BAD_ROUTER, Seen
 
 UNSCHEDULABLE = {
     "phase": "Pending",
@@ -67,15 +66,15 @@ def test_a_size_outside_its_bounds_is_reported_at_its_pool_and_its_cluster(
         pytest.skip("this API server takes no such pool")
     seen.make()
     seen.condition_soon("wp/main-decode", "Degraded", "Starting")
-    seen.scale("wp/main-decode", 2)
+    seen.scale("decode", 2)
     seen.wait_for_size("decode", 2)
-    seen.scale("wp/main-decode", 100)
+    seen.scale("decode", 100)
     for what in ("wp/main-decode", "servingcluster/main"):
         found = seen.condition_soon(what, "Degraded", "InvalidSpec")
         assert "spec.replicas is 100, above maxReplicas 8: the size stays 2" in found["message"]
     seen.wait_for_size("decode", 2)
     assert seen.condition("wp/main-decode", "Available")["reason"] == "Starting", "as it was"
-    seen.scale("wp/main-decode", 3)
+    seen.scale("decode", 3)
     seen.wait_for_size("decode", 3)
     seen.condition_soon("wp/main-decode", "Degraded", "Starting")
     seen.condition_soon("servingcluster/main", "Degraded", "Sound")
@@ -119,7 +118,7 @@ def test_a_start_is_reported_without_a_warning(
 def test_a_fault_of_the_operators_own_is_reported_logged_and_over_when_its_cause_is(
     operator: Operator, seen: Seen
 ) -> None:
-    """Its cause: a worker group such as the operator never writes."""
+    """Its cause: a worker group that the operator never writes so."""
     seen.make()
     seen.condition_soon("servingcluster/main", "Degraded", "Sound")
     before = seen.condition("servingcluster/main", "Available")

@@ -15,7 +15,7 @@ from deploy.controller.kit.objects import Key
 from deploy.controller.resources import SERVING_CLUSTERS, WORKER_POOLS
 from tests.k8s.control_plane.errors import CommandError
 from tests.k8s.control_plane.plane import ControlPlane
-from tests.k8s.serving_clusters import cluster, pool
+from tests.k8s.seen import cluster, pool
 
 pytestmark = pytest.mark.usefixtures("crds")
 

@@ -9,7 +9,6 @@ from tests.k8s.installed import OPERATOR, PREFILL_AND_DECODE, Installed, on_pods
 from tests.k8s.kubelet.kubelet import Kubelet
 from tests.k8s.kubelet.kuberay import KubeRay
 from tests.k8s.operating import eventually, operator_of
-from tests.k8s.serving_clusters import cluster
 from tests.k8s.streaming import NUM_STREAMS, streaming
 
 pytestmark = on_pods(600, "crds", "kuberay")
@@ -83,7 +82,7 @@ def test_the_account_that_empties_the_redis_of_rays_head_goes_after_it(
         return [name for name in left(installed) if "Pod/default-" in name and "-head-" in name]
 
     with operator_of(control_plane, installed.namespace, tmp_path):
-        control_plane.apply(cluster(installed.namespace, "default", pools=pools, ray=ray))
+        installed.make(pools=pools, ray=ray)
         eventually(heads, "the head has a pod")
         begin(installed)
         wait_over(installed)

@@ -169,7 +169,7 @@ def test_an_informer_that_a_restarted_api_server_forgot_lists_again(
     namespace: str,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """A restarted API server knows nothing of what happened before its start: it answers 410."""
+    """A restarted API server does not know what happened before its start: it answers 410."""
     if control_plane.servers is None:
         pytest.skip("somebody else's API server is not restarted")
     with following(cut_off, ours(namespace)) as heard:

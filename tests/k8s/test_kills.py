@@ -9,13 +9,11 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.k8s.control_plane.plane import ControlPlane
 from tests.k8s.installed import OPERATOR, Installed, check_patches, on_pods
 from tests.k8s.kubelet.kubelet import Kubelet
 from tests.k8s.kubelet.kuberay import KubeRay
 from tests.k8s.kubelet.objects import name_of, num_restarts
 from tests.k8s.operating import eventually
-from tests.k8s.serving_clusters import units_of
 from tests.k8s.streaming import streaming
 
 pytestmark = on_pods(1500)
@@ -45,7 +43,6 @@ def kill_until(kubelet: Kubelet, is_over: Callable[[], bool], seed: int) -> int:
 
 @pytest.mark.parametrize("change", ["scale-in", "rollout"])
 def test_the_successor_of_an_operator_that_was_killed_goes_on(
-    control_plane: ControlPlane,
     installed: Installed,
     kubelet: Kubelet,
     kuberay: KubeRay,
@@ -62,7 +59,7 @@ def test_the_successor_of_an_operator_that_was_killed_goes_on(
 
         def is_over() -> bool:
             streams.check()
-            units = units_of(control_plane, installed.namespace)
+            units = installed.units()
             assert 1 <= len(units) <= 2
             is_other = change == "scale-in" or installed.rollout()["unit"] not in (before, "")
             return is_other and len(units) == 1 and installed.is_whole("decode", 1)

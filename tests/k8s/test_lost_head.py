@@ -67,7 +67,7 @@ def test_a_head_that_is_lost_costs_no_stream_and_no_worker(
         streams.wait(is_back, "another head's supervisor knows workers", BACK_WITHIN_S)
 
         def is_whole() -> bool:
-            is_available = installed.condition("Available")["status"] == "True"
+            is_available = installed.own_condition("Available")["status"] == "True"
             return is_available and workers(kubelet) == before
 
         streams.wait(is_whole, "it knows all of them", BACK_WITHIN_S)

@@ -20,8 +20,7 @@ from deploy.controller.manifests.common import UNIT_LABEL
 from deploy.controller.resources import SERVING_CLUSTERS
 from tests.k8s.control_plane.plane import ControlPlane
 from tests.k8s.operating import eventually
-from tests.k8s.seen import Seen
-from tests.k8s.serving_clusters import BAD_FIELD, BAD_ROUTER, unit_of
+from tests.k8s.seen import BAD_FIELD, BAD_ROUTER, Seen
 
 pytestmark = pytest.mark.usefixtures("crds", "ray_clusters", "operator")
 
@@ -63,7 +62,7 @@ def test_a_cluster_gets_its_pools_its_ray_cluster_and_its_routers(seen: Seen) ->
 def test_a_pools_size_belongs_to_its_scaler_and_never_to_the_operator(seen: Seen) -> None:
     seen.make()
     seen.soon("wp/main-decode")
-    seen.scale("wp/main-decode", 4)
+    seen.scale("decode", 4)
     seen.wait_for_size("decode", 4)
     seen.make(advanced={"router": {"maxQueue": 7}})
     eventually(lambda: "max_queue: 7" in seen.config(), "the change is done")
@@ -115,7 +114,7 @@ def test_a_bad_template_is_reported_by_its_field_and_another_cluster_is_served_a
     found = seen.condition_soon("servingcluster/bad", "Degraded", "InvalidSpec")
     assert f"{BAD_FIELD}: must be a mapping, not 'x'" in found["message"]
     assert seen.unit_soon()
-    assert unit_of(control_plane, namespace, "bad") is None
+    assert Seen(control_plane, namespace, "bad").unit() is None
     assert seen("deployment/bad-router") is None
     seen.make("bad", router={"podTemplate": {"spec": {"nodeSelector": {"rack": "7"}}}})
     made = seen.soon("deployment/bad-router")
@@ -149,7 +148,7 @@ def test_a_pool_that_is_deleted_and_that_the_spec_names_is_made_again_at_its_siz
 ) -> None:
     seen.make()
     before = seen.soon("wp/main-decode")["metadata"]["uid"]
-    seen.scale("wp/main-decode", 3)
+    seen.scale("decode", 3)
     seen.wait_for_size("decode", 3)
     unit = seen.unit_soon()
     seen.kubectl("delete", "wp/main-decode", "--timeout=20s")
@@ -172,7 +171,7 @@ def test_routers_that_somebody_scales_stay_as_they_are(seen: Seen) -> None:
     seen.make()
     replicas = lambda: seen.soon("deployment/main-router")["spec"]["replicas"]  # noqa: E731
     assert replicas() == 2
-    seen.scale("deployment/main-router", 5)
+    seen.kubectl("scale", "deployment/main-router", "--replicas=5")
     seen.make(router={"priorityClassName": "system-node-critical"})
 
     def is_rolled() -> bool:

@@ -16,7 +16,7 @@ from deploy.controller.manifests.common import Release
 from tests.k8s.control_plane.plane import ControlPlane
 from tests.k8s.control_plane.process import free_port
 from tests.k8s.operating import eventually
-from tests.k8s.serving_clusters import cluster
+from tests.k8s.seen import cluster
 
 pytestmark = pytest.mark.usefixtures("crds", "ray_clusters")
 

@@ -14,7 +14,6 @@ from tests.k8s.control_plane.plane import ControlPlane
 from tests.k8s.installed import PREFILL_AND_TWO_DECODE, Installed, on_pods
 from tests.k8s.kubelet.kubelet import Kubelet, running_kubelet
 from tests.k8s.kubelet.machine import pod_machine
-from tests.k8s.serving_clusters import group_sizes_in
 from tests.k8s.streaming import streaming
 from tests.k8s.tcp_proxy import CutProxy, cut_proxy
 
@@ -53,8 +52,7 @@ def test_a_silent_cut_and_a_restart_are_noticed_and_what_was_asked_meanwhile_is_
 
     def size() -> int:
         """Which the operator asks KubeRay for."""
-        (unit,) = installed.read("rayclusters.ray.io")["items"]
-        return group_sizes_in(unit)["decode"]
+        return installed.group_sizes()["decode"]
 
     with streaming(kubelet, NUM_TOKENS) as streams:
         silent_at = time.monotonic()

@@ -6,12 +6,10 @@ from typing import Any
 
 import pytest
 
-from tests.k8s.control_plane.plane import ControlPlane
 from tests.k8s.installed import PREFILL_AND_TWO_DECODE, Installed, check_patches, on_pods
 from tests.k8s.kubelet.kubelet import Kubelet
 from tests.k8s.kubelet.kuberay import KubeRay
 from tests.k8s.operating import eventually
-from tests.k8s.serving_clusters import group_sizes_in, unit_of, units_of
 from tests.k8s.streaming import streaming
 
 pytestmark = on_pods(900)
@@ -21,41 +19,33 @@ CHANGED_WITHIN_S = 400.0
 
 
 @pytest.fixture
-def unit(installed: Installed, control_plane: ControlPlane, kubelet: Kubelet) -> dict[str, Any]:
+def unit(installed: Installed, kubelet: Kubelet) -> dict[str, Any]:
     """The one that serves."""
     installed.serve(PREFILL_AND_TWO_DECODE)
-    found = unit_of(control_plane, installed.namespace)
-    assert found
-    return found
+    return installed.unit_soon()
 
 
 def test_a_version_that_does_not_start_leaves_the_one_before_as_it_is(
-    installed: Installed, control_plane: ControlPlane, kubelet: Kubelet, unit: dict[str, Any]
+    installed: Installed, kubelet: Kubelet, unit: dict[str, Any]
 ) -> None:
     broken = {"name": "ray-worker", "args": ["echo this version is broken; exit 3"]}
     template = {"spec": {"containers": [broken]}}
     with streaming(kubelet, NUM_TOKENS) as streams:
         installed.change(pools={"decode": {"podTemplate": template}})
-        is_stuck = lambda: "exit code 3" in installed.condition("Progressing").get("message", "")  # noqa: E731
-        streams.wait(is_stuck, "the cluster says what keeps it from starting", 240)
-        assert len(units_of(control_plane, installed.namespace)) == 2
+        why = lambda: installed.own_condition("Progressing").get("message", "")  # noqa: E731
+        what = "the cluster says what keeps it from starting"
+        streams.wait(lambda: "exit code 3" in why(), what, 240)
+        assert len(installed.units()) == 2
         installed.change(pools={"decode": {"podTemplate": None}})
-        is_alone = lambda: len(units_of(control_plane, installed.namespace)) == 1  # noqa: E731
+        is_alone = lambda: len(installed.units()) == 1  # noqa: E731
         streams.wait(is_alone, "the version before serves alone", CHANGED_WITHIN_S)
         streams.wait_round()
-    after = unit_of(control_plane, installed.namespace)
-    assert after
-    assert after["metadata"]["uid"] == unit["metadata"]["uid"]
+    assert installed.unit_soon()["metadata"]["uid"] == unit["metadata"]["uid"]
     assert installed.is_whole("decode", 2)
-
-
-def pools_of(installed: Installed) -> set[str]:
-    return {pool["metadata"]["name"] for pool in installed.read("wp")["items"]}
 
 
 def test_a_pool_is_added_and_taken_away_again_and_one_that_is_deleted_serves_on(
     installed: Installed,
-    control_plane: ControlPlane,
     kubelet: Kubelet,
     kuberay: KubeRay,
     unit: dict[str, Any],
@@ -64,22 +54,21 @@ def test_a_pool_is_added_and_taken_away_again_and_one_that_is_deleted_serves_on(
     pods = {pod["metadata"]["name"] for pod in kubelet.pods(labels)}
     with streaming(kubelet, NUM_TOKENS) as streams:
         installed.change(pools={"more": {"role": "decode"}})
-        streams.wait(lambda: "more" in pools_of(installed), "there is one", 30)
+        streams.wait(lambda: "more" in installed.names("wp"), "there is one", 30)
         is_live = lambda: installed.is_whole("more", 1)  # noqa: E731
         streams.wait(is_live, "its worker is live", CHANGED_WITHIN_S)
         installed.change(pools={"more": None})
-        is_gone = lambda: "more" not in pools_of(installed)  # noqa: E731
+        is_gone = lambda: "more" not in installed.names("wp")  # noqa: E731
         streams.wait(is_gone, "it is gone", CHANGED_WITHIN_S)
 
         before = installed.read("wp/decode")["metadata"]["uid"]
         installed.kubectl("delete", "wp/decode", "--timeout=30s")
-        eventually(lambda: "decode" in pools_of(installed), "it is made again", 30)
+        eventually(lambda: "decode" in installed.names("wp"), "it is made again", 30)
         assert installed.read("wp/decode")["metadata"]["uid"] != before
         installed.wait_whole("decode", 2)
         streams.wait_rounds(2)
     assert {pod["metadata"]["name"] for pod in kubelet.pods(labels)} == pods
-    after = unit_of(control_plane, installed.namespace)
-    assert after
+    after = installed.unit_soon()
     assert after["metadata"]["uid"] == unit["metadata"]["uid"], "it stays the same unit"
-    assert group_sizes_in(after) == {"prefill": 1, "decode": 2}
+    assert installed.group_sizes() == {"prefill": 1, "decode": 2}
     assert len(check_patches(kuberay)) == 1

@@ -41,7 +41,7 @@ from tests.k8s.api_clients import fresh_namespace, kube_of
 from tests.k8s.control_plane.plane import ControlPlane
 from tests.k8s.open_crd import open_crd, served
 from tests.k8s.operating import eventually
-from tests.k8s.serving_clusters import BAD_ROUTER, cluster
+from tests.k8s.seen import BAD_ROUTER, cluster
 
 pytestmark = pytest.mark.usefixtures("crds", "ray_clusters")
 

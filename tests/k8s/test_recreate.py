@@ -15,11 +15,9 @@ import pytest
 from baton.client import AsyncClient
 from baton.errors import UnavailableError
 from deploy.controller.manifests.common import UNIT_LABEL
-from tests.k8s.control_plane.plane import ControlPlane
 from tests.k8s.installed import MODEL, Installed, on_pods, router_addresses, with_engine
 from tests.k8s.kubelet.kubelet import Kubelet
 from tests.k8s.operating import eventually
-from tests.k8s.serving_clusters import units_of
 from tests.k8s.streaming import asking, prompt_of, said_alone, tokens_of
 
 pytestmark = on_pods(1500, "crds", "kuberay")
@@ -96,7 +94,7 @@ def model_of(asked: Asked, said: Mapping[str, list[list[int]]]) -> str:
 
 
 def test_streams_end_whole_and_what_is_asked_meanwhile_is_answered_by_the_next_unit(
-    control_plane: ControlPlane, installed: Installed, kubelet: Kubelet, models: None
+    installed: Installed, kubelet: Kubelet, models: None
 ) -> None:
     prompts = [prompt_of(number) for number in range(NUM_PROMPTS)]
     said = {name: said_alone(prompts, NUM_TOKENS, engine) for name, engine in ENGINES.items()}
@@ -114,7 +112,7 @@ def test_streams_end_whole_and_what_is_asked_meanwhile_is_answered_by_the_next_u
 
     def look() -> dict[str, Any]:
         requests.check()
-        assert len(units_of(control_plane, installed.namespace)) <= 1, "never two units"
+        assert len(installed.units()) <= 1, "never two units"
         labels = [pod["metadata"]["labels"] for pod in kubelet.pods(UNIT_LABEL)]
         assert len({each[UNIT_LABEL] for each in labels}) <= 1, "nor pods of two"
         rollout = installed.rollout()

@@ -21,11 +21,9 @@ from baton.errors import BatonError
 from baton.v1 import common_pb2, router_pb2, router_pb2_grpc
 from tests.engine import checkpoints
 from tests.engine.families import VOCAB
-from tests.k8s.control_plane.plane import ControlPlane
 from tests.k8s.installed import DECODE_STEP_S, Installed, on_pods, router_address
 from tests.k8s.kubelet.kubelet import Kubelet
 from tests.k8s.operating import eventually
-from tests.k8s.serving_clusters import units_of
 from tests.k8s.streaming import asking, said_alone, streaming, tokens_of, wait_nothing_held
 
 pytestmark = on_pods(1500, "crds", "kuberay")
@@ -272,7 +270,7 @@ def failing(kubelet: Kubelet) -> dict[str, Any]:
 
 @pytest.mark.parametrize("fault", ["never ready", "fails", "slow"])
 def test_a_worse_unit_goes_back_by_itself(
-    control_plane: ControlPlane, installed: Installed, kubelet: Kubelet, fault: str
+    installed: Installed, kubelet: Kubelet, fault: str
 ) -> None:
     faults: dict[str, dict[str, Any]] = {
         "never ready": {"model": {"name": "/no/such/model"}},
@@ -303,10 +301,10 @@ def test_a_worse_unit_goes_back_by_itself(
 
         eventually(is_back, "the former unit has all requests again", 600.0)
         print(f"{fault}: back after {time.monotonic() - began_at:.0f} s, {len(failed)} failed")
-        degraded = installed.condition("Degraded")
+        degraded = installed.own_condition("Degraded")
         assert (degraded["status"], degraded["reason"]) == ("True", "RolloutFailed")
         print(degraded["message"])
-        assert len(units_of(control_plane, installed.namespace)) == 1
+        assert len(installed.units()) == 1
         num_failed = len(failed)
     finally:
         traffic.end()

@@ -5,7 +5,6 @@ from __future__ import annotations
 from baton.client import Client
 from baton.client.events import Finished, HandedOff, Tokens
 from cli.kubectl import target
-from deploy.controller.manifests.common import CLUSTER_LABEL
 from tests.k8s.control_plane.plane import ControlPlane
 from tests.k8s.installed import (
     DECODE_STEP_S,
@@ -18,9 +17,8 @@ from tests.k8s.installed import (
 )
 from tests.k8s.kubelet.kubelet import Kubelet
 from tests.k8s.kubelet.kuberay import KubeRay
-from tests.k8s.operating import condition, eventually
 from tests.k8s.plugin import Plugin
-from tests.k8s.serving_clusters import BAD_ROUTER, cluster
+from tests.k8s.seen import BAD_ROUTER
 from tests.k8s.streaming import streaming
 
 pytestmark = on_pods(600)
@@ -103,19 +101,14 @@ def figures_of(installed: Installed) -> bool:
     return bool(kv_percent <= 100 and 0.5 * DECODE_STEP_S < itl_s < 30 and ttft_s < 30)
 
 
-def fault_of(installed: Installed, name: str) -> tuple[str, str]:
-    found = condition(installed.read(f"servingcluster/{name}"), "Degraded")
-    return found.get("status", ""), found.get("reason", "")
-
-
 def test_a_pool_is_scaled_out_and_in_under_streams_beside_a_bad_cluster_and_none_changes_a_token(
-    control_plane: ControlPlane, installed: Installed, kubelet: Kubelet, kuberay: KubeRay
+    installed: Installed, kubelet: Kubelet, kuberay: KubeRay
 ) -> None:
     installed.serve()
-    drains, invalid = Drains(installed), ("True", "InvalidSpec")
+    drains = Drains(installed)
     with streaming(kubelet, NUM_TOKENS) as streams:
-        control_plane.apply(cluster(installed.namespace, "bad", router=BAD_ROUTER))
-        eventually(lambda: fault_of(installed, "bad") == invalid, "the bad one is reported")
+        installed.make("bad", router=BAD_ROUTER)
+        installed.condition_soon("servingcluster/bad", "Degraded", "InvalidSpec")
         installed.scale("decode", 3)
         streams.wait(lambda: drains.has_become(3), "it has 3 workers", 150)
         assert not drains.most_running
@@ -125,12 +118,10 @@ def test_a_pool_is_scaled_out_and_in_under_streams_beside_a_bad_cluster_and_none
         installed.scale("decode", 1)
         streams.wait(lambda: drains.has_become(1), "it has 1 worker", 150)
         left = workers_of(kubelet, "decode")
-        assert fault_of(installed, "bad") == invalid
-        assert fault_of(installed, "default") == ("False", "Sound")
-        units = installed.read("rayclusters.ray.io")["items"]
-        assert [each["metadata"]["labels"][CLUSTER_LABEL] for each in units] == ["default"]
-        pools = {each["metadata"]["name"] for each in installed.read("wp")["items"]}
-        assert pools == {"prefill", "decode"}, "nothing was made of the bad one"
+        assert installed.condition("servingcluster/bad", "Degraded")["reason"] == "InvalidSpec"
+        assert installed.own_condition("Degraded")["reason"] == "Sound"
+        assert installed.names("wp") == {"prefill", "decode"}, "nothing was made of the bad one"
+        assert len(installed.names("rayclusters.ray.io")) == 1
     drained = {worker: pod for worker, pod in workers.items() if worker not in left}
     assert len(drained) == 2
     assert drains.most_running.keys() == drained.items()

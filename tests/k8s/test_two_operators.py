@@ -15,7 +15,6 @@ from tests.k8s.kubelet.kuberay import KubeRay
 from tests.k8s.kubelet.objects import name_of, num_restarts
 from tests.k8s.logging_operator import MARK
 from tests.k8s.operating import eventually
-from tests.k8s.serving_clusters import group_sizes_in
 from tests.k8s.streaming import streaming
 
 pytestmark = on_pods(900)
@@ -69,12 +68,6 @@ def writes_in(said: str) -> list[str]:
     return [line for line in asked if not {"events", "leases"} & set(line.split("/"))]
 
 
-def decode_pods(installed: Installed) -> int:
-    """That KubeRay is asked for."""
-    (unit,) = installed.read("rayclusters.ray.io")["items"]
-    return group_sizes_in(unit)["decode"]
-
-
 def test_a_leader_that_stood_still_in_a_scale_in_does_not_act_and_the_other_one_ends_it(
     installed: Installed, kubelet: Kubelet, kuberay: KubeRay
 ) -> None:
@@ -92,7 +85,7 @@ def test_a_leader_that_stood_still_in_a_scale_in_does_not_act_and_the_other_one_
         num_said = len(operators.said(former))
         other = lambda: operators.leader() not in ("", former)  # noqa: E731
         eventually(other, "the other one leads", TAKEN_OVER_WITHIN_S)
-        assert decode_pods(installed) == 3, "no pod goes while streams run on it"
+        assert installed.group_sizes()["decode"] == 3, "no pod goes while streams run on it"
         operators.send(former, signal.SIGCONT)
 
         is_over = lambda: installed.is_whole("decode", 1)  # noqa: E731

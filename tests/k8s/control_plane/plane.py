@@ -83,7 +83,7 @@ class ControlPlane:
         return str(self._cluster()["server"])
 
     def version(self) -> tuple[int, int]:
-        """The API server's, such as (1, 20)."""
+        """The API server's, like (1, 20)."""
         said = json.loads(self.kubectl("get", "--raw", "/version"))["gitVersion"]
         major, minor = re.findall(r"\d+", said)[:2]
         return int(major), int(minor)

@@ -43,7 +43,7 @@ class ContainerRun:
     def __init__(
         self, spec: Mapping[str, Any], entry: Entry, log_path: Path, changed: Callable[[], None]
     ) -> None:
-        """`entry.cgroup` names the group that this run makes; `entry.root` a folder likewise."""
+        """It makes the group `entry.cgroup` and the folder `entry.root`."""
         self._spec = spec
         self._entry = entry
         self._log_path = log_path

@@ -1,4 +1,4 @@
-"""Pure: what a container's environment and command are, of what the pod says."""
+"""Pure: a container's environment, command and user, as its pod says."""
 
 from __future__ import annotations
 

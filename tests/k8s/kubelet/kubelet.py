@@ -57,7 +57,7 @@ class Kubelet:
             informer.add_handler(lambda _: self._refresh_hosts())
 
     def start(self) -> None:
-        """Raises KubeletError, KubeError; `stop` is called all the same."""
+        """Raises KubeletError, KubeError; the caller stops it nevertheless."""
         informers = (self._pods, self._services, self._nodes)
         for informer in informers:
             informer.start()

@@ -82,7 +82,7 @@ class KubeRay:
         self._pods.add_handler(self._queue.add, lambda pod: (_cluster_key(pod),))
 
     def start(self) -> None:
-        """Raises KubeletError; `stop` is called all the same."""
+        """Raises KubeletError; the caller stops it nevertheless."""
         for informer in (self._clusters, self._pods):
             informer.start()
         self._workers.start()

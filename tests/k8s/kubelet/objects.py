@@ -80,7 +80,7 @@ def evict(control_plane: ControlPlane, namespace: str, pod_name: str) -> None:
 
 
 def until_ready(kubelet: Kubelet, labels: str, num_pods: int = 1) -> list[Object]:
-    """The pods, by name, once there are so many and all are ready."""
+    """The pods, by name, once there are `num_pods` and all are ready."""
     found: list[Object] = []
 
     def are_ready() -> bool:

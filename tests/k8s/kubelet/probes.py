@@ -20,7 +20,7 @@ _UNREADY_PERIOD_S = 0.5
 """A readiness probe that has not succeeded is tried so often at least: tests wait for it."""
 
 RunInside = Callable[[tuple[str, ...], float], int | None]
-"""Runs a command in the container, for so many seconds: its status, None if it did not end."""
+"""Runs a command in the container with a timeout in seconds: its status, None if it did not end."""
 
 
 class ProbeKind(Enum):
@@ -124,7 +124,7 @@ class Prober:
 
     @property
     def is_alive(self) -> bool:
-        """False: it is to be killed, and started again."""
+        """False: the container has to be started again."""
         fatal = (ProbeKind.STARTUP, ProbeKind.LIVENESS)
         return not any(kind in self._records and self._records[kind].has_failed for kind in fatal)
 
