@@ -28,7 +28,7 @@ NUM_TOKENS = 600
 DRAIN_TIMEOUT = "20s"
 """A drain is overdue half a minute later."""
 PATIENT: dict[str, dict[str, Any]] = {
-    "registry": {"goneAfterSeconds": 600},
+    "registry": {"goneAfterSeconds": 700},
     "supervisor": {"fenceAfterSeconds": 600},
 }
 """Nobody ends a worker that hangs."""

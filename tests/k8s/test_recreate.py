@@ -102,7 +102,7 @@ def test_streams_end_whole_and_what_is_asked_meanwhile_is_answered_by_the_next_u
     installed.install(
         servedModelName="both",
         router={"replicas": 1},
-        pools={"mixed": {"role": "mixed"}},
+        pools={"prefill": None, "decode": None, "mixed": {"role": "mixed"}},
         rollout={"maxSurge": 0, "maxUnavailable": 1},  # one GPU: no room for both
         **spec_of("first"),
     )

@@ -1,4 +1,4 @@
-"""Routers behind TLS and tokens on pods. They need no worker to know who may call."""
+"""Routers behind TLS and tokens on pods."""
 
 from __future__ import annotations
 
@@ -11,14 +11,11 @@ from baton.client.credentials import Tls
 from baton.errors import PermissionDeniedError, UnauthenticatedError
 from tests.certificates import Authority
 from tests.k8s.control_plane.plane import ControlPlane
-from tests.k8s.installed import MODEL, Installed, on_pods, router_addresses
+from tests.k8s.installed import MODEL, Installed, on_pods, router_address
 from tests.k8s.kubelet.kubelet import Kubelet
 from tests.k8s.kubelet.objects import secret
-from tests.k8s.operating import eventually
 
 pytestmark = on_pods(300)
-
-READY_WITHIN_S = 150.0
 
 
 def test_routers_serve_what_their_secrets_say_and_probes_find_them_ready(
@@ -37,15 +34,14 @@ def test_routers_serve_what_their_secrets_say_and_probes_find_them_ready(
     control_plane.apply(secret(namespace, "tenants", tokens))
     installed.install(
         model={"name": str(MODEL)},
-        pools={"both": {"role": "mixed", "initialReplicas": 0}},
         router={
             "replicas": 1,
             "tls": {"secretName": "front-door"},
             "auth": {"tokenSecretName": "tenants"},
         },
     )
-    found = eventually(lambda: router_addresses(kubelet), "a router is ready", READY_WITHIN_S)
-    (address,) = found
+    installed.wait_available()
+    address = router_address(kubelet)
     tls = Tls(str(authority.ca), server_name=name)
     for token in ("red-token-1", "blue-token-2"):
         with Client(address, tls=tls, token=token) as client:
