@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
-import secrets
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from deploy.api.generate import CRDS
+from deploy.controller.kit.connection import Connection
+from deploy.controller.kit.kube import Kube
+from tests.k8s.api_clients import fresh_namespace, kube_of, wait_takes_pods
 from tests.k8s.control_plane.assets import find
-from tests.k8s.control_plane.errors import CommandError, NotAtHandError
+from tests.k8s.control_plane.errors import NotAtHandError
 from tests.k8s.control_plane.plane import ControlPlane, control_plane_of
+from tests.k8s.installed import Installed
 from tests.k8s.kubelet.errors import NotPossibleError
-from tests.k8s.kubelet.fixtures import kubelet as kubelet
-from tests.k8s.kubelet.fixtures import kuberay as kuberay
-from tests.k8s.kubelet.possible import check_leaves_pods, check_possible
-from tests.k8s.open_crd import wait_served
+from tests.k8s.kubelet.kubelet import Kubelet, running_kubelet
+from tests.k8s.kubelet.kuberay import KubeRay, running_kuberay
+from tests.k8s.kubelet.machine import check_leaves_pods, check_possible, pod_machine
+from tests.k8s.kubelet.network import links
+from tests.k8s.open_crd import serve_ray_clusters, wait_served
 from tests.k8s.operating import Operator, operator_of
-from tests.k8s.ray_cluster_crd import serve_ray_clusters
+from tests.k8s.plugin import Plugin
+from tests.k8s.seen import Seen
 
-_ACCOUNT_TIMEOUT_S = 60.0
-_POLL_S = 0.05
+_TAIL_CHARACTERS = 4000
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -49,32 +52,19 @@ def control_plane() -> Iterator[ControlPlane]:
         yield plane
 
 
+@pytest.fixture(scope="session")
+def kube(control_plane: ControlPlane) -> Kube:
+    """The operator's client, as the administrator."""
+    return kube_of(control_plane)
+
+
 @pytest.fixture
-def namespace(control_plane: ControlPlane) -> Iterator[str]:
+def namespace(control_plane: ControlPlane, kube: Kube) -> Iterator[str]:
     """A fresh one's name; pods may be made in it. It is deleted afterwards, in its own time."""
-    name = f"test-{secrets.token_hex(4)}"
-    control_plane.kubectl("create", "namespace", name)
-    try:
+    with fresh_namespace(kube) as name:
         if control_plane.has_controllers:
-            _wait_for_account(control_plane, name)
+            wait_takes_pods(control_plane, name)
         yield name
-    finally:
-        control_plane.kubectl("delete", "namespace", name, "--wait=false")
-
-
-def _wait_for_account(control_plane: ControlPlane, namespace: str) -> None:
-    """Until controllers have made the default account, which every pod there runs as, and, before
-    Kubernetes 1.24, its token: the server takes no pod without."""
-    give_up_at = time.monotonic() + _ACCOUNT_TIMEOUT_S
-    asks = ("run", "asks", "--image=none", "--restart=Never", "--dry-run=server")
-    while True:
-        try:
-            control_plane.kubectl("--namespace", namespace, *asks)
-            return
-        except CommandError as error:
-            if time.monotonic() > give_up_at:
-                raise TimeoutError(f"{namespace} takes no pod") from error
-        time.sleep(_POLL_S)
 
 
 @pytest.fixture(scope="session")
@@ -92,7 +82,49 @@ def ray_clusters(control_plane: ControlPlane) -> None:
 
 
 @pytest.fixture
+def kubelet(control_plane: ControlPlane, namespace: str, tmp_path: Path) -> Iterator[Kubelet]:
+    """Nothing of it is left after the test. pytest shows what its containers wrote last where the
+    test has failed."""
+    connection = Connection.from_kubeconfig(control_plane.kubeconfig)
+    logs = tmp_path / "container-logs"
+    try:
+        with pod_machine(logs) as made:
+            with running_kubelet(connection, control_plane.address, namespace, made) as running:
+                yield running
+            assert made.group.is_empty, "processes of pods are left"
+    finally:
+        for log in sorted(logs.glob("*/*.log")):
+            print(f"--- {log.parent.name}: {log.stem}, in {log}")
+            print(log.read_text(errors="replace")[-_TAIL_CHARACTERS:])
+    assert not any(each.exists() for each in (made.group.path, made.folder, made.memory))
+    assert made.network.link not in links()
+
+
+@pytest.fixture
+def kuberay(control_plane: ControlPlane, namespace: str, ray_clusters: None) -> Iterator[KubeRay]:
+    """Makes pods of the namespace's RayClusters; a kubelet runs them."""
+    connection = Connection.from_kubeconfig(control_plane.kubeconfig)
+    with running_kuberay(connection, namespace) as running:
+        yield running
+
+
+@pytest.fixture
 def operator(control_plane: ControlPlane, namespace: str, tmp_path: Path) -> Iterator[Operator]:
     """One process of its own, for this namespace alone."""
     with operator_of(control_plane, namespace, tmp_path) as running:
         yield running
+
+
+@pytest.fixture
+def seen(control_plane: ControlPlane, namespace: str) -> Seen:
+    return Seen(control_plane, namespace)
+
+
+@pytest.fixture
+def installed(control_plane: ControlPlane, namespace: str, tmp_path: Path) -> Installed:
+    return Installed(control_plane, namespace, tmp_path)
+
+
+@pytest.fixture
+def plugin(control_plane: ControlPlane, kube: Kube, namespace: str, tmp_path: Path) -> Plugin:
+    return Plugin(control_plane, kube, tmp_path, namespace)

@@ -1,4 +1,5 @@
-"""A kind of which an API server takes anything: its own schema it would reject, or has none of."""
+"""Kinds of others with a schema that takes anything, KubeRay's RayCluster among them: an API server
+of 1.20 rejects its present schema."""
 
 from __future__ import annotations
 
@@ -7,10 +8,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from deploy.controller.kit.objects import Resource
+from deploy.controller.resources import RAY_CLUSTERS
 from tests.k8s.control_plane.plane import ControlPlane
-from tests.k8s.operating import eventually
+from tests.k8s.operating import condition, eventually
 
-_SERVED_WITHIN_S = 60.0
 _OPEN = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
 
 
@@ -18,10 +19,10 @@ def wait_served(control_plane: ControlPlane, name: str) -> None:
     """`kubectl wait` before 1.21 fails on a kind that has no conditions yet."""
 
     def is_served() -> bool:
-        told = (control_plane.read(f"crd/{name}").get("status") or {}).get("conditions") or ()
-        return any(each["type"] == "Established" and each["status"] == "True" for each in told)
+        found = condition(control_plane.read(f"crd/{name}"), "Established")
+        return found.get("status") == "True"
 
-    eventually(is_served, f"{name} are served", _SERVED_WITHIN_S)
+    eventually(is_served, f"{name} are served")
 
 
 def open_crd(resource: Resource, kind: str) -> dict[str, Any]:
@@ -64,3 +65,9 @@ def served(control_plane: ControlPlane, *crds: dict[str, Any]) -> Iterator[None]
         yield
     finally:
         control_plane.kubectl("delete", *names, "--timeout=30s")
+
+
+def serve_ray_clusters(control_plane: ControlPlane) -> None:
+    """From now on; nobody turns one into pods."""
+    control_plane.apply(open_crd(RAY_CLUSTERS, "RayCluster"))
+    wait_served(control_plane, "rayclusters.ray.io")

@@ -1,4 +1,4 @@
-"""The operator as a process of its own, and what tests ask of the API server about it."""
+"""The operator as a process of its own, and how tests wait for what others do."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
 from pathlib import Path
@@ -30,7 +30,7 @@ class Operator:
     health_port: int
 
     def is_ready(self) -> bool:
-        """As kubelet's probe has it."""
+        """As a kubelet's probe sees it."""
         url = f"http://127.0.0.1:{self.health_port}/readyz"
         try:
             with urllib.request.urlopen(url, timeout=5) as answer:
@@ -39,7 +39,7 @@ class Operator:
             return False
 
     def kill(self) -> None:
-        """As a node that fails: it gives nothing back."""
+        """As a node that fails: the lease stays."""
         self.process.kill()
         self.process.wait()
 
@@ -76,7 +76,7 @@ def operator_of(
                 process.wait()
 
 
-def eventually(holds: Callable[[], Any], what: str, timeout_s: float = 30.0) -> Any:
+def eventually(holds: Callable[[], Any], what: str, timeout_s: float = 60.0) -> Any:
     """The first answer that is true; AssertionError with the last one when none comes in time."""
     give_up_at = time.monotonic() + timeout_s
     while True:
@@ -84,10 +84,10 @@ def eventually(holds: Callable[[], Any], what: str, timeout_s: float = 30.0) -> 
         if answer:
             return answer
         assert time.monotonic() < give_up_at, f"{what}: {answer!r} after {timeout_s:g} s"
-        time.sleep(0.1)
+        time.sleep(0.05)
 
 
-def condition(obj: dict[str, Any], kind: str) -> dict[str, Any]:
+def condition(obj: Mapping[str, Any], kind: str) -> dict[str, Any]:
     """A condition of an object's status; empty where there is none."""
     conditions = (obj.get("status") or {}).get("conditions") or ()
     return next((each for each in conditions if each["type"] == kind), {})

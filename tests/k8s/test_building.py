@@ -1,4 +1,4 @@
-"""Building a control plane: once, whole or not at all, told and explained; and finding one."""
+"""Building a control plane: once, whole or not at all, reported and explained; and finding one."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import pytest
 
 from tests.k8s.control_plane import build
 from tests.k8s.control_plane.assets import Assets, RunningCluster, find
+from tests.k8s.control_plane.build import made_once
 from tests.k8s.control_plane.debian import Archive
 from tests.k8s.control_plane.errors import BuildError, NotAtHandError, NotBuiltError
-from tests.k8s.control_plane.once import made_once
 from tests.k8s.control_plane.recipe import built_folder
 from tests.k8s.control_plane.steps import Steps
 
@@ -42,7 +42,7 @@ deb http://mirror.example/debian trixie main
 
 @pytest.fixture
 def steps(tmp_path: Path) -> Steps:
-    return Steps(tmp_path / "build.log", 30.0, lambda told: None)
+    return Steps(tmp_path / "build.log", 30.0, lambda line: None)
 
 
 @pytest.fixture
@@ -108,7 +108,7 @@ def test_of_two_makers_the_second_waits_for_the_first(tmp_path: Path) -> None:
         first.join()
 
 
-def test_a_step_that_fails_is_told_with_what_it_wrote(steps: Steps, tmp_path: Path) -> None:
+def test_a_step_that_fails_is_reported_with_what_it_wrote(steps: Steps, tmp_path: Path) -> None:
     steps.run("writing", ("sh", "-c", "echo of another step"), tmp_path)
     with pytest.raises(BuildError, match=r"failing: sh ended with 3:\nno such thing$"):
         steps.run("failing", ("sh", "-c", "echo no such thing >&2; exit 3"), tmp_path)
@@ -117,13 +117,13 @@ def test_a_step_that_fails_is_told_with_what_it_wrote(steps: Steps, tmp_path: Pa
 
 
 def test_a_step_ends_with_its_children_when_the_builds_time_is_over(tmp_path: Path) -> None:
-    told: list[str] = []
-    steps = Steps(tmp_path / "build.log", 0.5, told.append)
+    lines: list[str] = []
+    steps = Steps(tmp_path / "build.log", 0.5, lines.append)
     started_at = time.monotonic()
     with pytest.raises(BuildError, match="waiting: not done"):
         steps.run("waiting", ("sh", "-c", "sleep 60 & echo $! > child; wait"), tmp_path)
     assert time.monotonic() - started_at < 30
-    assert told[0] == "[0:00] waiting"
+    assert lines[0] == "[0:00] waiting"
     child = int((tmp_path / "child").read_text())
     give_up_at = time.monotonic() + 10
     while psutil.pid_exists(child) and psutil.Process(child).status() != psutil.STATUS_ZOMBIE:
@@ -149,7 +149,7 @@ def test_the_machines_own_mirror_is_asked_for_sources_too(
         assert "Signed-By: /usr/share/keyrings/debian-archive-keyring.gpg" in written
 
 
-def test_another_system_is_told_that_it_lacks_the_release(steps: Steps, tmp_path: Path) -> None:
+def test_another_system_is_refused_since_it_lacks_the_release(steps: Steps, tmp_path: Path) -> None:
     apt = machine(tmp_path, "sources.list", "deb http://mirror.example/ubuntu noble main\n")
     with pytest.raises(BuildError, match="do not name Debian bookworm"):
         Archive(tmp_path / "apt", steps, apt)
@@ -192,7 +192,7 @@ def test_an_incomplete_folder_is_named_with_what_it_lacks(
 
 
 @pytest.mark.usefixtures("nothing_named")
-def test_who_finds_nothing_is_told_why_the_last_build_failed(
+def test_an_error_that_nothing_is_found_says_why_the_last_build_failed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PATH", "/nonexistent")

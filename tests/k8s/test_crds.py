@@ -1,7 +1,7 @@
 """The custom resources on a real API server: defaults, kubectl's views, and refusals at admission.
 
-Rules that cross fields are CEL: a server without it takes what breaks them, and the operator tells
-it in a condition (tests/deploy/api/test_rules.py shows that both say the same).
+Rules that cross fields are CEL: a server without it takes what breaks them, and the operator
+reports it in a condition (tests/deploy/api/test_rules.py shows that both say the same).
 """
 
 from __future__ import annotations
@@ -10,41 +10,14 @@ from typing import Any
 
 import pytest
 
-from deploy.api.naming import API_VERSION
+from deploy.controller.kit.kube import Kube
 from deploy.controller.kit.objects import Key
 from deploy.controller.resources import SERVING_CLUSTERS, WORKER_POOLS
-from tests.k8s.api_clients import kube_of
 from tests.k8s.control_plane.errors import CommandError
 from tests.k8s.control_plane.plane import ControlPlane
+from tests.k8s.seen import cluster, pool
 
 pytestmark = pytest.mark.usefixtures("crds")
-
-BAD_ROUTER = {"podTemplate": {"spec": {"containers": ["x"]}}}
-"""A spec's part that every API server takes, with CEL or without, and the operator refuses by the
-name of its field: no schema goes into templates."""
-BAD_FIELD = "spec.router.podTemplate.spec.containers[0]"
-
-
-def cluster(namespace: str, **spec: Any) -> dict[str, Any]:
-    usual = {
-        "model": {"name": "models/demo"},
-        "pools": {"prefill": {"role": "prefill"}, "decode": {"role": "decode"}},
-    }
-    return {
-        "apiVersion": API_VERSION,
-        "kind": "ServingCluster",
-        "metadata": {"name": "main", "namespace": namespace},
-        "spec": usual | spec,
-    }
-
-
-def pool(namespace: str, **spec: Any) -> dict[str, Any]:
-    return {
-        "apiVersion": API_VERSION,
-        "kind": "WorkerPool",
-        "metadata": {"name": "decode", "namespace": namespace},
-        "spec": {"role": "decode", "cluster": "main", "pool": "decode"} | spec,
-    }
 
 
 def test_a_small_cluster_is_taken_and_its_defaults_are_seen(
@@ -53,7 +26,7 @@ def test_a_small_cluster_is_taken_and_its_defaults_are_seen(
     control_plane.apply(cluster(namespace))
     spec = control_plane.read("servingcluster/main", "-n", namespace)["spec"]
     assert spec["router"]["serviceType"] == "ClusterIP"
-    assert "replicas" not in spec["router"], "whoever scales the routers says it"
+    assert "replicas" not in spec["router"], "their scaler sets it"
     assert spec["pools"]["decode"]["maxReplicas"] == 8
     assert spec["pools"]["decode"]["initialReplicas"] == 1
     assert spec["pools"]["decode"]["scaling"] == {"mode": "manual"}
@@ -71,7 +44,7 @@ def test_kubectl_scale_changes_a_pools_size_and_get_shows_it(
     assert row.split()[:3] == ["decode", "decode", "4"]
 
 
-def told(**conditions: tuple[str, str]) -> list[dict[str, Any]]:
+def conditions_of(**conditions: tuple[str, str]) -> list[dict[str, Any]]:
     """Each with its status and reason."""
     return [
         {"type": kind, "status": status, "reason": reason, "message": "so it is",
@@ -87,10 +60,10 @@ def shown(control_plane: ControlPlane, namespace: str, *what: str) -> dict[str, 
 
 
 def test_kubectl_get_shows_how_a_pool_is_and_how_fast_beside_what_it_is_to_be(
-    control_plane: ControlPlane, namespace: str
+    control_plane: ControlPlane, kube: Kube, namespace: str
 ) -> None:
     control_plane.apply(pool(namespace, replicas=2))
-    conditions = told(
+    conditions = conditions_of(
         Available=("True", "Live"),
         Progressing=("True", "Draining"),
         Degraded=("False", "Sound"),
@@ -101,7 +74,7 @@ def test_kubectl_get_shows_how_a_pool_is_and_how_fast_beside_what_it_is_to_be(
         "ttftSeconds": 0.25, "ttftTargetSeconds": 0.5, "itlSeconds": 0.02, "itlTargetSeconds": 0.04,
     }  # fmt: skip
     key = Key(namespace, "decode")
-    kube_of(control_plane).merge_patch(WORKER_POOLS, key, {"status": status}, "status")
+    kube.merge_patch(WORKER_POOLS, key, {"status": status}, "status")
     usual = shown(control_plane, namespace, "wp")
     del usual["AGE"]
     assert usual == {
@@ -116,10 +89,10 @@ def test_kubectl_get_shows_how_a_pool_is_and_how_fast_beside_what_it_is_to_be(
 
 
 def test_kubectl_get_shows_what_a_cluster_serves_or_why_it_does_not(
-    control_plane: ControlPlane, namespace: str
+    control_plane: ControlPlane, kube: Kube, namespace: str
 ) -> None:
     control_plane.apply(cluster(namespace))
-    conditions = told(
+    conditions = conditions_of(
         Available=("False", "NoRouterReady"),
         Progressing=("True", "Changing"),
         Degraded=("True", "Refused"),
@@ -129,7 +102,7 @@ def test_kubectl_get_shows_what_a_cluster_serves_or_why_it_does_not(
         "endpoints": {"grpc": "main-router.here.svc:7100", "external": "llm.example.com"},
     }  # fmt: skip
     key = Key(namespace, "main")
-    kube_of(control_plane).merge_patch(SERVING_CLUSTERS, key, {"status": status}, "status")
+    kube.merge_patch(SERVING_CLUSTERS, key, {"status": status}, "status")
     usual = shown(control_plane, namespace, "serving")
     del usual["AGE"]
     assert usual == {
@@ -157,10 +130,9 @@ def test_kubectl_get_shows_what_a_cluster_serves_or_why_it_does_not(
     ids=lambda section: next(iter(section)),
 )
 def test_a_section_that_the_operator_takes_back_leaves_nothing_behind(
-    control_plane: ControlPlane, namespace: str, section: dict[str, Any]
+    kube: Kube, namespace: str, section: dict[str, Any]
 ) -> None:
     """Where an API server owns what is inside of it one by one, an old one leaves a null there."""
-    kube = kube_of(control_plane)
     (name, _), *rest = section.items()
     plain = pool(namespace, **dict(rest))
     before = kube.apply(WORKER_POOLS, plain, force=True)["spec"]
@@ -199,14 +171,12 @@ def test_what_crosses_fields_is_refused_at_admission_where_the_server_has_cel(
         pytest.skip("this API server has no CEL")
     with pytest.raises(CommandError, match="replicas must not be above maxReplicas"):
         control_plane.apply(pool(namespace, replicas=65))
-    named = cluster(namespace)
-    named["metadata"]["name"] = "7b"
     with pytest.raises(CommandError, match=r"metadata\.name must be of 1 to 47 small letters"):
-        control_plane.apply(named)
+        control_plane.apply(cluster(namespace, "7b"))
 
 
 def test_kubectl_explains_a_setting_in_the_words_of_its_dataclass(
     control_plane: ControlPlane, namespace: str
 ) -> None:
-    told = control_plane.kubectl("explain", "servingcluster.spec.engine.maxNumSeqs")
-    assert "Requests running at once." in told
+    text = control_plane.kubectl("explain", "servingcluster.spec.engine.maxNumSeqs")
+    assert "Requests running at once." in text

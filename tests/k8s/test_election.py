@@ -4,54 +4,30 @@ from __future__ import annotations
 
 import contextlib
 import random
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from baton.clock import ManualClock
 from deploy.controller.kit.candidate import LEASES, Candidate, ElectionSettings
 from deploy.controller.kit.election import Elector
 from deploy.controller.kit.errors import WriteRefusedError
 from deploy.controller.kit.kube import Kube
 from deploy.controller.kit.objects import Key
-from tests.deploy.controller.following import until
 from tests.deploy.controller.things import CONFIG_MAPS, config_map
-from tests.k8s.api_clients import fresh_namespace, kube_of, kube_through
+from tests.k8s.api_clients import kube_through
 from tests.k8s.control_plane.plane import ControlPlane
-from tests.k8s.cut_proxy import cut_proxy
+from tests.k8s.operating import eventually
+from tests.k8s.tcp_proxy import cut_proxy
 
-_TIMEOUT_S = 20.0
 _SETTINGS = ElectionSettings(lease_duration_s=15, renew_deadline_s=10, retry_s=2)
 _FAST = ElectionSettings(lease_duration_s=2, renew_deadline_s=1.4, retry_s=0.1)
 
 
-class FakeClock:
-    """One machine's: `now` goes on for all alike, where it began is its own affair."""
-
-    now = 0.0
-
-    def __init__(self, offset_s: float = 0.0) -> None:
-        self._offset_s = offset_s
-
-    def __call__(self) -> float:
-        return FakeClock.now + self._offset_s
-
-
-@pytest.fixture(autouse=True)
-def midnight() -> None:
-    FakeClock.now = 0.0
-
-
 @pytest.fixture
-def kube(control_plane: ControlPlane) -> Kube:
-    return kube_of(control_plane)
-
-
-@pytest.fixture
-def namespace(kube: Kube) -> Iterator[str]:
-    with fresh_namespace(kube) as name:
-        yield name
+def clock() -> ManualClock:
+    return ManualClock()
 
 
 @pytest.fixture
@@ -60,70 +36,56 @@ def lease(namespace: str) -> Key:
 
 
 @pytest.fixture
-def pair(kube: Kube, lease: Key) -> tuple[Candidate, Candidate]:
+def pair(kube: Kube, lease: Key, clock: ManualClock) -> tuple[Candidate, Candidate]:
     """Their clocks differ by a year."""
-    clocks = FakeClock(), FakeClock(365 * 86400)
-    one, two = (
-        Candidate(kube, lease, identity, _SETTINGS, clock)
-        for identity, clock in zip(("one", "two"), clocks, strict=True)
-    )
-    return one, two
+    one = Candidate(kube, lease, "one", _SETTINGS, clock.now_s)
+    return one, Candidate(kube, lease, "two", _SETTINGS, lambda: clock.now_s() + 365 * 86400)
 
 
 def leaders(*candidates: Candidate) -> int:
     return sum(candidate.is_leading() for candidate in candidates)
 
 
-def test_the_first_one_leads_and_the_other_waits(
-    kube: Kube, lease: Key, pair: tuple[Candidate, Candidate]
+def test_the_first_one_leads_and_leads_on_while_it_renews(
+    kube: Kube, lease: Key, clock: ManualClock, pair: tuple[Candidate, Candidate]
 ) -> None:
     one, two = pair
-    one.attempt()
-    two.attempt()
-    assert (one.is_leading(), two.is_leading()) == (True, False)
-    assert (one.holder, two.holder) == ("one", "one")
+    for _ in range(10):
+        one.attempt()
+        two.attempt()
+        clock.advance(8)
+        assert (one.is_leading(), two.is_leading()) == (True, False)
     spec = kube.get(LEASES, lease)["spec"]
     assert (spec["holderIdentity"], spec["leaseDurationSeconds"]) == ("one", 15)
     assert spec["leaseTransitions"] == 0
 
 
-def test_who_renews_leads_on(pair: tuple[Candidate, Candidate]) -> None:
-    one, two = pair
-    for _ in range(10):
-        one.attempt()
-        two.attempt()
-        FakeClock.now += 8
-        assert one.is_leading()
-        assert not two.is_leading()
-
-
 def test_a_leader_that_stands_still_has_stopped_before_the_next_one_starts(
-    kube: Kube, lease: Key, pair: tuple[Candidate, Candidate]
+    kube: Kube, lease: Key, clock: ManualClock, pair: tuple[Candidate, Candidate]
 ) -> None:
     one, two = pair
     one.attempt()
     two.attempt()
-    FakeClock.now = 9.9
+    clock.advance(9.9)
     assert one.is_leading()
-    FakeClock.now = 10
+    clock.advance(0.1)
     assert not one.is_leading(), "by the clock alone: it need not be scheduled to find out"
-    FakeClock.now = 14.9
+    clock.advance(4.9)
     two.attempt()
     assert leaders(one, two) == 0
-    FakeClock.now = 15
+    clock.advance(0.1)
     two.attempt()
-    assert two.is_leading()
     one.attempt()
-    assert (one.is_leading(), one.holder) == (False, "two")
+    assert (one.is_leading(), two.is_leading()) == (False, True)
     assert kube.get(LEASES, lease)["spec"]["leaseTransitions"] == 1
 
 
 def test_a_leader_that_stood_still_leads_on_where_nobody_took_over(
-    pair: tuple[Candidate, Candidate],
+    clock: ManualClock, pair: tuple[Candidate, Candidate]
 ) -> None:
     one, two = pair
     one.attempt()
-    FakeClock.now = 1000
+    clock.advance(1000)
     assert not one.is_leading()
     one.attempt()
     assert one.is_leading()
@@ -140,46 +102,47 @@ def test_a_lease_that_was_given_back_is_taken_at_once(pair: tuple[Candidate, Can
     two.attempt()
     assert two.is_leading()
     one.release()
-    assert two.is_leading(), "who does not hold it gives nothing back"
     two.attempt()
-    assert two.is_leading()
+    assert two.is_leading(), "a candidate that does not hold it gives nothing back"
 
 
 def test_a_lease_that_somebody_edits_or_deletes_is_renewed_all_the_same(
-    kube: Kube, lease: Key, pair: tuple[Candidate, Candidate]
+    kube: Kube, lease: Key, clock: ManualClock, pair: tuple[Candidate, Candidate]
 ) -> None:
     one, two = pair
     one.attempt()
     kube.merge_patch(LEASES, lease, {"metadata": {"annotations": {"note": "hello"}}})
-    FakeClock.now = 8
+    clock.advance(8)
     one.attempt()
-    FakeClock.now = 12
+    clock.advance(4)
     assert one.is_leading()
     kube.delete(LEASES, lease)
     one.attempt()
-    FakeClock.now = 20
+    clock.advance(8)
     two.attempt()
     assert (one.is_leading(), two.is_leading()) == (True, False)
 
 
 @pytest.mark.parametrize("num_looks", [200, pytest.param(2000, marks=pytest.mark.full)])
-def test_whoever_stops_whenever_there_are_never_two_leaders(
-    kube: Kube, lease: Key, num_looks: int
+def test_there_are_never_two_leaders_whichever_candidate_stops_and_whenever(
+    kube: Kube, lease: Key, clock: ManualClock, num_looks: int
 ) -> None:
     """The candidates stand still, give back and come back at random."""
     rng = random.Random(num_looks)
-    candidates = [
-        Candidate(kube, lease, f"c{i}", _SETTINGS, FakeClock(rng.uniform(-1e6, 1e6)))
-        for i in range(3)
-    ]
+
+    def candidate(number: int) -> Candidate:
+        offset_s = rng.uniform(-1e6, 1e6)
+        return Candidate(kube, lease, f"c{number}", _SETTINGS, lambda: clock.now_s() + offset_s)
+
+    candidates = [candidate(number) for number in range(3)]
     paused_until = [0.0] * 3
     have_led: set[int] = set()
     for _ in range(num_looks):
-        FakeClock.now += rng.expovariate(1.0)
+        clock.advance(rng.expovariate(1.0))
         index = rng.randrange(3)
         if candidates[index].is_leading() and rng.random() < 0.3:
-            paused_until[index] = FakeClock.now + rng.uniform(8, 40)
-        if FakeClock.now >= paused_until[index]:
+            paused_until[index] = clock.now_s() + rng.uniform(8, 40)
+        if clock.now_s() >= paused_until[index]:
             if rng.random() < 0.03:
                 candidates[index].release()
             candidates[index].attempt()
@@ -193,30 +156,16 @@ def test_settings_that_let_two_lead_are_refused() -> None:
         ElectionSettings(lease_duration_s=10, renew_deadline_s=10)
 
 
-class Story:
-    """What the electors tell, in its order."""
-
-    def __init__(self) -> None:
-        self._told: list[str] = []
-        self._changed = threading.Condition()
-
-    def teller(self, what: str) -> None:
-        with self._changed:
-            self._told.append(what)
-            self._changed.notify_all()
-
-    def until(self, *expected: str) -> None:
-        with self._changed:
-            came = self._changed.wait_for(lambda: self._told == [*expected], _TIMEOUT_S)
-        assert came, f"{self._told}, not {expected}"
+def wait_for(reports: list[str], *expected: str) -> None:
+    eventually(lambda: reports == [*expected], f"{expected}")
 
 
 @contextlib.contextmanager
-def electing(kube: Kube, lease: Key, identity: str, story: Story) -> Iterator[Elector]:
+def electing(kube: Kube, lease: Key, identity: str, reports: list[str]) -> Iterator[Elector]:
     elector = Elector(kube, lease, identity, _FAST)
     elector.start(
-        on_gained=lambda: story.teller(f"{identity} gained"),
-        on_lost=lambda: story.teller(f"{identity} lost"),
+        on_gained=lambda: reports.append(f"{identity} gained"),
+        on_lost=lambda: reports.append(f"{identity} lost"),
     )
     try:
         yield elector
@@ -224,64 +173,49 @@ def electing(kube: Kube, lease: Key, identity: str, story: Story) -> Iterator[El
         elector.stop()
 
 
-def test_who_ends_hands_over_at_once(kube: Kube, lease: Key) -> None:
-    story = Story()
-    with electing(kube, lease, "one", story) as one:
-        story.until("one gained")
-        with electing(kube, lease, "two", story) as two:
+def test_an_elector_that_ends_hands_over_at_once(kube: Kube, lease: Key) -> None:
+    reports = list[str]()
+    with electing(kube, lease, "one", reports) as one:
+        wait_for(reports, "one gained")
+        with electing(kube, lease, "two", reports) as two:
             assert one.stop()
-            story.until("one gained", "one lost", "two gained")
+            wait_for(reports, "one gained", "one lost", "two gained")
             assert (one.is_leading(), two.is_leading()) == (False, True)
     assert kube.get(LEASES, lease)["spec"]["holderIdentity"] == ""
 
 
-def test_who_ends_has_stopped_what_acts_before_the_lease_is_given_back(
+def test_an_elector_that_ends_has_stopped_its_owner_before_it_gives_the_lease_back(
     kube: Kube, lease: Key
 ) -> None:
-    elector, ends = Elector(kube, lease, "one", _FAST), []
+    elector, reports = Elector(kube, lease, "one", _FAST), list[str]()
 
     def end() -> None:
         holder = kube.get(LEASES, lease)["spec"]["holderIdentity"]
-        ends.append((holder, elector.is_leading()))
+        reports.append(f"lost, {holder} holds it")
+        assert not elector.is_leading()
 
-    began = threading.Event()
-    elector.start(on_gained=began.set, on_lost=end)
-    assert began.wait(_TIMEOUT_S)
+    elector.start(on_gained=lambda: reports.append("gained"), on_lost=end)
+    wait_for(reports, "gained")
     assert elector.stop()
-    assert ends == [("one", False)]
+    wait_for(reports, "gained", "lost, one holds it")
     assert kube.get(LEASES, lease)["spec"]["holderIdentity"] == ""
 
 
-def test_who_is_cut_off_has_lost_before_the_other_gains_and_writes_no_more(
+def test_an_elector_that_is_cut_off_has_lost_before_the_other_gains_and_writes_no_more(
     control_plane: ControlPlane, kube: Kube, lease: Key, tmp_path: Path
 ) -> None:
-    story = Story()
+    reports = list[str]()
     key = Key(lease.namespace, "written")
     with cut_proxy(control_plane.address) as proxy:
         cut_off = kube_through(proxy, control_plane, tmp_path)
-        with electing(cut_off, lease, "one", story) as one:
-            story.until("one gained")
+        with electing(cut_off, lease, "one", reports) as one:
+            wait_for(reports, "one gained")
             writing = kube.guarded(one.is_leading)
             writing.apply(CONFIG_MAPS, config_map(key), force=False)
-            with electing(kube, lease, "two", story):
+            with electing(kube, lease, "two", reports):
                 proxy.silence()
-                story.until("one gained", "one lost", "two gained")
+                wait_for(reports, "one gained", "one lost", "two gained")
                 with pytest.raises(WriteRefusedError):
                     writing.apply(CONFIG_MAPS, config_map(key), force=False)
                 proxy.heal()
-        story.until("one gained", "one lost", "two gained", "two lost")
-
-
-def test_of_many_who_start_together_one_leads(kube: Kube, lease: Key) -> None:
-    story = Story()
-    with contextlib.ExitStack() as stack:
-        electors = [
-            stack.enter_context(electing(kube, lease, f"c{number}", story)) for number in range(5)
-        ]
-
-        def all_know_who() -> bool:
-            assert sum(elector.is_leading() for elector in electors) <= 1
-            return all(elector.holder is not None for elector in electors)
-
-        until(all_know_who, "a look of each")
-        assert len({elector.holder for elector in electors}) == 1
+        wait_for(reports, "one gained", "one lost", "two gained", "two lost")

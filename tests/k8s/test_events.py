@@ -14,22 +14,11 @@ from deploy.controller.kit.event_series import EventType
 from deploy.controller.kit.events import EVENTS, EventRecorder
 from deploy.controller.kit.kube import Kube
 from deploy.controller.kit.objects import Key, Object, Selection, key_of
-from tests.deploy.controller.following import until
 from tests.deploy.controller.things import CONFIG_MAPS, config_map
-from tests.k8s.api_clients import fresh_namespace, kube_of, kube_through
+from tests.k8s.api_clients import kube_through
 from tests.k8s.control_plane.plane import ControlPlane
-from tests.k8s.cut_proxy import cut_proxy
-
-
-@pytest.fixture
-def kube(control_plane: ControlPlane) -> Kube:
-    return kube_of(control_plane)
-
-
-@pytest.fixture
-def namespace(kube: Kube) -> Iterator[str]:
-    with fresh_namespace(kube) as name:
-        yield name
+from tests.k8s.operating import eventually
+from tests.k8s.tcp_proxy import cut_proxy
 
 
 @pytest.fixture
@@ -72,13 +61,11 @@ def test_kubectl_describe_shows_what_happened_and_how_often(
 def test_an_event_that_the_server_has_forgotten_is_written_anew(
     kube: Kube, pool: Object, namespace: str
 ) -> None:
-    recorder = EventRecorder(kube, "baton-operator")
-    recorder.start()
-    recorder.record(pool, EventType.NORMAL, "Drained", "decode-1 has drained")
-    until(lambda: len(events_of(kube, namespace)) == 1, "the event")
-    kube.delete(EVENTS, key_of(events_of(kube, namespace)[0]))
-    recorder.record(pool, EventType.NORMAL, "Drained", "decode-1 has drained")
-    assert recorder.stop(10)
+    with recording(kube) as recorder:
+        recorder.record(pool, EventType.NORMAL, "Drained", "decode-1 has drained")
+        eventually(lambda: len(events_of(kube, namespace)) == 1, "the event")
+        kube.delete(EVENTS, key_of(events_of(kube, namespace)[0]))
+        recorder.record(pool, EventType.NORMAL, "Drained", "decode-1 has drained")
     (event,) = events_of(kube, namespace)
     assert event["count"] == 2
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import time
+import subprocess
+import sys
 from pathlib import Path
 
 import grpc
@@ -13,10 +14,10 @@ from deploy.controller.kit.kube import Kube
 from deploy.controller.kit.objects import Key
 from deploy.controller.resources import CONFIG_MAPS, DEPLOYMENTS, PODS, SECRETS, SERVICES
 from tests.deploy.controller.things import config_map
-from tests.k8s.api_clients import kube_of
 from tests.k8s.control_plane.plane import ControlPlane
-from tests.k8s.kubelet.kubelet import NODE_NAMES, Kubelet
-from tests.k8s.kubelet.nodes import NODES
+from tests.k8s.kubelet.kubelet import NODE_NAMES, NODES, Kubelet
+from tests.k8s.kubelet.machine import REPOSITORY, image_folders, pod_machine
+from tests.k8s.kubelet.network import links
 from tests.k8s.kubelet.objects import (
     container,
     deployment,
@@ -30,10 +31,9 @@ from tests.k8s.kubelet.objects import (
     python,
     secret,
     service,
-    until,
     until_ready,
 )
-from tests.k8s.kubelet.place import image_folders
+from tests.k8s.operating import eventually
 
 _SERVER = """
 import signal, threading
@@ -65,11 +65,6 @@ _ON_NODE_A = {"kubernetes.io/hostname": "node-a"}
 _SAYS_PRE_STOP = {"preStop": {"exec": {"command": ["echo", "preStop"]}}}
 
 
-@pytest.fixture
-def kube(control_plane: ControlPlane) -> Kube:
-    return kube_of(control_plane)
-
-
 def test_pods_of_a_deployment_serve_on_one_port_by_their_services_name_and_end_in_order(
     kubelet: Kubelet, kube: Kube, namespace: str
 ) -> None:
@@ -77,6 +72,7 @@ def test_pods_of_a_deployment_serve_on_one_port_by_their_services_name_and_end_i
         "server",
         python(_SERVER),
         ports=[{"name": "grpc", "containerPort": 7100}],
+        readinessProbe={"tcpSocket": {"port": "grpc"}},
         lifecycle=_SAYS_PRE_STOP,
     )
     kube.create(DEPLOYMENTS, deployment(namespace, "web", 2, pod_spec(server)))
@@ -94,7 +90,7 @@ def test_pods_of_a_deployment_serve_on_one_port_by_their_services_name_and_end_i
     assert said == f"{_SERVING}\n"
 
     kube.delete(DEPLOYMENTS, Key(namespace, "web"))
-    until(lambda: not kubelet.pods("app=web"), "the Deployment's pods have ended")
+    eventually(lambda: not kubelet.pods("app=web"), "the Deployment's pods have ended")
     for each in pods:
         assert kubelet.log(name_of(each), "server-0") == "serves\npreStop\nSIGTERM\n"
 
@@ -108,7 +104,7 @@ def test_a_container_that_crashes_is_started_again_and_its_pod_says_so(
     crashes["volumeMounts"] = [{"name": "data", "mountPath": "/data"}]
     spec = pod_spec(crashes, volumes=[{"name": "data", "emptyDir": {}}])
     kube.create(PODS, pod(namespace, "twice", spec))
-    until(lambda: num_restarts(kubelet, "app=twice") == 1, "it is started again")
+    eventually(lambda: num_restarts(kubelet, "app=twice") == 1, "it is started again")
     (made,) = until_ready(kubelet, "app=twice")
     (status,) = made["status"]["containerStatuses"]
     assert status["restartCount"] == 1
@@ -158,7 +154,7 @@ def test_a_container_has_its_user_its_volumes_its_environment_and_files_of_its_o
     )
     kube.create(PODS, pod(namespace, "looker", spec))
     until_ready(kubelet, "app=looker")
-    until(lambda: kubelet.log("looker", "looks-0").endswith("looker\n"), "it has looked")
+    eventually(lambda: kubelet.log("looker", "looks-0").endswith("looker\n"), "it has looked")
     lines = kubelet.log("looker", "looks-0").splitlines()
     assert lines[:2] == ["1000", "1000 2000"]
     assert lines[2].split()[0] == "looker"
@@ -176,19 +172,19 @@ def test_a_pod_asks_the_api_server_with_its_own_accounts_token(
 ) -> None:
     program = """
 from deploy.controller.kit.connection import Connection
-from deploy.controller.kit.errors import ForbiddenError
+from deploy.controller.kit.errors import StatusError
 from deploy.controller.kit.kube import Kube
 from deploy.controller.kit.objects import Selection
 from deploy.controller.resources import PODS
 try:
     Kube(Connection.in_cluster(), "pod").list(PODS, Selection("default"))
-except ForbiddenError as error:
+except StatusError as error:
     print(error.message)
 """
     spec = pod_spec(container("asks", python(program)), restartPolicy="Never")
     kube.create(PODS, pod(namespace, "asker", spec))
     key = Key(namespace, "asker")
-    until(lambda: kube.get(PODS, key)["status"].get("phase") == "Succeeded", "it has asked")
+    eventually(lambda: kube.get(PODS, key)["status"].get("phase") == "Succeeded", "it has asked")
     said = kubelet.log("asker", "asks-0")
     assert f"system:serviceaccount:{namespace}:default" in said
 
@@ -214,7 +210,7 @@ def test_a_container_that_hangs_is_killed_by_its_liveness_probe_and_started_agai
     )
     data = {"name": "data", "emptyDir": {}}
     kube.create(PODS, pod(namespace, "hung", pod_spec(starts, volumes=[data], grace_s=1)))
-    until(lambda: num_restarts(kubelet, "app=hung") == 1, "it was started again")
+    eventually(lambda: num_restarts(kubelet, "app=hung") == 1, "it was started again")
     found = kubelet.container("hung").output_of("ls", "/tmp").split()
     assert "alive" in found
     assert "former" not in found, "each start has a file system of its own"
@@ -232,27 +228,15 @@ def test_cordoned_nodes_get_nothing_and_an_evicted_pod_runs_its_pre_stop(
 
     kube.merge_patch(NODES, node_b, {"spec": {"unschedulable": True}})
     evict(control_plane, namespace, name_of(pods[0]))
-    until(lambda: name_of(pods[0]) not in map(name_of, kubelet.pods("app=pair")), "it has gone")
+    eventually(
+        lambda: name_of(pods[0]) not in map(name_of, kubelet.pods("app=pair")), "it has gone"
+    )
     assert kubelet.log(name_of(pods[0]), "sleeps-0") == "preStop\n"
-    until(lambda: any(map(is_unschedulable, kubelet.pods("app=pair"))), "its successor waits")
+    eventually(lambda: any(map(is_unschedulable, kubelet.pods("app=pair"))), "its successor waits")
 
     kube.merge_patch(NODES, node_a, {"spec": {"unschedulable": None}})
     pods = until_ready(kubelet, "app=pair", 2)
     assert {each["spec"]["nodeName"] for each in pods} == {node_a.name, node_b.name}
-
-
-@pytest.mark.full
-def test_what_outlives_its_grace_is_killed_whole(
-    kubelet: Kubelet, kube: Kube, control_plane: ControlPlane, namespace: str
-) -> None:
-    stubborn = "trap : TERM; sleep 601 & sleep 602 & while :; do wait; done"
-    kube.create(PODS, pod(namespace, "stubborn", pod_spec(container("c", ["sh", "-c", stubborn]))))
-    until_ready(kubelet, "app=stubborn")
-    started_at = time.monotonic()
-    delete = ("delete", "pod", "stubborn", "--grace-period=3", "--wait=false")
-    control_plane.kubectl("--namespace", namespace, *delete)
-    until(lambda: not kubelet.pods("app=stubborn"), "it has gone")
-    assert time.monotonic() - started_at >= 3
 
 
 @pytest.mark.full
@@ -267,36 +251,9 @@ def test_a_pod_waits_for_a_secret_that_is_not_there_yet_and_says_so(
         statuses = found["status"].get("containerStatuses", ())
         return any("no Secret late" in str(each["state"].get("waiting")) for each in statuses)
 
-    until(waits, "it says what it waits for")
+    eventually(waits, "it says what it waits for")
     kube.create(SECRETS, secret(namespace, "late", {"token": "x"}))
     until_ready(kubelet, "app=waits")
-
-
-@pytest.mark.full
-def test_pods_outlive_the_api_server_and_tell_it_afterwards_what_has_happened(
-    kubelet: Kubelet, kube: Kube, control_plane: ControlPlane, namespace: str
-) -> None:
-    serves = container("serves", ["sh", "-c", "until test -e /tmp/go; do sleep 0.1; done; exit 3"])
-    kube.create(PODS, pod(namespace, "stays", pod_spec(serves)))
-    until_ready(kubelet, "app=stays")
-    run = kubelet.container("stays")
-    with control_plane.without_api_server():
-        run.output_of("touch", "/tmp/go")
-        until(lambda: kubelet.container("stays") is not run, "it is started again")
-    until(lambda: num_restarts(kubelet, "app=stays") == 1, "the API server knows it")
-
-
-@pytest.mark.full
-def test_a_pod_that_is_deleted_by_force_is_killed_at_once(
-    kubelet: Kubelet, kube: Kube, control_plane: ControlPlane, namespace: str
-) -> None:
-    slow = container("slow", _SLEEPS, lifecycle={"preStop": {"exec": {"command": _SLEEPS}}})
-    kube.create(PODS, pod(namespace, "forced", pod_spec(slow, grace_s=600)))
-    until_ready(kubelet, "app=forced")
-    run = kubelet.container("forced")
-    delete = ("delete", "pod", "forced", "--grace-period=0", "--force", "--wait=false")
-    control_plane.kubectl("--namespace", namespace, *delete)
-    until(lambda: run.ended is not None, "its process has ended")
 
 
 @pytest.mark.full
@@ -320,3 +277,41 @@ def test_pods_share_their_nodes_memory_and_disk_where_they_ask_for_it_and_nothin
     assert name not in alone.output_of("ls", "/dev/shm")
     two.output_of("rm", f"/dev/shm/{name}")
     assert not Path("/", name).exists()
+
+
+_HOLDS_A_POD = """
+import sys, time
+from pathlib import Path
+from tests.k8s.kubelet.container import ContainerRun
+from tests.k8s.kubelet.entry import Entry, User
+from tests.k8s.kubelet.machine import image_environment, pod_machine
+
+with pod_machine(Path(sys.argv[1])) as made:
+    pod = made.network.join("pod")
+    made.logs.mkdir()
+    entry = Entry(
+        cgroup=str(made.group.path / "sleeps"), pod_pid=pod.pid, container_pid=None,
+        root=str(made.folder / "sleeps"), shares_memory=False, mounts=(), opened=(),
+        user=User(0, 0), folder="/", command=("sleep", "600"),
+        environment={**image_environment(), **made.mark},
+    )
+    ContainerRun({"name": "sleeps"}, entry, made.logs / "log", lambda: None)
+    print(made.network.link, made.group.path, made.folder, made.memory, flush=True)
+    time.sleep(600)
+"""
+
+
+def test_nothing_is_left_of_a_kubelet_that_was_killed(kubelet: Kubelet, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", _HOLDS_A_POD, str(tmp_path / "logs")]
+    with subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True) as killed:
+        assert killed.stdout is not None
+        link, *folders = killed.stdout.readline().split()
+        assert link in links()
+        processes = Path(folders[0]) / "sleeps" / "cgroup.procs"
+        assert processes.read_text()
+        killed.kill()
+    eventually(lambda: processes.read_text() == "", "its processes have ended")
+    eventually(lambda: link not in links(), "its network has gone")
+    assert all(Path(folder).exists() for folder in folders)
+    with pod_machine(tmp_path / "other-logs"):
+        assert not any(Path(folder).exists() for folder in folders)

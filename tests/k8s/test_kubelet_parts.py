@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import Any
 
@@ -10,22 +9,20 @@ import pytest
 
 from tests.k8s.control_plane.assets import Assets, Clients, RunningCluster
 from tests.k8s.kubelet.container import Ended
-from tests.k8s.kubelet.environment import PodPlace, command_of, environment_of, user_of
+from tests.k8s.kubelet.environment import PodFacts, command_of, environment_of, user_of
 from tests.k8s.kubelet.errors import ContainerError, NotPossibleError
 from tests.k8s.kubelet.hosts import hosts_of, service_hosts
-from tests.k8s.kubelet.nodes import place_for
+from tests.k8s.kubelet.kubelet import node_for
+from tests.k8s.kubelet.machine import check_leaves_pods, check_possible
 from tests.k8s.kubelet.objects import container, pod, pod_spec, service
 from tests.k8s.kubelet.pod_status import ContainerState, PodState
-from tests.k8s.kubelet.possible import check_leaves_pods, check_possible
-from tests.k8s.kubelet.probes import ProbeKind, probes_of
 from tests.k8s.kubelet.ray_pods import (
     head_pod,
     head_service,
-    without_agent_probes,
-    without_grpc_probes,
+    quantity,
+    quoted,
     worker_pod,
 )
-from tests.k8s.kubelet.ray_start import quantity, quoted
 
 _ENDED_WELL = Ended(0, "then", "now")
 _CRASHED = Ended(1, "then", "now")
@@ -81,17 +78,7 @@ def test_ray_start_says_what_the_group_and_its_container_say() -> None:
     ]
 
 
-def test_a_command_is_ours_where_the_cluster_says_so_and_followed_by_rays_where_not() -> None:
-    cluster = ray_cluster()
-    (ray,) = worker_of(cluster)["spec"]["containers"]
-    assert ray["command"] == ["/bin/bash", "-c", "--"]
-    assert ray["args"][0].startswith("sh -c sleep 1 && ulimit -n 65536; ray start ")
-    cluster["metadata"]["annotations"] = {"ray.io/overwrite-container-cmd": "true"}
-    (ray,) = worker_of(cluster)["spec"]["containers"]
-    assert (ray["command"], ray["args"]) == (["sh"], ["-c", "sleep 1"])
-
-
-def test_ray_containers_are_told_where_the_head_is_and_its_token() -> None:
+def test_ray_containers_know_where_the_head_is_and_its_token() -> None:
     cluster = ray_cluster(authOptions={"mode": "token", "secretName": "secret"})
     token = {"secretKeyRef": {"name": "secret", "key": "auth_token"}}
     head, worker = head_pod(cluster), worker_of(cluster)
@@ -102,38 +89,6 @@ def test_ray_containers_are_told_where_the_head_is_and_its_token() -> None:
     assert variables(head)["RAY_AUTH_TOKEN"] == variables(worker)["RAY_AUTH_TOKEN"] == token
     (waits,) = worker["spec"]["initContainers"]
     assert {"name": "RAY_AUTH_TOKEN", "valueFrom": token} in waits["env"]
-
-
-def test_probes_are_rays_where_the_template_has_none() -> None:
-    cluster = ray_cluster()
-    own = {"exec": {"command": ["true"]}}
-    template = cluster["spec"]["workerGroupSpecs"][0]["template"]
-    template["spec"]["containers"][0]["readinessProbe"] = own
-    (ray,) = worker_of(cluster)["spec"]["containers"]
-    assert ray["readinessProbe"] == own
-    assert ray["livenessProbe"]["httpGet"] == {"path": "/api/healthz", "port": 52365}
-    assert ray["livenessProbe"]["failureThreshold"] == 120
-    (ray,) = without_agent_probes(worker_of(cluster))["spec"]["containers"]
-    assert ray["readinessProbe"] == own
-    assert set(ray["livenessProbe"]) > {"exec", "failureThreshold"}
-    assert "httpGet" not in ray["livenessProbe"]
-
-
-def test_an_api_server_without_grpc_probes_gets_none_and_the_port_is_asked_instead() -> None:
-    made = pod("ns", "p", pod_spec(container("c", ["x"], readinessProbe={"grpc": {"port": 7101}})))
-    (bare,) = without_grpc_probes(made)["spec"]["containers"]
-    assert probes_of(bare) == {}
-    bare["ports"] = [{"name": "control", "containerPort": 7101}]
-    assert probes_of(bare)[ProbeKind.READINESS].action["grpc"] == {"port": 7101}
-
-
-def test_the_head_service_selects_the_head_pod_and_no_worker() -> None:
-    cluster = ray_cluster()
-    named = head_service(cluster)
-    head, worker = head_pod(cluster), worker_of(cluster)
-    hosts = service_hosts([named], [at(head, "10.0.0.1", is_ready=False), at(worker, "10.0.0.2")])
-    names = "main-head-svc main-head-svc.ns main-head-svc.ns.svc main-head-svc.ns.svc.cluster.local"
-    assert hosts == f"10.0.0.1 {names}\n"
 
 
 def test_the_head_keeps_its_state_where_the_cluster_says_so() -> None:
@@ -148,14 +103,6 @@ def test_the_head_keeps_its_state_where_the_cluster_says_so() -> None:
     assert variables(worker_of(cluster))["RAY_gcs_rpc_server_reconnect_timeout_s"] == "600"
 
 
-def test_the_cluster_is_left_as_it_was() -> None:
-    cluster = ray_cluster(authOptions={"mode": "token"})
-    before = copy.deepcopy(cluster)
-    head_pod(cluster)
-    worker_of(cluster)
-    assert cluster == before
-
-
 @pytest.mark.parametrize(
     ("said", "number"), [("500m", 0.5), ("8Gi", 8 * 2**30), ("1e3", 1000), (2, 2), ("1.5", 1.5)]
 )
@@ -166,7 +113,7 @@ def test_quantities_are_read_as_kubernetes_writes_them(said: str | int, number: 
 # --- the kubelet ----------------------------------------------------------------------------------
 
 
-def test_a_service_leads_to_its_pods_that_are_ready_and_stay() -> None:
+def test_a_service_leads_to_its_pods_that_are_ready_and_stay_and_a_heads_to_its_head() -> None:
     def web(name: str) -> dict[str, Any]:
         made = pod("ns", name, pod_spec())
         made["metadata"]["labels"] = {"app": "web"}
@@ -180,18 +127,24 @@ def test_a_service_leads_to_its_pods_that_are_ready_and_stay() -> None:
     assert hosts == "10.0.0.1 web web.ns web.ns.svc web.ns.svc.cluster.local\n"
     assert hosts_of("a", "10.0.0.1", hosts).splitlines()[2:] == ["10.0.0.1 a", hosts.strip()]
 
+    cluster = ray_cluster()
+    head, worker = at(head_pod(cluster), "10.0.0.5", is_ready=False), worker_of(cluster)
+    hosts = service_hosts([head_service(cluster)], [head, at(worker, "10.0.0.6")])
+    assert hosts.startswith("10.0.0.5 main-head-svc main-head-svc.ns ")
+    assert "10.0.0.6" not in hosts
 
-def test_what_a_container_refers_to_and_nobody_has_is_told() -> None:
+
+def test_a_reference_to_what_is_not_there_is_an_error() -> None:
     made = pod("ns", "p", pod_spec(nodeName="node-a"))
     made["metadata"]["uid"] = "u"
-    place = PodPlace(made, "10.0.0.1", "10.0.0.254")
+    facts = PodFacts(made, "10.0.0.1", "10.0.0.254")
     reads = container("c", ["x"])
     source: dict[str, dict[str, Any]] = {"secretKeyRef": {"name": "gone", "key": "k"}}
     reads["env"] = [{"name": "X", "valueFrom": source}]
     with pytest.raises(ContainerError, match="no Secret gone"):
-        environment_of(reads, place, lambda kind, name: None, {})
+        environment_of(reads, facts, lambda kind, name: None, {})
     source["secretKeyRef"]["optional"] = True
-    assert "X" not in environment_of(reads, place, lambda kind, name: None, {})
+    assert "X" not in environment_of(reads, facts, lambda kind, name: None, {})
     with pytest.raises(ContainerError, match="no command"):
         command_of({"name": "c", "args": ["x"]}, {})
 
@@ -213,11 +166,11 @@ def test_a_pod_goes_to_the_emptier_node_that_takes_it() -> None:
     nodes = [node("node-a"), node("node-b"), node("node-c", unschedulable=True)]
     new = pod("ns", "new", pod_spec())
     old = pod("ns", "old", pod_spec(nodeName="node-a"))
-    assert place_for(new, nodes, [old]) == "node-b"
+    assert node_for(new, nodes, [old]) == "node-b"
     new["spec"]["nodeSelector"] = {"zone": "a"}
-    assert place_for(new, nodes, [old]) == "node-a"
+    assert node_for(new, nodes, [old]) == "node-a"
     new["spec"]["nodeSelector"] = {"zone": "c"}
-    assert place_for(new, nodes, []) is None
+    assert node_for(new, nodes, []) is None
 
 
 @pytest.mark.parametrize(
@@ -261,7 +214,7 @@ def test_a_machine_that_allows_no_pods_says_what_is_missing(
         check()
 
 
-def test_a_control_plane_that_makes_no_pods_or_runs_them_itself_is_told_so() -> None:
+def test_a_control_plane_that_makes_no_pods_or_runs_them_itself_is_refused() -> None:
     program, clients = Path("program"), Clients(Path("kubectl"), None)
     check_leaves_pods(Assets(program, program, program, program, clients))
     with pytest.raises(NotPossibleError, match="no kube-controller-manager"):

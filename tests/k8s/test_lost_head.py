@@ -4,25 +4,24 @@ state: nobody but the head notices."""
 from __future__ import annotations
 
 import shutil
-from pathlib import Path
 
 import pytest
 
 from baton.errors import BatonError
 from deploy.controller.manifests.common import POOL_LABEL
-from tests.k8s.addresses import HEAD
-from tests.k8s.control_plane.plane import ControlPlane
+from tests.k8s.installed import (
+    HEAD,
+    PREFILL_AND_TWO_DECODE,
+    Installed,
+    on_pods,
+    workers_of,
+)
 from tests.k8s.kubelet.kubelet import Kubelet
 from tests.k8s.kubelet.objects import name_of, restarts_of
-from tests.k8s.operating import condition, eventually
 from tests.k8s.streaming import streaming
-from tests.k8s.test_serving import FAKE, MODEL, Installed, with_engine, workers_of
 
 pytestmark = [
-    pytest.mark.cluster,
-    pytest.mark.full,
-    pytest.mark.timeout(900),
-    pytest.mark.usefixtures("crds", "kubelet", "kuberay"),
+    *on_pods(900),
     pytest.mark.skipif(
         shutil.which("redis-server") is None,
         reason="NO REDIS ON THIS MACHINE: redis-server is not on PATH (Debian's package of that "
@@ -34,67 +33,44 @@ NUM_TOKENS = 600
 BACK_WITHIN_S = 150.0
 
 
-class Cluster:
-    """What runs of the release's ServingCluster."""
+def pods_of_workers(kubelet: Kubelet) -> list[tuple[str, int]]:
+    """Each one's identity, and how often its containers were started again."""
+    return sorted((pod["metadata"]["uid"], restarts_of(pod)) for pod in kubelet.pods(POOL_LABEL))
 
-    def __init__(self, kubelet: Kubelet) -> None:
-        self._kubelet = kubelet
 
-    def head(self) -> str:
-        (pod,) = self._kubelet.pods(HEAD)
-        return name_of(pod)
-
-    def worker_pods(self) -> list[tuple[str, int]]:
-        """Each one's identity, and how often its containers were started again."""
-        return sorted(
-            (pod["metadata"]["uid"], restarts_of(pod)) for pod in self._kubelet.pods(POOL_LABEL)
-        )
-
-    def workers(self) -> dict[str, str]:
-        """Their pods, by worker; empty while no supervisor tells."""
-        try:
-            pools = ("prefill", "decode")
-            return {w: p for pool in pools for w, p in workers_of(self._kubelet, pool).items()}
-        except (BatonError, KeyError, ValueError):  # no answer, no address, no pod
-            return {}
+def workers(kubelet: Kubelet) -> dict[str, str]:
+    """Their pods, by worker; empty while no supervisor answers."""
+    try:
+        return workers_of(kubelet, "prefill") | workers_of(kubelet, "decode")
+    except (BatonError, KeyError, ValueError):  # no answer, no address, no pod
+        return {}
 
 
 def test_a_head_that_is_lost_costs_no_stream_and_no_worker(
-    control_plane: ControlPlane, namespace: str, kubelet: Kubelet, tmp_path: Path
+    installed: Installed, kubelet: Kubelet
 ) -> None:
-    installed = Installed(control_plane, namespace, tmp_path, has_redis=True)
-    installed.install(
-        model={"name": str(MODEL)},
-        **with_engine(FAKE, router={"localPrefill": "never"}),
-        pools={"prefill": {"role": "prefill"}, "decode": {"role": "decode", "initialReplicas": 2}},
-        router={"replicas": 1},
-    )
-    installed.wait_available()
+    installed.redis = {}
+    installed.serve(PREFILL_AND_TWO_DECODE)
     spec = installed.read("servingcluster/default")["spec"]
     assert spec["ray"]["gcsFaultTolerance"]["redisAddress"] == "default-redis:6379"
-    cluster = Cluster(kubelet)
-    eventually(lambda: len(cluster.workers()) == 3, "all three workers are live", BACK_WITHIN_S)
-    workers, pods, lost = cluster.workers(), cluster.worker_pods(), cluster.head()
+    before, pods = workers(kubelet), pods_of_workers(kubelet)
+    assert len(before) == 3
+    (head,) = kubelet.pods(HEAD)
     with streaming(kubelet, NUM_TOKENS) as streams:
         streams.wait_round()
-        end = ("delete", "pod", lost, "--grace-period=0", "--force")
-        control_plane.kubectl("-n", namespace, *end)
+        installed.kubectl("delete", "pod", name_of(head), "--grace-period=0", "--force")
 
         def is_back() -> bool:
-            streams.check()
-            heads = kubelet.pods(HEAD)
-            return [name_of(pod) != lost for pod in heads] == [True] and bool(cluster.workers())
+            others = [name_of(pod) != name_of(head) for pod in kubelet.pods(HEAD)]
+            return others == [True] and bool(workers(kubelet))
 
-        eventually(is_back, "another head's supervisor tells of workers", BACK_WITHIN_S)
+        streams.wait(is_back, "another head's supervisor knows workers", BACK_WITHIN_S)
 
         def is_whole() -> bool:
-            streams.check()
-            told = condition(installed.read("servingcluster/default"), "Available")
-            return told["status"] == "True" and cluster.workers() == workers
+            is_available = installed.own_condition("Available")["status"] == "True"
+            return is_available and workers(kubelet) == before
 
-        eventually(is_whole, "it tells of all of them", BACK_WITHIN_S)
-        rounds = streams.num_rounds
-        eventually(lambda: streams.num_rounds >= rounds + 2, "streams go on", BACK_WITHIN_S)
-        streams.check()
-    assert cluster.worker_pods() == pods
-    assert cluster.workers() == workers
+        streams.wait(is_whole, "it knows all of them", BACK_WITHIN_S)
+        streams.wait_rounds(2)
+    assert pods_of_workers(kubelet) == pods
+    assert workers(kubelet) == before

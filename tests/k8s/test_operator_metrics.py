@@ -1,4 +1,4 @@
-"""What the operator tells Prometheus over HTTP, of objects on a real API server."""
+"""What the operator shows Prometheus over HTTP, of objects on a real API server."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from deploy.controller.manifests.common import Release
 from tests.k8s.control_plane.plane import ControlPlane
 from tests.k8s.control_plane.process import free_port
 from tests.k8s.operating import eventually
-from tests.k8s.test_crds import cluster
+from tests.k8s.seen import cluster
 
 pytestmark = pytest.mark.usefixtures("crds", "ray_clusters")
 
@@ -43,7 +43,7 @@ def scrape(control_plane: ControlPlane, namespace: str) -> Iterator[Callable[[],
         server.server_close()
 
 
-def test_it_tells_who_leads_and_what_is_wrong_with_each_resource(
+def test_it_shows_who_leads_and_what_is_wrong_with_each_resource(
     control_plane: ControlPlane, namespace: str, scrape: Callable[[], list[str]]
 ) -> None:
     assert 'baton_operator_reconciles_total{end="succeeded"} 0.0' in scrape()
@@ -53,9 +53,9 @@ def test_it_tells_who_leads_and_what_is_wrong_with_each_resource(
         begins = f'baton_resource_condition{{kind="{kind}",reason='
         ends = f'resource="{name}",resource_namespace="{namespace}",type="Available"}} 0.0'
 
-        def is_told(begins: str = begins, ends: str = ends) -> bool:
+        def is_shown(begins: str = begins, ends: str = ends) -> bool:
             return any(line.startswith(begins) and line.endswith(ends) for line in scrape())
 
-        eventually(is_told, f"{name} is not available")
+        eventually(is_shown, f"{name} is not available")
     ended = 'baton_operator_reconciles_total{end="succeeded"} '
     eventually(lambda: ended + "0.0" not in scrape(), "reconciles are counted")

@@ -4,28 +4,18 @@ as it is, and it goes on with the pools' sizes."""
 from __future__ import annotations
 
 import time
-from pathlib import Path
 from typing import Any
 
-import pytest
-
-from tests.k8s.control_plane.plane import ControlPlane
+from tests.k8s.installed import OPERATOR, Installed, on_pods
 from tests.k8s.kubelet.hosts import is_ready
 from tests.k8s.kubelet.kubelet import Kubelet
 from tests.k8s.kubelet.objects import name_of, restarts_of
 from tests.k8s.operating import eventually
 from tests.k8s.streaming import streaming
-from tests.k8s.test_serving import FAKE, MODEL, Installed, with_engine
 
-pytestmark = [
-    pytest.mark.cluster,
-    pytest.mark.full,
-    pytest.mark.timeout(900),
-    pytest.mark.usefixtures("crds", "kubelet", "kuberay"),
-]
+pytestmark = on_pods(900)
 
 NUM_TOKENS = 150
-OPERATOR = "app.kubernetes.io/component=operator"
 RAY_PODS = "ray.io/is-ray-node=yes"
 SETTLED_S = 20.0
 """A new leader rolls nothing before the supervisor has spoken for 15 s."""
@@ -39,7 +29,7 @@ ROUTER_IMAGE = "registry.example.com/baton/router:pinned"
 
 
 class Running:
-    """What an upgrade of the operator has to leave alone, and who is the operator."""
+    """What an upgrade of the operator has to leave alone, and which operator leads."""
 
     def __init__(self, installed: Installed, kubelet: Kubelet) -> None:
         self._installed, self._kubelet = installed, kubelet
@@ -52,9 +42,7 @@ class Running:
         return {name_of(pod): (pod["metadata"]["uid"], restarts_of(pod)) for pod in pods}
 
     def ray(self) -> dict[str, Any]:
-        found: dict[str, Any]
-        (found,) = self._installed.read("rayclusters.ray.io")["items"]
-        return found
+        return self._installed.unit_soon()
 
     def generation(self) -> int:
         """Of the RayCluster: counts each change of its spec."""
@@ -77,16 +65,9 @@ class Running:
 
 
 def test_an_upgrade_of_the_operator_leaves_pools_alone_and_no_stream_changes(
-    control_plane: ControlPlane, namespace: str, kubelet: Kubelet, tmp_path: Path
+    installed: Installed, kubelet: Kubelet
 ) -> None:
-    installed = Installed(control_plane, namespace, tmp_path)
-    installed.install(
-        model={"name": str(MODEL)},
-        **with_engine(FAKE, router={"localPrefill": "never"}),
-        images={"router": ROUTER_IMAGE},
-        router={"replicas": 1},
-    )
-    installed.wait_available()
+    installed.serve(images={"router": ROUTER_IMAGE})
     running = Running(installed, kubelet)
     with streaming(kubelet, NUM_TOKENS) as streams:
         pods, generation, templates = running.pods(), running.generation(), running.templates()
@@ -100,11 +81,8 @@ def test_an_upgrade_of_the_operator_leaves_pools_alone_and_no_stream_changes(
         assert running.generation() == generation
         installed.scale("decode", 2)
 
-        def is_scaled() -> bool:
-            streams.check()
-            return bool(installed.read("wp/decode")["status"].get("readyReplicas") == 2)
-
-        eventually(is_scaled, "the next operator goes on", 150)
+        is_scaled = lambda: installed.is_whole("decode", 2)  # noqa: E731
+        streams.wait(is_scaled, "the next operator goes on", 150)
         streams.wait_round()
     after = running.pods()
     assert pods.items() < after.items()

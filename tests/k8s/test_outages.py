@@ -11,21 +11,13 @@ import pytest
 
 from deploy.controller.kit.connection import Connection
 from tests.k8s.control_plane.plane import ControlPlane
-from tests.k8s.cut_proxy import CutProxy, cut_proxy
+from tests.k8s.installed import PREFILL_AND_TWO_DECODE, Installed, on_pods
 from tests.k8s.kubelet.kubelet import Kubelet, running_kubelet
-from tests.k8s.kubelet.kuberay import KubeRay
-from tests.k8s.kubelet.place import place
-from tests.k8s.operating import eventually
+from tests.k8s.kubelet.machine import pod_machine
 from tests.k8s.streaming import streaming
-from tests.k8s.test_serving import FAKE, MODEL, Installed, with_engine
-from tests.k8s.units import group_sizes_in
+from tests.k8s.tcp_proxy import CutProxy, cut_proxy
 
-pytestmark = [
-    pytest.mark.cluster,
-    pytest.mark.full,
-    pytest.mark.timeout(600),
-    pytest.mark.usefixtures("crds"),
-]
+pytestmark = on_pods(600)
 
 WITHIN_S = 60.0
 """From an outage's first moment on."""
@@ -47,52 +39,21 @@ def kubelet(
     """Its pods reach the API server through the proxy; it goes there itself."""
     connection = Connection.from_kubeconfig(control_plane.kubeconfig)
     with (
-        place(tmp_path / "container-logs") as made,
+        pod_machine(tmp_path / "container-logs") as made,
         running_kubelet(connection, proxy.url, namespace, made) as running,
     ):
         yield running
 
 
-class Sizes:
-    """What the operator asks KubeRay for."""
-
-    def __init__(self, installed: Installed) -> None:
-        self._installed = installed
-
-    def scaled(self, replicas: int, since: float, why: str) -> float:
-        """When it has done what was asked for: seconds since an outage began."""
-
-        def is_told() -> bool:
-            (unit,) = self._installed.read("rayclusters.ray.io")["items"]
-            return group_sizes_in(unit)["decode"] == replicas
-
-        left_s = since + WITHIN_S - time.monotonic()
-        eventually(is_told, f"{replicas} pods are asked for after {why}", left_s)
-        return time.monotonic() - since
-
-
 def test_a_silent_cut_and_a_restart_are_noticed_and_what_was_asked_meanwhile_is_done(
-    control_plane: ControlPlane,
-    namespace: str,
-    proxy: CutProxy,
-    kubelet: Kubelet,
-    kuberay: KubeRay,
-    tmp_path: Path,
+    control_plane: ControlPlane, proxy: CutProxy, installed: Installed, kubelet: Kubelet
 ) -> None:
-    installed = Installed(control_plane, namespace, tmp_path)
-    installed.install(
-        model={"name": str(MODEL)},
-        **with_engine(FAKE, router={"localPrefill": "never"}),
-        router={"replicas": 1},
-        pools={"decode": {"role": "decode", "initialReplicas": 2}},
-    )
-    installed.wait_available()
+    installed.serve(PREFILL_AND_TWO_DECODE)
 
-    def is_whole() -> bool:
-        return bool(installed.read("wp/decode").get("status", {}).get("readyReplicas") == 2)
+    def size() -> int:
+        """Which the operator asks KubeRay for."""
+        return installed.group_sizes()["decode"]
 
-    eventually(is_whole, "both workers are live", 150)
-    sizes = Sizes(installed)
     with streaming(kubelet, NUM_TOKENS) as streams:
         silent_at = time.monotonic()
         proxy.silence()
@@ -101,8 +62,12 @@ def test_a_silent_cut_and_a_restart_are_noticed_and_what_was_asked_meanwhile_is_
             streams.check()
             time.sleep(0.1)
         proxy.heal()
-        print(f"after a silent cut: {sizes.scaled(1, silent_at, 'a silent cut'):.1f} s")
+        left_s = silent_at + WITHIN_S - time.monotonic()
+        streams.wait(lambda: size() == 1, "one pod is asked for after a silent cut", left_s)
+        print(f"after a silent cut: {time.monotonic() - silent_at:.1f} s")
         killed_at = time.monotonic()
         control_plane.restart_api_server()
         installed.scale("decode", 2)
-        print(f"after a restart: {sizes.scaled(2, killed_at, 'a restart'):.1f} s")
+        left_s = killed_at + WITHIN_S - time.monotonic()
+        streams.wait(lambda: size() == 2, "two pods are asked for after a restart", left_s)
+        print(f"after a restart: {time.monotonic() - killed_at:.1f} s")

@@ -3,22 +3,10 @@ planner's again, and people read so."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
-import pytest
-
-from tests.k8s.control_plane.plane import ControlPlane
-from tests.k8s.kubelet.kubelet import Kubelet
-from tests.k8s.kubelet.kuberay import KubeRay
+from tests.k8s.installed import Installed, on_pods
 from tests.k8s.operating import eventually
-from tests.k8s.test_serving import FAKE, MODEL, Installed, with_engine
 
-pytestmark = [
-    pytest.mark.cluster,
-    pytest.mark.full,
-    pytest.mark.timeout(600),
-    pytest.mark.usefixtures("crds", "kubelet", "kuberay"),
-]
+pytestmark = on_pods(600)
 
 PLANNER = {
     "panicWindowSeconds": 2.0,
@@ -37,21 +25,10 @@ PLANNED_WITHIN_S = 90.0
 """A loaded machine's; the planner looks every few seconds."""
 
 
-def test_what_a_person_scales_in_planner_mode_is_the_planners_again_and_is_told(
-    control_plane: ControlPlane,
-    namespace: str,
-    kubelet: Kubelet,
-    kuberay: KubeRay,
-    tmp_path: Path,
+def test_what_a_person_scales_in_planner_mode_is_the_planners_again_and_is_reported(
+    installed: Installed,
 ) -> None:
-    installed = Installed(control_plane, namespace, tmp_path)
-    installed.install(
-        model={"name": str(MODEL)},
-        **with_engine(FAKE, planner=PLANNER),
-        pools={"decode": PLANNED},
-        router={"replicas": 1},
-    )
-    installed.wait_available()
+    installed.serve({"decode": PLANNED}, advanced={"planner": PLANNER})
     installed.scale("decode", 2)
 
     def size() -> int:
@@ -60,15 +37,15 @@ def test_what_a_person_scales_in_planner_mode_is_the_planners_again_and_is_told(
     eventually(lambda: size() == 1, "nothing is asked for: one is enough", PLANNED_WITHIN_S)
 
     def events() -> str:
-        described = control_plane.kubectl("-n", namespace, "describe", "wp/decode")
+        described = installed.kubectl("describe", "wp/decode")
         return described.partition("Events:")[2]
 
-    eventually(lambda: "ScaledIn" in events(), "it is told")
-    told = events()
+    eventually(lambda: "ScaledIn" in events(), "it is reported")
+    found = events()
     for reason, message in (
         ("ScaledOut", "from 1 to 2 replicas"),
         ("Planned", "from 2 to 1 replicas: "),
         ("ScaledIn", "from 2 to 1 replicas"),
     ):
-        assert any(reason in line and message in line for line in told.splitlines()), told
+        assert any(reason in line and message in line for line in found.splitlines()), found
     assert installed.read("wp/decode")["status"]["desiredReplicas"] == 1

@@ -16,30 +16,19 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from pathlib import Path
-
-import pytest
 
 from baton.client import AsyncClient, Client
-from baton.client.events import Finished, Tokens
+from baton.client.events import Finished
 from deploy.controller.kit.kube import Kube
 from deploy.controller.kit.objects import Key
 from deploy.controller.resources import WORKER_POOLS
 from tests.cluster.planner.test_closed_loop import TRACE
-from tests.k8s.addresses import router_addresses
-from tests.k8s.api_clients import kube_of
-from tests.k8s.control_plane.plane import ControlPlane
+from tests.k8s.installed import Installed, on_pods, router_addresses
 from tests.k8s.kubelet.kubelet import Kubelet
-from tests.k8s.kubelet.kuberay import KubeRay
 from tests.k8s.operating import eventually
-from tests.k8s.test_serving import MODEL, Installed, with_engine
+from tests.k8s.streaming import clients_of, tokens_of
 
-pytestmark = [
-    pytest.mark.cluster,
-    pytest.mark.full,
-    pytest.mark.timeout(600),
-    pytest.mark.usefixtures("crds", "kubelet", "kuberay"),
-]
+pytestmark = on_pods(600)
 
 BIN_S = 0.25
 EVERY = 55
@@ -67,7 +56,7 @@ ENGINE = {
     "maxNumSeqs": 16,
 }
 FLEET_WAIT_S = 2.0
-"""Far less than a pod takes to start: who is answered after silence was held."""
+"""Far less than a pod takes to start, so the router holds a request that comes after silence."""
 
 
 @dataclass(frozen=True)
@@ -96,16 +85,10 @@ async def replay(addresses: Sequence[str], asked: list[Asked]) -> None:
 
     async def one(client: AsyncClient, number: int, each: Asked) -> None:
         await asyncio.sleep(began_at + each.at_s - time.monotonic())
-        ids = [5 + (number * 7 + place) % 200 for place in range(each.num_prompt_tokens)]
-        num_tokens = 0
-        async for event in client.generate(
-            token_ids=ids, max_tokens=each.num_tokens, ignore_eos=True, temperature=0.0
-        ):
-            num_tokens += len(event.ids) if isinstance(event, Tokens) else 0
-        assert num_tokens == each.num_tokens
+        prompt = [5 + (number * 7 + index) % 200 for index in range(each.num_prompt_tokens)]
+        assert len(await tokens_of(client, prompt, each.num_tokens)) == each.num_tokens
 
-    async with contextlib.AsyncExitStack() as stack:
-        clients = [await stack.enter_async_context(AsyncClient(each)) for each in addresses]
+    async with clients_of(addresses) as clients:
         turns = zip(itertools.cycle(clients), itertools.count(), asked, strict=False)
         await asyncio.gather(*(one(*turn) for turn in turns))
 
@@ -181,29 +164,20 @@ def planned_pool(role: str) -> dict[str, object]:
 
 
 def test_pools_follow_the_load_stop_together_and_come_back_for_the_next_request(
-    control_plane: ControlPlane,
-    namespace: str,
-    kubelet: Kubelet,
-    kuberay: KubeRay,
-    tmp_path: Path,
+    kube: Kube, installed: Installed, kubelet: Kubelet
 ) -> None:
-    installed = Installed(control_plane, namespace, tmp_path)
-    installed.install(
-        model={"name": str(MODEL)},
-        **with_engine(
-            ENGINE,
-            router={"localPrefill": "never", "fleetWaitSeconds": FLEET_WAIT_S},
-            planner=PLANNER,
-        ),
+    router = {"localPrefill": "never", "fleetWaitSeconds": FLEET_WAIT_S}
+    installed.serve(
+        {role: planned_pool(role) for role in ("prefill", "decode")},
+        ENGINE,
+        {"router": router, "planner": PLANNER},
         planner=TARGETS,
-        pools={role: planned_pool(role) for role in ("prefill", "decode")},
         router={"replicas": 2},
     )
-    installed.wait_available()
-    eventually(lambda: len(router_addresses(kubelet)) == 2, "both routers are ready", 60)
+    eventually(lambda: len(router_addresses(kubelet)) == 2, "both routers are ready")
     addresses = router_addresses(kubelet)
     asked = list(trace())
-    sizes = Sizes(kube_of(control_plane), namespace)
+    sizes = Sizes(kube, installed.namespace)
     with followed(sizes):
         began_at = time.monotonic()
         asyncio.run(replay(addresses, asked))
@@ -218,7 +192,7 @@ def test_pools_follow_the_load_stop_together_and_come_back_for_the_next_request(
             held_at = time.monotonic()
             events = list(client.generate("is anybody there?", max_tokens=5, ignore_eos=True))
             answered_at = time.monotonic()
-    _tell(sizes, began_at, f"{len(asked)} requests")
+    print_course(sizes, began_at, f"{len(asked)} requests")
     print(f"held and answered within {answered_at - held_at:.1f} s")
     assert isinstance(events[-1], Finished)
     assert answered_at - held_at > FLEET_WAIT_S, "nobody was there to answer at once"
@@ -240,7 +214,7 @@ def test_pools_follow_the_load_stop_together_and_come_back_for_the_next_request(
     assert apart <= 2, "they stop and start together, looked at one after the other"
 
 
-def _tell(sizes: Sizes, began_at: float, what: str) -> None:
+def print_course(sizes: Sizes, began_at: float, what: str) -> None:
     for pool in sizes.of:
-        told = ", ".join(f"{at_s - began_at:.0f} s: {new}" for at_s, new in sizes.changes(pool))
-        print(f"{what}: {pool} from {sizes.of[pool][0]}, {told}")
+        course = ", ".join(f"{at_s - began_at:.0f} s: {new}" for at_s, new in sizes.changes(pool))
+        print(f"{what}: {pool} from {sizes.of[pool][0]}, {course}")

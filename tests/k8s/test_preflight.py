@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from deploy.api.chart import CHART
 from tests.deploy.chart.chart import NO_HELM
 from tests.k8s.control_plane.errors import CommandError
 from tests.k8s.control_plane.plane import ControlPlane
+from tests.k8s.installed import Installed
 from tests.k8s.kubelet.kubelet import Kubelet
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(400), pytest.mark.usefixtures("crds")]
@@ -20,73 +19,40 @@ pytestmark = [pytest.mark.full, pytest.mark.timeout(400), pytest.mark.usefixture
 _TEST_S = 150.0
 
 
-class Release:
-    """The chart with one pool and nobody who would make pods of it: the preflight asks nobody."""
-
-    def __init__(self, control_plane: ControlPlane, namespace: str, folder: Path) -> None:
-        self._control_plane, self._namespace, self._folder = control_plane, namespace, folder
-
-    def install(self, **pool: Any) -> None:
-        pools = {"prefill": None, "decode": {"role": "decode"} | pool}
-        spec = {"model": {"name": "models/demo"}, "pools": pools}
-        values = {
-            "watchNamespaces": [self._namespace],
-            "crds": {"upgrade": False},
-            "operator": {"replicas": 0},
-            "cluster": {
-                "enabled": True,
-                "nodes": {"preset": "cpu"},
-                "redis": {"enabled": False},  # nothing here runs its image
-                "spec": spec,
-            },
-        }
-        path = self._folder / "values.json"
-        path.write_text(json.dumps(values))
-        self._helm("install", CHART, "--skip-crds", "-f", path)
-
-    def test(self) -> str:
-        """Raises CommandError where a Job fails."""
-        return self._helm("test", "--timeout", f"{_TEST_S:g}s")
-
-    def _helm(self, verb: str, *arguments: Any) -> str:
-        return self._control_plane.helm(
-            verb, "baton", *arguments, "-n", self._namespace, timeout_s=_TEST_S + 30
-        )
-
-
-@pytest.fixture
-def release(control_plane: ControlPlane, namespace: str, tmp_path: Path) -> Release:
+def helm_test(control_plane: ControlPlane, installed: Installed, **spec: Any) -> str:
+    """Of a release with one pool and nobody who would make pods of it: the preflight asks nobody.
+    Raises CommandError where a Job fails."""
     if control_plane.clients.helm is None:
         pytest.skip(NO_HELM)
-    return Release(control_plane, namespace, tmp_path)
+    decode = {"role": "decode"} | spec
+    installed.values = {"operator": {"replicas": 0}}
+    installed.install(model={"name": "models/demo"}, pools={"prefill": None, "decode": decode})
+    options = ("-n", installed.namespace, "--timeout", f"{_TEST_S:g}s")
+    return control_plane.helm("test", "baton", *options, timeout_s=_TEST_S + 30)
 
 
-def said(kubelet: Kubelet) -> str:
+def log_of(kubelet: Kubelet) -> str:
     (pod,) = kubelet.pods("app.kubernetes.io/component=preflight")
     return kubelet.log(pod["metadata"]["name"], "preflight-0")
 
 
-def test_a_pod_of_this_machine_hands_over_kv_and_passes(release: Release, kubelet: Kubelet) -> None:
-    release.install()
-    assert re.search(r"Phase: +Succeeded", release.test())
-    told = said(kubelet)
-    assert re.search(r"^handoff +ok +68 MB at [0-9.]+ GB/s over .*sysv", told, re.MULTILINE)
-    assert "failure" not in told
+def test_a_pod_of_this_machine_hands_over_kv_and_passes(
+    control_plane: ControlPlane, installed: Installed, kubelet: Kubelet
+) -> None:
+    assert re.search(r"Phase: +Succeeded", helm_test(control_plane, installed))
+    log = log_of(kubelet)
+    assert re.search(r"^handoff +ok +68 MB at [0-9.]+ GB/s over .*sysv", log, re.MULTILINE)
+    assert "failure" not in log
 
 
 @pytest.mark.skipif(Path("/proc/driver/nvidia/version").exists(), reason="a driver is here")
-def test_what_a_pods_node_lacks_fails_the_test_and_is_told_with_what_mends_it(
-    release: Release, kubelet: Kubelet
+def test_what_a_pods_node_lacks_fails_the_test_and_is_reported_with_what_mends_it(
+    control_plane: ControlPlane, installed: Installed, kubelet: Kubelet
 ) -> None:
-    release.install(engine={"device": "cuda"}, template=without_the_gpus_resource())
-    with pytest.raises(CommandError):
-        release.test()
-    told = said(kubelet)
-    assert re.search(r"^driver +failure +no NVIDIA driver here\n +fix +install it", told, re.M)
-
-
-def without_the_gpus_resource() -> dict[str, Any]:
-    """No node here has GPUs to ask for."""
-    none = {"nvidia.com/gpu": None}
+    none = {"nvidia.com/gpu": None}  # no node here has GPUs to ask for
     worker = {"name": "ray-worker", "resources": {"requests": none, "limits": none}}
-    return {"spec": {"containers": [worker]}}
+    template = {"spec": {"containers": [worker]}}
+    with pytest.raises(CommandError):
+        helm_test(control_plane, installed, engine={"device": "cuda"}, podTemplate=template)
+    driver = r"^driver +failure +no NVIDIA driver here\n +fix +install it"
+    assert re.search(driver, log_of(kubelet), re.MULTILINE)

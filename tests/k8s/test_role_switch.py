@@ -3,42 +3,29 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import random
 import time
 from collections.abc import Sequence
-from pathlib import Path
-
-import pytest
 
 from baton.client import AsyncClient
 from baton.client.events import Routed
 from baton.control_client import ControlClient
 from baton.v1 import common_pb2, control_pb2
-from tests.k8s.addresses import router_addresses
-from tests.k8s.control_plane.plane import ControlPlane
+from tests.k8s.installed import FAKE, Installed, control_address, on_pods, router_addresses
 from tests.k8s.kubelet.kubelet import Kubelet
-from tests.k8s.kubelet.kuberay import KubeRay
 from tests.k8s.kubelet.objects import restarts_of
 from tests.k8s.operating import eventually
-from tests.k8s.streaming import streaming
-from tests.k8s.test_serving import FAKE, MODEL, Installed, with_engine
+from tests.k8s.streaming import clients_of, streaming
 
-pytestmark = [
-    pytest.mark.cluster,
-    pytest.mark.full,
-    pytest.mark.timeout(600),
-    pytest.mark.usefixtures("crds", "kubelet", "kuberay"),
-]
+pytestmark = on_pods(600)
 
 NUM_TOKENS = 150
 WITHIN_S = 5.0
 PLACED_WITHIN_S = 60.0
-"""To be told how long it took where that is longer."""
+"""Where it takes longer than it should, the test says how long."""
 PROBES_EACH, PROBE_TOKENS = 4, 150
 ENGINE = {**FAKE, "fake": {**FAKE["fake"], "prefillTokenSeconds": 0.001}}
-CONTROL_PORT = 7101
 PREFILL, DECODE = common_pb2.WORKER_ROLE_PREFILL, common_pb2.WORKER_ROLE_DECODE
 
 Roles = dict[str, int]
@@ -51,30 +38,27 @@ def roles_of(fleet: control_pb2.WatchFleetResponse) -> Roles:
 
 def split(roles: Roles) -> tuple[int, int]:
     """Workers that prefill alone, and that decode alone."""
-    told = list(roles.values())
-    return told.count(PREFILL), told.count(DECODE)
+    found = list(roles.values())
+    return found.count(PREFILL), found.count(DECODE)
 
 
 class MixedPool:
     """The pool `mixed` of the release's ServingCluster."""
 
-    def __init__(self, control_plane: ControlPlane, namespace: str, kubelet: Kubelet) -> None:
-        self._control_plane, self._namespace, self._kubelet = control_plane, namespace, kubelet
-        (head,) = kubelet.pods("ray.io/node-type=head")
-        self._control = f"{head['status']['podIP']}:{CONTROL_PORT}"
+    def __init__(self, installed: Installed, kubelet: Kubelet) -> None:
+        self._installed, self._kubelet = installed, kubelet
+        self._control = control_address(kubelet)
 
     def switch(self, prefill: int, decode: int) -> float:
-        """Told by kubectl; in how many seconds requests were placed so."""
+        """By kubectl. In how many seconds requests were placed so."""
         with ControlClient(self._control) as control:
             before = roles_of(control.fleet())
         began_at = time.monotonic()
         patch = f'{{"spec": {{"rolePlan": {{"prefill": {prefill}, "decode": {decode}}}}}}}'
-        self._control_plane.kubectl(
-            *("-n", self._namespace, "patch", "wp/mixed", "--type=merge", "-p", patch)
-        )
+        self._installed.kubectl("patch", "wp/mixed", "--type=merge", "-p", patch)
         with ControlClient(self._control) as control:
-            told = map(roles_of, control.watch_fleet(60.0))
-            roles = next(each for each in told if split(each) == (prefill, decode))
+            found = map(roles_of, control.watch_fleet(60.0))
+            roles = next(each for each in found if split(each) == (prefill, decode))
         self._wait_placed(before, roles)
         return time.monotonic() - began_at
 
@@ -107,46 +91,24 @@ async def placed(addresses: Sequence[str]) -> list[tuple[str, str]]:
         (routed,) = [event async for event in events if isinstance(event, Routed)]
         return routed.prefill_worker, routed.decode_worker
 
-    async with contextlib.AsyncExitStack() as stack:
-        clients = [await stack.enter_async_context(AsyncClient(each)) for each in addresses]
+    async with clients_of(addresses) as clients:
         return await asyncio.gather(*(ask(client) for client in clients * PROBES_EACH))
 
 
 def test_roles_are_switched_within_seconds_and_no_stream_changes_and_no_pod_restarts(
-    control_plane: ControlPlane,
-    namespace: str,
-    kubelet: Kubelet,
-    kuberay: KubeRay,
-    tmp_path: Path,
+    installed: Installed, kubelet: Kubelet
 ) -> None:
-    installed = Installed(control_plane, namespace, tmp_path)
-    installed.install(
-        model={"name": str(MODEL)},
-        **with_engine(ENGINE, router={"localPrefill": "never"}),
-        router={"replicas": 2},
-        pools={
-            "prefill": None,  # the chart's own
-            "decode": None,
-            "mixed": {"role": "mixed", "initialReplicas": 4},
-        },
-    )
-    installed.wait_available()
-
-    def is_whole() -> bool:
-        return bool(installed.read("wp/mixed").get("status", {}).get("readyReplicas") == 4)
-
-    eventually(is_whole, "all four workers are live", 150)
-    pool = MixedPool(control_plane, namespace, kubelet)
-    eventually(lambda: len(router_addresses(kubelet)) == 2, "both routers are ready", 60)
+    mixed = {"role": "mixed", "initialReplicas": 4}
+    pools = {"prefill": None, "decode": None, "mixed": mixed}  # None: not the chart's own
+    installed.serve(pools, ENGINE, router={"replicas": 2})
+    eventually(lambda: len(router_addresses(kubelet)) == 2, "both routers are ready")
+    pool = MixedPool(installed, kubelet)
     pool.switch(3, 1)
     pods = pool.pods()
     with streaming(kubelet, NUM_TOKENS) as streams:
         for prefill, decode in ((1, 3), (3, 1), (1, 3), (3, 1)):
-            rounds = streams.num_rounds
             seconds = pool.switch(prefill, decode)
             print(f"to {prefill} prefill and {decode} decode: {seconds:.1f} s")
             assert seconds < WITHIN_S
-            while streams.num_rounds < rounds + 2:  # one that has begun with the new roles, too
-                streams.check()
-                time.sleep(0.1)
+            streams.wait_rounds(2)  # one that has begun with the new roles, too
     assert pool.pods() == pods

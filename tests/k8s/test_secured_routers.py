@@ -1,8 +1,7 @@
-"""Routers behind TLS and tokens on pods. They need no worker to say who may call."""
+"""Routers behind TLS and tokens on pods."""
 
 from __future__ import annotations
 
-import contextlib
 from pathlib import Path
 
 import pytest
@@ -11,30 +10,12 @@ from baton.client import Client
 from baton.client.credentials import Tls
 from baton.errors import PermissionDeniedError, UnauthenticatedError
 from tests.certificates import Authority
-from tests.k8s.addresses import router_address
 from tests.k8s.control_plane.plane import ControlPlane
+from tests.k8s.installed import MODEL, Installed, on_pods, router_address
 from tests.k8s.kubelet.kubelet import Kubelet
 from tests.k8s.kubelet.objects import secret
-from tests.k8s.operating import eventually
-from tests.k8s.test_serving import MODEL, Installed, installed
 
-__all__ = ["installed"]  # a fixture
-
-pytestmark = [
-    pytest.mark.full,
-    pytest.mark.cluster,
-    pytest.mark.timeout(300),
-    pytest.mark.usefixtures("crds", "kubelet", "kuberay"),
-]
-
-READY_WITHIN_S = 150.0
-
-
-def ready_router(kubelet: Kubelet) -> str | None:
-    """Its address, once its probes find it ready."""
-    with contextlib.suppress(AssertionError):
-        return router_address(kubelet)
-    return None
+pytestmark = on_pods(300)
 
 
 def test_routers_serve_what_their_secrets_say_and_probes_find_them_ready(
@@ -53,14 +34,14 @@ def test_routers_serve_what_their_secrets_say_and_probes_find_them_ready(
     control_plane.apply(secret(namespace, "tenants", tokens))
     installed.install(
         model={"name": str(MODEL)},
-        pools={"both": {"role": "mixed", "initialReplicas": 0}},
         router={
             "replicas": 1,
             "tls": {"secretName": "front-door"},
             "auth": {"tokenSecretName": "tenants"},
         },
     )
-    address = eventually(lambda: ready_router(kubelet), "a router is ready", READY_WITHIN_S)
+    installed.wait_available()
+    address = router_address(kubelet)
     tls = Tls(str(authority.ca), server_name=name)
     for token in ("red-token-1", "blue-token-2"):
         with Client(address, tls=tls, token=token) as client:

@@ -2,102 +2,32 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-from typing import Any
-
-import pytest
-
 from baton.client import Client
 from baton.client.events import Finished, HandedOff, Tokens
-from baton.control_client import ControlClient
-from baton.v1 import control_pb2
 from cli.kubectl import target
-from deploy.api.chart import CHART
-from deploy.controller.manifests.common import CLUSTER_LABEL
-from tests.k8s.addresses import control_address, router_address
-from tests.k8s.api_clients import kube_of
 from tests.k8s.control_plane.plane import ControlPlane
+from tests.k8s.installed import (
+    DECODE_STEP_S,
+    MODEL,
+    Installed,
+    check_patches,
+    on_pods,
+    router_address,
+    workers_of,
+)
 from tests.k8s.kubelet.kubelet import Kubelet
 from tests.k8s.kubelet.kuberay import KubeRay
-from tests.k8s.operating import condition, eventually
-from tests.k8s.patches import check_patches
-from tests.k8s.streaming import Streaming, streaming
-from tests.k8s.test_crds import BAD_ROUTER, cluster
-from tests.k8s.test_kubectl_plugin import Plugin
+from tests.k8s.plugin import Plugin
+from tests.k8s.seen import BAD_ROUTER
+from tests.k8s.streaming import streaming
 
-pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("crds", "kubelet", "kuberay")]
+pytestmark = on_pods(600)
 
-MODEL = Path(__file__).parents[2] / "models" / "demo"
-AVAILABLE_WITHIN_S = 150.0
-
-
-class Installed:
-    """A release of the chart with one ServingCluster called `default`."""
-
-    def __init__(
-        self,
-        control_plane: ControlPlane,
-        namespace: str,
-        folder: Path,
-        *,
-        has_redis: bool = False,
-        **nodes: Any,
-    ) -> None:
-        """`has_redis`: as the chart has it by default, which takes a redis-server on this machine;
-        `nodes`: more of the chart's cluster.nodes."""
-        self._control_plane, self.namespace, self._folder = control_plane, namespace, folder
-        self._redis = {} if has_redis else {"enabled": False}
-        self._nodes = {"preset": "cpu", **nodes}
-        self._spec: dict[str, Any] = {}
-
-    def install(self, **spec: Any) -> None:
-        self._spec = spec
-        self._helm("install", {}, "--skip-crds")
-
-    def upgrade(self, **values: Any) -> None:
-        """To other values of the chart, with the ServingCluster that was installed."""
-        self._helm("upgrade", values)
-
-    def _helm(self, verb: str, values: dict[str, Any], *options: str) -> None:
-        usual = {
-            "watchNamespaces": [self.namespace],
-            "crds": {"upgrade": False},
-            "cluster": {
-                "enabled": True,
-                "nodes": self._nodes,
-                "redis": self._redis,
-                "spec": self._spec,
-            },
-        }
-        path = self._folder / "values.json"
-        path.write_text(json.dumps(usual | values))
-        self._control_plane.helm(verb, "baton", CHART, "-n", self.namespace, "-f", path, *options)
-
-    def read(self, what: str) -> dict[str, Any]:
-        found: dict[str, Any] = self._control_plane.read(what, "-n", self.namespace)
-        return found
-
-    def scale(self, pool: str, replicas: int) -> None:
-        self._control_plane.kubectl(
-            "-n", self.namespace, "scale", f"wp/{pool}", f"--replicas={replicas}"
-        )
-
-    def wait_available(self, within_s: float = AVAILABLE_WITHIN_S) -> None:
-        def told() -> dict[str, Any] | None:
-            found = condition(self.read("servingcluster/default"), "Available")
-            return found if found.get("status") == "True" else None
-
-        eventually(told, "the ServingCluster is available", within_s)
-
-
-@pytest.fixture
-def installed(control_plane: ControlPlane, namespace: str, tmp_path: Path) -> Installed:
-    return Installed(control_plane, namespace, tmp_path)
+NUM_TOKENS = 300
 
 
 def pod_behind(control_plane: ControlPlane, installed: Installed, endpoint: str) -> str:
-    """Where kubectl would forward a port to, by what the ServingCluster tells of an endpoint: the
+    """Where kubectl would forward a port to, by what the ServingCluster says of an endpoint: the
     kubelet stand-in serves no port-forward."""
     there = target(installed.read("servingcluster/default"), endpoint)
     selector = installed.read(f"service/{there.service}")["spec"]["selector"]
@@ -106,13 +36,8 @@ def pod_behind(control_plane: ControlPlane, installed: Installed, endpoint: str)
     return f"{pod['status']['podIP']}:{there.port}"
 
 
-@pytest.mark.full
 def test_helm_install_ends_with_an_answer_whose_kv_crossed_from_pod_to_pod(
-    control_plane: ControlPlane,
-    installed: Installed,
-    kubelet: Kubelet,
-    kuberay: KubeRay,
-    tmp_path: Path,
+    control_plane: ControlPlane, installed: Installed, kubelet: Kubelet, plugin: Plugin
 ) -> None:
     installed.install(
         model={"name": str(MODEL)},
@@ -131,7 +56,6 @@ def test_helm_install_ends_with_an_answer_whose_kv_crossed_from_pod_to_pod(
     pools = installed.read("servingcluster/default")["status"]["pools"]
     assert pools == {"prefill": "1/1", "decode": "1/1"}
 
-    plugin = Plugin(control_plane, kube_of(control_plane), tmp_path, installed.namespace)
     control, grpc = (pod_behind(control_plane, installed, each) for each in ("control", "grpc"))
     workers = [*workers_of(kubelet, "prefill"), *workers_of(kubelet, "decode")]
     assert len(workers) == 2
@@ -151,115 +75,53 @@ def test_helm_install_ends_with_an_answer_whose_kv_crossed_from_pod_to_pod(
 
 # --- scaling while streams run --------------------------------------------------------------------
 
-NUM_TOKENS = 300
-DECODE_STEP_S = 0.03
-FAKE: dict[str, Any] = {
-    "backend": "fake",
-    "fake": {"decodeStepSeconds": DECODE_STEP_S},
-    "maxNumSeqs": 64,
-    "numBlocks": 4096,
-}
-
-
-def with_engine(engine: dict[str, Any], **advanced: dict[str, Any]) -> dict[str, Any]:
-    """Sections of a spec: the engine's settings, with what only tests set among the advanced."""
-    of_tests = {key: engine[key] for key in ("backend", "fake") if key in engine}
-    rest = {key: value for key, value in engine.items() if key not in of_tests}
-    return {"engine": rest, "advanced": {"engine": of_tests, **advanced}}
-
 
 class Drains:
-    """What the pool's status on the server has told of workers that drain while streams ran."""
+    """What the pool's status has said of workers that drain while streams ran."""
 
-    def __init__(self, installed: Installed, streams: Streaming) -> None:
-        self._installed, self._streams = installed, streams
+    def __init__(self, installed: Installed) -> None:
+        self._installed = installed
         self.most_running: dict[tuple[str, str], int] = {}
         """By worker and pod: streams that it still had."""
 
-    def look(self) -> dict[str, Any]:
-        """The pool's status; raises what has failed of the streams."""
-        status: dict[str, Any] = self._installed.read("wp/decode").get("status", {})
-        self._streams.check()
-        for told in status.get("draining") or ():
-            one = told["worker"], told.get("pod", "")
-            self.most_running[one] = max(self.most_running.get(one, 0), told["numRunning"])
-        return status
-
-
-def workers_of(kubelet: Kubelet, pool: str) -> dict[str, str]:
-    """Pods of the pool's live workers, by worker, as the supervisor has them."""
-    with ControlClient(control_address(kubelet)) as client:
-        workers = client.fleet().workers
-    return {
-        worker.info.ref.worker_id: worker.info.pod_name
-        for worker in workers
-        if worker.state == control_pb2.WORKER_STATE_LIVE and worker.info.pool == pool
-    }
+    def has_become(self, replicas: int) -> bool:
+        for drain in self._installed.draining():
+            one = drain["worker"], drain.get("pod", "")
+            self.most_running[one] = max(self.most_running.get(one, 0), drain["numRunning"])
+        return self._installed.is_whole("decode", replicas)
 
 
 def figures_of(installed: Installed) -> bool:
-    """Whether the pools' statuses tell what running streams are to them, in sound figures."""
+    """Whether the pools' statuses have sound figures of the streams that run."""
     prefill, decode = (installed.read(f"wp/{pool}")["status"] for pool in ("prefill", "decode"))
-    told = decode.get("kvUsePercent"), decode.get("itlSeconds"), prefill.get("ttftSeconds")
-    return all(told) and told[0] <= 100 and 0.5 * DECODE_STEP_S < told[1] < 30 > told[2]
+    kv_percent, itl_s = decode.get("kvUsePercent"), decode.get("itlSeconds")
+    ttft_s = prefill.get("ttftSeconds")
+    if not (kv_percent and itl_s and ttft_s):
+        return False
+    return bool(kv_percent <= 100 and 0.5 * DECODE_STEP_S < itl_s < 30 and ttft_s < 30)
 
 
-class BadCluster:
-    """A second ServingCluster of the namespace, which cannot be read; told so on return."""
-
-    def __init__(self, control_plane: ControlPlane, installed: Installed) -> None:
-        self._installed = installed
-        made = cluster(installed.namespace, router=BAD_ROUTER)
-        made["metadata"]["name"] = "bad"
-        control_plane.apply(made)
-        eventually(lambda: self._fault("bad") == ("True", "InvalidSpec"), "it is told so")
-
-    def check_alone(self) -> None:
-        """Nothing was made of it, and nothing of the other one was touched for it."""
-        assert self._fault("bad") == ("True", "InvalidSpec")
-        assert self._fault("default") == ("False", "Sound")
-        rays = self._installed.read("rayclusters.ray.io")["items"]
-        assert [each["metadata"]["labels"][CLUSTER_LABEL] for each in rays] == ["default"]
-        assert self._names("wp") == {"prefill", "decode"}
-
-    def _fault(self, name: str) -> tuple[str, str]:
-        told = condition(self._installed.read(f"servingcluster/{name}"), "Degraded")
-        return told.get("status", ""), told.get("reason", "")
-
-    def _names(self, kind: str) -> set[str]:
-        return {each["metadata"]["name"] for each in self._installed.read(kind)["items"]}
-
-
-@pytest.mark.full
-@pytest.mark.timeout(600)
 def test_a_pool_is_scaled_out_and_in_under_streams_beside_a_bad_cluster_and_none_changes_a_token(
-    control_plane: ControlPlane, installed: Installed, kubelet: Kubelet, kuberay: KubeRay
+    installed: Installed, kubelet: Kubelet, kuberay: KubeRay
 ) -> None:
-    installed.install(
-        model={"name": str(MODEL)},
-        **with_engine(FAKE, router={"localPrefill": "never"}),
-        router={"replicas": 1},
-    )
-    installed.wait_available()
+    installed.serve()
+    drains = Drains(installed)
     with streaming(kubelet, NUM_TOKENS) as streams:
-        drains = Drains(installed, streams)
-
-        def has(replicas: int) -> bool:
-            status = drains.look()
-            told = status.get("readyReplicas", 0), status.get("replicas", 0)
-            return told == (replicas, replicas) and not status.get("draining")
-
-        bad = BadCluster(control_plane, installed)
+        installed.make("bad", router=BAD_ROUTER)
+        installed.condition_soon("servingcluster/bad", "Degraded", "InvalidSpec")
         installed.scale("decode", 3)
-        eventually(lambda: has(3), "it has 3 workers", 150)
+        streams.wait(lambda: drains.has_become(3), "it has 3 workers", 150)
         assert not drains.most_running
         workers = workers_of(kubelet, "decode")
         streams.wait_round()
-        eventually(lambda: figures_of(installed), "what streams take is told", 60)
+        streams.wait(lambda: figures_of(installed), "what streams take is reported", 60)
         installed.scale("decode", 1)
-        eventually(lambda: has(1), "it has 1 worker", 150)
+        streams.wait(lambda: drains.has_become(1), "it has 1 worker", 150)
         left = workers_of(kubelet, "decode")
-        bad.check_alone()
+        assert installed.condition("servingcluster/bad", "Degraded")["reason"] == "InvalidSpec"
+        assert installed.own_condition("Degraded")["reason"] == "Sound"
+        assert installed.names("wp") == {"prefill", "decode"}, "nothing was made of the bad one"
+        assert len(installed.names("rayclusters.ray.io")) == 1
     drained = {worker: pod for worker, pod in workers.items() if worker not in left}
     assert len(drained) == 2
     assert drains.most_running.keys() == drained.items()

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 
-from tests.models.training_scripts import TRAINING
+from tests.models.training_scripts import run
 
 # Runs beside the generator's modules, which are plain scripts, and prints what it saw.
 PROBE = """
@@ -47,15 +45,7 @@ print(json.dumps({
 
 def probe(seed: int) -> dict[str, Any]:
     """What the generator makes of a seed, seen from its own folder."""
-    done = subprocess.run(
-        [sys.executable, "-c", PROBE, str(seed)],
-        cwd=TRAINING,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
-    seen: dict[str, Any] = json.loads(done.stdout)
+    seen: dict[str, Any] = json.loads(run(PROBE, str(seed)))
     return seen
 
 

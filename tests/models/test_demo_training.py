@@ -14,6 +14,29 @@ from tests.path.oracles import engine_alone, ids_of
 
 NUM_TOKENS = 12
 
+# Queries a block at a time, against all of them at once: prints the largest difference of the
+# results and of the gradients, for each length.
+ATTENTION = """
+import torch
+import torch.nn.functional as functional
+from llama import causal_attention
+
+torch.set_num_threads(1)
+torch.manual_seed(3)
+for length in (7, 256, 300, 600):
+    query, key, value = (
+        torch.randn(2, heads, length, 16, dtype=torch.float64, requires_grad=True)
+        for heads in (4, 2, 2)
+    )
+    towards = torch.randn_like(query)
+    wide = [x.repeat_interleave(2, dim=1) for x in (key, value)]
+    theirs = functional.scaled_dot_product_attention(query, *wide, is_causal=True)
+    ours = causal_attention(query, key, value)
+    gradients = [torch.autograd.grad(out, (query, key, value), towards) for out in (ours, theirs)]
+    pairs = [(ours, theirs), *zip(*gradients)]
+    print(max((a - b).abs().max().item() for a, b in pairs))
+"""
+
 # One step of a small model on a CPU that has bf16 instructions or not, in a process of its own: the
 # scripts are modules beside each other. Prints what its layers computed in.
 STEP = """
@@ -99,21 +122,27 @@ print(before, train.validate(whole.model, unseen, 16), same)
 """
 
 
+def test_attention_by_blocks_of_queries_is_that_of_all_at_once_and_so_are_its_gradients() -> None:
+    differences = [*map(float, run(ATTENTION).split())]
+    assert len(differences) == 4
+    assert max(differences) < 1e-10
+
+
 def test_muon_does_what_torch_s_does_in_either_dtype() -> None:
-    in_bf16, in_fp32 = map(float, run(MUON))
+    in_bf16, in_fp32 = map(float, run(MUON).split())
     assert in_bf16 < 1e-5
     assert in_fp32 < 0.02
 
 
 def test_a_step_computes_in_bf16_only_where_the_cpu_has_instructions_for_it() -> None:
-    assert run(STEP) == ["torch.float32", "torch.bfloat16"]
+    assert run(STEP).split() == ["torch.float32", "torch.bfloat16"]
 
 
 def test_training_goes_on_after_a_break_as_without_and_the_engine_serves_what_it_writes(
     tmp_path: Path,
 ) -> None:
     out = tmp_path / "trained"
-    before, after, same = run(TRAIN, str(tmp_path / "state"), str(out))[-3:]
+    before, after, same = run(TRAIN, str(tmp_path / "state"), str(out)).split()[-3:]
     assert float(after) < float(before) - 0.5
     assert same == "True"
 

@@ -9,7 +9,8 @@ from pathlib import Path
 TRAINING = Path(__file__).resolve().parents[2] / "models" / "demo_training"
 
 
-def run(script: str, *arguments: str) -> list[str]:
+def run(script: str, *arguments: str) -> str:
+    """What it prints."""
     done = subprocess.run(
         [sys.executable, "-c", script, *arguments],
         cwd=TRAINING,
@@ -18,4 +19,4 @@ def run(script: str, *arguments: str) -> list[str]:
         check=False,
     )
     assert not done.returncode, done.stderr
-    return done.stdout.split()
+    return done.stdout

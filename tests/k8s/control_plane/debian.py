@@ -1,7 +1,7 @@
 """Packages and sources from the Debian archive that this machine already uses.
 
-apt is given folders of its own: nothing is installed, nothing of the machine's apt is changed, and
-no root is needed. Packages are unpacked, not installed.
+apt uses folders of its own, so it needs no root and changes nothing of the machine's apt. Packages
+are unpacked, not installed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a test is given: a control plane with its administrator's kubectl and helm."""
+"""What tests use: a control plane with its administrator's kubectl and helm."""
 
 from __future__ import annotations
 
@@ -6,20 +6,23 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import subprocess
+import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tests.k8s.control_plane.assets import Assets, Clients, RunningCluster
-from tests.k8s.control_plane.credentials import write_kubeconfig
 from tests.k8s.control_plane.errors import CommandError
-from tests.k8s.control_plane.scratch import scratch_folder
-from tests.k8s.control_plane.servers import Servers, started
+from tests.k8s.control_plane.servers import Servers, started, write_kubeconfig
 
 _CEL_SINCE = (1, 25)
 _TOKEN_S = 3600
+_MEMORY = Path("/dev/shm")
+_NEEDED_BYTES = 1 << 30
+_PREFIX = "baton-control-plane"
 
 
 @dataclass(frozen=True)
@@ -80,7 +83,7 @@ class ControlPlane:
         return str(self._cluster()["server"])
 
     def version(self) -> tuple[int, int]:
-        """The API server's, such as (1, 20)."""
+        """The API server's, like (1, 20)."""
         said = json.loads(self.kubectl("get", "--raw", "/version"))["gitVersion"]
         major, minor = re.findall(r"\d+", said)[:2]
         return int(major), int(minor)
@@ -164,3 +167,17 @@ def control_plane_of(found: Assets | RunningCluster) -> Iterator[ControlPlane]:
         has_controllers = found.kube_controller_manager is not None
         with started(found, folder) as servers:
             yield ControlPlane(servers.kubeconfig, found.clients, folder, servers, has_controllers)
+
+
+@contextlib.contextmanager
+def scratch_folder(memory: Path = _MEMORY) -> Iterator[Path]:
+    """An empty one in memory, since every write of etcd waits for its disk; on disk where `memory`
+    has no room. It goes with the block. That of a killed process goes when the next one comes."""
+    has_room = memory.is_dir() and shutil.disk_usage(memory).free > _NEEDED_BYTES
+    parent = memory if has_room else Path(tempfile.gettempdir())
+    for left_over in parent.glob(f"{_PREFIX}.*"):
+        pid = left_over.name.split(".")[1]
+        if not Path("/proc", pid).exists():
+            shutil.rmtree(left_over, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix=f"{_PREFIX}.{os.getpid()}.", dir=parent) as folder:
+        yield Path(folder)

@@ -1,4 +1,5 @@
-"""A build's commands, one by one: told while they run, ended in time, explained when they fail."""
+"""A build's commands, one by one: reported while they run, ended in time, explained when they
+fail."""
 
 from __future__ import annotations
 
@@ -12,22 +13,22 @@ from pathlib import Path
 
 from tests.k8s.control_plane.errors import BuildError
 
-_TELL_EVERY_S = 30.0
+_REPORT_EVERY_S = 30.0
 _TAIL_BYTES = 3000
 
 
 class Steps:
     """Own the time that is left and the log that all commands write to."""
 
-    def __init__(self, log: Path, limit_s: float, tell: Callable[[str], None]) -> None:
+    def __init__(self, log: Path, limit_s: float, report: Callable[[str], None]) -> None:
         self._log = log
         self._started_at = time.monotonic()
         self._limit_s = limit_s
-        self._tell = tell
+        self._report = report
 
-    def tell(self, what: str) -> None:
+    def report(self, what: str) -> None:
         minutes, seconds = divmod(int(time.monotonic() - self._started_at), 60)
-        self._tell(f"[{minutes}:{seconds:02}] {what}")
+        self._report(f"[{minutes}:{seconds:02}] {what}")
 
     def run(
         self,
@@ -37,7 +38,7 @@ class Steps:
         environment: Mapping[str, str] | None = None,
     ) -> None:
         """Raises BuildError when the command is missing, fails, or the build's time is over."""
-        self.tell(what)
+        self.report(what)
         with self._log.open("ab") as log:
             before = log.tell()
             try:
@@ -67,9 +68,9 @@ class Steps:
                     f"{what}: not done {self._limit_s / 60:.0f} minutes after the start"
                 )
             try:
-                return process.wait(min(left_s, _TELL_EVERY_S))
+                return process.wait(min(left_s, _REPORT_EVERY_S))
             except subprocess.TimeoutExpired:
-                self.tell(f"still {what}")
+                self.report(f"still {what}")
 
     def _since(self, position: int) -> str:
         written = self._log.read_bytes()[position:]

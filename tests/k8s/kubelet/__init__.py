@@ -1,11 +1,10 @@
-"""A small kubelet, and a stand-in for KubeRay, on a real API server: pods' containers are processes
+"""A small kubelet, and a stand-in for KubeRay, on a real API server. Pods' containers are processes
 of this machine, in namespaces of their own.
 
-`possible` says whether this machine lets us. `kernel`, `entry`, `cgroups`, `network`, `api_gate`,
-`volumes` make what a container lives in; `environment`, `hosts`, `nodes`, `pod_status` are pure;
-`probes`, `container`, `slot`, `pod` run one pod; `kubelet` runs all of a namespace. `ray_start` and
-`ray_pods` are pure, too; `kuberay` makes pods of RayClusters with them. `fixtures` has both for
-tests, `objects` what tests of pods are made of.
+`kernel`, `entry`, `cgroups`, `network`, `api_gate`, `volumes` make what a container lives in, on
+`machine`; `environment`, `hosts`, `pod_status` are pure; `probes`, `container`, `container_runs`,
+`pod` run one pod; `kubelet` runs all of a namespace. `kuberay` makes pods of RayClusters with the
+pure `ray_pods`. `objects` has what tests of pods are made of.
 
 As in reality: an address for each pod, so that all listen on the same ports; a root file system of
 each container's own, which is this machine's with what the container writes on top, and empty

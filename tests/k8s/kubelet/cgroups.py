@@ -1,4 +1,4 @@
-"""Control groups: what says which processes are of which pod, and ends them all at once."""
+"""Control groups: they know which processes belong to which pod, and end them all at once."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ class Cgroup:
             return not self._is_there or _is_empty(self.path)
 
     def kill(self) -> None:
-        """Every process in it and in its children; none is left on return. Raises KernelError."""
+        """Kill every process in it and in its children. Raises KernelError."""
         with self._lock:
             if self._is_there:
                 _kill(self.path)
 
     def remove(self) -> None:
-        """Kills what is in it first. Once more changes nothing."""
+        """Kill what is in it, and remove it. A second call changes nothing."""
         with self._lock:
             if self._is_there:
                 remove_group(self.path)
@@ -55,7 +55,7 @@ class Cgroup:
 
     @property
     def pids(self) -> list[int]:
-        """Of the processes in it, without those in its children."""
+        """The processes in it, without those in its children."""
         with self._lock:
             if not self._is_there:
                 return []
@@ -63,7 +63,7 @@ class Cgroup:
 
 
 def remove_group(path: Path) -> None:
-    """Whoever made it, with all that is in it. Raises KernelError, OSError."""
+    """Kill what is in it and remove it, whoever made it. Raises KernelError, OSError."""
     _kill(path)
     _remove_tree(path)
 

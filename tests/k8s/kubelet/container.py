@@ -21,18 +21,18 @@ from cluster.local.reaper import MARK_VARIABLE
 from tests.k8s.kubelet.cgroups import Cgroup
 from tests.k8s.kubelet.entry import Entry
 from tests.k8s.kubelet.errors import ContainerError
-from tests.k8s.kubelet.place import REPOSITORY
+from tests.k8s.kubelet.machine import REPOSITORY
 from tests.k8s.kubelet.probes import Prober, Target, probes_of
 
 _LEAST_GRACE_S = 2.0
-"""Kubernetes' patience after a SIGTERM when `preStop` has used up all of it."""
+"""Kubernetes waits so long after a SIGTERM, also where `preStop` has used up the grace."""
 _POLL_S = 0.02
 
 
 @dataclass(frozen=True)
 class Ended:
     status: int
-    """As a shell has it: 128 and the signal where one ended it."""
+    """As a shell counts: 128 plus the signal that ended it."""
     started_at: str
     ended_at: str
 
@@ -43,7 +43,7 @@ class ContainerRun:
     def __init__(
         self, spec: Mapping[str, Any], entry: Entry, log_path: Path, changed: Callable[[], None]
     ) -> None:
-        """`entry.cgroup` names the group that this run makes; `entry.root` a folder likewise."""
+        """It makes the group `entry.cgroup` and the folder `entry.root`."""
         self._spec = spec
         self._entry = entry
         self._log_path = log_path
@@ -81,40 +81,34 @@ class ContainerRun:
         return self._prober is None or self._prober.is_alive
 
     def run(self, command: tuple[str, ...], timeout_s: float) -> int | None:
-        """In it, beside what runs: the command's status, None when it was killed for its time or
-        the container is gone."""
+        """Run a command beside what runs. Returns its status; None: it took too long, or the
+        container is gone."""
         if self.ended is not None:
             return None
         try:
-            return subprocess.run(
-                self._command(self._added(command)),
-                **self._options(),
-                timeout=timeout_s,
-                check=False,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-            ).returncode
+            return self._run_inside(command, timeout_s).returncode
         except subprocess.TimeoutExpired:
             return None
 
     def output_of(self, *command: str, timeout_s: float = 30.0) -> str:
-        """As `kubectl exec` has it. Raises ContainerError where the command fails, with what it
-        said, or takes longer."""
-        entry = self._command(self._added(command))
+        """What a command prints, as `kubectl exec` runs it. Raises ContainerError, with its output,
+        where it fails or takes longer."""
         try:
-            done = subprocess.run(
-                entry,
-                **self._options(),
-                timeout=timeout_s,
-                check=False,
-                capture_output=True,
-                text=True,
-            )
+            done = self._run_inside(command, timeout_s)
         except subprocess.TimeoutExpired as error:
             raise ContainerError(f"{' '.join(command)}: not done in {timeout_s:.0f} s") from error
         if done.returncode:
             raise ContainerError(f"{' '.join(command)}: {done.stdout}{done.stderr}")
-        return str(done.stdout)
+        return done.stdout
+
+    def _run_inside(
+        self, command: tuple[str, ...], timeout_s: float
+    ) -> subprocess.CompletedProcess[str]:
+        entry = self._command(self._added(command))
+        done: subprocess.CompletedProcess[str] = subprocess.run(
+            entry, **self._options(), timeout=timeout_s, check=False, capture_output=True, text=True
+        )
+        return done
 
     def stop(self, ends_at: Callable[[], float]) -> None:
         """`preStop`, SIGTERM, and SIGKILL for all of it at `ends_at`, a monotonic time which may
@@ -131,16 +125,16 @@ class ContainerRun:
         self.end()
 
     def kill(self) -> None:
-        """Its first process, and so all of it, as when a node has no memory left: the pod goes on
+        """Kill its first process, and so all of it, as a node without memory does. The pod goes on
         as its restart policy says."""
         self._process.kill()
 
     def pids(self, program: str) -> list[int]:
-        """Of its processes that are called so, as `ps -o comm` has it: for whoever kills one."""
+        """Its processes of that name, as `ps -o comm` shows it."""
         return [pid for pid in self._group.pids if _name_of(pid) == program]
 
     def end(self) -> None:
-        """At once; nothing is left of it on return."""
+        """Kill it at once; nothing of it is left on return."""
         if self._prober is not None:
             self._prober.stop()
         self._group.kill()

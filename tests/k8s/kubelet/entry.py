@@ -22,7 +22,7 @@ from tests.k8s.kubelet.kernel import Mount, Namespace, bind, change_root, enter,
 
 NOT_STARTED_STATUS = 128
 _DEFAULT_SHM_BYTES = 64 << 20
-"""What a container runtime gives who asks for no more."""
+"""A container runtime's default."""
 
 
 @dataclass(frozen=True)
@@ -54,13 +54,13 @@ class Entry:
     """Its /dev/shm is this machine's."""
     mounts: tuple[VolumeMount, ...]
     opened: tuple[str, ...]
-    """Folders that any user may pass through in there, whatever they are outside."""
+    """Folders that any user may enter in there, whatever their mode is outside."""
     user: User
     folder: str
     command: tuple[str, ...]
     environment: dict[str, str]
     held: int | None = None
-    """A descriptor that ends when the command begins: whoever has its other end waits for that."""
+    """A descriptor that closes when the command begins: the parent waits for that."""
 
     @classmethod
     def read(cls, text: str) -> Entry:

@@ -1,4 +1,4 @@
-"""Pure: what a container's environment and command are, of what the pod says."""
+"""Pure: a container's environment, command and user, as its pod says."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Values = Callable[[str, str], Mapping[str, str] | None]
 
 
 @dataclass(frozen=True)
-class PodPlace:
+class PodFacts:
     """What a kubelet knows of a pod before the API server does."""
 
     pod: Mapping[str, Any]
@@ -45,15 +45,15 @@ class PodPlace:
 
 
 def environment_of(
-    container: Mapping[str, Any], place: PodPlace, values: Values, base: Mapping[str, str]
+    container: Mapping[str, Any], facts: PodFacts, values: Values, base: Mapping[str, str]
 ) -> dict[str, str]:
     """`base` is what there is without the pod saying anything. Raises ContainerError."""
-    result = {**base, "HOSTNAME": place.field("metadata.name")}
+    result = {**base, "HOSTNAME": facts.field("metadata.name")}
     for source in container.get("envFrom") or ():
-        result |= _all_of(source, values)
+        result |= _required(values, "Secret", source["secretRef"])
     for each in container.get("env") or ():
         if each.get("valueFrom"):
-            value = _referred(each["valueFrom"], place, values)
+            value = _referred(each["valueFrom"], facts, values)
             if value is not None:
                 result[each["name"]] = value
         else:
@@ -87,10 +87,9 @@ def user_of(pod: Mapping[str, Any], container: Mapping[str, Any]) -> User:
     uid = int(context.get("runAsUser") or 0)
     if context.get("runAsNonRoot") and uid == 0:
         raise ContainerError(f"container {container['name']} has runAsNonRoot and would be root")
-    groups = [*(of_pod.get("supplementalGroups") or ())]
-    if (group := of_pod.get("fsGroup")) is not None:
-        groups.append(group)
-    return User(uid, int(context.get("runAsGroup") or 0), tuple(groups))
+    group = of_pod.get("fsGroup")
+    groups = () if group is None else (group,)
+    return User(uid, int(context.get("runAsGroup") or 0), groups)
 
 
 def selected(items: Sequence[Mapping[str, Any]] | None, texts: Mapping[str, str]) -> dict[str, str]:
@@ -100,18 +99,9 @@ def selected(items: Sequence[Mapping[str, Any]] | None, texts: Mapping[str, str]
     return {item["path"]: texts[item["key"]] for item in items if item["key"] in texts}
 
 
-def _all_of(source: Mapping[str, Any], values: Values) -> dict[str, str]:
-    prefix = source.get("prefix") or ""
-    for name, kind in (("configMapRef", "ConfigMap"), ("secretRef", "Secret")):
-        if reference := source.get(name):
-            texts = _required(values, kind, reference)
-            return {f"{prefix}{key}": value for key, value in texts.items()}
-    raise ContainerError(f"envFrom {source}: this kubelet does not know it")
-
-
-def _referred(source: Mapping[str, Any], place: PodPlace, values: Values) -> str | None:
+def _referred(source: Mapping[str, Any], facts: PodFacts, values: Values) -> str | None:
     if reference := source.get("fieldRef"):
-        return place.field(reference["fieldPath"])
+        return facts.field(reference["fieldPath"])
     for name, kind in (("configMapKeyRef", "ConfigMap"), ("secretKeyRef", "Secret")):
         if reference := source.get(name):
             texts = _required(values, kind, reference)

@@ -2,7 +2,7 @@
 
 KubeletError
 ├── NotPossibleError     this machine does not let us make namespaces
-├── KernelError          it did, and refused something all the same
+├── KernelError          it did, and refused something later
 └── ContainerError       a container cannot be started as it is described
 """
 

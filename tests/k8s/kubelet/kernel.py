@@ -1,5 +1,5 @@
-"""The kernel's calls for namespaces and mounts, of which Python 3.11 has none. Standard library
-only: `entry` runs on it before any package is there."""
+"""The kernel's calls for namespaces and mounts, which Python 3.11 lacks. Standard library only:
+`entry` runs before any package is there."""
 
 from __future__ import annotations
 

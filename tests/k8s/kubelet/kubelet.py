@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from deploy.controller.kit.connection import Connection
 from deploy.controller.kit.errors import NotFoundError
@@ -15,17 +16,18 @@ from deploy.controller.kit.objects import Key, Object, Resource, Selection
 from deploy.controller.kit.workers import Workers
 from deploy.controller.kit.workqueue import Backoff, WorkQueue
 from deploy.controller.resources import PODS, SERVICES
-from tests.k8s.kubelet.api_gate import ApiGate
-from tests.k8s.kubelet.container import ContainerRun
+from tests.k8s.kubelet.container import ContainerRun, now_text
 from tests.k8s.kubelet.errors import KubeletError
 from tests.k8s.kubelet.hosts import service_hosts
-from tests.k8s.kubelet.nodes import NODES, node, node_status, place_for
-from tests.k8s.kubelet.place import Place
+from tests.k8s.kubelet.machine import Machine
 from tests.k8s.kubelet.pod import PodRun, Surroundings
 from tests.k8s.kubelet.pod_api import PodApi
 from tests.k8s.kubelet.pod_status import condition
 from tests.k8s.kubelet.volumes import claim_folder
+from tests.k8s.tcp_proxy import TcpProxy
 
+NODES = Resource("", "v1", "nodes", namespaced=False)
+_HAS = {"cpu": "64", "memory": "256Gi", "pods": "110", "nvidia.com/gpu": "8"}
 NODE_NAMES = ("node-a", "node-b")
 _SYNC_S = 20.0
 _END_S = 30.0
@@ -35,12 +37,12 @@ _QUICKLY = Backoff(first_s=0.1, longest_s=1.0)
 class Kubelet:
     """Own the pods that run, and the threads that follow what there should be."""
 
-    def __init__(self, connection: Connection, url: str, namespace: str, place: Place) -> None:
+    def __init__(self, connection: Connection, url: str, namespace: str, machine: Machine) -> None:
         """`url`: the API server's, for pods."""
         self._api = PodApi(connection, namespace)
-        self._place = place
-        self._gate = ApiGate(url)
-        self._around = Surroundings(place, self._api, self._gate, lambda: self._hosts)
+        self._machine = machine
+        self._gate = TcpProxy(url)
+        self._around = Surroundings(machine, self._api, self._gate, lambda: self._hosts)
         self._hosts = ""
         self._hosts_lock = threading.Lock()
         self._runs: dict[str, PodRun] = {}
@@ -55,14 +57,14 @@ class Kubelet:
             informer.add_handler(lambda _: self._refresh_hosts())
 
     def start(self) -> None:
-        """Raises KubeletError, KubeError; `stop` is called all the same."""
+        """Raises KubeletError, KubeError; the caller stops it nevertheless."""
         informers = (self._pods, self._services, self._nodes)
         for informer in informers:
             informer.start()
         self._workers.start()
         for name in NODE_NAMES:
             self._api.kube.apply(NODES, node(name, {}), force=True)
-            status = {"status": node_status(self._place.network.gateway)}
+            status = {"status": node_status(self._machine.network.gateway)}
             self._api.kube.merge_patch(NODES, Key("", name), status, "status")
         for informer in informers:
             if not informer.wait_synced(_SYNC_S):
@@ -86,6 +88,11 @@ class Kubelet:
             with contextlib.suppress(NotFoundError):
                 self._api.kube.delete(NODES, Key("", name))
 
+    @property
+    def host_address(self) -> str:
+        """This machine, as pods reach it."""
+        return self._machine.network.gateway
+
     def pods(self, labels: str = "") -> list[Object]:
         """Those of the namespace that a label selector chooses, as the API server has them."""
         return list(self._api.kube.list(PODS, Selection(self._api.namespace, labels)).items)
@@ -98,12 +105,12 @@ class Kubelet:
 
     def claim(self, name: str) -> Path:
         """What pods that mount a PersistentVolumeClaim of this name find: a test may fill it."""
-        return claim_folder(self._place.folder, name)
+        return claim_folder(self._machine.folder, name)
 
     def log(self, pod: str, run: str) -> str:
         """What a container's run has written, `preStop` included; `run`: its name and number, from
         0, like `server-0`."""
-        return (self._place.logs / pod / f"{run}.log").read_text(errors="replace")
+        return (self._machine.logs / pod / f"{run}.log").read_text(errors="replace")
 
     def _informer(self, resource: Resource, selection: Selection) -> Informer:
         return Informer(self._api.kube, resource, selection, InformerSettings(backoff=_QUICKLY))
@@ -135,7 +142,7 @@ class Kubelet:
         if "deletionTimestamp" in pod["metadata"]:
             return
         pods = self._pods.snapshot().values()
-        chosen = place_for(pod, self._nodes.snapshot().values(), pods)
+        chosen = node_for(pod, self._nodes.snapshot().values(), pods)
         if chosen is not None:
             self._api.bind(pod, chosen)
             return
@@ -161,12 +168,55 @@ class Kubelet:
 
 @contextlib.contextmanager
 def running_kubelet(
-    connection: Connection, url: str, namespace: str, place: Place
+    connection: Connection, url: str, namespace: str, machine: Machine
 ) -> Iterator[Kubelet]:
     """All of it has ended after the block."""
-    kubelet = Kubelet(connection, url, namespace, place)
+    kubelet = Kubelet(connection, url, namespace, machine)
     try:
         kubelet.start()
         yield kubelet
     finally:
         kubelet.stop()
+
+
+def node(name: str, labels: Mapping[str, str]) -> dict[str, Any]:
+    own = {"kubernetes.io/hostname": name, "kubernetes.io/os": "linux"}
+    return {
+        "apiVersion": "v1",
+        "kind": "Node",
+        "metadata": {"name": name, "labels": own | dict(labels)},
+        "spec": {},
+    }
+
+
+def node_status(address: str) -> dict[str, Any]:
+    now = now_text()
+    ready = {
+        "type": "Ready",
+        "status": "True",
+        "reason": "KubeletReady",
+        "message": "the tests' kubelet",
+        "lastHeartbeatTime": now,
+        "lastTransitionTime": now,
+    }
+    return {
+        "capacity": _HAS,
+        "allocatable": _HAS,
+        "addresses": [{"type": "InternalIP", "address": address}],
+        "conditions": [ready],
+    }
+
+
+def node_for(
+    pod: Mapping[str, Any], nodes: Iterable[Mapping[str, Any]], pods: Collection[Mapping[str, Any]]
+) -> str | None:
+    """The node that has the fewest pods, of those that take this one; None when none does."""
+    wanted = (pod["spec"].get("nodeSelector") or {}).items()
+    fit = [
+        each["metadata"]["name"]
+        for each in nodes
+        if not each["spec"].get("unschedulable")
+        and wanted <= (each["metadata"].get("labels") or {}).items()
+    ]
+    counts = {name: sum(p["spec"].get("nodeName") == name for p in pods) for name in fit}
+    return min(fit, key=lambda name: (counts[name], name), default=None)

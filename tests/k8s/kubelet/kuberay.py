@@ -15,12 +15,10 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import random
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import Any
 
 from deploy.controller.kit.connection import Connection
@@ -40,9 +38,6 @@ from tests.k8s.kubelet.ray_pods import (
     HEAD_GROUP,
     head_pod,
     head_service,
-    service_name,
-    without_agent_probes,
-    without_grpc_probes,
     worker_pod,
 )
 
@@ -68,10 +63,8 @@ class GroupChange:
 class KubeRay:
     """Own the thread that makes pods of RayClusters, and what their specs have been."""
 
-    def __init__(self, connection: Connection, namespace: str, takes_grpc_probes: bool) -> None:
-        """`takes_grpc_probes`: whether the API server knows them."""
+    def __init__(self, connection: Connection, namespace: str) -> None:
         self._kube = Kube(connection, "kuberay-operator")
-        self._takes_grpc_probes = takes_grpc_probes
         self._rng = random.Random()
         self._deleted_as_too_many: set[str] = set()
         self._specs: dict[str, list[Object]] = {}
@@ -89,7 +82,7 @@ class KubeRay:
         self._pods.add_handler(self._queue.add, lambda pod: (_cluster_key(pod),))
 
     def start(self) -> None:
-        """Raises KubeletError; `stop` is called all the same."""
+        """Raises KubeletError; the caller stops it nevertheless."""
         for informer in (self._clusters, self._pods):
             informer.start()
         self._workers.start()
@@ -108,20 +101,8 @@ class KubeRay:
             found = {name: list(specs) for name, specs in self._specs.items()}
         return {name: specs for name, specs in found.items() if self._owners[name] == cluster}
 
-    def changes(self, ray_cluster: str, pool: str) -> list[GroupChange]:
-        """What its specs said of a pool's group, as often as that has changed."""
-        changes: list[GroupChange] = []
-        with self._specs_lock:
-            specs = list(self._specs.get(ray_cluster, ()))
-        for spec in specs:
-            for each in spec.get("workerGroupSpecs") or ():
-                change = GroupChange.of(each)
-                if each["groupName"] == pool and changes[-1:] != [change]:
-                    changes.append(change)
-        return changes
-
     def _keep_spec(self, key: Key) -> None:
-        """On the informer's thread, which tells of each state before it goes on to the next."""
+        """On the informer's thread, which shows each state before it goes on to the next."""
         cluster = self._clusters.get(key)
         if cluster is not None:
             with self._specs_lock:
@@ -149,10 +130,10 @@ class KubeRay:
                 self._delete(key_of(pod))
             return _LOOK_AGAIN_S  # others are made when they have gone
         if not any(_group_of(pod) == HEAD_GROUP for pod in pods):
-            self._create(head_pod(cluster))
+            self._kube.create(PODS, head_pod(cluster))
         for group in cluster["spec"].get("workerGroupSpecs") or ():
             self._size(cluster, group, [p for p in pods if _group_of(p) == group["groupName"]])
-        self._tell(cluster, self._pods_of(key))
+        self._report(cluster, self._pods_of(key))
         return None
 
     def _end(self, cluster: Object) -> float | None:
@@ -192,7 +173,7 @@ class KubeRay:
         stay = [pod for pod in pods if pod["metadata"]["name"] not in going]
         diff = _replicas(group) - len(stay)
         for _ in range(diff):
-            self._create(worker_pod(cluster, group))
+            self._kube.create(PODS, worker_pod(cluster, group))
         for pod in self._rng.sample(stay, max(0, -diff)):
             self._deleted_as_too_many.add(pod["metadata"]["name"])
             self._delete(key_of(pod))
@@ -202,54 +183,37 @@ class KubeRay:
         selection = Selection(key.namespace, f"{CLUSTER_LABEL}={key.name}")
         return list(self._kube.list(PODS, selection).items)
 
-    def _create(self, pod: dict[str, Any]) -> None:
-        if not self._takes_grpc_probes:
-            pod = without_grpc_probes(pod)
-        if find_spec("aiohttp_cors") is None:  # of ray[default]
-            pod = without_agent_probes(pod)
-        self._kube.create(PODS, pod)
-
     def _delete(self, key: Key) -> None:
         with contextlib.suppress(NotFoundError):
             self._kube.delete(PODS, key)
 
-    def _tell(self, cluster: Object, pods: list[Object]) -> None:
+    def _report(self, cluster: Object, pods: list[Object]) -> None:
         """The status, where it is another one now."""
         status = _status(cluster, pods)
         former = cluster.get("status") or {}
         if any(former.get(name) != value for name, value in status.items()):
-            patch = {"status": copy.deepcopy(status)}
+            patch = {"status": status}
             with contextlib.suppress(NotFoundError):
                 self._kube.merge_patch(RAY_CLUSTERS, key_of(cluster), patch, "status")
 
 
 def _status(cluster: Object, pods: list[Object]) -> dict[str, Any]:
-    groups = cluster["spec"].get("workerGroupSpecs") or ()
+    desired = sum(map(_replicas, cluster["spec"].get("workerGroupSpecs") or ()))
     workers = [pod for pod in pods if _group_of(pod) != HEAD_GROUP]
-    heads = [pod for pod in pods if _group_of(pod) == HEAD_GROUP]
-    desired = sum(map(_replicas, groups))
     status: dict[str, Any] = {
         "observedGeneration": cluster["metadata"]["generation"],
         "desiredWorkerReplicas": desired,
         "availableWorkerReplicas": sum(map(_runs, workers)),
-        "readyWorkerReplicas": sum(map(is_ready, workers)),
-        "head": {"serviceName": service_name(cluster)},
     }
-    if len(heads) == 1:
-        status["head"]["podName"] = heads[0]["metadata"]["name"]
-        if address := (heads[0].get("status") or {}).get("podIP"):
-            status["head"]["podIP"] = address
     if len(pods) == desired + 1 and all(map(is_ready, pods)):
         status["state"] = "ready"  # and so it stays, also when a pod goes later
     return status
 
 
 def _replicas(group: Mapping[str, Any]) -> int:
-    """Pods: within the group's bounds, and as many for each replica as it has hosts."""
-    bounded = max(int(group.get("replicas") or 0), int(group.get("minReplicas") or 0))
-    most = group.get("maxReplicas")
-    replicas = bounded if most is None else min(bounded, int(most))
-    return 0 if group.get("suspend") else replicas * int(group.get("numOfHosts") or 1)
+    """Pods, within the group's bounds."""
+    least, most = int(group.get("minReplicas") or 0), int(group.get("maxReplicas") or 2**31)
+    return min(max(int(group.get("replicas") or 0), least), most)
 
 
 def _to_delete(group: Mapping[str, Any]) -> tuple[str, ...]:
@@ -279,11 +243,9 @@ def _runs(pod: Object) -> bool:
 
 
 @contextlib.contextmanager
-def running_kuberay(
-    connection: Connection, namespace: str, takes_grpc_probes: bool
-) -> Iterator[KubeRay]:
+def running_kuberay(connection: Connection, namespace: str) -> Iterator[KubeRay]:
     """It makes and deletes nothing after the block."""
-    kuberay = KubeRay(connection, namespace, takes_grpc_probes)
+    kuberay = KubeRay(connection, namespace)
     try:
         kuberay.start()
         yield kuberay

@@ -12,15 +12,15 @@ import json
 import secrets
 import subprocess
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
-from tests.k8s.kubelet.commands import ip, run
 from tests.k8s.kubelet.errors import KernelError
 
 _HOLDER = 'hostname "$0" && echo ready && exec sleep infinity'
 _END_S = 5.0
 _NUM_TRIES = 20
 _NUM_ADDRESSES = 253
+_COMMAND_TIMEOUT_S = 20.0
 
 
 class Holder:
@@ -52,7 +52,7 @@ class Holder:
 
 
 class Network:
-    """Own the bridge, its way to this machine, and who has which address."""
+    """Own the bridge, its link to this machine, and the pods' addresses."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         """`environment`: of the processes that hold the namespaces."""
@@ -124,7 +124,7 @@ class Network:
         self._switch.end()
 
     def _take_address(self) -> str:
-        """That which has been free for longest."""
+        """The one that has been free for longest."""
         with self._lock:
             for _ in range(_NUM_ADDRESSES):
                 address = f"{self._prefix}.{next(self._hosts)}"
@@ -165,3 +165,29 @@ def _free_prefix() -> str:
         if f"{prefix}.0/24" not in routes:
             return prefix
     raise KernelError("no net of 198.18.0.0/15 is free")
+
+
+def ip(*lines: str, network_of: int | None = None) -> None:
+    """`ip` with each line, in the network of a process. Raises KernelError."""
+    command = ["ip", "-batch", "-"]
+    if network_of is not None:
+        command = ["nsenter", f"--net=/proc/{network_of}/ns/net", *command]
+    run(command, "\n".join(lines) + "\n")
+
+
+def run(command: Sequence[str], stdin: str = "") -> str:
+    """Its stdout. Raises KernelError."""
+    try:
+        done = subprocess.run(
+            command,
+            input=stdin,
+            capture_output=True,
+            text=True,
+            timeout=_COMMAND_TIMEOUT_S,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise KernelError(f"{' '.join(command)}: {error}") from error
+    if done.returncode:
+        raise KernelError(f"{' '.join(command)}: {stdin}{done.stderr.strip()}")
+    return done.stdout

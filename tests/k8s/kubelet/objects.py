@@ -1,19 +1,17 @@
-"""Objects for tests of pods, and what tests wait for."""
+"""Objects for tests of pods, and what is read of pods."""
 
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from deploy.controller.kit.objects import Object
 from tests.k8s.control_plane.plane import ControlPlane
 from tests.k8s.kubelet.hosts import is_ready
 from tests.k8s.kubelet.kubelet import Kubelet
+from tests.k8s.operating import condition, eventually
 
-_TIMEOUT_S = 60.0
-_POLL_S = 0.05
 _EVICTION_V1_SINCE = (1, 22)
 
 
@@ -81,22 +79,15 @@ def evict(control_plane: ControlPlane, namespace: str, pod_name: str) -> None:
     control_plane.kubectl("create", "--raw", path, "-f", "-", stdin=json.dumps(eviction))
 
 
-def until(holds: Callable[[], bool], what: str, timeout_s: float = _TIMEOUT_S) -> None:
-    give_up_at = time.monotonic() + timeout_s
-    while not holds():
-        assert time.monotonic() < give_up_at, f"not within {timeout_s:.0f} s: {what}"
-        time.sleep(_POLL_S)
-
-
 def until_ready(kubelet: Kubelet, labels: str, num_pods: int = 1) -> list[Object]:
-    """The pods, by name, once there are so many and all are ready."""
+    """The pods, by name, once there are `num_pods` and all are ready."""
     found: list[Object] = []
 
     def are_ready() -> bool:
         found[:] = kubelet.pods(labels)
         return len(found) == num_pods and all(map(is_ready, found))
 
-    until(are_ready, f"{num_pods} pods {labels} are ready")
+    eventually(are_ready, f"{num_pods} pods {labels} are ready")
     return sorted(found, key=name_of)
 
 
@@ -105,8 +96,7 @@ def name_of(pod: Object) -> str:
 
 
 def is_unschedulable(pod: Object) -> bool:
-    conditions = pod.get("status", {}).get("conditions", ())
-    return any(each.get("reason") == "Unschedulable" for each in conditions)
+    return condition(pod, "PodScheduled").get("reason") == "Unschedulable"
 
 
 def num_restarts(kubelet: Kubelet, labels: str) -> int:

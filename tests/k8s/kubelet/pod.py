@@ -5,8 +5,8 @@
    together, each started again when it ends, as the restart policy says.
 3. Its deletion begins (a person, its owner, an eviction): it is not ready any more; each
    container's `preStop` runs, then SIGTERM, then, when the grace is over, SIGKILL for all of it.
-4. The object is deleted for good. What cannot be told to the API server is told again; where the
-   object has gone by itself (`--force`), the processes are killed at once.
+4. The object is deleted for good. A report that the API server does not take is repeated. Where
+   the object has gone by itself (`--force`), the processes are killed at once.
 """
 
 from __future__ import annotations
@@ -22,38 +22,39 @@ from typing import Any
 
 from deploy.controller.kit.errors import KubeError
 from deploy.controller.kit.objects import Object
-from tests.k8s.kubelet.api_gate import ENVIRONMENT, ApiGate
+from tests.k8s.kubelet.api_gate import ENVIRONMENT, open_gate_in
 from tests.k8s.kubelet.cgroups import Cgroup
 from tests.k8s.kubelet.container import ContainerRun, now_text
+from tests.k8s.kubelet.container_runs import ContainerRuns
 from tests.k8s.kubelet.entry import Entry, VolumeMount
-from tests.k8s.kubelet.environment import PodPlace, command_of, environment_of, user_of
+from tests.k8s.kubelet.environment import PodFacts, command_of, environment_of, user_of
 from tests.k8s.kubelet.hosts import hosts_of
-from tests.k8s.kubelet.network import PodNetwork
-from tests.k8s.kubelet.place import (
-    Place,
+from tests.k8s.kubelet.machine import (
+    Machine,
     image_environment,
     image_folders,
     opened_folders,
 )
+from tests.k8s.kubelet.network import PodNetwork
 from tests.k8s.kubelet.pod_api import PodApi
 from tests.k8s.kubelet.pod_status import PodState
-from tests.k8s.kubelet.slot import Slot
 from tests.k8s.kubelet.volumes import Volumes
+from tests.k8s.tcp_proxy import TcpProxy
 
 log = logging.getLogger(__name__)
 
-_TELL_AGAIN_S = 0.5
+_REPORT_AGAIN_S = 0.5
 _NO_RESOLVER = "nameserver 127.0.0.1\noptions timeout:1 attempts:1\n"
 """Nobody answers there: a name that /etc/hosts lacks is unknown at once."""
 
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What a pod is run with."""
+    """What all pods of a kubelet share."""
 
-    place: Place
+    machine: Machine
     api: PodApi
-    gate: ApiGate
+    gate: TcpProxy
     service_hosts: Callable[[], str]
 
 
@@ -68,10 +69,10 @@ class PodRun:
         self._deletion_seen_at: float | None = None
         self._is_forced = False
         spec = pod["spec"]
-        self._inits = [Slot(spec, each, True) for each in spec.get("initContainers") or ()]
-        self._slots = [Slot(spec, each, False) for each in spec["containers"]]
+        self._inits = [ContainerRuns(spec, each, True) for each in spec.get("initContainers") or ()]
+        self._containers = [ContainerRuns(spec, each, False) for each in spec["containers"]]
         self._sandbox: _Sandbox | None = None
-        self._told: PodState | None = None
+        self._reported: PodState | None = None
         self._status: Mapping[str, Any] = pod.get("status") or {}
         self.update(pod)
         self._thread = threading.Thread(target=self._run, name=f"pod-{self.name}", daemon=True)
@@ -104,14 +105,14 @@ class PodRun:
 
     def container(self, name: str | None = None) -> ContainerRun:
         """The newest run of a container, the first one's if none is named."""
-        slots = [slot for slot in self._slots if name in (None, slot.name)]
-        run = slots[0].run if slots else None
+        found = [container for container in self._containers if name in (None, container.name)]
+        run = found[0].run if found else None
         assert run is not None, f"no container {name} runs in {self.name}"
         return run
 
     def refresh_hosts(self) -> None:
         """In place: the file is mounted in containers."""
-        with self._hosts_lock:  # who writes last has read last
+        with self._hosts_lock:  # the last to write is the last to have read
             if self._sandbox is not None:
                 self._sandbox.write_hosts(self._around.service_hosts())
 
@@ -133,32 +134,32 @@ class PodRun:
             log.exception("pod %s failed", self.name)
 
     def _live(self, sandbox: _Sandbox) -> None:
-        self._tell(sandbox)
+        self._report(sandbox)
         while not self._is_going:
             self._changed.clear()
             self._look(sandbox)
-            self._wait(is_told=self._tell(sandbox))
+            self._wait(is_reported=self._report(sandbox))
 
     def _look(self, sandbox: _Sandbox) -> None:
-        for slot in self._inits:
-            slot.look(sandbox.start, self._ends_at)
-            if not slot.has_succeeded:
+        for container in self._inits:
+            container.look(sandbox.start, self._ends_at)
+            if not container.has_succeeded:
                 return
-        for slot in self._slots:
+        for container in self._containers:
             if not self._is_going:
-                slot.look(sandbox.start, self._ends_at)
+                container.look(sandbox.start, self._ends_at)
 
-    def _wait(self, *, is_told: bool) -> None:
-        due = [at for slot in self._all if (at := slot.next_look_at()) is not None]
-        if not is_told:
-            due.append(time.monotonic() + _TELL_AGAIN_S)
+    def _wait(self, *, is_reported: bool) -> None:
+        due = [at for container in self._all if (at := container.next_look_at()) is not None]
+        if not is_reported:
+            due.append(time.monotonic() + _REPORT_AGAIN_S)
         wait_s = None if not due else max(0.0, min(due) - time.monotonic())
         if not self._is_going:
             self._changed.wait(wait_s)
 
     def _leave(self, sandbox: _Sandbox) -> None:
-        self._tell(sandbox)
-        runs = [slot.run for slot in self._all if slot.run is not None]
+        self._report(sandbox)
+        runs = [container.run for container in self._all if container.run is not None]
         stopping = [
             threading.Thread(target=run.stop, args=(self._ends_at,), name="stop", daemon=True)
             for run in runs
@@ -169,11 +170,11 @@ class PodRun:
             thread.join()
         while not self._is_forced and not self._delete():
             self._changed.clear()
-            self._changed.wait(_TELL_AGAIN_S)
+            self._changed.wait(_REPORT_AGAIN_S)
 
     @property
-    def _all(self) -> list[Slot]:
-        return [*self._inits, *self._slots]
+    def _all(self) -> list[ContainerRuns]:
+        return [*self._inits, *self._containers]
 
     @property
     def _is_going(self) -> bool:
@@ -189,27 +190,27 @@ class PodRun:
             grace_s = float(self._pod["metadata"].get("deletionGracePeriodSeconds") or 0)
             return self._deletion_seen_at + grace_s
 
-    # --- what the API server is told ------------------------------------------------------------
+    # --- what is reported to the API server -----------------------------------------------------
 
-    def _tell(self, sandbox: _Sandbox) -> bool:
+    def _report(self, sandbox: _Sandbox) -> bool:
         """Whether the API server knows how it is."""
         state = PodState(
             sandbox.address,
             sandbox.host_address,
             sandbox.made_at,
-            tuple(slot.state() for slot in self._inits),
-            tuple(slot.state() for slot in self._slots),
+            tuple(container.state() for container in self._inits),
+            tuple(container.state() for container in self._containers),
             self._is_going,
         )
-        if state == self._told:
+        if state == self._reported:
             return True
         status = state.status(self._status)
         try:
             self._around.api.put_status(self._pod, status)
         except KubeError as error:
-            log.warning("pod %s: its status is told again: %s", self.name, error)
+            log.warning("pod %s: its status is reported again: %s", self.name, error)
             return False
-        self._told, self._status = state, status
+        self._reported, self._status = state, status
         return True
 
     def _delete(self) -> bool:
@@ -230,18 +231,18 @@ class _Sandbox:
         self._around = around
         self._changed = changed
         self.made_at = now_text()
-        place = around.place
-        self._folder, self._memory = place.folder / uid, place.memory / uid
-        self._logs = place.logs / name
+        machine = around.machine
+        self._folder, self._memory = machine.folder / uid, machine.memory / uid
+        self._logs = machine.logs / name
         for folder in (self._folder, self._memory, self._logs):
             folder.mkdir(parents=True, exist_ok=True)
-        self._network: PodNetwork = place.network.join(name)
-        self._group: Cgroup = place.group.child(uid)
-        around.gate.open_in(self._network.pid)
-        self.address, self.host_address = self._network.address, place.network.gateway
-        self._pod_place = PodPlace(pod, self.address, self.host_address)
+        self._network: PodNetwork = machine.network.join(name)
+        self._group: Cgroup = machine.group.child(uid)
+        open_gate_in(self._network.pid, around.gate)
+        self.address, self.host_address = self._network.address, machine.network.gateway
+        self._facts = PodFacts(pod, self.address, self.host_address)
         volumes = self._folder / "volumes"
-        self._volumes = Volumes(self._pod_place, volumes, self._memory, place.folder)
+        self._volumes = Volumes(self._facts, volumes, self._memory, machine.folder)
         (self._folder / "resolv.conf").write_text(_NO_RESOLVER)
         self.write_hosts("")
 
@@ -260,8 +261,8 @@ class _Sandbox:
         user = user_of(self._pod, spec)
         home = {"HOME": "/root" if user.uid == 0 else "/"}
         base = image_environment() | home | ENVIRONMENT
-        environment = environment_of(spec, self._pod_place, api.values, base)
-        environment |= self._around.place.mark
+        environment = environment_of(spec, self._facts, api.values, base)
+        environment |= self._around.machine.mark
         called = f"{spec['name']}-{number}"
         entry = Entry(
             cgroup=str(self._group.path / called),
@@ -269,7 +270,7 @@ class _Sandbox:
             container_pid=None,
             root=str(self._folder / called),
             shares_memory=bool(self._pod["spec"].get("hostIPC")),
-            mounts=(*self._own_mounts(), *self._volumes.mounts_of(spec, environment)),
+            mounts=(*self._own_mounts(), *self._volumes.mounts_of(spec)),
             opened=opened_folders(),
             user=user,
             folder=spec.get("workingDir") or "/",

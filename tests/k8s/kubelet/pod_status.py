@@ -22,7 +22,7 @@ class ContainerState:
     is_ready: bool = False
     num_restarts: int = 0
     waits_for: str | None = None
-    """Kubernetes' word for it; None where it does not wait."""
+    """Kubernetes' name for it; None where it does not wait."""
     message: str = ""
     is_over: bool = False
     """It is not started again."""
@@ -127,9 +127,8 @@ def condition(
             break
     else:
         since = now_text()
-    words = {"reason": reason, "message": message}
-    told = {name: word for name, word in words.items() if word}
-    return {"type": kind, "status": said, "lastTransitionTime": since, **told}
+    why = {name: text for name, text in (("reason", reason), ("message", message)) if text}
+    return {"type": kind, "status": said, "lastTransitionTime": since, **why}
 
 
 def _terminated(ended: Ended) -> dict[str, Any]:

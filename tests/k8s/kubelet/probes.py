@@ -1,9 +1,4 @@
-"""A container's probes: startup first, then readiness and liveness, as often as they ask for.
-
-`grpc` probes are of Kubernetes 1.24. An older API server takes none, so there a container without a
-readiness probe that has a port named `grpc` or `control` is ready when `grpc.health.v1` answers
-SERVING on it.
-"""
+"""A container's probes: startup first, then readiness and liveness, as often as they ask for."""
 
 from __future__ import annotations
 
@@ -19,15 +14,13 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-_GRPC_PORTS = ("grpc", "control")
 _STOP_S = 5.0
 _CLOSEST_LOOK_S = 0.05
 _UNREADY_PERIOD_S = 0.5
-"""A readiness probe that has not succeeded is tried so often at least, from the beginning, whatever
-its delay and its period are: tests wait for it, and until then its failures have no effect."""
+"""A readiness probe that has not succeeded is tried so often at least: tests wait for it."""
 
 RunInside = Callable[[tuple[str, ...], float], int | None]
-"""Runs a command in the container, for so many seconds: its status, None if it did not end."""
+"""Runs a command in the container with a timeout in seconds: its status, None if it did not end."""
 
 
 class ProbeKind(Enum):
@@ -53,10 +46,8 @@ class Target:
 class Probe:
     action: Mapping[str, Any]
     """Holds one of `grpc`, `tcpSocket`, `httpGet`, `exec`."""
-    initial_delay_s: float
     period_s: float
     timeout_s: float
-    num_successes: int
     num_failures: int
 
     @classmethod
@@ -64,19 +55,16 @@ class Probe:
         """With Kubernetes' defaults."""
         return cls(
             said,
-            float(said.get("initialDelaySeconds") or 0),
             float(said.get("periodSeconds") or 10),
             float(said.get("timeoutSeconds") or 1),
-            int(said.get("successThreshold") or 1),
             int(said.get("failureThreshold") or 3),
         )
 
     def succeeds(self, target: Target) -> bool:
         if (asked := self.action.get("grpc")) is not None:
-            port = target.port(asked["port"])
-            return _serves_grpc(target.address, port, asked.get("service") or "", self.timeout_s)
+            return _serves_grpc(target.address, target.port(asked["port"]), self.timeout_s)
         if (asked := self.action.get("tcpSocket")) is not None:
-            return _listens(asked.get("host") or target.address, target.port(asked["port"]), self)
+            return _listens(target.address, target.port(asked["port"]), self.timeout_s)
         if (asked := self.action.get("httpGet")) is not None:
             return _answers_http(target, asked, self.timeout_s)
         if (asked := self.action.get("exec")) is not None:
@@ -86,14 +74,7 @@ class Probe:
 
 def probes_of(container: Mapping[str, Any]) -> dict[ProbeKind, Probe]:
     found = {kind: container.get(kind.value) for kind in ProbeKind}
-    probes = {kind: Probe.of(said) for kind, said in found.items() if said}
-    if ProbeKind.READINESS not in probes:
-        for port in container.get("ports") or ():
-            if port.get("name") in _GRPC_PORTS:
-                said = {"grpc": {"port": port["containerPort"]}, "periodSeconds": 1}
-                probes[ProbeKind.READINESS] = Probe.of(said)
-                break
-    return probes
+    return {kind: Probe.of(said) for kind, said in found.items() if said}
 
 
 class _Record:
@@ -103,20 +84,16 @@ class _Record:
         self._kind = kind
         self.probe = probe
         self.is_good = kind is ProbeKind.LIVENESS
-        is_unready = kind is ProbeKind.READINESS
-        self.due_at = started_at + (0.0 if is_unready else probe.initial_delay_s)
-        self._is_last_good: bool | None = None
-        self._num_alike = 0
+        self.due_at = started_at
+        self._num_failed = 0
         self.has_failed = False
         """Once it has been bad often enough."""
 
     def take(self, succeeded: bool, now: float) -> None:
-        self._num_alike = self._num_alike + 1 if succeeded == self._is_last_good else 1
-        self._is_last_good = succeeded
-        enough = self.probe.num_successes if succeeded else self.probe.num_failures
-        if self._num_alike >= enough:
+        self._num_failed = 0 if succeeded else self._num_failed + 1
+        self.has_failed = self._num_failed >= self.probe.num_failures
+        if succeeded or self.has_failed:
             self.is_good = succeeded
-            self.has_failed = not succeeded
         self.due_at = now + self.probe.period_s
         if self._kind is ProbeKind.READINESS and not self.is_good:
             self.due_at = now + min(self.probe.period_s, _UNREADY_PERIOD_S)
@@ -147,7 +124,7 @@ class Prober:
 
     @property
     def is_alive(self) -> bool:
-        """False: it is to be killed, and started again."""
+        """False: the container has to be started again."""
         fatal = (ProbeKind.STARTUP, ProbeKind.LIVENESS)
         return not any(kind in self._records and self._records[kind].has_failed for kind in fatal)
 
@@ -181,31 +158,29 @@ class Prober:
                 self._changed()
 
 
-def _serves_grpc(address: str, port: int, service: str, timeout_s: float) -> bool:
+def _serves_grpc(address: str, port: int, timeout_s: float) -> bool:
     with grpc.insecure_channel(f"{address}:{port}") as channel:
         stub: Any = health_pb2_grpc.HealthStub(channel)
-        request = health_pb2.HealthCheckRequest(service=service)
         try:
-            answer = stub.Check(request, timeout=timeout_s, wait_for_ready=False)
+            answer = stub.Check(health_pb2.HealthCheckRequest(), timeout=timeout_s)
         except grpc.RpcError:
             return False
         return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
 
-def _listens(address: str, port: int, probe: Probe) -> bool:
+def _listens(address: str, port: int, timeout_s: float) -> bool:
     try:
-        socket.create_connection((address, port), probe.timeout_s).close()
+        socket.create_connection((address, port), timeout_s).close()
     except OSError:
         return False
     return True
 
 
 def _answers_http(target: Target, asked: Mapping[str, Any], timeout_s: float) -> bool:
-    address = asked.get("host") or target.address
-    connection = http.client.HTTPConnection(address, target.port(asked["port"]), timeout=timeout_s)
-    headers = {each["name"]: each["value"] for each in asked.get("httpHeaders") or ()}
+    port = target.port(asked["port"])
+    connection = http.client.HTTPConnection(target.address, port, timeout=timeout_s)
     try:
-        connection.request("GET", asked.get("path") or "/", headers=headers)
+        connection.request("GET", asked.get("path") or "/")
         return 200 <= connection.getresponse().status < 400
     except (OSError, http.client.HTTPException):
         return False

@@ -3,32 +3,36 @@
 
 What it adds to a template: labels, the environment with KUBERAY_GEN_RAY_START_CMD, the token, a
 memory volume for the object store, an init container that waits for the GCS, and probes where there
-are none: of Ray's agent, which serves HTTP only where Ray was installed as `ray[default]`.
+are none. The container's command stays, as the annotation `ray.io/overwrite-container-cmd` asks.
 """
 
 from __future__ import annotations
 
 import copy
+import json
+import math
+import re
 import secrets
 from collections.abc import Mapping
 from typing import Any
 
-from tests.k8s.kubelet.ray_start import (
-    AGENT_PORT,
-    METRICS_PORT,
-    head_params,
-    head_port,
-    ray_start,
-    worker_params,
-)
-
+GCS_PORT = 6379
+AGENT_PORT = 52365
+METRICS_PORT = 8080
+_WITH_WORD = ("log-color", "include-dashboard")
+"""Options that take true and false as words; of others `true` means that they are there."""
+_QUANTITY = re.compile(r"([0-9.]+(?:[eE][+-]?[0-9]+)?)([A-Za-z]*)")
+_UNITS = {"k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "m": 1e-3}
 HEAD, WORKER = "head", "worker"
 CLUSTER_LABEL, TYPE_LABEL, GROUP_LABEL = "ray.io/cluster", "ray.io/node-type", "ray.io/group"
 HEAD_GROUP = "headgroup"
-_OWN_COMMAND = "ray.io/overwrite-container-cmd"
 _APP_LABEL = "app.kubernetes.io/name"
-_HEALTH = {"path": "/api/healthz", "port": AGENT_PORT}
-_HAS_RAYLET = {"exec": {"command": ["test", "-S", "/tmp/ray/session_latest/sockets/raylet"]}}
+_RAYLET = "/tmp/ray/session_latest/sockets/raylet"
+_HAS_RAYLET = {
+    "exec": {"command": ["test", "-S", _RAYLET]},
+    "timeoutSeconds": 2,
+    "periodSeconds": 5,
+}
 _WAIT_FOR_GCS = """
 until (: < /dev/tcp/{head}/{port}) 2> /dev/null; do sleep 0.2; done
 until ray health-check --address {head}:{port} > /dev/null 2>&1; do
@@ -81,18 +85,18 @@ def service_name(cluster: Mapping[str, Any]) -> str:
 
 def head_pod(cluster: Mapping[str, Any]) -> Pod:
     group = cluster["spec"]["headGroupSpec"]
-    params = head_params(group)
+    params = {"dashboard-host": "0.0.0.0", **_params(group)}
     pod = _pod(cluster, group, HEAD, HEAD_GROUP)
     container = pod["spec"]["containers"][0]
     if (options := cluster["spec"].get("gcsFaultToleranceOptions")) is not None:
         params |= _fault_tolerance(cluster, options, container)
-    _finish(cluster, pod, "127.0.0.1", ray_start(True, params))
+    _finish(cluster, pod, "127.0.0.1", _ray_start(True, params))
     return pod
 
 
 def worker_pod(cluster: Mapping[str, Any], group: Mapping[str, Any]) -> Pod:
     head = _head_name(cluster)
-    address = f"{head}:{head_port(cluster)}"
+    params = {"address": f"{head}:{_head_port(cluster)}", **_params(group)}
     pod = _pod(cluster, group, WORKER, group["groupName"])
     container = pod["spec"]["containers"][0]
     if cluster["spec"].get("gcsFaultToleranceOptions") is not None:
@@ -101,7 +105,7 @@ def worker_pod(cluster: Mapping[str, Any], group: Mapping[str, Any]) -> Pod:
         "name": "wait-gcs-ready",
         "image": container.get("image", ""),
         "command": ["/bin/bash", "-c", "--"],
-        "args": [_WAIT_FOR_GCS.format(head=head, port=head_port(cluster))],
+        "args": [_WAIT_FOR_GCS.format(head=head, port=_head_port(cluster))],
         "env": copy.deepcopy(container.get("env") or []),
         "volumeMounts": copy.deepcopy(container.get("volumeMounts") or []),
     }
@@ -111,28 +115,7 @@ def worker_pod(cluster: Mapping[str, Any], group: Mapping[str, Any]) -> Pod:
     names = {"FQ_RAY_IP": head, "RAY_IP": service_name(cluster)}
     for each in (*pod["spec"]["initContainers"], container):
         _set(each, names)
-    _finish(cluster, pod, head, ray_start(False, worker_params(group, address)))
-    return pod
-
-
-def without_grpc_probes(pod: Pod) -> Pod:
-    """The pod for an API server that knows none: see `probes` for what is done instead."""
-    for container in pod["spec"]["containers"]:
-        for kind in ("readinessProbe", "livenessProbe", "startupProbe"):
-            if "grpc" in (container.get(kind) or {}):
-                del container[kind]
-    return pod
-
-
-def without_agent_probes(pod: Pod) -> Pod:
-    """The pod for a virtual environment with plain `ray`, whose agent serves nothing: instead of
-    asking it, its raylet's socket is looked for."""
-    for container in pod["spec"]["containers"]:
-        for kind in ("readinessProbe", "livenessProbe"):
-            probe = container.get(kind) or {}
-            if probe.get("httpGet") == _HEALTH:
-                del probe["httpGet"]
-                probe |= _HAS_RAYLET
+    _finish(cluster, pod, head, _ray_start(False, params))
     return pod
 
 
@@ -147,9 +130,6 @@ def _pod(cluster: Mapping[str, Any], group: Mapping[str, Any], kind: str, group_
         "labels": _labels(cluster, kind, group_name, metadata.get("labels") or {}),
         "ownerReferences": [_owner(cluster)],
     }
-    own_command = (cluster["metadata"].get("annotations") or {}).get(_OWN_COMMAND, "")
-    if own_command.lower() == "true":
-        metadata.setdefault("annotations", {})[_OWN_COMMAND] = "true"
     return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": template["spec"]}
 
 
@@ -158,12 +138,6 @@ def _finish(cluster: Mapping[str, Any], pod: Pod, head: str, command: str) -> No
     spec = cluster["spec"]
     container = pod["spec"]["containers"][0]
     _add_shared_memory(pod, container)
-    if (pod["metadata"].get("annotations") or {}).get(_OWN_COMMAND) != "true":
-        said = " ".join([*(container.get("command") or ()), *(container.get("args") or ())])
-        if "ray start" not in said:
-            whole = f"ulimit -n 65536; {command}"
-            container["command"] = ["/bin/bash", "-c", "--"]
-            container["args"] = [f"{said} && {whole}" if said else whole]
     _set(container, {"KUBERAY_GEN_RAY_START_CMD": command})
     fields = {
         "RAY_CLUSTER_NAME": f"metadata.labels['{CLUSTER_LABEL}']",
@@ -171,7 +145,7 @@ def _finish(cluster: Mapping[str, Any], pod: Pod, head: str, command: str) -> No
         "RAY_NODE_TYPE_NAME": f"metadata.labels['{GROUP_LABEL}']",
     }
     _set(container, {name: {"fieldRef": {"fieldPath": path}} for name, path in fields.items()})
-    port = head_port(cluster)
+    port = _head_port(cluster)
     _add(container, {"RAY_PORT": port, "RAY_ADDRESS": f"{head}:{port}"})
     _add(container, {"RAY_USAGE_STATS_KUBERAY_IN_USE": "1"})
     auth = spec.get("authOptions")
@@ -187,7 +161,7 @@ def _finish(cluster: Mapping[str, Any], pod: Pod, head: str, command: str) -> No
 def _fault_tolerance(
     cluster: Mapping[str, Any], options: Mapping[str, Any], container: dict[str, Any]
 ) -> dict[str, str]:
-    """The head's; answers what its `ray start` is told."""
+    """Add what the head needs; returns parameters of its `ray start`."""
     namespace = options.get("externalStorageNamespace") or cluster["metadata"]["uid"]
     _add(container, {"RAY_external_storage_namespace": namespace})
     _set(container, {"RAY_REDIS_ADDRESS": options["redisAddress"]})
@@ -206,14 +180,10 @@ def _add_shared_memory(pod: Pod, container: dict[str, Any]) -> None:
 
 
 def _add_probes(container: dict[str, Any]) -> None:
-    """Of Ray 2.53 and later; earlier ones ask the same agent with `wget`."""
-    common = {"httpGet": _HEALTH, "timeoutSeconds": 2, "periodSeconds": 5, "successThreshold": 1}
-    container.setdefault(
-        "livenessProbe", common | {"initialDelaySeconds": 30, "failureThreshold": 120}
-    )
-    container.setdefault(
-        "readinessProbe", common | {"initialDelaySeconds": 10, "failureThreshold": 10}
-    )
+    """KubeRay asks Ray's agent, which serves HTTP only where Ray was installed as `ray[default]`;
+    here the raylet's socket is looked for."""
+    container.setdefault("livenessProbe", _HAS_RAYLET | {"failureThreshold": 120})
+    container.setdefault("readinessProbe", _HAS_RAYLET | {"failureThreshold": 10})
 
 
 def _add(container: dict[str, Any], values: Mapping[str, Any]) -> None:
@@ -259,3 +229,57 @@ def _owner(cluster: Mapping[str, Any]) -> dict[str, Any]:
 def _head_name(cluster: Mapping[str, Any]) -> str:
     """Fully qualified."""
     return f"{service_name(cluster)}.{cluster['metadata']['namespace']}.svc.cluster.local"
+
+
+def _head_port(cluster: Mapping[str, Any]) -> str:
+    params = cluster["spec"]["headGroupSpec"].get("rayStartParams") or {}
+    return str(params.get("port", GCS_PORT))
+
+
+def _ray_start(is_head: bool, params: Mapping[str, str]) -> str:
+    """A shell's command line: values stand in it as they are, quotes and all."""
+    options = "".join(_option(name, value) for name, value in sorted(params.items()))
+    return f"ray start {'--head ' if is_head else ''}{options}"
+
+
+def _params(group: Mapping[str, Any]) -> dict[str, str]:
+    container = group["template"]["spec"]["containers"][0]
+    return {
+        "metrics-export-port": str(METRICS_PORT),
+        "dashboard-agent-listen-port": str(AGENT_PORT),
+        **_resources(container.get("resources") or {}),
+        **(group.get("rayStartParams") or {}),
+        "block": "true",
+    }
+
+
+def _resources(resources: Mapping[str, Any]) -> dict[str, str]:
+    """What Ray counts as the node's; a CPU that is only requested counts, too."""
+    limits, requests = resources.get("limits") or {}, resources.get("requests") or {}
+    params = {}
+    if cpus := limits.get("cpu", requests.get("cpu")):
+        params["num-cpus"] = str(math.ceil(quantity(cpus)))
+    if memory := limits.get("memory"):
+        params["memory"] = str(math.ceil(quantity(memory)))
+    gpus = [count for name, count in sorted(limits.items()) if name.endswith("gpu")]
+    if gpus and quantity(gpus[0]):
+        params["num-gpus"] = str(math.ceil(quantity(gpus[0])))
+    return params
+
+
+def _option(name: str, value: str) -> str:
+    if value.lower() in ("true", "false") and name not in _WITH_WORD:
+        return f" --{name} " if value.lower() == "true" else ""
+    return f" --{name}={value} "
+
+
+def quantity(said: str | int | float) -> float:
+    """Kubernetes' way to write a number: 500m, 8Gi."""
+    found = _QUANTITY.fullmatch(str(said))
+    assert found is not None, f"no quantity: {said}"
+    return float(found[1]) * _UNITS.get(found[2], 1)
+
+
+def quoted(resources: Mapping[str, float]) -> str:
+    """For `rayStartParams.resources`, which goes through a shell."""
+    return json.dumps(json.dumps(resources))

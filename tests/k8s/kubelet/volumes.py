@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.k8s.kubelet.entry import VolumeMount
-from tests.k8s.kubelet.environment import PodPlace, Values, expanded, selected
+from tests.k8s.kubelet.environment import PodFacts, Values, selected
 from tests.k8s.kubelet.errors import ContainerError
 
 ServiceToken = Callable[[str, Mapping[str, Any]], str]
@@ -18,37 +18,29 @@ ServiceToken = Callable[[str, Mapping[str, Any]], str]
 class Volumes:
     """Own a pod's volumes. They are removed with the folders that they lie in."""
 
-    def __init__(self, place: PodPlace, folder: Path, memory: Path, shared: Path) -> None:
+    def __init__(self, facts: PodFacts, folder: Path, memory: Path, shared: Path) -> None:
         """`folder`: the pod's own; `memory`: in memory; `shared`: of all pods, for what outlives
         one: claims, and what pods make on their nodes."""
-        self._place = place
+        self._facts = facts
         self._folder, self._memory, self._shared = folder, memory, shared
         self._paths: dict[str, Path] = {}
 
     def make(self, values: Values, token: ServiceToken) -> None:
         """Raises ContainerError; once more then: what was made stays as it is."""
-        spec = self._place.pod["spec"]
+        spec = self._facts.pod["spec"]
         group = (spec.get("securityContext") or {}).get("fsGroup")
         for volume in spec.get("volumes") or ():
             if volume["name"] not in self._paths:
                 self._paths[volume["name"]] = self._make(volume, values, token, group)
 
-    def mounts_of(
-        self, container: Mapping[str, Any], environment: Mapping[str, str]
-    ) -> tuple[VolumeMount, ...]:
+    def mounts_of(self, container: Mapping[str, Any]) -> tuple[VolumeMount, ...]:
         """Raises ContainerError."""
         result = []
         for mount in container.get("volumeMounts") or ():
             if mount["name"] not in self._paths:
                 raise ContainerError(f"there is no volume {mount['name']}")
-            source = self._paths[mount["name"]]
-            inside = expanded(mount.get("subPathExpr") or mount.get("subPath") or "", environment)
-            if inside:
-                source /= inside
-                if not source.exists():
-                    source.mkdir(parents=True)
-            read_only = bool(mount.get("readOnly"))
-            result.append(VolumeMount(str(source), mount["mountPath"], read_only))
+            source, read_only = str(self._paths[mount["name"]]), bool(mount.get("readOnly"))
+            result.append(VolumeMount(source, mount["mountPath"], read_only))
         return tuple(result)
 
     def _make(
@@ -77,7 +69,7 @@ class Volumes:
             return path
         if source.get("type") != "DirectoryOrCreate":
             raise ContainerError(f"hostPath {path} is not there")
-        made = self._shared / self._place.field("spec.nodeName") / path.relative_to("/")
+        made = self._shared / self._facts.field("spec.nodeName") / path.relative_to("/")
         made.mkdir(parents=True, exist_ok=True)
         return made
 
@@ -97,9 +89,9 @@ class Volumes:
                 return selected(source.get("items"), texts or {})
         if (source := volume.get("downwardAPI")) is not None:
             items = source.get("items") or ()
-            return {i["path"]: self._place.field(i["fieldRef"]["fieldPath"]) for i in items}
+            return {i["path"]: self._facts.field(i["fieldRef"]["fieldPath"]) for i in items}
         if (source := volume.get("serviceAccountToken")) is not None:
-            account = self._place.field("spec.serviceAccountName")
+            account = self._facts.field("spec.serviceAccountName")
             return {source["path"]: token(account, source)}
         if (projected := volume.get("projected")) is not None:
             files: dict[str, str] = {}

@@ -1,5 +1,5 @@
-"""A TCP proxy that can go silent like a firewall that has forgotten a connection: it stays open,
-what is sent is acknowledged, and nothing comes through. Threads, for tests of threads."""
+"""A TCP proxy of threads, which can also go silent like a firewall that has forgotten a connection:
+it stays open, what is sent is acknowledged, and nothing comes through."""
 
 from __future__ import annotations
 
@@ -13,21 +13,25 @@ _PIECE_BYTES = 1 << 16
 _CONNECT_TIMEOUT_S = 5.0
 
 
-class CutProxy:
-    """Own a listening port and the connections through it."""
+class TcpProxy:
+    """Own listening sockets and the connections through them."""
 
     def __init__(self, url: str) -> None:
         """`url`: of the server that it leads to."""
         parts = urlsplit(url)
         assert parts.hostname is not None
         self._target = (parts.hostname, parts.port or 443)
-        self._listener = socket.create_server(("127.0.0.1", 0))
         self._is_silent = False
         self._lock = threading.Lock()
+        self._listeners: list[socket.socket] = []
         self._links: list[_Link] = []
-        self._threads: list[threading.Thread] = []
-        self.url = f"{parts.scheme}://127.0.0.1:{self._listener.getsockname()[1]}"
-        self._start(self._accept)
+        self._accepting: list[threading.Thread] = []
+        self._passing: list[threading.Thread] = []
+
+    def listen(self, listener: socket.socket) -> None:
+        """On one more socket, which it owns from now on."""
+        self._listeners.append(listener)
+        self._accepting.append(_started(self._accept, listener))
 
     def silence(self) -> None:
         """Nothing passes any more, on connections that are there and on new ones."""
@@ -46,18 +50,20 @@ class CutProxy:
             link.close()
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
-        self._threads[0].join()
+        for listener in self._listeners:
+            with contextlib.suppress(OSError):
+                listener.shutdown(socket.SHUT_RDWR)
+            listener.close()
+        for thread in self._accepting:
+            thread.join()
         self.cut()
-        for thread in self._threads:
+        for thread in self._passing:
             thread.join()
 
-    def _accept(self) -> None:
+    def _accept(self, listener: socket.socket) -> None:
         while True:
             try:
-                client, _ = self._listener.accept()
+                client, _ = listener.accept()
             except OSError:  # closed
                 return
             try:
@@ -69,13 +75,8 @@ class CutProxy:
             with self._lock:
                 link = _Link(client, server, self._is_silent)
                 self._links.append(link)
-            self._start(link.pass_on, client, server)
-            self._start(link.pass_on, server, client)
-
-    def _start(self, work: Callable[..., None], *args: object) -> None:
-        thread = threading.Thread(target=work, args=args, daemon=True)
-        self._threads.append(thread)
-        thread.start()
+                self._passing.append(_started(link.pass_on, client, server))
+                self._passing.append(_started(link.pass_on, server, client))
 
 
 class _Link:
@@ -98,6 +99,22 @@ class _Link:
             with contextlib.suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)
             end.close()
+
+
+def _started(work: Callable[..., None], *args: object) -> threading.Thread:
+    thread = threading.Thread(target=work, args=args, daemon=True)
+    thread.start()
+    return thread
+
+
+class CutProxy(TcpProxy):
+    """One that listens on loopback, at `url`."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url)
+        listener = socket.create_server(("127.0.0.1", 0))
+        self.url = f"{urlsplit(url).scheme}://127.0.0.1:{listener.getsockname()[1]}"
+        self.listen(listener)
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""A container of a pod: its runs, one after the other, and when the next one may begin."""
+"""The runs of a pod's container, one after the other, and when the next one may begin."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from tests.k8s.kubelet.pod_status import ContainerState
 
 _FIRST_BACKOFF_S = 0.2
 _LONGEST_BACKOFF_S = 5.0
-"""A fraction of Kubernetes' 10 s and 5 min: tests wait for it."""
+"""A fraction of Kubernetes' 10 s and 5 min, since tests wait for it."""
 _RETRY_S = 0.5
 
 Start = Callable[[Mapping[str, Any], int], ContainerRun]
 """Starts a container's run of that number. Raises ContainerError, KubeError."""
 
 
-class Slot:
+class ContainerRuns:
     """Own a container's runs. `look` moves it on; one thread looks."""
 
     def __init__(self, pod_spec: Mapping[str, Any], spec: Mapping[str, Any], is_init: bool) -> None:
@@ -52,7 +52,7 @@ class Slot:
         return self._is_over and ended is not None and ended.status == 0
 
     def look(self, start: Start, ends_at: Callable[[], float]) -> None:
-        """`ends_at`: of the pod, a monotonic time. A run that hangs is waited for until it ends."""
+        """`ends_at`: the pod's end, in monotonic time. A run that hangs is stopped first."""
         run = self._run
         if run is not None and run.ended is None:
             if not run.is_alive:

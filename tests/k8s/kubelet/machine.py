@@ -1,4 +1,5 @@
-"""What all pods of one stand-in share: folders, groups, network, and who watches over processes."""
+"""What all pods of one kubelet share on this machine: folders, groups, network, and who watches
+over processes; and whether the machine lets us."""
 
 from __future__ import annotations
 
@@ -10,19 +11,25 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from cluster.local.reaper import watched_over
+from tests.k8s.control_plane.assets import Assets, RunningCluster
 from tests.k8s.kubelet.cgroups import Cgroup, hierarchy, remove_group
-from tests.k8s.kubelet.network import Network
+from tests.k8s.kubelet.errors import KernelError, NotPossibleError
+from tests.k8s.kubelet.network import Network, run
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 _MEMORY = Path("/dev/shm")
 _NAME = "baton-kubelet"
+_PROGRAMS = ("ip", "unshare", "nsenter")
+_TRIAL = "mount -t tmpfs t /mnt && cd /mnt && mkdir a b c && "
+_TRIAL += "mount -t overlay o -o lowerdir=/,upperdir=a,workdir=b c && ip link add x type bridge"
 
 
 @dataclass(frozen=True)
-class Place:
+class Machine:
     folder: Path
     """On disk, gone at the end."""
     memory: Path
@@ -35,7 +42,7 @@ class Place:
 
 
 @contextlib.contextmanager
-def place(logs: Path) -> Iterator[Place]:
+def pod_machine(logs: Path) -> Iterator[Machine]:
     """What is left in it at the end is killed and removed. Raises KernelError."""
     groups = hierarchy()
     assert groups is not None, "check_possible() comes first"
@@ -51,7 +58,7 @@ def place(logs: Path) -> Iterator[Place]:
         stack.callback(network.close)
         group = Cgroup(groups / name)
         stack.callback(group.remove)
-        yield Place(folder, memory, logs, group, network, mark)
+        yield Machine(folder, memory, logs, group, network, mark)
 
 
 def image_environment() -> dict[str, str]:
@@ -83,3 +90,44 @@ def _remove_left_overs(groups: Path) -> None:
                 continue
             with contextlib.suppress(OSError):  # another test removes it at this moment
                 remove_group(left_over) if folder == groups else shutil.rmtree(left_over)
+
+
+# --- whether this machine lets us, and a control plane leaves pods to us --------------------------
+
+
+@cache
+def check_possible() -> None:
+    """Raises NotPossibleError, which says what is missing."""
+    if os.geteuid() != 0:
+        raise NotPossibleError("pods need root: namespaces, bridges and cgroups are made")
+    if missing := [program for program in _PROGRAMS if shutil.which(program) is None]:
+        raise NotPossibleError(f"not on PATH: {', '.join(missing)}")
+    try:
+        run(["unshare", "--net", "--uts", "--mount", "sh", "-c", _TRIAL])
+    except KernelError as error:
+        raise NotPossibleError(f"the kernel allows no namespaces: {error}") from error
+    groups = hierarchy()
+    if groups is None or not _can_make_groups(groups):
+        raise NotPossibleError("cgroups of version 2 are not mounted, or cannot be made")
+
+
+def check_leaves_pods(found: Assets | RunningCluster) -> None:
+    """Raises NotPossibleError, which says who runs the pods, or that nobody makes them."""
+    if isinstance(found, RunningCluster):
+        raise NotPossibleError("the cluster of BATON_TEST_KUBECONFIG has kubelets of its own")
+    if found.kube_controller_manager is None:
+        folder = found.kube_apiserver.parent
+        raise NotPossibleError(
+            f"no kube-controller-manager in {folder}: nobody makes a Deployment's pods"
+        )
+
+
+def _can_make_groups(groups: Path) -> bool:
+    trial = groups / f"baton-trial-{os.getpid()}"
+    try:
+        trial.mkdir()
+        can_kill = (trial / "cgroup.kill").exists()
+        trial.rmdir()
+    except OSError:
+        return False
+    return can_kill
