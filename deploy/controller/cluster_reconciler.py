@@ -36,14 +36,13 @@ from deploy.controller.caches import Caches, cluster_keys
 from deploy.controller.companions import Companions
 from deploy.controller.fleet_watch import FleetWatch, merged
 from deploy.controller.kit.applied import Applied
-from deploy.controller.kit.discovery import Discovery
 from deploy.controller.kit.errors import (
     KubeError,
     StatusError,
     each,
 )
 from deploy.controller.kit.finalizers import Finalizers
-from deploy.controller.kit.kube import Kube
+from deploy.controller.kit.kube import Discovery, Kube
 from deploy.controller.kit.objects import Key, Object, Resource, key_of
 from deploy.controller.kuberay import KubeRay, NewGroups, new_groups
 from deploy.controller.manifests.cluster_yaml import (

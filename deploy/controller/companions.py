@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from deploy.api.serving_cluster import RouterSpec, ServingClusterSpec
 from deploy.controller.kit.applied import Applied
-from deploy.controller.kit.discovery import Discovery
 from deploy.controller.kit.errors import KubeError
+from deploy.controller.kit.kube import Discovery
 from deploy.controller.kit.objects import Key, Resource, key_of
 from deploy.controller.manifests.common import Object as Manifest
 from deploy.controller.manifests.common import Owner, Release

@@ -11,9 +11,8 @@ import sys
 import threading
 from pathlib import Path
 
-from deploy.controller.kit.candidate import ElectionSettings
 from deploy.controller.kit.connection import Connection
-from deploy.controller.kit.election import Elector
+from deploy.controller.kit.election import ElectionSettings, Elector
 from deploy.controller.kit.kube import Kube
 from deploy.controller.kit.objects import Key
 

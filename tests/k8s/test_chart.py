@@ -319,9 +319,11 @@ def _same(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 def _age_crd(kube: Kube) -> None:
     """As an older release had it: without one of the spec's fields."""
-    path = "/spec/versions/0/schema/openAPIV3Schema/properties/spec/properties/servedModelName"
     name = Key("", SERVING_CLUSTER.crd_name)
-    kube.json_patch(CRDS, name, [{"op": "remove", "path": path}])
+    versions = kube.get(CRDS, name)["spec"]["versions"]
+    spec = versions[0]["schema"]["openAPIV3Schema"]["properties"]["spec"]
+    del spec["properties"]["servedModelName"]
+    kube.merge_patch(CRDS, name, {"spec": {"versions": versions}})
     assert "servedModelName" not in _properties(kube)
 
 

@@ -17,13 +17,11 @@ from deploy.controller.kit.connection import Connection
 from deploy.controller.kit.errors import (
     AlreadyExistsError,
     ConflictError,
-    ForbiddenError,
-    InvalidError,
     NotConfiguredError,
     NotFoundError,
-    UnauthorizedError,
+    StatusError,
 )
-from deploy.controller.kit.kube import Kube, Preconditions, Propagation
+from deploy.controller.kit.kube import Kube
 from deploy.controller.kit.objects import Key, Resource, Selection, key_of
 from deploy.controller.kit.watch_stream import WatchEventType, Window
 from tests.deploy.controller.following import until
@@ -115,48 +113,17 @@ def test_a_patch_of_a_version_that_is_no_more_is_refused(kube: Kube, namespace: 
     assert kube.get(CONFIG_MAPS, key)["data"] == {"x": "2"}
 
 
-def test_a_json_patch_whose_test_does_not_hold_changes_nothing(kube: Kube, namespace: str) -> None:
-    key = Key(namespace, "a")
-    kube.create(CONFIG_MAPS, config_map(key, {"x": "1"}))
-
-    def swap(old: str, new: str) -> None:
-        test = {"op": "test", "path": "/data/x", "value": old}
-        replace = {"op": "replace", "path": "/data/x", "value": new}
-        kube.json_patch(CONFIG_MAPS, key, [test, replace])
-
-    swap("1", "2")
-    with pytest.raises(InvalidError):
-        swap("1", "3")
-    assert kube.get(CONFIG_MAPS, key)["data"] == {"x": "2"}
-
-
 def test_a_field_that_two_managers_want_is_named(
     control_plane: ControlPlane, namespace: str
 ) -> None:
     one, two = kube_of(control_plane, "one"), kube_of(control_plane, "two")
     key = Key(namespace, "a")
     one.apply(CONFIG_MAPS, config_map(key, {"x": "1", "y": "1"}), force=False)
-    with pytest.raises(ConflictError, match='conflict with "one"') as refused:
+    with pytest.raises(ConflictError, match=r'conflict with "one".*\.data\.x'):
         two.apply(CONFIG_MAPS, config_map(key, {"x": "2"}), force=False)
-    assert [cause.field for cause in refused.value.causes] == [".data.x"]
     two.apply(CONFIG_MAPS, config_map(key, {"x": "2"}), force=True)
     one.apply(CONFIG_MAPS, config_map(key, {}), force=False)
     assert one.get(CONFIG_MAPS, key)["data"] == {"x": "2"}, "what its manager names no more goes"
-
-
-@pytest.mark.usefixtures("kites")
-def test_to_apply_a_status_forgets_nothing_of_the_spec(kube: Kube, namespace: str) -> None:
-    key = Key(namespace, "red")
-    kube.apply(KITES, kite(key, spec={"replicas": 1, "length": 5}), force=False)
-    status = kite(key, status={"replicas": 1, "length": 5})
-    kube.apply(KITES, status, force=False, subresource="status")
-    kube.apply(KITES, kite(key, spec={"replicas": 1}), force=False)
-    stored = kube.get(KITES, key)
-    assert stored["spec"] == {"replicas": 1}, "the length that was applied before goes"
-    assert stored["status"] == {"replicas": 1, "length": 5}
-    kube.apply(KITES, kite(key, status={"replicas": 1}), force=False, subresource="status")
-    stored = kube.get(KITES, key)
-    assert (stored["spec"], stored["status"]) == ({"replicas": 1}, {"replicas": 1})
 
 
 @pytest.mark.usefixtures("kites")
@@ -171,35 +138,32 @@ def test_a_scale_is_read_and_patched(kube: Kube, namespace: str) -> None:
 
 @pytest.mark.usefixtures("kites")
 def test_what_a_schema_forbids_is_refused_with_the_field(kube: Kube, namespace: str) -> None:
-    with pytest.raises(InvalidError, match=r"greater than or equal to 0") as refused:
+    with pytest.raises(StatusError, match=r"spec\.length.*greater than or equal to 0.*422"):
         kube.apply(KITES, kite(Key(namespace, "red"), spec={"length": -1}), force=False)
-    assert [cause.field for cause in refused.value.causes] == ["spec.length"]
 
 
 def test_a_deletion_of_another_object_of_that_name_is_refused(kube: Kube, namespace: str) -> None:
     key = Key(namespace, "a")
     first = kube.create(CONFIG_MAPS, config_map(key))["metadata"]
-    kube.delete(CONFIG_MAPS, key, preconditions=Preconditions(uid=first["uid"]))
+    kube.delete(CONFIG_MAPS, key, uid=first["uid"])
     kube.create(CONFIG_MAPS, config_map(key))
-    for stale in (Preconditions(uid=first["uid"]), Preconditions(None, first["resourceVersion"])):
-        with pytest.raises(ConflictError, match="in the precondition"):
-            kube.delete(CONFIG_MAPS, key, preconditions=stale)
+    with pytest.raises(ConflictError, match="in the precondition"):
+        kube.delete(CONFIG_MAPS, key, uid=first["uid"])
     kube.get(CONFIG_MAPS, key)
 
 
-def test_dependents_stay_or_go_as_was_said(
+def test_dependents_go_with_their_owner(
     control_plane: ControlPlane, kube: Kube, namespace: str
 ) -> None:
     if not control_plane.has_controllers:
         pytest.skip("this control plane has no controllers")
 
-    def owner_and_owned(name: str) -> tuple[Key, Key]:
-        owner = kube.create(CONFIG_MAPS, config_map(Key(namespace, name)))
-        reference = {"apiVersion": "v1", "kind": "ConfigMap", "name": name}
-        reference["uid"] = owner["metadata"]["uid"]
-        owned = config_map(Key(namespace, f"{name}-owned"))
-        owned["metadata"]["ownerReferences"] = [reference]
-        return key_of(owner), key_of(kube.create(CONFIG_MAPS, owned))
+    owner = kube.create(CONFIG_MAPS, config_map(Key(namespace, "owner")))
+    reference = {"apiVersion": "v1", "kind": "ConfigMap", "name": "owner"}
+    reference["uid"] = owner["metadata"]["uid"]
+    owned = config_map(Key(namespace, "owned"))
+    owned["metadata"]["ownerReferences"] = [reference]
+    kube.create(CONFIG_MAPS, owned)
 
     def is_gone(key: Key) -> bool:
         try:
@@ -208,12 +172,8 @@ def test_dependents_stay_or_go_as_was_said(
             return True
         return False
 
-    kept_owner, kept = owner_and_owned("keeps")
-    owner, owned = owner_and_owned("takes")
-    kube.delete(CONFIG_MAPS, kept_owner, propagation=Propagation.ORPHAN)
-    kube.delete(CONFIG_MAPS, owner)
-    until(lambda: is_gone(kept_owner) and is_gone(owned), "the garbage collection")
-    assert "ownerReferences" not in kube.get(CONFIG_MAPS, kept)["metadata"]
+    kube.delete(CONFIG_MAPS, key_of(owner))
+    until(lambda: is_gone(key_of(owner)) and is_gone(key_of(owned)), "the garbage collection")
 
 
 def test_a_selection_is_listed_in_pages(
@@ -255,7 +215,7 @@ def test_who_is_not_known_is_told_so(control_plane: ControlPlane, tmp_path: Path
         user["user"] = {"token": "nobody's"}
     kubeconfig = tmp_path / "kubeconfig"
     kubeconfig.write_text(yaml.safe_dump(config))
-    with pytest.raises(UnauthorizedError):
+    with pytest.raises(StatusError, match="401"):
         Kube(Connection.from_kubeconfig(kubeconfig), "test").list(CONFIG_MAPS)
 
 
@@ -275,7 +235,7 @@ def test_a_pod_finds_its_api_server_and_is_its_service_account(
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", str(address.hostname))
     monkeypatch.setenv("KUBERNETES_SERVICE_PORT", str(address.port or 443))
     pod = Kube(Connection.in_cluster(), "test")
-    with pytest.raises(ForbiddenError, match=f"{namespace}:operator.*cannot list"):
+    with pytest.raises(StatusError, match=f"{namespace}:operator.*cannot list.*403"):
         pod.list(CONFIG_MAPS)
 
 

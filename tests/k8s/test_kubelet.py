@@ -176,13 +176,13 @@ def test_a_pod_asks_the_api_server_with_its_own_accounts_token(
 ) -> None:
     program = """
 from deploy.controller.kit.connection import Connection
-from deploy.controller.kit.errors import ForbiddenError
+from deploy.controller.kit.errors import StatusError
 from deploy.controller.kit.kube import Kube
 from deploy.controller.kit.objects import Selection
 from deploy.controller.resources import PODS
 try:
     Kube(Connection.in_cluster(), "pod").list(PODS, Selection("default"))
-except ForbiddenError as error:
+except StatusError as error:
     print(error.message)
 """
     spec = pod_spec(container("asks", python(program)), restartPolicy="Never")

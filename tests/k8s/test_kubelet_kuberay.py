@@ -102,18 +102,12 @@ def join(kubelet: Kubelet, token: str) -> None:
     kubelet.container("stranger").output_of(*with_token, timeout_s=_JOIN_S)
 
 
-def sized(group: str, replicas: int, *to_delete: str) -> list[dict[str, Any]]:
-    """A JSON patch of the only group, which holds both."""
-    path = "/spec/workerGroupSpecs/0"
-    return [
-        {"op": "test", "path": f"{path}/groupName", "value": group},
-        {"op": "replace", "path": f"{path}/replicas", "value": replicas},
-        {
-            "op": "add",
-            "path": f"{path}/scaleStrategy",
-            "value": {"workersToDelete": list(to_delete)},
-        },
-    ]
+def resize(kube: Kube, key: Key, group: str, replicas: int, *to_delete: str) -> None:
+    """Size and named pods in one patch."""
+    groups = kube.get(RAY_CLUSTERS, key)["spec"]["workerGroupSpecs"]
+    size = {"replicas": replicas, "scaleStrategy": {"workersToDelete": list(to_delete)}}
+    groups = [each | size if each["groupName"] == group else each for each in groups]
+    kube.merge_patch(RAY_CLUSTERS, key, {"spec": {"workerGroupSpecs": groups}})
 
 
 def pods_of(kube: Kube, namespace: str, group: str) -> set[str]:
@@ -130,13 +124,13 @@ def test_a_group_loses_the_pods_that_are_named_and_others_at_random_where_none_i
     before = pods_of(kube, namespace, "decode")
     named = sorted(before)[2]
 
-    kube.json_patch(RAY_CLUSTERS, key, sized("decode", 3, named))
+    resize(kube, key, "decode", 3, named)
     until(lambda: pods_of(kube, namespace, "decode") == before - {named}, "the named one goes")
-    kube.json_patch(RAY_CLUSTERS, key, sized("decode", 3))
-    kube.json_patch(RAY_CLUSTERS, key, sized("decode", 1))
+    resize(kube, key, "decode", 3)
+    resize(kube, key, "decode", 1)
     until(lambda: len(pods_of(kube, namespace, "decode")) == 1, "two at random go")
     assert pods_of(kube, namespace, "decode") < before - {named}
-    kube.json_patch(RAY_CLUSTERS, key, sized("decode", 2))
+    resize(kube, key, "decode", 2)
     until(lambda: len(pods_of(kube, namespace, "decode")) == 2, "one comes")
 
     sizes = [(4, ()), (3, (named,)), (3, ()), (1, ()), (2, ())]
@@ -200,6 +194,6 @@ def test_ray_nodes_of_each_group_join_the_head_by_its_token_and_the_named_one_go
     each.append({"pool/stranger": 1.0})
     until(lambda: sorted(offered(), key=str) == sorted(each, key=str), "it was the token")
 
-    kube.json_patch(RAY_CLUSTERS, key, sized("decode", 0, name_of(decode)))
+    resize(kube, key, "decode", 0, name_of(decode))
     until(lambda: not pods_of(kube, namespace, "decode"), "the worker's pod goes")
     assert pods_of(kube, namespace, "prefill") == {name_of(prefill)}

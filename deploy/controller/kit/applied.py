@@ -1,8 +1,8 @@
 """What the operator writes, without what would change nothing.
 
-An apply is left out where the same was applied last and nobody has touched the object since. Of a
-kind that is followed the cache tells; any other is applied again after `_TRUST_S`, so what somebody
-changes of it is put back within that time, and the operator need not be allowed to read it.
+An apply is left out where the same was applied last and nobody has touched the object since. The
+cache shows that for kinds that are followed. Others are applied again after `_TRUST_S`: so an edit
+is put back within that time, and the operator need not be allowed to read them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from deploy.controller.kit.errors import AlreadyExistsError, NotFoundError
 from deploy.controller.kit.informer import Informer
-from deploy.controller.kit.kube import Kube, Preconditions
+from deploy.controller.kit.kube import Kube
 from deploy.controller.kit.objects import Key, Object, Resource, is_owned, key_of
 
 _TRUST_S = 30.0
@@ -45,7 +45,7 @@ class Applied:
         self._last: dict[Key, dict[tuple[Resource, Key], _Last]] = {}
 
     def apply(self, cluster: Key, resource: Resource, obj: Object) -> Object:
-        """How it is then, as far as is known; raises KubeError."""
+        """Returns the object as it is then, as far as is known; raises KubeError."""
         wanted = hashlib.sha256(json.dumps(obj, sort_keys=True).encode()).hexdigest()
         known = self._known(cluster, resource, key_of(obj))
         if known is not None and known.wanted == wanted:
@@ -74,8 +74,7 @@ class Applied:
         with contextlib.suppress(NotFoundError):
             found = self._kube.get(resource, key)
             if is_owned(found, owner_uid):
-                exactly = Preconditions(uid=found["metadata"]["uid"])
-                self._kube.delete(resource, key, preconditions=exactly)
+                self._kube.delete(resource, key, uid=found["metadata"]["uid"])
         self._note(cluster, resource, key, "", None)
 
     def forget(self, cluster: Key) -> None:

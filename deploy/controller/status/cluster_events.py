@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from cluster.planner.planner import PoolPlan
 from deploy.api.worker_pool import WorkerPoolSpec
 from deploy.controller.drains import held_by, is_overdue
-from deploy.controller.kit.event_series import EventType
+from deploy.controller.kit.events import EventType
 from deploy.controller.kit.objects import Key, Object, key_of
 from deploy.controller.observed import Place
 from deploy.controller.status.conditions import AVAILABLE, DEGRADED, PROGRESSING

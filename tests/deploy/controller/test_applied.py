@@ -13,8 +13,7 @@ import pytest
 
 from deploy.controller.companions import Companions
 from deploy.controller.kit.applied import Applied
-from deploy.controller.kit.discovery import Discovery
-from deploy.controller.kit.kube import Kube
+from deploy.controller.kit.kube import Discovery, Kube
 from deploy.controller.kit.objects import Key
 from tests.deploy.controller.following import following, until
 from tests.deploy.controller.scripted_api import Exchange, kube_of, scripted

@@ -11,7 +11,7 @@ import pytest
 from cluster.planner.planner import PoolPlan
 from cluster.pools.role_plan import RolePlan as PlannedRoles
 from deploy.api.worker_pool import RolePlan, Scaling
-from deploy.controller.kit.event_series import EventType
+from deploy.controller.kit.events import EventType
 from deploy.controller.kit.objects import Object
 from deploy.controller.observed import FleetPool, Heard, Place, PlaceState, Pod
 from deploy.controller.status.cluster_events import ClusterEvents

@@ -10,8 +10,7 @@ from collections import Counter
 import pytest
 
 from deploy.controller.kit.errors import UnreachableError, status_error
-from deploy.controller.kit.workers import Workers
-from deploy.controller.kit.workqueue import Backoff, PendingKeys, WorkQueue
+from deploy.controller.kit.workqueue import Backoff, PendingKeys, Workers, WorkQueue
 
 _TIMEOUT_S = 10.0
 _AGAIN = re.compile(r"test: (\w+): .*again in ([0-9.]+) s")
