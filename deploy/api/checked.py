@@ -1,5 +1,5 @@
-"""Dataclasses whose values are checked by the same words in Python and at an API server: a field's
-bounds, and rules that cross fields, each once as CEL and once as its Python twin.
+"""Dataclasses whose values are checked alike in Python and at an API server: a field's bounds, and
+rules that cross fields, each once as CEL and once as its Python twin.
 """
 
 from __future__ import annotations
@@ -8,18 +8,28 @@ import dataclasses
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
+from baton.config import settings
+from baton.errors import ConfigError
 from deploy.api.naming import camel
-from deploy.api.pod_template import Foreign
 
 _KEY = "bounds"
+FREE: Mapping[str, Any] = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
+
+
+@dataclass(frozen=True)
+class Foreign:
+    """A type of Kubernetes': its schema here, and what checks a value by the name of its field."""
+
+    schema: Mapping[str, Any]
+    check: Callable[[Any, str], None]
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """None: not bounded. `max_size` counts characters, list items or a mapping's keys: a CEL rule
-    over values without one is refused by the API server, which cannot tell its cost."""
+    """None: not bounded. `max_size` counts characters, list items or a mapping's keys. The API
+    server refuses a CEL rule over values without one: it cannot bound its cost."""
 
     minimum: float | None = None
     maximum: float | None = None
@@ -48,7 +58,7 @@ def bounds_of(field: dataclasses.Field[Any]) -> Bounds:
 
 @dataclass(frozen=True)
 class Rule:
-    """What crosses fields; `message` begins with the field that it names."""
+    """A check that crosses fields; `message` begins with the field that it names."""
 
     cel: str
     """With `self` for the object; `oldSelf` makes it a rule on changes."""
@@ -82,6 +92,22 @@ class Checked:
         for rule in self.rules:
             if rule.holds is not None and not rule.holds(self):
                 raise ValueError(rule.message)
+
+
+T = TypeVar("T", bound=Checked)
+
+
+def read_spec(cls: type[T], custom_object: Mapping[str, Any]) -> T:
+    """The spec of a ServingCluster or WorkerPool. Raises ConfigError, which names the field as the
+    object spells it."""
+    metadata = custom_object["metadata"]
+    source = f"{custom_object['kind']} {metadata['namespace']}/{metadata['name']}"
+    for rule in cls.object_rules:
+        if rule.holds is not None and not rule.holds(custom_object):
+            field, _, problem = rule.message.partition(" ")
+            raise ConfigError(f"{source}: {field}: {problem}", field=field)
+    value = custom_object.get("spec", {})
+    return settings.parse(cls, value, source=source, key="spec", spell=camel)
 
 
 def broken_by(

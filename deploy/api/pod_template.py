@@ -1,15 +1,18 @@
-"""What people write as Kubernetes spells it, to be laid over the operator's own pods: what in it
-would break those, or go unnoticed, by the name of its field. What values may be is for the API
-server to say.
+"""What people write of pods as Kubernetes spells it, to be laid over the operator's own pods: what
+they take of their nodes, and a PodTemplateSpec for the rest.
+
+Refused, by the name of the field, is what would break the operator's pods, or would go unnoticed.
+The API server judges values.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from baton.config.settings import unknown_key
+from deploy.api.checked import FREE, Checked, Foreign, bounded
 from deploy.api.naming import GROUP
 
 MERGE_KEYS: Mapping[str, tuple[str, ...]] = {
@@ -53,17 +56,6 @@ SHARED_LABELS = frozenset(
 )
 """Services, the routers' Deployment and KubeRay select by these, too. A template may say them,
 since people's tools write them everywhere; the operator's own stand."""
-
-
-FREE: Mapping[str, Any] = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
-
-
-@dataclass(frozen=True)
-class Foreign:
-    """A type of Kubernetes': its schema here, and what checks a value by the name of its field."""
-
-    schema: Mapping[str, Any]
-    check: Callable[[Any, str], None]
 
 
 def _keys(*known: str, members: int = 0, needed: tuple[str, ...] = ()) -> Foreign:
@@ -169,3 +161,51 @@ def _check_mapping(value: Any, field: str) -> None:
 
 
 POD_TEMPLATE = Foreign(FREE, check)
+
+
+_OF_POD = (
+    ("nodeSelector", "node_selector"),
+    ("tolerations", "tolerations"),
+    ("affinity", "affinity"),
+    ("topologySpreadConstraints", "topology_spread_constraints"),
+    ("priorityClassName", "priority_class_name"),
+)
+_OF_CONTAINER = (("resources", "resources"), ("env", "env"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PodSettings(Checked):
+    """Each is laid over what the operator sets itself; `podTemplate` comes last."""
+
+    resources: Mapping[str, Any] = bounded(dict, foreign=RESOURCES)
+    """Requests and limits of the container. GPUs follow from `parallelism` unless they stand here;
+    0 takes a device away."""
+    node_selector: Mapping[str, str] = bounded(dict, max_size=64)
+    """Labels that a node must have."""
+    tolerations: tuple[Any, ...] = bounded((), foreign=TOLERATIONS)
+    """Taints that a node may have."""
+    affinity: Mapping[str, Any] = bounded(dict, foreign=AFFINITY)
+    """Nodes and pods to be near to, or far from."""
+    topology_spread_constraints: tuple[Any, ...] = bounded((), foreign=SPREAD_CONSTRAINTS)
+    """How pods spread over zones or nodes."""
+    priority_class_name: str | None = bounded(None, max_size=253)
+    """Which pods give way when nodes are full."""
+    env: tuple[Any, ...] = bounded((), foreign=ENV)
+    """Environment variables of the container."""
+    pod_template: Mapping[str, Any] = bounded(dict, foreign=POD_TEMPLATE)
+    """A PodTemplateSpec that is merged over all of it: annotations, volumes, further containers.
+    Labels by which pods are found (baton.dev, app.kubernetes.io) stay the operator's."""
+
+    def own_template(self, container: str) -> dict[str, Any]:
+        """The PodTemplateSpec that the fields before `pod_template` mean, for that container."""
+        spec, of_container = (
+            {key: _plain(getattr(self, name)) for key, name in names if getattr(self, name)}
+            for names in (_OF_POD, _OF_CONTAINER)
+        )
+        if of_container:
+            spec["containers"] = [{"name": container, **of_container}]
+        return {"spec": spec} if spec else {}
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value

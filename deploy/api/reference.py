@@ -8,10 +8,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from deploy.api.advanced import OPERATORS, Advanced
 from deploy.api.crd import KINDS, Kind
 from deploy.api.naming import camel
 from deploy.api.schema import schema_of
+from deploy.api.serving_cluster import OPERATORS, Advanced
 
 FOLDER = Path(__file__).parents[2] / "docs" / "reference"
 """Where every file is generated."""

@@ -18,9 +18,8 @@ import typing
 from collections.abc import Mapping
 from typing import Any
 
-from deploy.api.checked import Bounds, Checked, bounds_of
+from deploy.api.checked import FREE, Bounds, Checked, bounds_of
 from deploy.api.naming import camel
-from deploy.api.pod_template import FREE
 
 _SCALARS = {
     bool: {"type": "boolean"},

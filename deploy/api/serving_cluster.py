@@ -8,12 +8,14 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from baton.config import settings
-from baton.config.engine import EngineConfig, EngineSettings
-from baton.config.planner import PlannerConfig, PlannerTargets
+from baton.config.decode import DecodeConfig
+from baton.config.engine import EngineConfig, EngineSettings, EngineTuning
+from baton.config.planner import PlannerConfig, PlannerTargets, PlannerTuning
+from baton.config.router import RouterConfig
+from baton.config.transfer import TransferConfig
+from baton.config.workers import RegistryConfig, SupervisorConfig, WorkerSettings
 from baton.errors import ConfigError
-from deploy.api.advanced import Advanced
 from deploy.api.checked import Checked, Rule, bounded
-from deploy.api.model_source import SOURCE, HubSettings, ModelSource
 from deploy.api.naming import (
     HOSTNAME,
     LABEL_KEY,
@@ -22,8 +24,7 @@ from deploy.api.naming import (
     camel,
     camel_keys,
 )
-from deploy.api.pod_settings import PodSettings
-from deploy.api.pod_template import POD_TEMPLATE
+from deploy.api.pod_template import POD_TEMPLATE, PodSettings
 from deploy.api.worker_pool import DURATION, PoolTemplate
 
 ZONE = "topology.kubernetes.io/zone"
@@ -34,6 +35,77 @@ RAY_VERSION = (
     "^(2[.](5[2-9]|[6-9][0-9]|[1-9][0-9]{2})|([3-9]|[1-9][0-9])[.][0-9]+)([.][-+.0-9A-Za-z]+)?$"
 )
 """From 2.52: Ray has no token authentication before, and KubeRay makes no pod then."""
+CLAIMS_FOLDER = "/claims"
+"""Where claims lie in every pod, each in a folder of its name."""
+SOURCE = 2048
+"""Characters of a source at most: a model is called by the last part of its own."""
+OPERATORS: Mapping[str, tuple[str, ...]] = {
+    "router": ("host", "port", "metrics_port", "health_port", "reuse_port", "tls", "auth"),
+    "worker": ("port", "metrics_port"),
+    "supervisor": ("drain_timeout_s",),
+}
+"""What the operator sets itself."""
+
+
+@dataclass(frozen=True)
+class ClaimSource(Checked):
+    """A folder of a PersistentVolumeClaim, which every worker mounts read-only."""
+
+    claim_name: str = bounded(max_size=253, pattern=OBJECT_NAME)
+    path: str | None = bounded(None, max_size=1024, pattern=r"^[^/.][^/]*(/[^/.][^/]*)*$")
+    """The model's folder in it, relative; None: the claim's root."""
+
+    @property
+    def folder(self) -> str:
+        """Where the claim lies in every pod."""
+        return f"{CLAIMS_FOLDER}/{self.claim_name}"
+
+
+@dataclass(frozen=True)
+class ModelSource(Checked):
+    """Exactly one of `name`, `claim` and `uri`."""
+
+    name: str | None = bounded(None, max_size=1024, pattern=r"^\S")
+    """A name on the Hugging Face hub, or a folder that the worker's image holds."""
+    claim: ClaimSource | None = None
+    uri: str | None = bounded(None, max_size=SOURCE, pattern=r"^(s3|https)://[^/?#@]+/[^?#]+$")
+    """An s3:// or https:// folder that holds config.json, or a tar file of one; fetched once to
+    each node's weights cache. What is there is taken to stay: another version, another URI."""
+    credentials_secret_name: str | None = bounded(None, max_size=253, pattern=OBJECT_NAME)
+    """For `uri`: a Secret whose keys are environment variables: AWS_ACCESS_KEY_ID,
+    AWS_SECRET_ACCESS_KEY, AWS_ENDPOINT_URL and what else boto3 reads, BEARER_TOKEN for https."""
+    revision: str | None = bounded(None, max_size=256, pattern=r"^[^/\s][^\s]*$")
+    """Of a model on the hub: a branch, tag or commit; None: its main branch."""
+
+    rules = (
+        Rule(
+            "[has(self.name), has(self.claim), has(self.uri)].exists_one(given, given)",
+            "name must be given, or claim or uri: exactly one of them",
+            lambda model: sum(x is not None for x in (model.name, model.claim, model.uri)) == 1,
+        ),
+        Rule(
+            "!has(self.revision) || has(self.name)",
+            "revision is of a model on the hub: it must not be given without name",
+            lambda model: model.revision is None or model.name is not None,
+        ),
+        Rule(
+            "!has(self.credentialsSecretName) || has(self.uri)",
+            "credentialsSecretName is for uri: it must not be given without",
+            lambda model: model.credentials_secret_name is None or model.uri is not None,
+        ),
+    )
+
+
+@dataclass(frozen=True)
+class HubSettings(Checked):
+    """The Hugging Face hub, for all pods that read a model or a tokenizer."""
+
+    offline: bool = False
+    """Never asked: models and tokenizers that are named are in the weights cache."""
+    endpoint: str | None = bounded(None, max_size=2048, pattern=r"^https?://[^/?#@]+(/[^?#]*)?$")
+    """A mirror instead of https://huggingface.co."""
+    token_secret_name: str | None = bounded(None, max_size=253, pattern=OBJECT_NAME)
+    """A Secret whose key `token` opens private models."""
 
 
 @dataclass(frozen=True)
@@ -242,6 +314,28 @@ class UnitRollout(Checked):
             lambda rollout: all(1 <= step <= 100 for step in rollout.steps),
         ),
     )
+
+
+@dataclass(frozen=True)
+class Advanced(Checked):
+    """Timeouts and tuning of each part. The defaults suit most clusters."""
+
+    router: RouterConfig = field(default_factory=RouterConfig)
+    transfer: TransferConfig = field(default_factory=TransferConfig)
+    worker: WorkerSettings = field(default_factory=WorkerSettings)
+    decode: DecodeConfig = field(default_factory=DecodeConfig)
+    registry: RegistryConfig = field(default_factory=RegistryConfig)
+    supervisor: SupervisorConfig = field(default_factory=SupervisorConfig)
+    planner: PlannerTuning = field(default_factory=PlannerTuning)
+    engine: EngineTuning = field(default_factory=EngineTuning)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for section, names in OPERATORS.items():
+            settings = getattr(self, section)
+            for name in names:
+                if getattr(settings, name) != getattr(type(settings), name):
+                    raise ValueError(f"{section}.{name} must not be given: the operator sets it")
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from deploy.api.checked import Checked, bounded
-from deploy.api.model_source import SOURCE
+from deploy.api.serving_cluster import SOURCE
 
 MESSAGE = 32768
 """Characters of what is told in words, at most."""

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 from baton.config.cluster import Role
 from baton.config.engine import EngineSettings
 from deploy.api.checked import Checked, Rule, bounded
-from deploy.api.pod_settings import PodSettings
+from deploy.api.pod_template import PodSettings
 
 MAX_REPLICAS = 1024
 DURATION = r"^([0-9]+(\.[0-9]+)?(ms|s|m|h))+$"

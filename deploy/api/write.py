@@ -14,10 +14,9 @@ from baton.config.engine import EngineSettings
 from baton.config.planner import PlannerTargets
 from baton.config.router import RouterConfig
 from baton.errors import ConfigError
-from deploy.api.advanced import OPERATORS, Advanced
+from deploy.api.checked import read_spec
 from deploy.api.naming import API_VERSION, camel_keys
-from deploy.api.read import read_spec
-from deploy.api.serving_cluster import ServingClusterSpec
+from deploy.api.serving_cluster import OPERATORS, Advanced, ServingClusterSpec
 from deploy.api.worker_pool import PoolTemplate
 
 

@@ -29,7 +29,7 @@ from baton.config.cluster import ClusterConfig
 from baton.errors import ConfigError
 from baton.v1 import control_pb2
 from cluster.planner.planner import PoolPlan
-from deploy.api.read import read_spec
+from deploy.api.checked import read_spec
 from deploy.api.serving_cluster import ServingClusterSpec
 from deploy.api.worker_pool import WorkerPoolSpec
 from deploy.controller.caches import Caches, cluster_keys
@@ -62,7 +62,6 @@ from deploy.controller.manifests.ray_cluster import (
     unit_in,
 )
 from deploy.controller.manifests.routers import (
-    RouterContext,
     control_service,
     first_routers,
     router_deployment,
@@ -340,10 +339,13 @@ class ClusterReconciler:
         config = cluster_config(owner, view.spec, {})
         self._apply(CONFIG_MAPS, router_config_map(owner, config))
         has_grpc_probes = self._discovery.version >= _GRPC_PROBES_SINCE
-        context = RouterContext(
-            owner, view.spec, self._release, _routers_hash_of(config), has_grpc_probes
+        routers = router_deployment(
+            owner,
+            view.spec,
+            self._release,
+            _routers_hash_of(config),
+            has_grpc_probes=has_grpc_probes,
         )
-        routers = router_deployment(context)
         if self._caches.deployments.get(Key(owner.namespace, owner.router_name)) is None:
             self._applied.make(view.key, DEPLOYMENTS, first_routers(routers))
         self._apply(DEPLOYMENTS, routers)

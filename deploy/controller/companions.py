@@ -15,14 +15,16 @@ from deploy.controller.kit.kube import Discovery
 from deploy.controller.kit.objects import Key, Resource, key_of
 from deploy.controller.manifests.common import Object as Manifest
 from deploy.controller.manifests.common import Owner, Release
-from deploy.controller.manifests.monitors import pod_monitor
-from deploy.controller.manifests.network_policy import head_policy, router_policy, worker_policy
-from deploy.controller.manifests.pod_disruption_budgets import (
+from deploy.controller.manifests.companions import (
     BudgetKind,
+    grpc_route,
+    ingress,
+    network_policies,
+    pod_monitor,
     pool_budget,
     router_budget,
+    router_certificate,
 )
-from deploy.controller.manifests.router_access import grpc_route, ingress, router_certificate
 from deploy.controller.resources import (
     BUDGETS,
     CERTIFICATES,
@@ -59,14 +61,12 @@ def companions(
 ) -> list[Companion]:
     """`operator_namespace`: None where namespaces do not carry their names as a label."""
     owner = view.owner
-    policies = (
-        head_policy(owner, operator_namespace),
-        worker_policy(owner),
-        router_policy(owner),
-    )
     pools = [_pool_budget(owner, name, pool, budgets) for name, pool in view.pools.items()]
     return [
-        *(_wanted(NETWORK_POLICIES, policy) for policy in policies),
+        *(
+            _wanted(NETWORK_POLICIES, policy)
+            for policy in network_policies(owner, operator_namespace)
+        ),
         *(_wanted(budgets.resource, budget) for budget in (router_budget(owner, budgets), *pools)),
         *_ways_in(owner, view.spec),
         _certificate(owner, view.spec.router),

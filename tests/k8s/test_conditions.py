@@ -9,7 +9,7 @@ import pytest
 
 from deploy.controller.kit.objects import Key
 from deploy.controller.manifests.common import POOL_LABEL, Owner
-from deploy.controller.manifests.model_files import FETCH
+from deploy.controller.manifests.pods import FETCH
 from deploy.controller.resources import PODS, RAY_CLUSTERS
 from tests.deploy.controller.test_pod_waits import UNSCHEDULABLE
 from tests.deploy.controller.test_unavailable import REFUSED

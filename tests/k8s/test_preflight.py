@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from deploy.api.chart import CHART
+from deploy.api.generate import CHART
 from tests.deploy.chart.chart import NO_HELM
 from tests.k8s.control_plane.errors import CommandError
 from tests.k8s.control_plane.plane import ControlPlane

@@ -13,7 +13,7 @@ from baton.client.events import Finished, HandedOff, Tokens
 from baton.control_client import ControlClient
 from baton.v1 import control_pb2
 from cli.kubectl import target
-from deploy.api.chart import CHART
+from deploy.api.generate import CHART
 from deploy.controller.manifests.common import CLUSTER_LABEL
 from tests.k8s.addresses import control_address, router_address
 from tests.k8s.api_clients import kube_of

@@ -9,9 +9,8 @@ from collections.abc import Mapping
 
 from baton.config.cluster import ClusterConfig, ControlConfig, PoolConfig
 from baton.config.engine import AUTO
-from deploy.api.model_source import ModelSource
 from deploy.api.naming import as_written, snake_keys
-from deploy.api.serving_cluster import ServingClusterSpec
+from deploy.api.serving_cluster import ModelSource, ServingClusterSpec
 from deploy.api.worker_pool import MAX_REPLICAS, PoolShape, WorkerPoolSpec
 from deploy.controller.kit.objects import Object as Seen
 from deploy.controller.manifests.common import (
@@ -20,8 +19,9 @@ from deploy.controller.manifests.common import (
     WEIGHTS_FOLDER,
     Object,
     Owner,
+    manifest,
 )
-from deploy.controller.manifests.router_access import router_settings
+from deploy.controller.manifests.routers import router_settings
 
 _UNITS_S = {"ms": 0.001, "s": 1, "m": 60, "h": 3600}
 _LEAVE_MARGIN_S = 30.0
@@ -155,9 +155,4 @@ def unit_config_map(owner: Owner, unit: str, config: ClusterConfig, ray_cluster:
 
 
 def _config_map(metadata: Object, config: ClusterConfig) -> Object:
-    return {
-        "apiVersion": "v1",
-        "kind": "ConfigMap",
-        "metadata": metadata,
-        "data": {"cluster.yaml": config.to_yaml()},
-    }
+    return manifest("v1", "ConfigMap", metadata, data={"cluster.yaml": config.to_yaml()})

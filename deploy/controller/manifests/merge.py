@@ -12,8 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from deploy.api.pod_settings import PodSettings
-from deploy.api.pod_template import MERGE_DEFAULTS, MERGE_KEYS, SHARED_LABELS
+from deploy.api.pod_template import MERGE_DEFAULTS, MERGE_KEYS, SHARED_LABELS, PodSettings
 
 _RETAINING = frozenset({"volumes"})
 _WHOLE = frozenset({"env"})

@@ -14,7 +14,7 @@ from deploy.api.serving_cluster import GcsFaultTolerance
 from deploy.api.worker_pool import WorkerPoolSpec
 from deploy.controller.kit.objects import Object as Seen
 from deploy.controller.manifests.cluster_yaml import cluster_config, model_name
-from deploy.controller.manifests.common import UNIT_LABEL, Object, Owner
+from deploy.controller.manifests.common import UNIT_LABEL, Object, Owner, manifest
 from deploy.controller.manifests.pods import (
     OWN_COMMAND,
     PodContext,
@@ -76,7 +76,7 @@ def ray_cluster(
     }
     metadata["annotations"] = {**OWN_COMMAND, **said}
     spec["workerGroupSpecs"] = list(groups)
-    return {"apiVersion": "ray.io/v1", "kind": "RayCluster", "metadata": metadata, "spec": spec}
+    return manifest("ray.io/v1", "RayCluster", metadata, spec=spec)
 
 
 def worker_group(context: PodContext, pool: WorkerPoolSpec) -> Object:
@@ -155,20 +155,11 @@ def _fault_tolerance(wanted: GcsFaultTolerance) -> Object:
 
 
 def pods_account(owner: Owner) -> Object:
-    return {
-        "apiVersion": "v1",
-        "kind": "ServiceAccount",
-        "metadata": owner.metadata(f"{owner.name}-pods", "pods"),
-        "automountServiceAccountToken": False,
-    }
+    metadata = owner.metadata(f"{owner.name}-pods", "pods")
+    return manifest("v1", "ServiceAccount", metadata, automountServiceAccountToken=False)
 
 
 def ray_token(owner: Owner, token: str) -> Object:
     """As KubeRay reads it."""
-    return {
-        "apiVersion": "v1",
-        "kind": "Secret",
-        "metadata": owner.metadata(f"{owner.name}-ray-token", "ray"),
-        "type": "Opaque",
-        "stringData": {"auth_token": token},
-    }
+    metadata = owner.metadata(f"{owner.name}-ray-token", "ray")
+    return manifest("v1", "Secret", metadata, type="Opaque", stringData={"auth_token": token})

@@ -13,6 +13,7 @@ from deploy.controller.manifests.common import (
     ROLE_LABEL,
     Object,
     Owner,
+    manifest,
 )
 
 _LABEL_OF = {"cluster": CLUSTER_LABEL, "pool": POOL_LABEL, "role": ROLE_LABEL}
@@ -27,12 +28,8 @@ def worker_pool(owner: Owner, name: str, template: Mapping[str, Any], finalizer:
     if template.get("scaling", {}).get("mode") == "planner":
         left_out.add("rolePlan")  # it follows the load: a first one would last for seconds
     shape = {key: value for key, value in template.items() if key not in left_out}
-    return {
-        "apiVersion": API_VERSION,
-        "kind": "WorkerPool",
-        "metadata": metadata,
-        "spec": shape | {"cluster": owner.name, "pool": name},
-    }
+    spec = shape | {"cluster": owner.name, "pool": name}
+    return manifest(API_VERSION, "WorkerPool", metadata, spec=spec)
 
 
 def kept(seen: Seen, made: Object) -> dict[str, str]:

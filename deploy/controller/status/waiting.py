@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from deploy.controller.kit.objects import Object
-from deploy.controller.manifests.model_files import FETCH
+from deploy.controller.manifests.pods import FETCH
 from deploy.controller.observed import Pod
 from deploy.controller.status.pod_waits import pods_refused, together
 from deploy.controller.view import ClusterView, PoolView

@@ -10,8 +10,7 @@ import cel
 import pytest
 
 from baton.errors import ConfigError
-from deploy.api.checked import Checked, Rule, broken_by
-from deploy.api.read import read_spec
+from deploy.api.checked import Checked, Rule, broken_by, read_spec
 from deploy.api.serving_cluster import ServingClusterSpec
 from deploy.api.worker_pool import WorkerPoolSpec
 from tests.deploy.api.defaults import inner_objects, with_defaults

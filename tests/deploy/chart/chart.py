@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from deploy.api.chart import CHART
+from deploy.api.generate import CHART
 from tests.k8s.control_plane.assets import find
 from tests.k8s.control_plane.errors import NotAtHandError
 

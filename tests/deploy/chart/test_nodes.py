@@ -7,12 +7,12 @@ from typing import Any
 import kubernetes_validate
 import pytest
 
-from deploy.api.read import read_spec
+from deploy.api.checked import read_spec
 from deploy.api.serving_cluster import ServingClusterSpec
 from deploy.api.worker_pool import WorkerPoolSpec
 from deploy.controller.manifests.common import Owner, Release
 from deploy.controller.manifests.pods import PodContext, head_template, worker_template
-from deploy.controller.manifests.routers import RouterContext, router_deployment
+from deploy.controller.manifests.routers import router_deployment
 from deploy.controller.manifests.worker_pool import worker_pool
 from deploy.controller.units import unit_of
 from tests.deploy.chart.chart import NAMESPACE, Helm, Object, first_cluster, of_kind, one
@@ -34,7 +34,7 @@ def pods_of(helm: Helm, values: dict[str, Any]) -> dict[str, Object]:
     }
     unit = unit_of(cluster["spec"], cluster["spec"]["pools"])
     context = PodContext(OWNER, spec, RELEASE, unit)
-    routers = router_deployment(RouterContext(OWNER, spec, RELEASE, "routers"))
+    routers = router_deployment(OWNER, spec, RELEASE, "routers")
     pods = {
         "head": head_template(context),
         "router": routers["spec"]["template"],

@@ -9,10 +9,9 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from deploy.api.chart import CHART, DEPLOY
+from deploy.api.checked import read_spec
 from deploy.api.crd import KINDS
-from deploy.api.generate import stale
-from deploy.api.read import read_spec
+from deploy.api.generate import CHART, DEPLOY, stale
 from deploy.api.serving_cluster import ServingClusterSpec
 from tests.deploy.chart.chart import Helm, Object, first_cluster, of_kind, one
 from tests.deploy.chart.golden import COMBINATIONS, FOLDER, text_of

@@ -10,7 +10,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from deploy.api.chart import CHART
+from deploy.api.generate import CHART
 from tests.deploy.chart.chart import Helm, RefusedError, first_cluster, one
 from tests.deploy.chart.golden import text_of
 from tests.deploy.chart.matrix import ON, joined

@@ -6,9 +6,8 @@ import dataclasses
 
 import pytest
 
-from deploy.api.model_source import ModelSource
 from deploy.api.naming import API_VERSION
-from deploy.api.serving_cluster import ServingClusterSpec
+from deploy.api.serving_cluster import ModelSource, ServingClusterSpec
 from deploy.api.status import RolloutStatus, ServingClusterStatus
 from deploy.api.worker_pool import PoolTemplate, Scaling, WorkerPoolSpec
 from deploy.controller.kit.objects import Key

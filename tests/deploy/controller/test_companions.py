@@ -22,7 +22,7 @@ from deploy.controller.manifests.common import (
     PodMonitors,
     Release,
 )
-from deploy.controller.manifests.pod_disruption_budgets import BudgetKind
+from deploy.controller.manifests.companions import BudgetKind
 from deploy.controller.manifests.routers import router_service
 from deploy.controller.observed import NOTHING_HEARD, Pod
 from deploy.controller.resources import BUDGETS

@@ -13,7 +13,7 @@ import yaml
 
 from baton.config.cluster import parse_config
 from baton.errors import ConfigError
-from deploy.api.read import read_spec
+from deploy.api.checked import read_spec
 from deploy.api.serving_cluster import ServingClusterSpec
 from deploy.api.status import ServingClusterStatus
 from deploy.api.worker_pool import PoolShape, WorkerPoolSpec
@@ -37,7 +37,6 @@ from deploy.controller.manifests.ray_cluster import (
     worker_group,
 )
 from deploy.controller.manifests.routers import (
-    RouterContext,
     control_service,
     first_routers,
     router_deployment,
@@ -95,7 +94,7 @@ def context_of(spec: ServingClusterSpec, release: Release = RELEASE, **changes: 
 def routers_of(
     spec: ServingClusterSpec, release: Release = RELEASE, **changes: Any
 ) -> dict[str, Any]:
-    return router_deployment(RouterContext(OWNER, spec, release, "r1", **changes))
+    return router_deployment(OWNER, spec, release, "r1", **changes)
 
 
 def ray_of(spec: ServingClusterSpec, **sizes: GroupSize) -> dict[str, Any]:

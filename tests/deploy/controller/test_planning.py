@@ -8,7 +8,7 @@ from baton.config.planner import PlannerConfig
 from baton.v1 import common_pb2, control_pb2
 from cluster.planner.planner import PoolPlan
 from cluster.pools.role_plan import RolePlan as Split
-from deploy.api.read import read_spec
+from deploy.api.checked import read_spec
 from deploy.api.serving_cluster import ServingClusterSpec
 from deploy.api.worker_pool import RolePlan, Scaling, ScalingMode, WorkerPoolSpec
 from deploy.controller.kit.objects import Key

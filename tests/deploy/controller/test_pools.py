@@ -13,7 +13,7 @@ import pytest
 from baton.errors import ConfigError
 from cluster.planner.planner import PoolPlan
 from cluster.pools.role_plan import RolePlan
-from deploy.api.read import read_spec
+from deploy.api.checked import read_spec
 from deploy.api.serving_cluster import ServingClusterSpec
 from deploy.api.worker_pool import WorkerPoolSpec
 from deploy.controller.caches import Caches

@@ -11,8 +11,8 @@ import pytest
 from baton.config.cluster import parse_config
 from baton.errors import ConfigError
 from deploy.api.serving_cluster import ServingClusterSpec
-from deploy.controller.manifests.router_access import router_certificate, router_settings
-from deploy.controller.manifests.routers import router_service
+from deploy.controller.manifests.companions import router_certificate
+from deploy.controller.manifests.routers import router_service, router_settings
 from tests.deploy.chart.test_rendering import KUBERNETES
 from tests.deploy.controller.test_manifests import OWNER, routers_of, spec_of
 

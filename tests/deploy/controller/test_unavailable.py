@@ -11,8 +11,7 @@ import pytest
 
 from baton.config.planner import PlannerConfig
 from baton.config.router import RouterConfig
-from deploy.api.advanced import Advanced
-from deploy.api.serving_cluster import RouterIngress, RouterSpec, RouterTls
+from deploy.api.serving_cluster import Advanced, RouterIngress, RouterSpec, RouterTls
 from deploy.controller.manifests.common import COMPONENT_LABEL, POOL_LABEL
 from deploy.controller.observed import NOTHING_HEARD, FleetPool, Heard, Place, PlaceState, Pod
 from deploy.controller.rollout import Record, State, Step, UnitPlan
