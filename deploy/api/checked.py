@@ -20,7 +20,7 @@ FREE: Mapping[str, Any] = {"type": "object", "x-kubernetes-preserve-unknown-fiel
 
 @dataclass(frozen=True)
 class Foreign:
-    """A type of Kubernetes': its schema here, and what checks a value by the name of its field."""
+    """A type of Kubernetes: its schema here, and what checks a field's value."""
 
     schema: Mapping[str, Any]
     check: Callable[[Any, str], None]
@@ -40,7 +40,7 @@ class Bounds:
     foreign: Foreign | None = None
     """Kubernetes' own."""
     is_free: bool = False
-    """An API server takes anything; the dataclass checks it."""
+    """The API server takes anything; the dataclass checks it."""
 
 
 def bounded(default: Any = dataclasses.MISSING, **bounds: Any) -> Any:
@@ -64,9 +64,9 @@ class Rule:
     """With `self` for the object; `oldSelf` makes it a rule on changes."""
     message: str
     holds: Callable[[Any], bool] | None = None
-    """The same of the dataclass; None: a rule on changes."""
+    """The same for the dataclass; None: a rule on changes."""
     keeps: str | None = None
-    """The same of a rule on changes: the field whose value stays (see `broken_by`)."""
+    """For a rule on changes: the field whose value stays (see `broken_by`)."""
 
     def validation(self) -> dict[str, str]:
         """An entry of `x-kubernetes-validations`."""
@@ -75,12 +75,11 @@ class Rule:
 
 @dataclass(frozen=True)
 class Checked:
-    """Raises ValueError, naming the field first, for a value outside its bounds or a rule that does
-    not hold."""
+    """Raises ValueError, the field's name first, for a value out of bounds or a broken rule."""
 
     rules: ClassVar[tuple[Rule, ...]] = ()
     object_rules: ClassVar[tuple[Rule, ...]] = ()
-    """Of a spec's class: on its object, of which an API server shows `metadata.name` alone."""
+    """Rules of a spec's class on the whole object. The API server shows only `metadata.name`."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -98,8 +97,8 @@ T = TypeVar("T", bound=Checked)
 
 
 def read_spec(cls: type[T], custom_object: Mapping[str, Any]) -> T:
-    """The spec of a ServingCluster or WorkerPool. Raises ConfigError, which names the field as the
-    object spells it."""
+    """The spec of a ServingCluster or WorkerPool from an API server. Raises ConfigError, which
+    names the field as the object spells it."""
     metadata = custom_object["metadata"]
     source = f"{custom_object['kind']} {metadata['namespace']}/{metadata['name']}"
     for rule in cls.object_rules:
@@ -113,7 +112,8 @@ def read_spec(cls: type[T], custom_object: Mapping[str, Any]) -> T:
 def broken_by(
     cls: type[Checked], before: Mapping[str, Any], after: Mapping[str, Any]
 ) -> list[Rule]:
-    """Rules on changes of an object, spelt as in Kubernetes both times."""
+    """Rules on changes that a change from `before` to `after` breaks, both spelt as in
+    Kubernetes."""
     names = {rule: camel(rule.keeps) for rule in cls.rules if rule.keeps is not None}
     return [rule for rule, name in names.items() if before.get(name) != after.get(name)]
 

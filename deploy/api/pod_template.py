@@ -27,7 +27,7 @@ MERGE_KEYS: Mapping[str, tuple[str, ...]] = {
     "topologySpreadConstraints": ("topologyKey", "whenUnsatisfiable"),
     "ports": ("containerPort", "protocol"),
 }
-"""By which keys Kubernetes tells the members of a list apart, where two lists are merged."""
+"""Keys that identify a list's members when Kubernetes merges two lists."""
 MERGE_DEFAULTS = {"protocol": "TCP"}
 
 TEMPLATE_KEYS = ("metadata", "spec")
@@ -50,16 +50,16 @@ CONTAINER_KEYS = (
     "workingDir",
 )  # fmt: skip
 _COMPONENT = "app.kubernetes.io/component"
-"""By this and those of our own group policies and the operator find the pods."""
+"""Policies and the operator find pods by this label and those of our own group."""
 SHARED_LABELS = frozenset(
     f"app.kubernetes.io/{name}" for name in ("instance", "managed-by", "name")
 )
-"""Services, the routers' Deployment and KubeRay select by these, too. A template may say them,
-since people's tools write them everywhere; the operator's own stand."""
+"""Services, the routers' Deployment and KubeRay select by these, too. A template may hold them,
+since people's tools write them everywhere. The operator's own values stay."""
 
 
 def _keys(*known: str, members: int = 0, needed: tuple[str, ...] = ()) -> Foreign:
-    """An object with these keys, or a list of `members` such at most."""
+    """An object with these keys, or a list of at most `members` such objects."""
 
     def check(value: Any, field: str) -> None:
         parts = (
@@ -115,13 +115,13 @@ def _check_pod(pod: Any, field: str) -> None:
         if key in ("containers", "initContainers"):
             _check_keys(member, CONTAINER_KEYS, way)
             for _ in _members(member, way):
-                pass  # being there is all that is asked of them
+                pass  # their keys are checked
 
 
 def _members(parent: Mapping[str, Any], field: str) -> Iterator[tuple[str, str, Any]]:
-    """Of the lists that are merged by their members' keys: where each member is, its list's name,
-    itself. Raises ValueError for one without a key, or another one under the same key; of a
-    variable the last one holds, as in a container."""
+    """Each member of the lists that are merged by keys: where it is, its list's name, itself.
+    Raises ValueError for one without a key, or two under the same key. Of a variable the last one
+    holds, as in a container."""
     for key, value in parent.items():
         if key not in MERGE_KEYS or value is None:
             continue
@@ -175,17 +175,17 @@ _OF_CONTAINER = (("resources", "resources"), ("env", "env"))
 
 @dataclass(frozen=True, kw_only=True)
 class PodSettings(Checked):
-    """Each is laid over what the operator sets itself; `podTemplate` comes last."""
+    """Each is laid over the operator's own settings; `podTemplate` comes last."""
 
     resources: Mapping[str, Any] = bounded(dict, foreign=RESOURCES)
-    """Requests and limits of the container. GPUs follow from `parallelism` unless they stand here;
-    0 takes a device away."""
+    """Requests and limits of the container. GPUs follow from `parallelism` unless they are given
+    here; 0 takes a device away."""
     node_selector: Mapping[str, str] = bounded(dict, max_size=64)
     """Labels that a node must have."""
     tolerations: tuple[Any, ...] = bounded((), foreign=TOLERATIONS)
     """Taints that a node may have."""
     affinity: Mapping[str, Any] = bounded(dict, foreign=AFFINITY)
-    """Nodes and pods to be near to, or far from."""
+    """Nodes and pods to be near, or far from."""
     topology_spread_constraints: tuple[Any, ...] = bounded((), foreign=SPREAD_CONSTRAINTS)
     """How pods spread over zones or nodes."""
     priority_class_name: str | None = bounded(None, max_size=253)
@@ -194,10 +194,10 @@ class PodSettings(Checked):
     """Environment variables of the container."""
     pod_template: Mapping[str, Any] = bounded(dict, foreign=POD_TEMPLATE)
     """A PodTemplateSpec that is merged over all of it: annotations, volumes, further containers.
-    Labels by which pods are found (baton.dev, app.kubernetes.io) stay the operator's."""
+    The operator keeps the labels that it finds pods by (baton.dev, app.kubernetes.io)."""
 
     def own_template(self, container: str) -> dict[str, Any]:
-        """The PodTemplateSpec that the fields before `pod_template` mean, for that container."""
+        """The fields before `pod_template` as a PodTemplateSpec, for that container."""
         spec, of_container = (
             {key: _plain(getattr(self, name)) for key, name in names if getattr(self, name)}
             for names in (_OF_POD, _OF_CONTAINER)
