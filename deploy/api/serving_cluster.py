@@ -179,7 +179,7 @@ class RouterSpec(PodSettings):
         ),
         Rule(
             "!has(self.ingress) || has(self.hostname) && !has(self.gateway)",
-            "ingress must not be given without hostname, nor beside gateway: there is no Ingress then",
+            "ingress needs hostname and must not be given beside gateway: there is no Ingress then",
             lambda router: router.ingress is None or router.has_ingress,
         ),
         Rule(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 from deploy.controller.kit.objects import Object
-from tests.deploy.ray_schema import REAL_CRD, check_ray_cluster
+from tests.deploy.schemas import REAL_CRD, check_ray_cluster
 from tests.k8s.kubelet.kuberay import GroupChange, KubeRay
 from tests.k8s.operating import eventually
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from baton.clock import ManualClock
 from cluster.planner.planner import PoolPlan
 from cluster.pools.role_plan import RolePlan as PlannedRoles
 from deploy.api.worker_pool import RolePlan, Scaling
@@ -16,25 +17,18 @@ from deploy.controller.kit.objects import Object
 from deploy.controller.observed import FleetPool, Heard, Place, PlaceState, Pod
 from deploy.controller.status.cluster_events import ClusterEvents
 from deploy.controller.view import ClusterView, PoolView
-from tests.deploy.controller.test_companions import pod, view_of
+from tests.deploy.controller.clusters import pod, view_of
 
 NORMAL, WARNING = EventType.NORMAL, EventType.WARNING
-
-
-class Clock:
-    now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 class Looks:
     """What the operator sees of a cluster's decode pool, and what it records."""
 
     def __init__(self) -> None:
-        self.clock = Clock()
+        self.clock = ManualClock()
         self._told: list[tuple[EventType, str, str]] = []
-        self._events = ClusterEvents(self._record, "baton-controller", self.clock)
+        self._events = ClusterEvents(self._record, "baton-controller", self.clock.now_s)
         self.replicas = 1
         self.writer: str | None = None
         self.written_at = 1
@@ -230,12 +224,12 @@ def test_a_drain_that_does_not_end_says_once_what_holds_it(
 ) -> None:
     looks.places = [draining(num_running)]  # drainTimeout: 1m30s
     looks.told()
-    looks.clock.now_s = 119.0
+    looks.clock.advance(119.0)
     assert looks.told() == []
-    looks.clock.now_s = 121.0
+    looks.clock.advance(2.0)
     message = f"worker decode-1 in pod pod-b does not finish its drain: {held_by}"
     assert looks.told() == [(WARNING, "DrainOverdue", message)]
-    looks.clock.now_s = 500.0
+    looks.clock.advance(400.0)
     assert looks.told() == []
 
 

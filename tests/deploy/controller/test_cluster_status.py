@@ -6,45 +6,13 @@ import dataclasses
 
 import pytest
 
-from deploy.api.naming import API_VERSION
-from deploy.api.serving_cluster import ModelSource, ServingClusterSpec
 from deploy.api.status import RolloutStatus, ServingClusterStatus
-from deploy.api.worker_pool import PoolTemplate, Scaling, WorkerPoolSpec
-from deploy.controller.kit.objects import Key
-from deploy.controller.manifests.common import Owner
-from deploy.controller.observed import NOTHING_HEARD, Fleet, FleetPool, Heard
-from deploy.controller.rollout import Record, State, Step, UnitPlan
+from deploy.controller.observed import NOTHING_HEARD, Heard
+from deploy.controller.rollout import State, Step
 from deploy.controller.status.cluster_status import Refusals, availability, cluster_status
 from deploy.controller.status.statuses import Statuses
-from deploy.controller.view import ClusterView, PoolView
+from tests.deploy.controller.clusters import SERVING, at
 from tests.deploy.controller.scripted_api import kube_of, scripted
-
-PLAN = UnitPlan("2x4bz", {}, Record())
-SERVING = Step(State.SERVING, "it is", (PLAN,))
-
-
-def at(replicas: int, mode: str) -> ClusterView:
-    """A cluster whose pools are to have so many workers, and have none."""
-    pools = {
-        name: PoolView(
-            {"metadata": {}},
-            WorkerPoolSpec(
-                role=name, cluster="main", pool=name, replicas=replicas, scaling=Scaling(mode=mode)
-            ),
-            [],
-            FleetPool(replicas, ()),
-        )
-        for name in ("prefill", "decode")
-    }
-    spec = ServingClusterSpec(
-        model=ModelSource(name="a/model"),
-        pools={name: PoolTemplate(role=name) for name in pools},
-    )
-    fleet = Fleet({name: pool.fleet for name, pool in pools.items() if pool.fleet})
-    obj = {"apiVersion": API_VERSION, "kind": "ServingCluster", "metadata": {}}
-    heard = Heard(fleet, is_settled=True, is_certain=True)
-    key, owner = Key("here", "main"), Owner("main", "here", "uid")
-    return ClusterView(key, obj, owner, spec, pools, heard, SERVING)
 
 
 @pytest.mark.parametrize(
@@ -102,7 +70,7 @@ def test_who_has_just_begun_to_listen_leaves_what_was_told_of_a_cluster() -> Non
 
 @pytest.mark.parametrize("state", list(State))
 def test_a_status_says_which_unit_there_is_and_how_far_the_next_one_is(state: State) -> None:
-    view = dataclasses.replace(at(1, "manual"), step=Step(state, "so it is", (PLAN,)))
+    view = dataclasses.replace(at(1, "manual"), step=Step(state, "so it is", SERVING.plans))
     status = cluster_status(view, [])
     assert status["unit"] == "2x4bz"
     assert status["rollout"] == {"state": state.value, "reason": "so it is", "units": None}

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import datetime
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-import kubernetes_validate
 import pytest
 
 from deploy.controller.companions import companions
-from deploy.controller.kit.objects import Key
 from deploy.controller.manifests.common import (
     CONTROL_PORT,
     METRICS_PORT,
-    POOL_LABEL,
     RAY_PORT,
     ROUTER_PORT,
     WORKER_PORT,
@@ -24,39 +20,23 @@ from deploy.controller.manifests.common import (
 )
 from deploy.controller.manifests.companions import BudgetKind
 from deploy.controller.manifests.routers import router_service
-from deploy.controller.observed import NOTHING_HEARD, Pod
+from deploy.controller.observed import Pod
 from deploy.controller.resources import BUDGETS
-from deploy.controller.rollout import Record, State, Step, UnitPlan
 from deploy.controller.view import ClusterView, PoolView
-from tests.deploy.controller.test_manifests import (
+from tests.deploy.controller.clusters import (
     OWNER,
     RELEASE,
     group_of,
+    pod,
     pools_of,
     ray_of,
     routers_of,
     spec_of,
+    view_of,
 )
+from tests.deploy.schemas import check_kubernetes
 
-KUBERNETES = "1.37.0"
-SERVING = Step(State.SERVING, "", (UnitPlan("2x4bz", {}, Record()),))
 NAMESPACE_NAME = "kubernetes.io/metadata.name"
-
-
-def view_of(pods: Sequence[Pod] = (), **spec: Any) -> ClusterView:
-    """Two pools of two, the decode one with `pods`."""
-    parsed = spec_of(**spec)
-    pools = {
-        name: PoolView(
-            {"metadata": {"name": f"main-{name}", "uid": f"uid-of-{name}"}},
-            pool,
-            list(pods) if name == "decode" else [],
-            None,
-        )
-        for name, pool in pools_of(parsed, replicas=2).items()
-    }
-    key = Key(OWNER.namespace, OWNER.name)
-    return ClusterView(key, {"metadata": {}}, OWNER, parsed, pools, NOTHING_HEARD, SERVING)
 
 
 def made(
@@ -72,22 +52,13 @@ def made(
     return {(each["kind"], each["metadata"]["name"]): each for each in manifests}
 
 
-def pod(name: str, is_ready: bool = True, is_going: bool = False) -> Pod:
-    metadata = {"name": name, "labels": {POOL_LABEL: "decode"}}
-    if is_going:
-        metadata["deletionTimestamp"] = "2030-01-01T00:00:00Z"
-    conditions = [{"type": "Ready", "status": str(is_ready)}]
-    now = datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC)
-    return Pod.of({"metadata": metadata, "status": {"conditions": conditions}}, now)
-
-
 def test_kubernetes_takes_what_is_its_own() -> None:
     router = {"hostname": "llm.example.com", "tls": {"secretName": "edge"}}
     by_kind = {kind: each for (kind, _), each in made(view_of(router=router)).items()}
     assert set(by_kind) == {"PodDisruptionBudget", "NetworkPolicy", "Ingress"}
     head = made(view_of())["NetworkPolicy", "main-head-ports"]
     for manifest in (*by_kind.values(), head):
-        kubernetes_validate.validate(manifest, KUBERNETES, strict=True)
+        check_kubernetes(manifest)
 
 
 def test_all_of_it_belongs_to_the_cluster_and_a_pools_budget_to_its_pool() -> None:
@@ -111,8 +82,14 @@ def test_all_of_it_belongs_to_the_cluster_and_a_pools_budget_to_its_pool() -> No
         ([], 1),
         ([pod("a"), pod("b")], 1),
         ([pod("a"), pod("b", is_going=True)], 1),  # one leaves: no other may
-        ([pod("a"), pod("b"), pod("c"), pod("d")], 3),  # scaled in: all of them still serve
-        ([pod("a"), pod("b"), pod("c", is_ready=False)], 1),  # one more that never gets ready
+        (
+            [pod("a"), pod("b"), pod("c"), pod("d")],
+            3,
+        ),  # scaled in: all of them still serve
+        (
+            [pod("a"), pod("b"), pod("c", is_ready=False)],
+            1,
+        ),  # one more that never gets ready
     ],
 )
 def test_pods_of_a_pool_are_evicted_one_by_one(pods: list[Pod], num_staying: int) -> None:
@@ -296,7 +273,7 @@ def test_an_ingress_is_of_the_class_with_the_annotations_and_the_certificate_tha
     for tls, spoken in ((None, "GRPC"), ({"secretName": "inside"}, "GRPCS")):
         router = {"hostname": "llm.example.com", "ingress": named}
         (ingress,) = routes(**router, **({"tls": tls} if tls else {})).values()
-        kubernetes_validate.validate(ingress, KUBERNETES, strict=True)
+        check_kubernetes(ingress)
         annotations = ingress["metadata"]["annotations"]
         assert annotations.items() >= named["annotations"].items()
         assert annotations["nginx.ingress.kubernetes.io/backend-protocol"] == spoken

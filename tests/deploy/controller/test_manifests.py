@@ -13,8 +13,6 @@ import yaml
 
 from baton.config.cluster import parse_config
 from baton.errors import ConfigError
-from deploy.api.checked import read_spec
-from deploy.api.serving_cluster import ServingClusterSpec
 from deploy.api.status import ServingClusterStatus
 from deploy.api.worker_pool import PoolShape, WorkerPoolSpec
 from deploy.controller.manifests.cluster_yaml import (
@@ -27,89 +25,31 @@ from deploy.controller.manifests.cluster_yaml import (
 )
 from deploy.controller.manifests.common import Owner, Release
 from deploy.controller.manifests.merge import merged
-from deploy.controller.manifests.pods import PodContext
 from deploy.controller.manifests.ray_cluster import (
     GroupSize,
     ray_cluster,
     settings_in,
-    sized,
     unit_in,
     worker_group,
 )
 from deploy.controller.manifests.routers import (
     control_service,
     first_routers,
-    router_deployment,
     router_service,
 )
 from deploy.controller.manifests.worker_pool import worker_pool
 from deploy.controller.rollout import Record
 from deploy.controller.units import Unit
-from tests.deploy.ray_schema import NOT_AT_HAND, REAL_CRD, check_ray_cluster
-
-OWNER = Owner("main", "models", "0b5e1d0e-0000-4000-8000-000000000000")
-RELEASE = Release("baton-worker:1", "baton-router:1", "2.60.0")
-
-
-def spec_of(**changes: Any) -> ServingClusterSpec:
-    usual = {
-        "model": {"name": "models/demo"},
-        "pools": {
-            "prefill": {"role": "prefill"},
-            "decode": {"role": "decode", "parallelism": {"tensor": 2}, "drainTimeout": "1m30s"},
-        },
-    }
-    metadata = {"namespace": OWNER.namespace, "name": OWNER.name}
-    obj = {"kind": "ServingCluster", "metadata": metadata, "spec": usual | changes}
-    return read_spec(ServingClusterSpec, obj)
-
-
-def pools_of(spec: ServingClusterSpec, **changes: Any) -> dict[str, WorkerPoolSpec]:
-    shared = (
-        "role",
-        "parallelism",
-        "engine",
-        "pod_template",
-        "resources",
-        "env",
-        "drain_timeout",
-        "max_replicas",
-    )
-    return {
-        name: WorkerPoolSpec(
-            **{field: getattr(pool, field) for field in shared},
-            cluster="main",
-            pool=name,
-            **changes,
-        )
-        for name, pool in spec.pools.items()
-    }
-
-
-def context_of(spec: ServingClusterSpec, release: Release = RELEASE, **changes: Any) -> PodContext:
-    unit = Unit("2x4bz", "shared", {name: f"of-{name}" for name in spec.pools})
-    return PodContext(OWNER, spec, release, unit, **changes)
-
-
-def routers_of(
-    spec: ServingClusterSpec, release: Release = RELEASE, **changes: Any
-) -> dict[str, Any]:
-    return router_deployment(OWNER, spec, release, "r1", **changes)
-
-
-def ray_of(spec: ServingClusterSpec, **sizes: GroupSize) -> dict[str, Any]:
-    context = context_of(spec)
-    groups = [
-        sized(worker_group(context, pool), sizes.get(name, GroupSize(1)))
-        for name, pool in pools_of(spec).items()
-    ]
-    return ray_cluster(context, Record(), groups)
-
-
-def group_of(ray: dict[str, Any], pool: str) -> dict[str, Any]:
-    (group,) = [g for g in ray["spec"]["workerGroupSpecs"] if g["groupName"] == pool]
-    return group
-
+from tests.deploy.controller.clusters import (
+    OWNER,
+    context_of,
+    group_of,
+    pools_of,
+    ray_of,
+    routers_of,
+    spec_of,
+)
+from tests.deploy.schemas import NOT_AT_HAND, REAL_CRD, check_ray_cluster
 
 # --- RayCluster -----------------------------------------------------------------------------------
 

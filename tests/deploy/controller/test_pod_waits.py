@@ -7,20 +7,10 @@ from typing import Any
 import pytest
 
 from deploy.controller.status.pod_waits import pods_refused, together, waits_for
+from tests.deploy.controller.clusters import UNSCHEDULABLE
 
 MAKING = {"waiting": {"reason": "PodInitializing"}}
 RUNNING = {"running": {"startedAt": "2026-01-01T10:00:00Z"}}
-UNSCHEDULABLE = {
-    "phase": "Pending",
-    "conditions": [
-        {
-            "type": "PodScheduled",
-            "status": "False",
-            "reason": "Unschedulable",
-            "message": "0/8 nodes are available: 8 Insufficient nvidia.com/gpu.",
-        }
-    ],
-}
 
 
 def pod(main: dict[str, Any], *init: dict[str, Any], **main_before: Any) -> dict[str, Any]:

@@ -25,9 +25,9 @@ from deploy.controller.manifests.common import CLUSTER_LABEL
 from deploy.controller.manifests.ray_cluster import record_in, unit_in
 from deploy.controller.manifests.worker_pool import worker_pool
 from deploy.controller.status.cluster_events import ClusterEvents
+from tests.deploy.controller.clusters import OWNER, RELEASE, ray_of, spec_of
 from tests.deploy.controller.following import FAST, TIMEOUT_S
 from tests.deploy.controller.scripted_api import Exchange, kube_of, scripted
-from tests.deploy.controller.test_manifests import OWNER, RELEASE, ray_of, spec_of
 
 KEY = Key(OWNER.namespace, OWNER.name)
 CLUSTER: dict[str, Any] = {

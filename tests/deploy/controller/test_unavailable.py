@@ -25,25 +25,12 @@ from deploy.controller.status.conditions import Verdict
 from deploy.controller.status.pool_status import pool_status, pool_verdicts
 from deploy.controller.status.waiting import Silence, pool_waits, router_waits, silence
 from deploy.controller.view import ClusterView, UnitView
-from tests.deploy.controller.test_cluster_status import at
-from tests.deploy.controller.test_pod_waits import UNSCHEDULABLE
+from tests.deploy.controller.clusters import REFUSED, UNSCHEDULABLE, at
 
 NO_GPU = "Unschedulable: 0/8 nodes are available: 8 Insufficient nvidia.com/gpu."
 LOST = "its time to end is over, and nobody has ended it: is its node lost?"
 NOW = datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC)
 OVER_QUOTA = "FailedCreate: pods is forbidden: exceeded quota: gpus"
-REFUSED: dict[str, Any] = {
-    "status": {
-        "conditions": [
-            {
-                "type": "ReplicaFailure",
-                "status": "True",
-                "reason": "FailedCreate",
-                "message": "pods is forbidden: exceeded quota: gpus",
-            }
-        ]
-    }
-}
 
 
 def pod(component: str, **status: Any) -> Pod:

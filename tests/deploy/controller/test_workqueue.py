@@ -9,19 +9,12 @@ from collections import Counter
 
 import pytest
 
+from baton.clock import ManualClock
 from deploy.controller.kit.errors import UnreachableError, status_error
 from deploy.controller.kit.workqueue import Backoff, PendingKeys, Workers, WorkQueue
 
 _TIMEOUT_S = 10.0
 _AGAIN = re.compile(r"test: (\w+): .*again in ([0-9.]+) s")
-
-
-class FakeClock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.fixture
@@ -111,18 +104,17 @@ def test_no_sequence_of_calls_gives_a_key_to_two_or_forgets_one() -> None:
 
 
 def test_a_failing_key_comes_back_later_and_later_until_it_succeeds() -> None:
-    clock = FakeClock()
-    queue: WorkQueue[str] = WorkQueue(Backoff(first_s=1.0, longest_s=8.0), clock)
+    clock = ManualClock()
+    queue: WorkQueue[str] = WorkQueue(Backoff(first_s=1.0, longest_s=8.0), clock.now_s)
     queue.add("a")
     delays = []
     for _ in range(6):
         assert queue.take() == "a"
         delay_s = queue.failed("a")
         delays.append(delay_s)
-        due_at = clock.now + delay_s
-        clock.now = due_at - 0.01
+        clock.advance(delay_s - 0.01)
         assert len(queue) == 0
-        clock.now = due_at
+        clock.advance(0.02)
         assert len(queue) == 1
     for full_s, delay_s in zip((1, 2, 4, 8, 8, 8), delays, strict=True):
         assert full_s / 2 <= delay_s <= full_s
