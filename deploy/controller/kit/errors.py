@@ -39,7 +39,7 @@ class UnfitError(KubeError):
 
 
 class StatusError(KubeError):
-    """`code`: the HTTP status; `reason`: the server's word for it, such as `Conflict`;
+    """`code`: the HTTP status; `reason`: the server's name for it, such as `Conflict`;
     `retry_after_s`: how long the server wants to be left alone, None where it did not say."""
 
     def __init__(self, status: Mapping[str, Any], doing: str) -> None:

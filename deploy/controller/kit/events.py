@@ -167,7 +167,7 @@ class EventRecorder:
         return not self._thread.is_alive()
 
     def record(self, about: Object, type_: EventType, reason: str, message: str) -> None:
-        """`about`: an object of the API; `reason`: one word in CamelCase, for programs; `message`:
+        """`about`: an object of the API; `reason`: a name in CamelCase, for programs; `message`:
         a sentence for people."""
         reference = {
             "apiVersion": about["apiVersion"],

@@ -30,8 +30,8 @@ _MOST_DOUBLINGS = 30
 
 @dataclass(frozen=True)
 class Backoff:
-    """Doubles from `first_s` to `longest_s`; half of it is jitter, so that those who failed
-    together do not come back together."""
+    """Doubles from `first_s` to `longest_s`; half of it is jitter, so that keys that
+    failed together do not come back together."""
 
     first_s: float
     longest_s: float

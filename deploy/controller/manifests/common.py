@@ -35,7 +35,7 @@ OPERATOR_LABEL = f"{GROUP}/operator"
 
 @dataclass(frozen=True)
 class PodMonitors:
-    """What the Prometheus operator is asked to do with each cluster."""
+    """How the Prometheus operator is to scrape each cluster."""
 
     interval: str
     """Of its scrapes, such as 15s."""
@@ -50,16 +50,16 @@ class Release:
     worker_image: str
     router_image: str
     ray_version: str
-    """All three: where a ServingCluster names none of its own."""
+    """All three: for ServingClusters that name none."""
     namespace: str | None = None
     """Where the operator's pods are; None: not in the cluster, or not known."""
     pod_monitors: PodMonitors | None = None
-    """None: somebody else has the clusters scraped."""
+    """None: no PodMonitors are made."""
 
 
 @dataclass(frozen=True)
 class Owner:
-    """The ServingCluster that everything belongs to, and goes with."""
+    """The ServingCluster that everything belongs to, and is deleted with."""
 
     name: str
     namespace: str
@@ -76,7 +76,7 @@ class Owner:
         }
 
     def pool_reference(self, pool: str, uid: str) -> Object:
-        """To a pool's WorkerPool, for what goes with it."""
+        """To a pool's WorkerPool, for what is deleted with it."""
         name = self.pool_name(pool)
         return {"apiVersion": API_VERSION, "kind": "WorkerPool", "name": name, "uid": uid}
 
@@ -114,7 +114,7 @@ class Owner:
 
     @property
     def control_name(self) -> str:
-        """Of the Service that leads to the head of the oldest unit: routers ask it for all."""
+        """The Service that leads to the head of the oldest unit: routers ask it for all units."""
         return f"{self.name}-control"
 
     @property
@@ -183,7 +183,7 @@ def container_port(name: str, number: int) -> Object:
 
 
 def probe_of(port: int, has_grpc_probes: bool) -> Object:
-    """Whether what listens there serves; where that cannot be asked, whether it listens."""
+    """Asks whether the port's service serves; without gRPC probes, whether it listens."""
     return {"grpc" if has_grpc_probes else "tcpSocket": {"port": port}}
 
 

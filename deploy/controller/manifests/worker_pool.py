@@ -33,12 +33,11 @@ def worker_pool(owner: Owner, name: str, template: Mapping[str, Any], finalizer:
 
 
 def kept(seen: Seen, made: Object) -> dict[str, str]:
-    """What the WorkerPool that is `seen` stays for good, by its fields' names. Its spec tells it
-    and a label does, too (not of each role that an operator of an earlier release made): of what
-    somebody has changed only one the other tells still what it was `made`."""
+    """The fields of the WorkerPool `seen` that never change. Spec and label both hold each. Where
+    somebody changed one of them, the other still shows what was `made`."""
     labels, spec = seen["metadata"].get("labels", {}), seen["spec"]
     values = {}
     for name, label in _LABEL_OF.items():
-        wanted, told = made["spec"][name], (spec.get(name), labels.get(label))
-        values[name] = wanted if wanted in told else told[0]
+        wanted, found = made["spec"][name], (spec.get(name), labels.get(label))
+        values[name] = wanted if wanted in found else found[0]
     return values
