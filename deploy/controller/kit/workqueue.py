@@ -177,10 +177,6 @@ ReportFault = Callable[[K, Exception], None]
 """Reports what a reconcile never should have raised, before the key may be taken again."""
 
 
-def _report_nowhere(key: object, error: Exception) -> None:
-    """The log has it."""
-
-
 class Workers(Generic[K]):
     """Own `num_workers` threads on one queue."""
 
@@ -190,7 +186,7 @@ class Workers(Generic[K]):
         reconcile: Reconcile[K],
         num_workers: int,
         name: str,
-        report_fault: ReportFault[K] = _report_nowhere,
+        report_fault: ReportFault[K] = lambda key, error: None,
     ) -> None:
         self._queue = queue
         self._reconcile, self._report_fault = reconcile, report_fault

@@ -143,14 +143,9 @@ def unit_config_map(owner: Owner, unit: str, config: ClusterConfig, ray_cluster:
     """It is deleted with the RayCluster."""
     metadata = owner.metadata(owner.unit_name(unit), "config")
     metadata["labels"] = owner.unit_labels("config", unit)
-    metadata["ownerReferences"] = [
-        {
-            "apiVersion": ray_cluster["apiVersion"],
-            "kind": ray_cluster["kind"],
-            "name": ray_cluster["metadata"]["name"],
-            "uid": ray_cluster["metadata"]["uid"],
-        }
-    ]
+    kind = {key: ray_cluster[key] for key in ("apiVersion", "kind")}
+    named = {key: ray_cluster["metadata"][key] for key in ("name", "uid")}
+    metadata["ownerReferences"] = [kind | named]
     return _config_map(metadata, config)
 
 

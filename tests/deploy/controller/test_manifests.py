@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
 import shlex
@@ -14,7 +13,6 @@ import yaml
 from baton.config.cluster import parse_config
 from baton.errors import ConfigError
 from deploy.api.status import ServingClusterStatus
-from deploy.api.worker_pool import PoolShape, WorkerPoolSpec
 from deploy.controller.manifests.cluster_yaml import (
     cluster_config,
     model_name,
@@ -290,9 +288,7 @@ def test_first_class_settings_of_pods_lie_under_the_template() -> None:
     }
     router = own | {"podTemplate": {"spec": {"nodeSelector": {"rack": "2"}}}}
     spec = spec_of(pools={"decode": {"role": "decode", **own}}, router=router)
-    (pool,) = spec.pools.values()
-    shape = {each.name: getattr(pool, each.name) for each in dataclasses.fields(PoolShape)}
-    made = worker_group(context_of(spec), WorkerPoolSpec(**shape, cluster="main", pool="decode"))
+    made = worker_group(context_of(spec), pools_of(spec)["decode"])
     for pod, b in (
         (made["template"]["spec"], "3"),
         (routers_of(spec)["spec"]["template"]["spec"], "2"),
