@@ -69,13 +69,13 @@ def serve_health(controller: Controller, port: int) -> ThreadingHTTPServer:
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             if self.path == "/metrics":
-                self._tell_metrics()
+                self._send_metrics()
                 return
             is_well = self.path == "/healthz" or (self.path == "/readyz" and controller.is_ready())
             self.send_response(HTTPStatus.OK if is_well else HTTPStatus.SERVICE_UNAVAILABLE)
             self.end_headers()
 
-        def _tell_metrics(self) -> None:
+        def _send_metrics(self) -> None:
             self.send_response(HTTPStatus.OK)
             self.send_header("Content-Type", CONTENT_TYPE_LATEST)
             self.end_headers()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 
 from deploy.controller.kit.informer import Informer, InformerSettings
 from deploy.controller.kit.kube import Kube
@@ -26,32 +25,24 @@ def cluster_keys(obj: Object) -> Iterable[Key]:
     return [Key(metadata["namespace"], name)] if name else []
 
 
-@dataclass(frozen=True)
 class Caches:
-    """One informer for each kind; `labelled` ones carry the label of their ServingCluster. Of
-    RayClusters it tells who touched one and when to look: what is in them is asked for itself."""
+    """Own one informer for each kind. That of RayClusters says when to look: each look lists them
+    anew."""
 
-    clusters: Informer
-    pools: Informer
-    pods: Informer
-    ray_clusters: Informer
-    deployments: Informer
-
-    @classmethod
-    def of(cls, kube: Kube, namespace: str | None, settings: InformerSettings) -> Caches:
+    def __init__(self, kube: Kube, namespace: str | None, settings: InformerSettings) -> None:
         """`namespace`: None follows all of them."""
         everything = Selection(namespace=namespace)
         labelled = Selection(namespace=namespace, labels=CLUSTER_LABEL)
-        return cls(
-            clusters=Informer(kube, SERVING_CLUSTERS, everything, settings),
-            pools=Informer(kube, WORKER_POOLS, everything, settings),
-            pods=Informer(kube, PODS, labelled, settings),
-            ray_clusters=Informer(kube, RAY_CLUSTERS, labelled, settings, is_of_others=True),
-            deployments=Informer(kube, DEPLOYMENTS, labelled, settings),
-        )
+        self.clusters = Informer(kube, SERVING_CLUSTERS, everything, settings)
+        self.pools = Informer(kube, WORKER_POOLS, everything, settings)
+        self.pods = Informer(kube, PODS, labelled, settings)
+        self.ray_clusters = Informer(kube, RAY_CLUSTERS, labelled, settings, is_of_others=True)
+        self.deployments = Informer(kube, DEPLOYMENTS, labelled, settings)
+        self._dependents = (self.pools, self.pods, self.ray_clusters, self.deployments)
+        self._all = (self.clusters, *self._dependents)
 
     def add_handler(self, handler: Callable[[Key], None]) -> None:
-        """`handler` hears the keys of ServingClusters, whatever of them has changed."""
+        """`handler` gets the key of a ServingCluster of which anything has changed."""
         self.clusters.add_handler(handler, lambda obj: (key_of(obj),))
         for informer in self._dependents:
             informer.add_handler(handler, cluster_keys)
@@ -66,8 +57,7 @@ class Caches:
         return all(each.wait_synced(max(0.0, give_up_at - time.monotonic())) for each in self._all)
 
     def stop(self) -> bool:
-        """Every one of them, also where one does not end in time."""
-        ended = [informer.stop() for informer in self._all]
+        ended = [informer.stop() for informer in self._all]  # each, also after one that does not
         return all(ended)
 
     def of_cluster(self, informer: Informer, cluster: Key) -> list[Object]:
@@ -77,14 +67,13 @@ class Caches:
 
     @property
     def known_clusters(self) -> frozenset[Key]:
-        """ServingClusters that there are, and those that a WorkerPool is still of."""
+        """Also ServingClusters that are gone and have WorkerPools left."""
         pools = self.pools.snapshot().values()
         of_pools = (key for pool in pools for key in cluster_keys(pool))
         return frozenset(self.clusters.snapshot()).union(of_pools)
 
     def _clusters_with(self, pool: Object) -> Iterable[Key]:
-        """Those with a pool that is called so, whoever has made this one: of two that have, one
-        waits for the other's to go."""
+        """Those with a pool of this name, whoever has made it: one waits for another's to go."""
         named = key_of(pool)
         return [
             key
@@ -97,17 +86,9 @@ class Caches:
 
     @property
     def of_written(self) -> Mapping[Resource, Informer]:
-        """Those of kinds that the operator writes, too."""
+        """Of kinds that the operator writes, too."""
         return {
             WORKER_POOLS: self.pools,
             RAY_CLUSTERS: self.ray_clusters,
             DEPLOYMENTS: self.deployments,
         }
-
-    @property
-    def _all(self) -> tuple[Informer, ...]:
-        return self.clusters, *self._dependents
-
-    @property
-    def _dependents(self) -> tuple[Informer, ...]:
-        return self.pools, self.pods, self.ray_clusters, self.deployments

@@ -1,14 +1,14 @@
-"""Brings one ServingCluster one step nearer to what its spec wants. Of levels: it may be cut off at
-any line, by another one goes on.
+"""Brings one ServingCluster one step nearer to what its spec wants. Of levels: an operator that was
+cut off at any line goes on by looking again.
 
-1. Read the spec; one that cannot be read, or has a pool become what it cannot, is told in a
-   condition, and nothing of it is touched. Neither is anything while KubeRay's kind is not served.
+1. Read the spec. A condition says why one cannot be read, or asks for a change that is not allowed;
+   nothing is touched then. Neither is anything while KubeRay's kind is not served.
 2. WorkerPools (see `pools`), the unit that they ask for (see `units`), and what there is.
 3. What becomes of the units that there are (see `rollout`).
 4. Ray's token and account, then each unit's RayCluster and configuration (see `kuberay`).
 5. Each unit's supervisor gets pools, sizes and shares; it drains what is too much.
 6. Routers, and what stands beside all of it (see `companions`).
-7. Statuses.
+7. Statuses, and the events of their changes.
 
 A deleted ServingCluster keeps its finalizer until its pools have drained and its RayCluster is
 gone; a deleted WorkerPool until it has drained.
@@ -20,7 +20,7 @@ import contextlib
 import datetime
 import hashlib
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -32,45 +32,28 @@ from cluster.planner.planner import PoolPlan
 from deploy.api.checked import read_spec
 from deploy.api.serving_cluster import ServingClusterSpec
 from deploy.api.worker_pool import WorkerPoolSpec
-from deploy.controller.caches import Caches, cluster_keys
+from deploy.controller.caches import Caches
 from deploy.controller.companions import Companions
-from deploy.controller.fleet_watch import FleetWatch, merged
+from deploy.controller.fleet_watch import FleetWatch
 from deploy.controller.kit.applied import Applied
-from deploy.controller.kit.errors import (
-    KubeError,
-    StatusError,
-    each,
-)
+from deploy.controller.kit.errors import KubeError, StatusError, each
 from deploy.controller.kit.finalizers import Finalizers
 from deploy.controller.kit.kube import Discovery, Kube
-from deploy.controller.kit.objects import Key, Object, Resource, key_of
-from deploy.controller.kuberay import KubeRay, NewGroups, new_groups
-from deploy.controller.manifests.cluster_yaml import (
-    cluster_config,
-    model_name,
-    router_config_map,
-    seconds,
-    with_name,
-)
-from deploy.controller.manifests.common import Object as Manifest
+from deploy.controller.kit.objects import Key, Object, key_of
+from deploy.controller.kuberay import Groups, KubeRay, groups_of
+from deploy.controller.manifests.cluster_yaml import cluster_config, router_config_map, with_name
 from deploy.controller.manifests.common import Owner, Release
 from deploy.controller.manifests.pods import PodContext
-from deploy.controller.manifests.ray_cluster import (
-    image_in,
-    name_in,
-    record_in,
-    unit_in,
-)
+from deploy.controller.manifests.ray_cluster import image_in, unit_in
 from deploy.controller.manifests.routers import (
     control_service,
     first_routers,
     router_deployment,
     router_service,
 )
-from deploy.controller.observed import NOTHING_HEARD, Heard, Pod
 from deploy.controller.planning import Planning
-from deploy.controller.pool_size import with_accepted_size
-from deploy.controller.pools import Pools
+from deploy.controller.pod import Pod
+from deploy.controller.pools import Pools, with_accepted_size
 from deploy.controller.resources import (
     CONFIG_MAPS,
     DEPLOYMENTS,
@@ -78,21 +61,20 @@ from deploy.controller.resources import (
     SERVING_CLUSTERS,
     WORKER_POOLS,
 )
-from deploy.controller.rollout import Figures, PoolSeen, Strategy, UnitSeen, next_step, total
 from deploy.controller.status import conditions
-from deploy.controller.status.cluster_events import ClusterEvents
 from deploy.controller.status.cluster_status import Refusals
-from deploy.controller.status.conditions import Verdict, timestamp
-from deploy.controller.status.pool_status import num_serving
+from deploy.controller.status.conditions import Verdict
+from deploy.controller.status.events import Record
 from deploy.controller.status.statuses import Statuses
-from deploy.controller.supervision import Supervision
-from deploy.controller.units import Unit, difference, unit_of
-from deploy.controller.view import ClusterView, PoolView, UnitView, groups_in
+from deploy.controller.supervision import supervise
+from deploy.controller.units import Unit, unit_of
+from deploy.controller.view import ClusterView, Found, UnitView, is_going
 
 log = logging.getLogger(__name__)
 
 _LOOK_AGAIN_S = 5.0
-_TOLD_EVERY_S = 1.0  # by a supervisor
+_SOON_S = 1.0
+"""A supervisor reports every second at most."""
 _REFUSALS = (400, 403, 404, 422)
 _GRPC_PROBES_SINCE = (1, 24)
 _OF_ROUTERS = ("served_model_name", "log_level", "router")
@@ -110,185 +92,134 @@ class ClusterReconciler:
         kube: Kube,
         caches: Caches,
         fleets: FleetWatch,
-        events: ClusterEvents,
+        record: Record,
         release: Release,
         now: Callable[[], datetime.datetime] = utc_now,
     ) -> None:
         self._kube, self._caches, self._fleets = kube, caches, fleets
-        self._events, self._release, self._now = events, release, now
+        self._release, self._now = release, now
         self._planning = Planning()
         self._applied = Applied(kube, caches.of_written)
         self._discovery = Discovery(kube)
         self._companions = Companions(self._applied, self._discovery, release)
         self._kuberay = KubeRay(kube, caches, self._applied)
         self._finalizers = Finalizers(kube)
-        self._pools = Pools(kube, caches, self._applied, self._finalizers)
-        self._statuses = Statuses(kube)
+        self._pools = Pools(kube, caches, self._applied, self._finalizers, record)
+        self._statuses = Statuses(kube, record, now)
 
     def reconcile(self, key: Key) -> float | None:
-        """In how many seconds to look again without being told; raises KubeError."""
+        """In how many seconds to look again if nothing changes; raises KubeError."""
         obj = self._caches.clusters.get(key)
         if obj is None:
             self._forget(key)
             self._pools.release_orphans(key)
             return None
-        self._events.look_at(obj)
         owner = Owner(key.name, key.namespace, obj["metadata"]["uid"])
         try:
             spec = with_name(read_spec(ServingClusterSpec, obj), obj)
             if not self._kuberay.is_served:
-                return self._tell_kuberay_missing(obj)
+                return self._without_kuberay(obj)
             self._finalizers.keep(SERVING_CLUSTERS, obj)
             pools, failed = self._pools.keep(obj, owner, spec)
-            if "deletionTimestamp" in obj["metadata"] and not pools:
+            if is_going(obj) and not pools:
                 return self._let_go(obj)
-            specs = self._pool_specs(obj, pools)
-            staying = {name: pool["spec"] for name, pool in pools.items() if not _is_going(pool)}
-            wanted = unit_of(obj["spec"], staying)
-            view = self._view(obj, owner, spec, pools, specs, wanted)
-            contexts = self._contexts(view, wanted)
-            groups = new_groups(view, contexts)
+            found = self._found(obj, owner, spec, pools)
+            view = found.view(self._now())
+            contexts = {unit.code: self._context(view, unit, found.wanted) for unit in view.units}
+            groups = groups_of(view, contexts)
         except StatusError as error:
-            self._tell_refused(obj, error)
+            self._report_refused(obj, error)
             raise
         except (ConfigError, ValueError) as error:
             log.warning("%s: %s", key, error)
             return self._hindered(obj, conditions.invalid_spec(obj, str(error)))
         return self._bring_nearer(view, contexts, groups, failed)
 
-    def tell_fault(self, key: Key, error: Exception) -> None:
+    def report_fault(self, key: Key, error: Exception) -> None:
         """Of a reconcile that has raised what it never should; raises KubeError."""
         obj = self._caches.clusters.get(key)
         if obj is not None:
-            self._tell(obj, conditions.internal_error(error))
+            self._report(obj, conditions.internal_error(error))
 
-    def _tell(self, obj: Object, verdicts: list[Verdict]) -> None:
-        self._statuses.tell(SERVING_CLUSTERS, obj, verdicts, timestamp(self._now()))
+    def _report(self, obj: Object, verdicts: list[Verdict]) -> None:
+        self._statuses.write(key_of(obj), SERVING_CLUSTERS, obj, verdicts)
 
-    def _tell_refused(self, obj: Object, error: StatusError) -> None:
-        """Without what was refused nothing of it could be looked at. A bad moment of the server's,
-        and what is known too late, are no faults to tell people of."""
-        if error.code not in _REFUSALS:
-            return
-        with contextlib.suppress(KubeError):  # that, too: the log has it
-            self._tell(obj, conditions.refused(error))
+    def _report_refused(self, obj: Object, error: StatusError) -> None:
+        """Nothing of the cluster could be looked at. Conflicts and a server's own errors pass, and
+        are not reported."""
+        if error.code in _REFUSALS:
+            with contextlib.suppress(KubeError):  # the log has it
+                self._report(obj, conditions.refused(error))
 
     def _let_go(self, obj: Object) -> float | None:
-        """Nothing of its pools is waited for any more: what else belongs to it goes with it. Its
-        RayCluster goes before: to empty the Redis of Ray's head KubeRay runs a pod of the head's
-        template, whose account, token and configuration would be gone."""
+        """Its pools are gone. Its RayCluster goes before the rest: to empty the Redis of Ray's head
+        KubeRay runs a pod that needs the head's account, token and configuration."""
         try:
             is_left = self._kuberay.end(obj)
         except StatusError as error:
-            self._tell_refused(obj, error)
+            self._report_refused(obj, error)
             raise
         if is_left:
-            self._tell(obj, conditions.ray_ends())
+            self._report(obj, conditions.ray_ends())
             return _LOOK_AGAIN_S
         self._forget(key_of(obj))
         self._finalizers.drop(SERVING_CLUSTERS, obj)
         return None
 
     def _forget(self, key: Key) -> None:
-        self._fleets.forget(key)
+        self._fleets.follow(key, ())
         self._planning.forget(key)
         self._applied.forget(key)
-        self._events.forget(key)
+        self._statuses.forget(key)
 
     def _hindered(self, obj: Object, verdicts: list[Verdict]) -> float | None:
-        """It can be brought no nearer: that is told, and one that is deleted is let go."""
-        if "deletionTimestamp" in obj["metadata"]:
+        """It can be brought no nearer: a condition says so, and a deleted one may go."""
+        if is_going(obj):
             self._pools.release_orphans(key_of(obj))  # each pod drains by itself when it goes
             return self._let_go(obj)
-        self._tell(obj, verdicts)
+        self._report(obj, verdicts)
         return None
 
-    def _tell_kuberay_missing(self, obj: Object) -> float:
-        verdicts, now = conditions.kuberay_missing(), timestamp(self._now())
-        for pool in self._caches.of_cluster(self._caches.pools, key_of(obj)):
-            self._statuses.tell(WORKER_POOLS, pool, verdicts, now)
+    def _without_kuberay(self, obj: Object) -> float:
+        verdicts, key = conditions.kuberay_missing(), key_of(obj)
+        for pool in self._caches.of_cluster(self._caches.pools, key):
+            self._statuses.write(key, WORKER_POOLS, pool, verdicts)
         self._hindered(obj, verdicts)
         return _LOOK_AGAIN_S
 
     # --- what is seen -----------------------------------------------------------------------------
 
-    def _view(
-        self,
-        obj: Object,
-        owner: Owner,
-        spec: ServingClusterSpec,
-        pools: Mapping[str, Object],
-        specs: Mapping[str, WorkerPoolSpec],
-        wanted: Unit,
-    ) -> ClusterView:
-        key = key_of(obj)
-        seen = self._caches.of_cluster(self._caches.pods, key)
-        pods = [Pod.of(pod, self._now()) for pod in seen]
-        found = {unit_in(ray).code: ray for ray in self._kuberay.find(obj)}
-        self._fleets.follow(key, {code: owner.control_of(code) for code in found})
-        heard = {code: self._fleets.heard(key, code) for code in found}
-        made = {code: _views(pools, specs, pods, heard[code], ray) for code, ray in found.items()}
-        totals = {name: 0 if _is_going(pool) else specs[name].replicas
-                  for name, pool in pools.items()}  # fmt: skip
-        step = next_step(
-            None if _is_going(obj) else wanted,
-            totals,
-            strategy_of(spec, found.values()),
-            [_unit_seen(ray, made[code], heard[code]) for code, ray in found.items()],
-            sum(_counts(pod) and pod.unit not in found for pod in pods),
-            spec.advanced.router.max_timeout_s,
-            self._now().timestamp(),
-        )
-        units = []
-        for plan in step.plans:
-            ray = found.get(plan.code)
-            views = made.get(plan.code) or _views(pools, specs, (), NOTHING_HEARD, None)
-            planned = {
-                name: replace(pool, planned_size=plan.sizes.get(name, 0), makes_way=plan.is_leaving)
-                for name, pool in views.items()
-            }
-            is_wanted = ray is None or not difference(unit_in(ray), wanted)
-            is_wanted = is_wanted and not plan.is_leaving
-            told = heard.get(plan.code, NOTHING_HEARD)
-            units.append(UnitView(plan, ray, told, planned, is_wanted))
-        told = merged({unit.code: unit.heard for unit in units})
-        over_all = {
-            name: PoolView(
-                pool,
-                specs[name],
-                [pod for pod in pods if pod.pool == name],
-                None if told.fleet is None else told.fleet.pools.get(name),
-                next((g for u in reversed(units) if (g := u.pools[name].group)), None),
-                told,
-                makes_way=bool(units) and all(unit.plan.is_leaving for unit in units),
-            )
-            for name, pool in pools.items()
-        }
-        poolless = [pod for pod in pods if not pod.pool]
-        return ClusterView(key, obj, owner, spec, over_all, told, step, units, poolless)
+    def _found(
+        self, obj: Object, owner: Owner, spec: ServingClusterSpec, pools: Mapping[str, Object]
+    ) -> Found:
+        key, specs = key_of(obj), self._pool_specs(obj, pools)
+        staying = {name: pool["spec"] for name, pool in pools.items() if not is_going(pool)}
+        wanted = unit_of(obj["spec"], staying)
+        pods = [Pod.of(pod, self._now()) for pod in self._caches.of_cluster(self._caches.pods, key)]
+        rays = {unit_in(ray).code: ray for ray in self._kuberay.find(obj)}
+        self._fleets.follow(key, [owner.control_of(code) for code in rays])
+        heard = {code: self._fleets.heard(owner.control_of(code)) for code in rays}
+        return Found(obj, owner, spec, pools, specs, wanted, pods, rays, heard)
 
     def _pool_specs(
         self, cluster: Object, pools: Mapping[str, Object]
     ) -> dict[str, WorkerPoolSpec]:
-        """Each that cannot be read is told so, too. Raises ConfigError."""
+        """A pool that cannot be read has a condition that says so. Raises ConfigError."""
         specs, problems = {}, []
         for name, pool in pools.items():
             try:
                 specs[name] = read_spec(WorkerPoolSpec, with_accepted_size(name, pool, cluster))
             except ConfigError as error:
                 problems.append(str(error))
-                told = conditions.invalid_spec(pool, str(error))
-                self._statuses.tell(WORKER_POOLS, pool, told, timestamp(self._now()))
+                verdicts = conditions.invalid_spec(pool, str(error))
+                self._statuses.write(key_of(cluster), WORKER_POOLS, pool, verdicts)
         if problems:
             raise ConfigError("; ".join(problems))
         return specs
 
-    def _contexts(self, view: ClusterView, wanted: Unit) -> dict[str, PodContext]:
-        """By the units' codes. A unit that the spec asks for keeps its code, whichever pools have
-        come since it was made. Another one stays as it was made."""
-        return {unit.code: self._context(view, unit, wanted) for unit in view.units}
-
     def _context(self, view: ClusterView, unit: UnitView, wanted: Unit) -> PodContext:
+        """A unit that the spec asks for keeps its code, whichever pools have come since it was
+        made. Another one stays as it was made."""
         ray = unit.ray_cluster
         made = wanted if ray is None or unit.is_wanted else unit_in(ray)
         return PodContext(
@@ -306,38 +237,36 @@ class ClusterReconciler:
         self,
         view: ClusterView,
         contexts: Mapping[str, PodContext],
-        groups: NewGroups,
+        groups: Groups,
         failed: list[KubeError],
     ) -> float | None:
         refused: dict[str, str] = {}
         plans = self._plans(view)
-        self._events.look(view, plans)
         parts: list[Callable[[], object]] = [
             lambda: self._kuberay.bring(view, contexts, groups),
-            lambda: refused.update(self._tell_supervisors(view)),
+            lambda: refused.update(self._supervise(view)),
             lambda: self._keep_routers(view),
             lambda: self._pools.release(view),
             lambda: self._pools.scale(view, plans),
         ]
         failed += each(parts)
-        kept = self._companions.keep(view)
-        failed += kept.refused
-        now = timestamp(self._now())
-        failed += self._statuses.tell_pools(view, plans, refused, now)
-        refusals = Refusals([*map(str, failed)], refused, kept.unserved)
+        unkept, unserved = self._companions.keep(view)
+        failed += unkept
+        failed += self._statuses.write_pools(view, plans, refused)
+        refusals = Refusals([*map(str, failed)], refused, unserved)
         routers = self._caches.deployments.get(Key(view.key.namespace, view.owner.router_name))
-        failed += each([partial(self._statuses.tell_cluster, view, routers, refusals, now)])
+        failed += each([partial(self._statuses.write_cluster, view, routers, refusals)])
         if failed:
             raise failed[0]
         if view.is_rolling:
-            return _TOLD_EVERY_S
-        return min(_LOOK_AGAIN_S, max(_TOLD_EVERY_S, view.spec.advanced.planner.panic_window_s))
+            return _SOON_S
+        return min(_LOOK_AGAIN_S, max(_SOON_S, view.spec.advanced.planner.panic_window_s))
 
     def _keep_routers(self, view: ClusterView) -> None:
         """They are of no unit: none comes or goes with their settings."""
-        owner = view.owner
+        owner, key = view.owner, view.key
         config = cluster_config(owner, view.spec, {})
-        self._apply(CONFIG_MAPS, router_config_map(owner, config))
+        self._applied.apply(key, CONFIG_MAPS, router_config_map(owner, config))
         has_grpc_probes = self._discovery.version >= _GRPC_PROBES_SINCE
         routers = router_deployment(
             owner,
@@ -347,26 +276,24 @@ class ClusterReconciler:
             has_grpc_probes=has_grpc_probes,
         )
         if self._caches.deployments.get(Key(owner.namespace, owner.router_name)) is None:
-            self._applied.make(view.key, DEPLOYMENTS, first_routers(routers))
-        self._apply(DEPLOYMENTS, routers)
+            self._applied.make(key, DEPLOYMENTS, first_routers(routers))
+        self._applied.apply(key, DEPLOYMENTS, routers)
         if view.step.unit:  # while there is none it leads where it did
-            self._apply(SERVICES, control_service(owner, view.step.unit))
-        self._apply(SERVICES, router_service(owner, view.spec.router))
+            self._applied.apply(key, SERVICES, control_service(owner, view.step.unit))
+        self._applied.apply(key, SERVICES, router_service(owner, view.spec.router))
 
-    def _tell_supervisors(self, view: ClusterView) -> Mapping[str, str]:
-        """What they refused, by pool."""
+    def _supervise(self, view: ClusterView) -> Mapping[str, str]:
+        """What the supervisors refused, by pool."""
         refused: dict[str, str] = {}
+        address_of = view.owner.control_of
         routes = [
-            control_pb2.Unit(code=code, control_address=view.owner.control_of(code), share=share)
+            control_pb2.Unit(code=code, control_address=address_of(code), share=share)
             for code, share in view.step.routes
         ]
         for unit in view.units:
-            client = self._fleets.client(view.key, unit.code)
-            if client is None:
-                continue
-            supervision = Supervision(client, self._kube.check_may_write)
-            supervision.tell(unit, routes)
-            refused |= supervision.refused
+            client = self._fleets.client(address_of(unit.code))
+            if client is not None:
+                refused |= supervise(client, unit, routes, self._kube.check_may_write)
         for pool, problem in refused.items():
             log.warning("%s: pool %s: the supervisor: %s", view.key, pool, problem)
         return refused
@@ -374,12 +301,12 @@ class ClusterReconciler:
     def _plans(self, view: ClusterView) -> Mapping[str, PoolPlan]:
         """What the planner would have of pools that stay. With two units it sees both as one fleet,
         and makes no pool smaller. Nothing while the only unit makes way."""
-        told = view.heard.told
-        if told is None or not any(unit.is_wanted for unit in view.units):
+        answer = view.heard.answer
+        if answer is None or not any(unit.is_wanted for unit in view.units):
             return {}
         try:
             specs, config = view.staying_specs, view.spec.planner_config
-            plans = self._planning.plan(view.key, told, specs, config)
+            plans = self._planning.plan(view.key, answer, specs, config)
         except ValueError as error:  # a figure that is none
             log.warning("%s: not planned: %s", view.key, error)
             return {}
@@ -390,84 +317,6 @@ class ClusterReconciler:
             for name, plan in plans.items()
             if plan.desired_replicas >= specs[name].replicas
         }
-
-    def _apply(self, resource: Resource, obj: Manifest) -> Object:
-        (cluster,) = cluster_keys(obj)
-        return self._applied.apply(cluster, resource, obj)
-
-
-def strategy_of(spec: ServingClusterSpec, rays: Iterable[Object]) -> Strategy:
-    """Routers know one name of the model: a unit that serves it under another is recreated."""
-    rollout, name = spec.rollout, model_name(spec)
-    return Strategy(
-        rollout.strategy == "Recreate" or any(name_in(ray) != name for ray in rays),
-        rollout.max_surge,
-        rollout.max_unavailable,
-        tuple(sorted({*(step / 100 for step in rollout.steps), 1.0})),
-        seconds(rollout.interval),
-        seconds(rollout.ready_timeout),
-        rollout.pause,
-        max_failures=rollout.max_failure_percent / 100,
-        max_slowdown=rollout.max_slowdown,
-    )
-
-
-def _is_going(obj: Object) -> bool:
-    return "deletionTimestamp" in obj["metadata"]
-
-
-def _views(
-    pools: Mapping[str, Object],
-    specs: Mapping[str, WorkerPoolSpec],
-    pods: Sequence[Pod],
-    heard: Heard,
-    ray: Object | None,
-) -> dict[str, PoolView]:
-    """Each pool in one unit."""
-    code, groups = "" if ray is None else unit_in(ray).code, groups_in(ray)
-    return {
-        name: PoolView(
-            pool,
-            specs[name],
-            [pod for pod in pods if pod.pool == name and pod.unit == code],
-            None if heard.fleet is None else heard.fleet.pools.get(name),
-            groups.get(name),
-            heard,
-        )
-        for name, pool in pools.items()
-    }
-
-
-def _unit_seen(ray: Object, pools: Mapping[str, PoolView], heard: Heard) -> UnitSeen:
-    told = () if heard.told is None else heard.told[0].routers
-    requests = [each.requests for each in told if each.HasField("requests")]
-    return UnitSeen(
-        unit_in(ray),
-        ray["metadata"]["creationTimestamp"],
-        record_in(ray),
-        {name: _pool_seen(pool) for name, pool in pools.items() if pool.group is not None},
-        total(
-            Figures(
-                each.num_requests + each.num_abandoned,
-                each.num_failures + each.num_abandoned,
-                each.itl_s if each.HasField("itl_s") else None,
-                each.num_active,
-            )
-            for each in requests
-        ),
-        _is_going(ray),
-    )
-
-
-def _pool_seen(pool: PoolView) -> PoolSeen:
-    assert pool.group is not None
-    asked = pool.group["replicas"] if pool.fleet is None else pool.fleet.desired_replicas
-    return PoolSeen(asked, len(pool.standing_pods), num_serving(pool))
-
-
-def _counts(pod: Pod) -> bool:
-    """Whether it keeps its unit from being over."""
-    return bool(pod.unit) and not pod.is_lost
 
 
 def _routers_hash_of(config: ClusterConfig) -> str:

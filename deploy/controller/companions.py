@@ -1,14 +1,11 @@
-"""What stands beside a cluster's RayCluster, routers and Service: budgets for evictions, who may
-connect, the way in from outside and its certificate, what is scraped. Of levels: what is not wanted
-any more goes.
+"""What stands beside RayClusters and routers: budgets for evictions, who may connect, the way
+in from outside and its certificate, what is scraped. What is not wanted any more goes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from deploy.api.serving_cluster import RouterSpec, ServingClusterSpec
 from deploy.controller.kit.applied import Applied
 from deploy.controller.kit.errors import KubeError
 from deploy.controller.kit.kube import Discovery
@@ -48,29 +45,26 @@ class Companion:
     manifest: Manifest | None
 
 
-@dataclass(frozen=True)
-class Kept:
-    """`refused`: what the API server did not take; `unserved`: kinds it does not know, in words."""
-
-    refused: Sequence[KubeError]
-    unserved: Sequence[str]
-
-
 def companions(
     view: ClusterView, release: Release, budgets: BudgetKind, operator_namespace: str | None
 ) -> list[Companion]:
     """`operator_namespace`: None where namespaces do not carry their names as a label."""
-    owner = view.owner
+    owner, router = view.owner, view.spec.router
+    key = Key(owner.namespace, owner.router_name)
     pools = [_pool_budget(owner, name, pool, budgets) for name, pool in view.pools.items()]
+    route = None if router.gateway is None else grpc_route(owner, router)
+    monitors = release.pod_monitors
+    monitor = None if monitors is None else pod_monitor(owner, monitors)
     return [
         *(
             _wanted(NETWORK_POLICIES, policy)
             for policy in network_policies(owner, operator_namespace)
         ),
         *(_wanted(budgets.resource, budget) for budget in (router_budget(owner, budgets), *pools)),
-        *_ways_in(owner, view.spec),
-        _certificate(owner, view.spec.router),
-        _monitor(owner, release),
+        Companion(GRPC_ROUTES, key, route),
+        Companion(INGRESSES, key, ingress(owner, view.spec) if router.has_ingress else None),
+        Companion(CERTIFICATES, key, router_certificate(owner, router)),
+        Companion(POD_MONITORS, Key(owner.namespace, owner.name), monitor),
     ]
 
 
@@ -85,55 +79,32 @@ def _pool_budget(owner: Owner, name: str, pool: PoolView, budgets: BudgetKind) -
     return pool_budget(owner, name, pool.obj["metadata"]["uid"], budgets, num_expected)
 
 
-def _ways_in(owner: Owner, spec: ServingClusterSpec) -> list[Companion]:
-    router = spec.router
-    key = Key(owner.namespace, owner.router_name)
-    route = None if router.gateway is None else grpc_route(owner, router)
-    return [
-        Companion(GRPC_ROUTES, key, route),
-        Companion(INGRESSES, key, ingress(owner, spec) if router.has_ingress else None),
-    ]
-
-
-def _certificate(owner: Owner, router: RouterSpec) -> Companion:
-    key = Key(owner.namespace, owner.router_name)
-    return Companion(CERTIFICATES, key, router_certificate(owner, router))
-
-
-def _monitor(owner: Owner, release: Release) -> Companion:
-    monitors = release.pod_monitors
-    manifest = None if monitors is None else pod_monitor(owner, monitors)
-    return Companion(POD_MONITORS, Key(owner.namespace, owner.name), manifest)
-
-
 class Companions:
-    """Keep them as they are wanted, as far as the API server knows their kinds."""
+    """Keeps them as they are wanted, as far as the API server serves their kinds."""
 
     def __init__(self, applied: Applied, discovery: Discovery, release: Release) -> None:
         self._applied, self._discovery, self._release = applied, discovery, release
 
-    def keep(self, view: ClusterView) -> Kept:
+    def keep(self, view: ClusterView) -> tuple[list[KubeError], list[str]]:
+        """What the API server refused, and which kinds it does not serve, in words."""
         try:
             wanted = companions(view, self._release, self._budgets(), self._operator_namespace())
         except KubeError as error:  # nobody says what is served
-            return Kept([error], [])
+            return [error], []
         refused: list[KubeError] = []
         unserved: list[str] = []
         for each in wanted:
             try:
-                if self._discovery.serves(each.resource):
-                    self._keep(view, each)
+                if not self._discovery.serves(each.resource):
+                    if each.manifest is not None:
+                        unserved.append(f"{each.resource} ({each.resource.version}) are not served")
                 elif each.manifest is not None:
-                    unserved.append(f"{each.resource} ({each.resource.version}) are not served")
+                    self._applied.apply(view.key, each.resource, each.manifest)
+                else:
+                    self._applied.remove(view.key, each.resource, each.key, view.owner.uid)
             except KubeError as error:  # the others are kept all the same
                 refused.append(error)
-        return Kept(refused, list(dict.fromkeys(unserved)))
-
-    def _keep(self, view: ClusterView, wanted: Companion) -> None:
-        if wanted.manifest is not None:
-            self._applied.apply(view.key, wanted.resource, wanted.manifest)
-        else:
-            self._applied.remove(view.key, wanted.resource, wanted.key, view.owner.uid)
+        return refused, list(dict.fromkeys(unserved))
 
     def _budgets(self) -> BudgetKind:
         newest = next((each for each in BUDGETS if self._discovery.serves(each)), BUDGETS[0])

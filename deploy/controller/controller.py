@@ -1,10 +1,10 @@
 """The operator's process: caches always, reconcilers while it leads.
 
 1. Caches follow the API server from the start, so that a successor knows everything at once.
-2. Who holds the Lease works on the queue; every key is told to it when it begins, also that of a
-   ServingCluster that is gone and has WorkerPools left.
-3. Who loses the Lease begins nothing any more and writes nothing: each write asks first. But for
-   events: what has happened is told.
+2. The operator that holds the Lease works on the queue. It begins with every key, also those of
+   ServingClusters that are gone and have WorkerPools left.
+3. One that loses the Lease begins nothing any more. Each write asks first whether it still leads.
+   Events are still written: what they say has happened.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ from deploy.controller.kit.kube import Kube
 from deploy.controller.kit.objects import Key
 from deploy.controller.kit.workqueue import Workers, WorkQueue
 from deploy.controller.manifests.common import Release
-from deploy.controller.operator_metrics import OperatorMetrics, Seen
-from deploy.controller.status.cluster_events import ClusterEvents
+from deploy.controller.operator_metrics import OperatorMetrics
 
 log = logging.getLogger(__name__)
 
@@ -52,18 +51,20 @@ class Controller:
     def __init__(self, kube: Kube, settings: ControllerSettings) -> None:
         self._settings = settings
         self._elector = Elector(kube, settings.lease, settings.identity)
-        self._caches = Caches.of(kube, settings.namespace, settings.informers)
-        self._caches.add_handler(self._tell)
-        self._fleets = FleetWatch(self._tell)
+        self._caches = Caches(kube, settings.namespace, settings.informers)
+        self._caches.add_handler(self._enqueue)
+        self._fleets = FleetWatch(self._enqueue)
         self._recorder = EventRecorder(kube, kube.field_manager)
         self._reconciler = ClusterReconciler(
             kube.guarded(self._elector.is_leading),
             self._caches,
             self._fleets,
-            ClusterEvents(self._recorder.record, kube.field_manager),
+            self._recorder.record,
             settings.release,
         )
-        self.metrics = self._told()
+        clusters, pools = self._caches.clusters.snapshot, self._caches.pools.snapshot
+        resources = {"ServingCluster": clusters, "WorkerPool": pools}
+        self.metrics = OperatorMetrics(self._elector.is_leading, self._num_waiting, resources)
         self._lock = threading.Lock()
         self._queue: WorkQueue[Key] | None = None
         self._workers: Workers[Key] | None = None
@@ -88,17 +89,11 @@ class Controller:
     def is_leading(self) -> bool:
         return self._elector.is_leading()
 
-    def _told(self) -> OperatorMetrics:
-        """To Prometheus."""
-        clusters, pools = self._caches.clusters.snapshot, self._caches.pools.snapshot
-        resources = {"ServingCluster": clusters, "WorkerPool": pools}
-        return OperatorMetrics(Seen(self._elector.is_leading, self._num_waiting, resources))
-
     def _num_waiting(self) -> int:
         with self._lock:
             return 0 if self._queue is None else len(self._queue)
 
-    def _tell(self, cluster: Key) -> None:
+    def _enqueue(self, cluster: Key) -> None:
         with self._lock:
             if self._queue is not None:
                 self._queue.add(cluster)
@@ -111,7 +106,7 @@ class Controller:
             self.metrics.counted(self._reconcile),
             self._settings.num_workers,
             "cluster",
-            self._reconciler.tell_fault,
+            self._reconciler.report_fault,
         )
         with self._lock:
             self._queue, self._workers = queue, workers
@@ -127,7 +122,7 @@ class Controller:
         self._fleets.stop()
 
     def _reconcile(self, cluster: Key) -> float | None:
-        """Not before everything is known: what is only not heard of yet would be made anew."""
+        """Not before the caches are complete: what is missing there would be made anew."""
         if not self._caches.wait_synced(_STOP_S):
-            raise UnreachableError("not everything is known yet")
+            raise UnreachableError("the caches are not complete yet")
         return self._reconciler.reconcile(cluster)

@@ -1,5 +1,5 @@
-"""What makes pods: KubeRay, by one RayCluster for each unit. All that the reconciler asks of
-whatever makes them stands here; a second one would answer to the same calls.
+"""KubeRay makes the pods, by one RayCluster for each unit. The reconciler asks nothing else of it
+than what stands here.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 
 from deploy.controller.caches import Caches
+from deploy.controller.fleet import FleetPool, Slot
 from deploy.controller.kit.applied import Applied
 from deploy.controller.kit.errors import NotFoundError, UnreachableError
 from deploy.controller.kit.finalizers import Finalizers
@@ -16,7 +17,6 @@ from deploy.controller.kit.kube import Kube
 from deploy.controller.kit.objects import Object, Selection, is_owned, key_of
 from deploy.controller.manifests.cluster_yaml import cluster_config, unit_config_map
 from deploy.controller.manifests.common import CLUSTER_LABEL
-from deploy.controller.manifests.common import Object as Manifest
 from deploy.controller.manifests.pods import PodContext
 from deploy.controller.manifests.ray_cluster import (
     GroupSize,
@@ -26,13 +26,13 @@ from deploy.controller.manifests.ray_cluster import (
     sized,
     worker_group,
 )
-from deploy.controller.observed import FleetPool, Place, Pod
+from deploy.controller.pod import Pod
 from deploy.controller.resources import CONFIG_MAPS, RAY_CLUSTERS, SECRETS, SERVICE_ACCOUNTS
 from deploy.controller.view import ClusterView, PoolView, UnitView
 
 _EMPTIES_REDIS = "ray.io/gcs-ft-redis-cleanup-finalizer"
-"""KubeRay's own. It drops it while the RayCluster has a Redis: of one that has none any more it
-would stay for ever (read in its raycluster_controller.go; kuberay PR 5013 tells of it)."""
+"""KubeRay's own. KubeRay drops it only while the RayCluster has a Redis (raycluster_controller.go;
+kuberay PR 5013): without one any more it would stay for ever."""
 
 
 class KubeRay:
@@ -44,13 +44,13 @@ class KubeRay:
 
     @property
     def is_served(self) -> bool:
-        """Whether its kind is: without it nobody makes pods, nor keeps those that there are."""
+        """Whether its kind is: without it nobody makes pods."""
         return self._caches.ray_clusters.is_served
 
     def find(self, cluster: Object) -> list[Object]:
-        """The RayClusters of a ServingCluster, as they are and not as they were heard of last: one
-        that was made a moment ago must not be forgotten. One that nobody has seen go is not taken
-        for gone: another unit would be made beside it."""
+        """A ServingCluster's RayClusters, listed anew: a cache may not have the newest. One that is
+        in the cache and not in the list raises UnreachableError: another unit would be made beside
+        it."""
         key, uid = key_of(cluster), cluster["metadata"]["uid"]
         selection = Selection(key.namespace, f"{CLUSTER_LABEL}={key.name}")
         try:
@@ -65,25 +65,21 @@ class KubeRay:
             raise UnreachableError(f"{names}: not listed, and not seen to go")
         return sorted(found, key=key_of)
 
-    def bring(self, view: ClusterView, contexts: Mapping[str, PodContext], new: NewGroups) -> None:
-        """Every unit to what the rollout has it be. `contexts`: by the units' codes; `new`: groups
-        that pools have yet to get."""
+    def bring(self, view: ClusterView, contexts: Mapping[str, PodContext], groups: Groups) -> None:
+        """Every unit to what the rollout has it be. `contexts`: by the units' codes."""
         self._applied.apply(view.key, SERVICE_ACCOUNTS, pods_account(view.owner))
         if view.spec.ray.token_secret_name is None:
             # Once: another token would lock out the pods that run.
             self._applied.make(view.key, SECRETS, ray_token(view.owner, secrets.token_hex(32)))
         for unit in view.units:
-            self._bring(view, unit, contexts[unit.code], new.get(unit.code, {}))
+            if not unit.plan.ends:
+                self._bring(view, unit, contexts[unit.code], groups[unit.code])
+            elif unit.ray_cluster is not None:
+                self._end(unit.ray_cluster)
 
     def _bring(
-        self, view: ClusterView, unit: UnitView, context: PodContext, new: Mapping[str, Manifest]
+        self, view: ClusterView, unit: UnitView, context: PodContext, groups: Sequence[Object]
     ) -> None:
-        if unit.plan.ends:
-            if unit.ray_cluster is not None:
-                self._end(unit.ray_cluster)
-            return
-        groups = [*_unheard(view, unit), *_groups(unit, new)]
-        groups.sort(key=lambda group: str(group["groupName"]))
         wanted = ray_cluster(context, unit.plan.record, groups, unit.ray_cluster)
         made = self._applied.apply(view.key, RAY_CLUSTERS, wanted)
         if unit.is_wanted:
@@ -108,35 +104,30 @@ class KubeRay:
                 self._kube.delete(RAY_CLUSTERS, key_of(ray), uid=ray["metadata"]["uid"])
 
 
-NewGroups = Mapping[str, Mapping[str, Manifest]]
-"""By the units' codes, then by pool."""
+Groups = Mapping[str, Sequence[Object]]
+"""Worker groups of RayClusters, by the units' codes."""
 
 
-def new_groups(view: ClusterView, contexts: Mapping[str, PodContext]) -> NewGroups:
-    """Of pools that have no group yet in a unit that they belong to. Raises ConfigError or
-    ValueError, so that nothing is begun that cannot be made."""
-    return {
-        unit.code: {
-            name: worker_group(contexts[unit.code], pool.spec)
-            for name, pool in unit.pools.items()
-            if not pool.is_going
-            and pool.group is None
-            and name in contexts[unit.code].unit.pools
-            and not unit.plan.is_leaving
-        }
-        for unit in view.units
-    }
+def groups_of(view: ClusterView, contexts: Mapping[str, PodContext]) -> Groups:
+    """What each unit's pools are to run on. Raises ConfigError or ValueError, so that nothing is
+    begun that cannot be made."""
+    return {unit.code: _groups(view, unit, contexts[unit.code]) for unit in view.units}
 
 
-def _groups(unit: UnitView, new: Mapping[str, Manifest]) -> list[Object]:
-    groups: list[Object] = []
+def _groups(view: ClusterView, unit: UnitView, context: PodContext) -> list[Object]:
+    # A pool whose WorkerPool the API server has not listed just now keeps its group.
+    unlisted = view.obj["spec"]["pools"].keys() - view.pools.keys()
+    groups = [group for name, group in unit.groups.items() if name in unlisted]
     for name, pool in unit.pools.items():
-        group = pool.group or new.get(name)
-        # It goes when nothing is left of it, and nobody speaks of it any more.
+        group = pool.group
+        is_new = not pool.is_going and not unit.plan.is_leaving and name in context.unit.pools
+        if group is None and is_new:
+            group = worker_group(context, pool.spec)
+        # It goes when nothing is left of the pool, and the supervisor has forgotten it.
         is_gone = unit.fleet is not None and pool.fleet is None and pool.is_over
         if group is not None and not is_gone:
             groups.append(sized(group, _size_of(pool)))
-    return groups
+    return sorted(groups, key=lambda group: str(group["groupName"]))
 
 
 def _size_of(pool: PoolView) -> GroupSize:
@@ -149,12 +140,6 @@ def _size_of(pool: PoolView) -> GroupSize:
         return group_size(pool.size, pool.pods, None)
     unknown = FleetPool(pool.size, ())  # it runs nothing that it does not know
     return group_size(pool.size, pool.pods, pool.fleet or unknown)
-
-
-def _unheard(view: ClusterView, unit: UnitView) -> list[Object]:
-    """Groups of pools whose WorkerPool the API server has not listed just now: they stay."""
-    wanted = view.obj["spec"]["pools"].keys() - view.pools.keys()
-    return [group for name, group in unit.groups.items() if name in wanted]
 
 
 def group_size(replicas: int, pods: Sequence[Pod], pool: FleetPool | None) -> GroupSize:
@@ -170,25 +155,25 @@ def group_size(replicas: int, pods: Sequence[Pod], pool: FleetPool | None) -> Gr
     going = tuple(sorted(pod.name for pod in pods if pod.is_going))
     if pool is None:
         return GroupSize(max(replicas, len(staying)), going)
-    surplus = _surplus(replicas, staying, pool.places)
-    chosen = sorted(_empty(staying, pool.places), key=_least_wanted_first)[:surplus]
+    surplus = _surplus(replicas, staying, pool.slots)
+    chosen = sorted(_empty(staying, pool.slots), key=_least_wanted_first)[:surplus]
     names = tuple(sorted(pod.name for pod in chosen))
     # What was seen of the pods may be old: none with a worker on it may be left out of the count.
     known = {pod.name for pod in pods}
-    num_unseen = len({place.pod for place in pool.places if place.pod} - known)
+    num_unseen = len({slot.pod for slot in pool.slots if slot.pod} - known)
     num_staying = len(staying) + num_unseen - len(chosen)
     return GroupSize(max(replicas, num_staying), (*going, *names))
 
 
-def _empty(pods: Sequence[Pod], places: Sequence[Place]) -> list[Pod]:
-    taken = {place.pod for place in places}
+def _empty(pods: Sequence[Pod], slots: Sequence[Slot]) -> list[Pod]:
+    taken = {slot.pod for slot in slots}
     return [pod for pod in pods if pod.name not in taken]
 
 
-def _surplus(replicas: int, pods: Sequence[Pod], places: Sequence[Place]) -> int:
-    """Pods that neither the pool's size nor a place without a pod will want."""
-    num_homeless = sum(not place.pod for place in places)
-    return max(0, min(len(pods) - replicas, len(_empty(pods, places)) - num_homeless))
+def _surplus(replicas: int, pods: Sequence[Pod], slots: Sequence[Slot]) -> int:
+    """Pods that neither the pool's size nor a slot without a pod will want."""
+    num_homeless = sum(not slot.pod for slot in slots)
+    return max(0, min(len(pods) - replicas, len(_empty(pods, slots)) - num_homeless))
 
 
 def _least_wanted_first(pod: Pod) -> tuple[bool, str, str]:

@@ -1,14 +1,13 @@
-"""What the operator tells Prometheus: of its own work, and what it says of each resource.
+"""The operator's metrics: its own work, and the conditions of each resource.
 
-Conditions are read from the objects at each scrape, as the API server has them; of several
-operators the one that leads tells them.
+Conditions are read from the cached objects at each scrape. Only the operator that leads reports
+them.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, Metric
 from prometheus_client.core import GaugeMetricFamily
@@ -22,22 +21,18 @@ _OF_RESOURCE = ("kind", "resource_namespace", "resource")
 Reconcile = Callable[[Key], float | None]
 
 
-@dataclass(frozen=True)
-class Seen:
-    """Where the operator's state is read at a scrape."""
-
-    is_leading: Callable[[], bool]
-    num_waiting: Callable[[], int]
-    """Keys in the queue whose time has come."""
-    resources: Mapping[str, Callable[[], Mapping[Key, Object]]]
-    """By kind: all that there are."""
-
-
 class OperatorMetrics(Collector):
     """Own what is counted; `registry` has all of it."""
 
-    def __init__(self, seen: Seen) -> None:
-        self._seen = seen
+    def __init__(
+        self,
+        is_leading: Callable[[], bool],
+        num_waiting: Callable[[], int],
+        resources: Mapping[str, Callable[[], Mapping[Key, Object]]],
+    ) -> None:
+        """Read at each scrape. `num_waiting`: keys in the queue whose time has come; `resources`:
+        all that there are, by kind."""
+        self._is_leading, self._num_waiting, self._resources = is_leading, num_waiting, resources
         self.registry = CollectorRegistry()
         self.registry.register(self)
         self._ended = Counter(
@@ -74,9 +69,9 @@ class OperatorMetrics(Collector):
         return counted
 
     def collect(self) -> Iterator[Metric]:
-        is_leading = self._seen.is_leading()
+        is_leading = self._is_leading()
         yield _gauge("operator_is_leading", "1 for the operator that acts", is_leading)
-        waiting = self._seen.num_waiting()
+        waiting = self._num_waiting()
         yield _gauge("operator_queue_depth", "ServingClusters that wait to be reconciled", waiting)
         conditions = GaugeMetricFamily(
             "baton_resource_condition",
@@ -89,7 +84,7 @@ class OperatorMetrics(Collector):
             labels=_OF_RESOURCE,
         )
         if is_leading:
-            for kind, resources in self._seen.resources.items():
+            for kind, resources in self._resources.items():
                 for key, obj in resources().items():
                     _add(conditions, drains, (kind, key.namespace, key.name), obj)
         yield conditions

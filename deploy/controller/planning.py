@@ -1,5 +1,5 @@
-"""The planner's word for each ServingCluster. What it remembers dies with the process: its
-successor shrinks nothing until it has seen a stable window of its own.
+"""The planner, run for each ServingCluster. What it remembers dies with the process: a successor
+shrinks nothing until it has seen a stable window of its own.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from baton.config.planner import PlannerConfig
 from baton.v1 import control_pb2
 from cluster.planner.fleet_signals import FleetSignals, PoolBounds
 from cluster.planner.planner import PoolPlan, decide
+from cluster.planner.signals import PoolSignals
 from cluster.planner.state import PlannerState
 from deploy.api.worker_pool import RolePlan, WorkerPoolSpec
 from deploy.controller.kit.objects import Key
@@ -31,38 +32,29 @@ class Planning:
     def plan(
         self,
         cluster: Key,
-        told: tuple[control_pb2.WatchFleetResponse, float],
+        answer: tuple[control_pb2.WatchFleetResponse, float],
         pools: Mapping[str, WorkerPoolSpec],
         config: PlannerConfig,
     ) -> Mapping[str, PoolPlan]:
-        """By pool. `told`: the supervisor's answer, and when it came, in seconds of any one clock.
-        A pool that somebody else scales is planned for, too, and stays as it is."""
+        """By pool. `answer`: the supervisor's, and when it came, in seconds of any one clock. A
+        pool that somebody else scales is planned for, too, and stays as it is."""
         memory = self._memories.setdefault(cluster, _Memory())
         bounds = {name: _bounds(pool) for name, pool in pools.items()}
-        answer, heard_at_s = told
-        signals = memory.signals.take(answer, bounds, heard_at_s)
-        # The one truth about sizes and roles is the WorkerPool: the supervisor may lag behind it.
-        signals = replace(
-            signals,
-            pools=tuple(
-                replace(
-                    pool,
-                    desired_replicas=pools[pool.name].replicas,
-                    role_plan=replace(pool.role_plan, **_roles(pools[pool.name])),
-                )
-                for pool in signals.pools
-            ),
-        )
-        memory.state, plan = decide(memory.state, signals, config)
+        fleet, answered_at_s = answer
+        signals = memory.signals.take(fleet, bounds, answered_at_s)
+        # Sizes and roles are the WorkerPool's: the supervisor may lag behind it.
+        as_asked = tuple(_as_asked(pool, pools[pool.name]) for pool in signals.pools)
+        memory.state, plan = decide(memory.state, replace(signals, pools=as_asked), config)
         return plan.pools
 
     def forget(self, cluster: Key) -> None:
         self._memories.pop(cluster, None)
 
 
-def _roles(pool: WorkerPoolSpec) -> dict[str, int]:
-    plan = pool.role_plan or RolePlan()
-    return {"prefill": plan.prefill, "decode": plan.decode}
+def _as_asked(signals: PoolSignals, pool: WorkerPoolSpec) -> PoolSignals:
+    roles = pool.role_plan or RolePlan()
+    split = replace(signals.role_plan, prefill=roles.prefill, decode=roles.decode)
+    return replace(signals, desired_replicas=pool.replicas, role_plan=split)
 
 
 def _bounds(pool: WorkerPoolSpec) -> PoolBounds:

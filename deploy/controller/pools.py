@@ -26,45 +26,49 @@ from deploy.controller.kit.errors import (
     UnfitError,
     each,
 )
+from deploy.controller.kit.events import EventType
 from deploy.controller.kit.finalizers import FINALIZER, Finalizers
 from deploy.controller.kit.kube import Kube
 from deploy.controller.kit.objects import Key, Object, key_of
 from deploy.controller.manifests.common import Object as Manifest
 from deploy.controller.manifests.common import Owner
 from deploy.controller.manifests.worker_pool import kept, worker_pool
-from deploy.controller.pool_size import last_size, with_accepted_size
 from deploy.controller.resources import WORKER_POOLS
-from deploy.controller.view import ClusterView
+from deploy.controller.status.events import Record
+from deploy.controller.view import ClusterView, is_going
 
 log = logging.getLogger(__name__)
 
 
 class Pools:
     def __init__(
-        self, kube: Kube, caches: Caches, applied: Applied, finalizers: Finalizers
+        self,
+        kube: Kube,
+        caches: Caches,
+        applied: Applied,
+        finalizers: Finalizers,
+        record: Record,
     ) -> None:
         self._kube, self._caches, self._applied = kube, caches, applied
-        self._finalizers = finalizers
+        self._finalizers, self._record = finalizers, record
 
     def keep(
         self, cluster: Object, owner: Owner, spec: ServingClusterSpec
     ) -> tuple[dict[str, Object], list[KubeError]]:
         """All that there are, by name, and what failed. A deleted cluster's are deleted. Raises
         ConfigError, before anything is done, where one is to become what it cannot."""
-        templates = {} if "deletionTimestamp" in cluster["metadata"] else cluster["spec"]["pools"]
+        templates = {} if is_going(cluster) else cluster["spec"]["pools"]
         wanted = {
             name: worker_pool(owner, name, template, FINALIZER)
             for name, template in templates.items()
         }
         self._check_changes(cluster, wanted)
         names = {made["metadata"]["name"]: name for name, made in wanted.items()}
-        pools = {
-            names.get(pool["metadata"]["name"], pool["spec"].get("pool")): pool
-            for pool in self._of(key_of(cluster))
-        }
-        for name in pools.keys() & wanted.keys():
-            if _is_made_again(pools[name], wanted[name]):
-                pools[name] = _undeleted(pools[name])
+        pools = {}
+        for pool in self._of(key_of(cluster)):
+            name = names.get(pool["metadata"]["name"], pool["spec"].get("pool"))
+            is_made_again = name in wanted and _is_made_again(pool, wanted[name])
+            pools[name] = _undeleted(pool) if is_made_again else pool
 
         def keep(name: str) -> None:
             pools[name] = self._keep(cluster, wanted[name], spec.pools[name])
@@ -87,28 +91,26 @@ class Pools:
         """Made with the size that it last had, or its first; then whoever scales it writes it."""
         name, seen = wanted["spec"]["pool"], self._caches.pools.get(key_of(wanted))
         if seen is None:
-            with contextlib.suppress(AlreadyExistsError):  # the cache has yet to hear of it
-                self._create(wanted, last_size(name, cluster))
+            self._create(wanted, last_size(name, cluster))
         elif _is_made_again(seen, wanted):
             log.info("%s was deleted, and the spec names its pool: made again", key_of(seen))
             self._finalizers.drop(WORKER_POOLS, seen)
-            try:
-                self._create(wanted, _size_of(name, seen, cluster))
-            except AlreadyExistsError:  # others have finalizers, or the cache is old
-                return _undeleted(seen)
-        elif "deletionTimestamp" in seen["metadata"]:
+            self._create(wanted, _size_of(name, seen, cluster))
+        elif is_going(seen):
             return seen
         elif template.scaling.mode == "planner":
             self._fit(seen, template)
         else:
             _check_size(name, seen, _size_of(name, seen, cluster), template)
-        return self._applied.apply(key_of(cluster), WORKER_POOLS, wanted)
+        return _undeleted(self._applied.apply(key_of(cluster), WORKER_POOLS, wanted))
 
     def _create(self, wanted: Manifest, size: int) -> None:
-        self._kube.create(WORKER_POOLS, wanted | {"spec": wanted["spec"] | {"replicas": size}})
+        """Unless it is there: the cache is old, or others' finalizers keep a deleted one."""
+        with contextlib.suppress(AlreadyExistsError):
+            self._kube.create(WORKER_POOLS, wanted | {"spec": wanted["spec"] | {"replicas": size}})
 
     def _delete(self, pool: Object) -> None:
-        if "deletionTimestamp" not in pool["metadata"]:
+        if not is_going(pool):
             with contextlib.suppress(NotFoundError):  # the cache has yet to hear of it
                 self._kube.delete(WORKER_POOLS, key_of(pool))
 
@@ -130,7 +132,7 @@ class Pools:
     def release(self, view: ClusterView) -> None:
         """Deleted pools go when their last worker and pod have: those of a cluster that is deleted
         all together, for what is left of it needs its routers while streams run."""
-        over = [pool for pool in view.pools.values() if pool.is_going and pool.is_empty]
+        over = [pool for pool in view.pools.values() if pool.is_over]
         if not view.is_going or len(over) == len(view.pools):
             for pool in over:
                 self._finalizers.drop(WORKER_POOLS, pool.obj)
@@ -148,14 +150,20 @@ class Pools:
             if pool.spec.scaling.mode != "planner":
                 continue
             spec: Manifest = {}
+            changes = []
             if plan.desired_replicas != pool.spec.replicas:
                 spec["replicas"] = plan.desired_replicas
+                changes.append(f"from {pool.spec.replicas} to {plan.desired_replicas} replicas")
             roles = plan.role_plan
             if roles is not None and (roles.prefill, roles.decode) != pool.role_plan:
                 spec["rolePlan"] = {"prefill": roles.prefill, "decode": roles.decode}
+                split = f"{roles.prefill} act as prefill alone, {roles.decode} as decode alone"
+                changes.append(split)
             if spec:
                 log.info("%s: %s", view.key, plan.reason)
                 self._kube.merge_patch(WORKER_POOLS, key_of(pool.obj), {"spec": spec})
+                message = f"{', '.join(changes)}: {plan.reason}"
+                self._record(pool.obj, EventType.NORMAL, "Planned", message)
 
     def _of(self, cluster: Key) -> list[Object]:
         return self._caches.of_cluster(self._caches.pools, cluster)
@@ -168,8 +176,7 @@ def _size_of(name: str, seen: Object, cluster: Object) -> int:
 def _is_made_again(seen: Object, made: Manifest) -> bool:
     """Whether somebody deleted the WorkerPool, and one of the same role is wanted. One of another
     role waits until the workers of the former have drained."""
-    is_going = "deletionTimestamp" in seen["metadata"]
-    return is_going and kept(seen, made)["role"] == made["spec"]["role"]
+    return is_going(seen) and kept(seen, made)["role"] == made["spec"]["role"]
 
 
 def _undeleted(pool: Object) -> Object:
@@ -183,8 +190,7 @@ def _problems(name: str, seen: Object, made: Manifest) -> list[str]:
     was = kept(seen, made)
     broken = broken_by(WorkerPoolSpec, was, made["spec"])
     if all(rule.keeps == "role" for rule in broken):
-        is_going = "deletionTimestamp" in seen["metadata"]
-        return [] if is_going else [f"spec.pools.{name}.{rule.message}" for rule in broken]
+        return [] if is_going(seen) else [f"spec.pools.{name}.{rule.message}" for rule in broken]
     whose = f"pool {was['pool']} of ServingCluster {was['cluster']}"
     return [f"spec.pools.{name} needs another name: WorkerPool {key_of(seen)} is {whose}"]
 
@@ -192,11 +198,32 @@ def _problems(name: str, seen: Object, made: Manifest) -> list[str]:
 def _check_size(name: str, seen: Object, size: int, template: PoolTemplate) -> None:
     """Raises UnfitError where new bounds leave out the pool's size, which is somebody else's to
     change. With them no API server that has CEL takes the pool, and nobody could read it."""
-    bounds = {
-        "minReplicas": (template.min_replicas, size < template.min_replicas),
-        "maxReplicas": (template.max_replicas, size > template.max_replicas),
-    }
-    for bound, (value, is_outside) in bounds.items():
+    bounds = (
+        ("minReplicas", template.min_replicas, size < template.min_replicas),
+        ("maxReplicas", template.max_replicas, size > template.max_replicas),
+    )
+    for bound, value, is_outside in bounds:
         if is_outside and seen["spec"].get(bound) != value:
             has = f"WorkerPool {key_of(seen)} has {size} replicas"
             raise UnfitError(f"spec.pools.{name}.{bound} is {value}, and {has}: scale it first")
+
+
+def with_accepted_size(name: str, pool: Object, cluster: Object) -> Object:
+    """The WorkerPool of that name in the ServingCluster, with the size that it has."""
+    spec = pool["spec"]
+    least = spec.get("minReplicas", WorkerPoolSpec.min_replicas)
+    most = spec.get("maxReplicas", WorkerPoolSpec.max_replicas)
+    if least <= spec.get("replicas", WorkerPoolSpec.replicas) <= most:
+        return pool
+    size = max(least, min(last_size(name, cluster), most))
+    return {**pool, "spec": {**spec, "replicas": size}}
+
+
+def last_size(name: str, cluster: Object) -> int:
+    """The ServingCluster's status remembers it, also when the WorkerPool is gone. A pool without a
+    past has its first size."""
+    known = cluster.get("status", {}).get("pools", {}).get(name)
+    if known is not None:
+        return int(known.partition("/")[2])
+    template = cluster["spec"]["pools"].get(name, {})
+    return int(template.get("initialReplicas", PoolTemplate.initial_replicas))

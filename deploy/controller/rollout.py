@@ -40,6 +40,8 @@ from enum import StrEnum
 
 from deploy.controller.units import Unit, difference
 
+_ROUTERS_HEAR_S = 10.0
+
 
 class State(StrEnum):
     MAKING = "Making"
@@ -77,11 +79,14 @@ class Strategy:
     """Share of failed requests that the coming unit may have beyond the former one's."""
     max_slowdown: float = 2.0
     """Its gap between tokens as a multiple of the former one's."""
+    max_timeout_s: float = 3600.0
+    """The longest time that a request may take."""
 
 
 @dataclass(frozen=True)
 class PoolSeen:
-    """One pool in one unit. `size`: workers asked for; `pods`: that stand; `live`: that serve."""
+    """One pool in one unit. `size`: workers asked for; `pods`: without lost ones; `live`: workers
+    that serve."""
 
     size: int = 0
     pods: int = 0
@@ -133,6 +138,13 @@ class UnitSeen:
     def num_pods(self) -> int:
         return sum(pool.pods for pool in self.pools.values())
 
+    @property
+    def num_live(self) -> int:
+        return sum(pool.live for pool in self.pools.values())
+
+    def pool(self, name: str) -> PoolSeen:
+        return self.pools.get(name, PoolSeen())
+
 
 @dataclass(frozen=True)
 class UnitPlan:
@@ -144,7 +156,7 @@ class UnitPlan:
     ends: bool = False
     """Its RayCluster is deleted."""
     is_leaving: bool = False
-    """It is going away: it gets no new group, and its pods wait for no silent supervisor."""
+    """It gets no new group, and its pods wait for no silent supervisor."""
 
 
 @dataclass(frozen=True)
@@ -161,61 +173,60 @@ class Step:
         """The unit whose control service routers ask; empty: there is none."""
         return self.plans[0].code if self.plans else ""
 
-    def plan(self, code: str) -> UnitPlan | None:
-        return next((plan for plan in self.plans if plan.code == code), None)
+
+@dataclass(frozen=True)
+class Situation:
+    """What a step is decided from: the spec, the units and the time."""
+
+    wanted: Unit | None
+    """What the spec asks for; None: the ServingCluster is deleted."""
+    totals: Mapping[str, int]
+    """Each pool's size, over both units."""
+    strategy: Strategy
+    units: Sequence[UnitSeen]
+    num_left: int
+    """Pods of units that have no RayCluster any more."""
+    now_s: float
 
 
-def next_step(
-    wanted: Unit | None,
-    totals: Mapping[str, int],
-    strategy: Strategy,
-    units: Sequence[UnitSeen],
-    num_left: int,
-    max_timeout_s: float,
-    now_s: float,
-) -> Step:
-    """`wanted`: None where the ServingCluster is deleted; `totals`: each pool's size over both
-    units; `num_left`: pods of units that have no RayCluster any more; `max_timeout_s`: the longest
-    time that a request may take."""
-    units = sorted(units, key=lambda each: (each.made_at, -each.record.share, each.unit.code))
-    if wanted is None:
-        return _leave(units, "the ServingCluster is deleted", num_left)
+def next_step(now: Situation) -> Step:
+    units = sorted(now.units, key=lambda each: (each.made_at, -each.record.share, each.unit.code))
+    if now.wanted is None:
+        return _leave(units, now.num_left)
     staying = [each for each in units if not each.is_ending]
     if not staying:
-        return _make_first(wanted, totals, units, num_left, now_s)
+        return _make_first(now, now.wanted, units)
     if len(staying) == 1:
-        is_settled = len(units) == 1 and not num_left
-        step = _alone(wanted, totals, strategy, staying[0], is_settled, now_s)
+        step = _alone(now, now.wanted, staying[0])
     else:
-        step = _together(wanted, totals, strategy, staying[0], staying[-1], max_timeout_s, now_s)
-    return _with_ending(step, units)
+        step = _Pair(now, staying[0], staying[-1]).step(now.wanted)
+    ending = tuple(_leaving(each) for each in units if each.is_ending)
+    return replace(step, plans=(*step.plans, *ending))
 
 
 # --- no unit, or none that stays ------------------------------------------------------------------
 
 
-def _leave(units: Sequence[UnitSeen], why: str, num_left: int) -> Step:
+def _leave(units: Sequence[UnitSeen], num_left: int) -> Step:
+    why = "the ServingCluster is deleted"
     if not units:
         left = f"{num_left} pods are left" if num_left else "no unit is left"
         return Step(State.ENDING, f"{why}, and {left}")
     num_pods = sum(each.num_pods for each in units)
     state = State.DRAINING if num_pods else State.ENDING
-    told = f"{num_pods} worker pods drain" if num_pods else "no worker is left"
-    return Step(state, f"{why}: {told}", tuple(_leaving(each) for each in units))
+    left = f"{num_pods} worker pods drain" if num_pods else "no worker is left"
+    return Step(state, f"{why}: {left}", tuple(_leaving(each) for each in units))
 
 
-def _make_first(
-    wanted: Unit, totals: Mapping[str, int], units: Sequence[UnitSeen], num_left: int,
-    now_s: float,
-) -> Step:  # fmt: skip
+def _make_first(now: Situation, wanted: Unit, units: Sequence[UnitSeen]) -> Step:
     routes = ((wanted.code, 1.0),)
     if units:
         names = ", ".join(each.unit.code for each in units)
-        told = f"the RayCluster of unit {names} is being deleted"
-        return Step(State.ENDING, told, tuple(_leaving(each) for each in units), routes)
-    if num_left:
-        return Step(State.ENDING, f"{num_left} pods of a former unit are left", routes=routes)
-    plan = UnitPlan(wanted.code, totals, Record(since_s=now_s))
+        reason = f"the RayCluster of unit {names} is being deleted"
+        return Step(State.ENDING, reason, tuple(_leaving(each) for each in units), routes)
+    if now.num_left:
+        return Step(State.ENDING, f"{now.num_left} pods of a former unit are left", routes=routes)
+    plan = UnitPlan(wanted.code, now.totals, Record(since_s=now.now_s))
     return Step(State.MAKING, f"there is no unit: {wanted.code} is made", (plan,), routes)
 
 
@@ -226,48 +237,35 @@ def _leaving(seen: UnitSeen) -> UnitPlan:
     return UnitPlan(seen.unit.code, sizes, seen.record, ends=ends, is_leaving=True)
 
 
-def _with_ending(step: Step, units: Sequence[UnitSeen]) -> Step:
-    """RayClusters that are being deleted stay so."""
-    ending = tuple(_leaving(each) for each in units if each.is_ending)
-    return replace(step, plans=(*step.plans, *ending))
-
-
 # --- one unit that stays --------------------------------------------------------------------------
 
 
-def _alone(
-    wanted: Unit,
-    totals: Mapping[str, int],
-    strategy: Strategy,
-    seen: UnitSeen,
-    is_settled: bool,
-    now_s: float,
-) -> Step:
-    """`is_settled`: nothing of another unit is left."""
+def _alone(now: Situation, wanted: Unit, seen: UnitSeen) -> Step:
     code, why = seen.unit.code, difference(seen.unit, wanted)
     routes = ((code, 1.0),)
     record = replace(seen.record, share=1.0)
-    stays = UnitPlan(code, totals, record)
+    stays = UnitPlan(code, now.totals, record)
     if not why:
         kept = replace(stays, record=replace(record, refused="", refused_why=""))
         return Step(State.SERVING, "the unit is what the spec asks for", (kept,), routes)
-    if record.refused == wanted.code and not strategy.recreates:
-        told = f"unit {wanted.code} went back: {record.refused_why}; change the spec to try again"
-        return Step(State.REVERTED, told, (stays,), routes)
-    if must_recreate(strategy, totals):
+    if record.refused == wanted.code and not now.strategy.recreates:
+        reason = f"unit {wanted.code} went back: {record.refused_why}; change the spec to try again"
+        return Step(State.REVERTED, reason, (stays,), routes)
+    if must_recreate(now.strategy, now.totals):
         state = State.DRAINING if seen.num_pods else State.ENDING
-        told = f"{seen.num_pods} worker pods of unit {code} drain" if seen.num_pods else "it goes"
-        return Step(state, f"{why}: {told}", (_leaving(seen),), ((wanted.code, 1.0),))
-    if not is_settled:
+        left = f"{seen.num_pods} worker pods of unit {code} drain" if seen.num_pods else "it goes"
+        return Step(state, f"{why}: {left}", (_leaving(seen),), ((wanted.code, 1.0),))
+    if len(now.units) > 1 or now.num_left:
         return Step(State.REPLACED, "pods of another unit are left", (stays,), routes)
-    coming = UnitPlan(wanted.code, dict.fromkeys(totals, 0), Record(share=0.0, since_s=now_s))
-    told = f"{why}: unit {wanted.code} is made beside unit {code}"
-    return Step(State.GROWING, told, (stays, coming), (*routes, (wanted.code, 0.0)))
+    record = Record(share=0.0, since_s=now.now_s)
+    coming = UnitPlan(wanted.code, dict.fromkeys(now.totals, 0), record)
+    reason = f"{why}: unit {wanted.code} is made beside unit {code}"
+    return Step(State.GROWING, reason, (stays, coming), (*routes, (wanted.code, 0.0)))
 
 
 def must_recreate(strategy: Strategy, totals: Mapping[str, int]) -> bool:
     """Whether a unit would lack a pool beside the other one: there is no room for both."""
-    sizes = [total for total in totals.values() if total]
+    sizes = [size for size in totals.values() if size]
     has_no_room = strategy.max_surge == 0 and any(n <= strategy.max_unavailable for n in sizes)
     return strategy.recreates or not sizes or has_no_room
 
@@ -275,241 +273,181 @@ def must_recreate(strategy: Strategy, totals: Mapping[str, int]) -> bool:
 # --- two units ------------------------------------------------------------------------------------
 
 
-def _together(
-    wanted: Unit,
-    totals: Mapping[str, int],
-    strategy: Strategy,
-    former: UnitSeen,
-    coming: UnitSeen,
-    max_timeout_s: float,
-    now_s: float,
-) -> Step:
-    code, former_code = coming.unit.code, former.unit.code
-    if not any(totals.values()):
-        told = f"all pools are scaled to zero: unit {former_code} goes"
-        stays = UnitPlan(code, totals, replace(coming.record, share=1.0, refused=""))
-        return Step(State.RETIRING, told, (_leaving(former), stays), ((code, 1.0),))
-    if difference(coming.unit, wanted):
-        is_former = not difference(former.unit, wanted)
-        told = f"the spec asks for unit {former_code if is_former else wanted.code}"
-        former = replace(former, record=replace(former.record, refused="", refused_why=""))
-        return _revert(State.REPLACED, told, totals, strategy, former, coming, now_s)
-    if former.record.refused == code:
-        why = former.record.refused_why
-        return _revert(State.REVERTING, why, totals, strategy, former, coming, now_s)
-    why = _failure(totals, strategy, former, coming, now_s)
-    if why:
-        refused = replace(former.record, refused=code, refused_why=why)
-        former = replace(former, record=refused)
-        return _revert(State.REVERTING, why, totals, strategy, former, coming, now_s)
-    return _advance(totals, strategy, former, coming, max_timeout_s, now_s)
+@dataclass(frozen=True)
+class _Pair:
+    """A unit that serves, and the one that comes to take its place."""
 
+    now: Situation
+    former: UnitSeen
+    coming: UnitSeen
 
-def _revert(
-    state: State,
-    why: str,
-    totals: Mapping[str, int],
-    strategy: Strategy,
-    former: UnitSeen,
-    coming: UnitSeen,
-    now_s: float,
-) -> Step:
-    """Requests go back at once, workers as the former unit's become live."""
-    of_former, of_coming = {}, {}
-    for name, size in totals.items():
-        was, comes = _seen(former, name), _seen(coming, name)
-        of_former[name] = max(was.size, min(size, size + strategy.max_surge - comes.pods))
-        needed = max(0, size - strategy.max_unavailable - was.live)
-        of_coming[name] = min(comes.size, needed)
-    leaves = not any(of_coming.values())
-    plans = (
-        UnitPlan(former.unit.code, of_former, replace(former.record, share=1.0)),
-        UnitPlan(
-            coming.unit.code,
-            of_coming,
-            _begun_anew(coming.record, now_s),
-            ends=leaves and not coming.num_pods,
-            is_leaving=leaves,
-        ),
-    )
-    routes = ((former.unit.code, 1.0), (coming.unit.code, 0.0))
-    return Step(state, f"{why}: unit {coming.unit.code} goes", plans, routes)
+    def step(self, wanted: Unit) -> Step:
+        code, former = self.coming.unit.code, self.former
+        if not any(self.now.totals.values()):
+            record = replace(self.coming.record, share=1.0, refused="")
+            stays = UnitPlan(code, self.now.totals, record)
+            reason = f"all pools are scaled to zero: unit {former.unit.code} goes"
+            return Step(State.RETIRING, reason, (_leaving(former), stays), ((code, 1.0),))
+        if difference(self.coming.unit, wanted):
+            asked = wanted if difference(former.unit, wanted) else former.unit
+            return self._revert(State.REPLACED, f"the spec asks for unit {asked.code}", refused="")
+        was_refused = former.record.refused == code
+        why = former.record.refused_why if was_refused else self._failure()
+        if was_refused or why:
+            return self._revert(State.REVERTING, why, refused=code)
+        return self._advance()
 
+    def _revert(self, state: State, why: str, refused: str) -> Step:
+        """Requests go back at once, workers as the former unit's become live. `refused`: the code
+        of a unit that is not tried again."""
+        strategy, code = self.now.strategy, self.coming.unit.code
+        of_former, of_coming = {}, {}
+        for name, size in self.now.totals.items():
+            was, comes = self.former.pool(name), self.coming.pool(name)
+            of_former[name] = max(was.size, min(size, size + strategy.max_surge - comes.pods))
+            needed = max(0, size - strategy.max_unavailable - was.live)
+            of_coming[name] = min(comes.size, needed)
+        leaves = not any(of_coming.values())
+        kept = replace(
+            self.former.record, share=1.0, refused=refused, refused_why=why if refused else ""
+        )
+        plans = (
+            UnitPlan(self.former.unit.code, of_former, kept),
+            UnitPlan(
+                code,
+                of_coming,
+                self._begun_anew(),
+                ends=leaves and not self.coming.num_pods,
+                is_leaving=leaves,
+            ),
+        )
+        routes = ((self.former.unit.code, 1.0), (code, 0.0))
+        return Step(state, f"{why}: unit {code} goes", plans, routes)
 
-def _begun_anew(record: Record, now_s: float) -> Record:
-    """Should the spec ask for the unit again before it has gone."""
-    has_begun = record.share or record.step or record.live
-    return Record(share=0.0, since_s=now_s if has_begun else record.since_s)
+    def _begun_anew(self) -> Record:
+        """Should the spec ask for the coming unit again before it has gone."""
+        record = self.coming.record
+        has_begun = record.share or record.step or record.live
+        return Record(share=0.0, since_s=self.now.now_s if has_begun else record.since_s)
 
+    def _advance(self) -> Step:
+        record, code, now_s = self.coming.record, self.coming.unit.code, self.now.now_s
+        live, target = self.coming.num_live, self.target
+        if live > record.live:
+            record = replace(record, live=live, since_s=now_s)
+        missing = self._missing()
+        state, reason = State.GROWING, f"unit {code} gets ready for {target:.0%}: {missing}"
+        if missing and record.share < target:
+            if len(self.steps) == 1 and self.coming.figures is not None:
+                record = replace(record, share=max(record.share, self._live_share()))
+        elif record.share < target:
+            state, record = State.SHIFTING, replace(record, share=target, since_s=now_s, live=live)
+            reason = f"unit {code} gets {target:.0%} of the requests"
+        elif target < 1.0 and self.now.strategy.is_paused:
+            state, reason = State.PAUSED, f"paused with {target:.0%} of the requests at unit {code}"
+        elif target < 1.0 and now_s - record.since_s >= self.now.strategy.interval_s:
+            record = replace(record, step=self.index + 1, since_s=now_s, live=live)
+            reason = f"unit {code} gets its workers for {self.steps[self.index + 1]:.0%}"
+        elif target < 1.0:
+            state, reason = State.SHIFTING, f"unit {code} has {target:.0%} of the requests"
+        else:
+            return self._retire(record)
+        return self._both(state, reason, record, keeps_former=True)
 
-def _advance(
-    totals: Mapping[str, int],
-    strategy: Strategy,
-    former: UnitSeen,
-    coming: UnitSeen,
-    max_timeout_s: float,
-    now_s: float,
-) -> Step:
-    record, code = coming.record, coming.unit.code
-    steps = _steps(strategy, former, coming)
-    index = min(record.step, len(steps) - 1)
-    target = steps[index]
-    live = sum(pool.live for pool in coming.pools.values())
-    if live > record.live:
-        record = replace(record, live=live, since_s=now_s)
-    missing = _missing(totals, target, strategy, coming)
-    state, told = State.GROWING, f"unit {code} gets ready for {target:.0%}: {missing}"
-    if missing and record.share < target:
-        if len(steps) == 1 and coming.figures is not None:
-            record = replace(record, share=max(record.share, _live_share(totals, former, coming)))
-    elif record.share < target:
-        state, record = State.SHIFTING, replace(record, share=target, since_s=now_s, live=live)
-        told = f"unit {code} gets {target:.0%} of the requests"
-    elif target < 1.0 and strategy.is_paused:
-        state, told = State.PAUSED, f"paused with {target:.0%} of the requests at unit {code}"
-    elif target < 1.0 and now_s - record.since_s >= strategy.interval_s:
-        record = replace(record, step=index + 1, since_s=now_s, live=live)
-        told = f"unit {code} gets its workers for {steps[index + 1]:.0%}"
-    elif target < 1.0:
-        state, told = State.SHIFTING, f"unit {code} has {target:.0%} of the requests"
-    else:
-        return _retire(totals, strategy, former, coming, record, max_timeout_s, now_s)
-    sizes = _sizes(totals, target, strategy, former, coming, keeps_former=True)
-    return _both(state, told, sizes, former, coming, record)
+    def _retire(self, record: Record) -> Step:
+        """The coming unit has all requests. The former keeps a worker of each pool for its
+        streams."""
+        figures, spent_s = self.former.figures, self.now.now_s - record.since_s
+        num_active = 0 if figures is None else figures.num_active
+        # Routers hear of the last share within seconds: streams of the moment before count, too.
+        keeps = spent_s < _ROUTERS_HEAR_S
+        keeps = keeps or (num_active > 0 and spent_s < self.now.strategy.max_timeout_s)
+        code = self.former.unit.code
+        reason = f"unit {code} runs its last {num_active} requests"
+        step = self._both(State.RETIRING, reason, record, keeps_former=keeps)
+        if keeps or any(step.plans[0].sizes.values()):
+            return step
+        plans = (_leaving(self.former), step.plans[1])
+        return replace(step, reason=f"unit {code} goes: nothing runs there", plans=plans)
 
+    def _both(self, state: State, reason: str, record: Record, *, keeps_former: bool) -> Step:
+        """`record`: the coming unit's."""
+        of_former, of_coming = self._sizes(keeps_former=keeps_former)
+        former, coming, share = self.former.unit.code, self.coming.unit.code, 1.0 - record.share
+        plans = (
+            UnitPlan(former, of_former, replace(self.former.record, share=share)),
+            UnitPlan(coming, of_coming, record),
+        )
+        return Step(state, reason, plans, ((former, share), (coming, record.share)))
 
-def _retire(
-    totals: Mapping[str, int],
-    strategy: Strategy,
-    former: UnitSeen,
-    coming: UnitSeen,
-    record: Record,
-    max_timeout_s: float,
-    now_s: float,
-) -> Step:
-    """The coming unit has all requests. The former keeps a worker of each pool for its streams."""
-    num_active = former.figures.num_active if former.figures is not None else 0
-    spent_s = now_s - record.since_s
-    keeps = bool(num_active) and spent_s < max_timeout_s
-    # Routers hear of the last share within seconds: streams of the moment before count, too.
-    keeps = keeps or spent_s < _ROUTERS_HEAR_S
-    sizes = _sizes(totals, 1.0, strategy, former, coming, keeps_former=keeps)
-    told = f"unit {former.unit.code} runs its last {num_active} requests"
-    step = _both(State.RETIRING, told, sizes, former, coming, record)
-    if keeps or any(sizes[0].values()):
-        return step
-    told = f"unit {former.unit.code} goes: nothing runs there"
-    return replace(step, reason=told, plans=(_leaving(former), step.plans[1]))
+    # --- steps, and the workers that they need ---
 
+    @property
+    def steps(self) -> Sequence[float]:
+        """Where the model stays, requests follow the workers that are live."""
+        is_same_model = self.former.unit.model == self.coming.unit.model
+        return (1.0,) if is_same_model else self.now.strategy.steps
 
-_ROUTERS_HEAR_S = 10.0
+    @property
+    def index(self) -> int:
+        return min(self.coming.record.step, len(self.steps) - 1)
 
+    @property
+    def target(self) -> float:
+        """The step's share of workers and requests."""
+        return self.steps[self.index]
 
-def _both(
-    state: State,
-    told: str,
-    sizes: tuple[Mapping[str, int], Mapping[str, int]],
-    former: UnitSeen,
-    coming: UnitSeen,
-    record: Record,
-) -> Step:
-    kept = replace(former.record, share=1.0 - record.share)
-    plans = (
-        UnitPlan(former.unit.code, sizes[0], kept),
-        UnitPlan(coming.unit.code, sizes[1], record),
-    )
-    routes = ((former.unit.code, 1.0 - record.share), (coming.unit.code, record.share))
-    return Step(state, told, plans, routes)
+    def _sizes(self, *, keeps_former: bool) -> tuple[dict[str, int], dict[str, int]]:
+        """Workers of the former and the coming unit. `keeps_former`: it serves, or still runs
+        streams."""
+        strategy = self.now.strategy
+        of_former, of_coming = {}, {}
+        for name, size in self.now.totals.items():
+            was, comes = self.former.pool(name), self.coming.pool(name)
+            if name not in self.former.unit.pools:  # a pool that came with the coming unit
+                of_former[name], of_coming[name] = 0, size
+                continue
+            goal = math.ceil(size * self.target)
+            grown = max(0, min(goal, size + strategy.max_surge - was.pods))
+            needed = size - strategy.max_unavailable - was.live
+            of_coming[name] = max(grown, min(comes.size, max(goal, needed)))
+            least = 1 if keeps_former and size else 0
+            stays = max(size - goal, size - strategy.max_unavailable - comes.live, least)
+            of_former[name] = min(size, stays)
+        return of_former, of_coming
 
+    def _live_share(self) -> float:
+        """Of requests that the coming unit's live workers can take, as its scarcest pool says."""
+        shares = []
+        for name, size in self.now.totals.items():
+            was, comes = self.former.pool(name).live, self.coming.pool(name).live
+            if size:
+                shares.append(comes / (was + comes) if comes else 0.0)
+        return math.floor(100 * min(shares, default=0.0)) / 100
 
-# --- how many workers each unit has ---------------------------------------------------------------
+    def _missing(self) -> str:
+        """What the coming unit lacks for the step's share of the requests; empty: nothing."""
+        late = []
+        for name, size in self.now.totals.items():
+            live = self.coming.pool(name).live
+            goal = min(math.ceil(size * self.target), size - self.now.strategy.max_unavailable)
+            need = max(1, goal) if size else 0
+            if live < need:
+                late.append(f"{name} {live}/{need} live")
+        if not late and self.coming.figures is None:
+            return "no router has read its tokenizer yet"
+        return ", ".join(late)
 
+    # --- whether the coming unit goes back ---
 
-def _sizes(
-    totals: Mapping[str, int],
-    target: float,
-    strategy: Strategy,
-    former: UnitSeen,
-    coming: UnitSeen,
-    *,
-    keeps_former: bool,
-) -> tuple[dict[str, int], dict[str, int]]:
-    """Of the former and the coming unit. `keeps_former`: it serves, or runs streams still."""
-    of_former, of_coming = {}, {}
-    for name, total in totals.items():
-        was, comes = _seen(former, name), _seen(coming, name)
-        if name not in former.unit.pools:  # a pool that came with the coming unit
-            of_former[name], of_coming[name] = 0, total
-            continue
-        goal = math.ceil(total * target)
-        room = total + strategy.max_surge - was.pods
-        grown = max(0, min(goal, room))
-        needed = total - strategy.max_unavailable - was.live
-        of_coming[name] = max(grown, min(comes.size, max(goal, needed)))
-        least = 1 if keeps_former and total else 0
-        stays = max(total - goal, total - strategy.max_unavailable - comes.live, least)
-        of_former[name] = min(total, stays)
-    return of_former, of_coming
-
-
-def _need(total: int, target: float, strategy: Strategy) -> int:
-    """Live workers of a pool that a step's share of the requests needs."""
-    if not total:
-        return 0
-    return max(1, min(math.ceil(total * target), total - strategy.max_unavailable))
-
-
-def _live_share(totals: Mapping[str, int], former: UnitSeen, coming: UnitSeen) -> float:
-    """Of requests that the coming unit's live workers can take, as its scarcest pool says."""
-    shares = [
-        _ratio(_seen(coming, name).live, _seen(former, name).live)
-        for name, total in totals.items()
-        if total
-    ]
-    return math.floor(100 * min(shares, default=0.0)) / 100
-
-
-def _ratio(live: int, other: int) -> float:
-    return live / (live + other) if live else 0.0
-
-
-def _seen(unit: UnitSeen, pool: str) -> PoolSeen:
-    return unit.pools.get(pool, PoolSeen())
-
-
-# --- whether the coming unit goes back ------------------------------------------------------------
-
-
-def _failure(
-    totals: Mapping[str, int],
-    strategy: Strategy,
-    former: UnitSeen,
-    coming: UnitSeen,
-    now_s: float,
-) -> str:
-    """Why the coming unit goes back; empty: it does not."""
-    record, steps = coming.record, _steps(strategy, former, coming)
-    target = steps[min(record.step, len(steps) - 1)]
-    missing = _missing(totals, target, strategy, coming) if record.share < target else ""
-    live = sum(pool.live for pool in coming.pools.values())
-    if missing and live <= record.live and now_s - record.since_s > strategy.ready_timeout_s:
-        return f"nothing more became ready in {strategy.ready_timeout_s:g} s: {missing}"
-    return judge(former.figures, coming.figures, strategy)
-
-
-def _steps(strategy: Strategy, former: UnitSeen, coming: UnitSeen) -> Sequence[float]:
-    """Where the model stays, requests follow the workers that are live."""
-    return strategy.steps if former.unit.model != coming.unit.model else (1.0,)
-
-
-def _missing(totals: Mapping[str, int], target: float, strategy: Strategy, coming: UnitSeen) -> str:
-    """What the coming unit lacks for a step's share of the requests; empty: nothing."""
-    needs = {name: _need(total, target, strategy) for name, total in totals.items()}
-    live = {name: _seen(coming, name).live for name in totals}
-    late = [f"{name} {live[name]}/{need} live" for name, need in needs.items() if live[name] < need]
-    if not late and coming.figures is None:
-        return "no router has read its tokenizer yet"
-    return ", ".join(late)
+    def _failure(self) -> str:
+        """Why the coming unit goes back; empty: it does not."""
+        record, timeout_s = self.coming.record, self.now.strategy.ready_timeout_s
+        missing = self._missing() if record.share < self.target else ""
+        is_late = self.now.now_s - record.since_s > timeout_s
+        if missing and is_late and self.coming.num_live <= record.live:
+            return f"nothing more became ready in {timeout_s:g} s: {missing}"
+        return judge(self.former.figures, self.coming.figures, self.now.strategy)
 
 
 def judge(former: Figures | None, coming: Figures | None, strategy: Strategy) -> str:

@@ -1,10 +1,8 @@
-"""What makes a unit: what people wrote that its workers and Ray's head must be started anew for.
+"""What makes a unit: the part of a spec that workers and Ray's head must be started anew for.
 
-The hashes are of objects as people wrote them: they hold no default of ours and no image of the
-release. So an operator's upgrade makes no other unit.
-
-What all pools share and what each has of its own are hashed apart: a unit stays the same when a
-pool comes or goes.
+Hashed is what people wrote, without defaults and without images of the release. So an operator's
+upgrade makes no other unit. What all pools share and what each has of its own are hashed apart: a
+unit stays the same when a pool comes or goes.
 """
 
 from __future__ import annotations
@@ -12,19 +10,22 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from deploy.api.naming import camel
 from deploy.api.pod_template import PodSettings
 
-_SHARED = (
+_WEIGHTS = (
     ("model", "name"),
     ("model", "claim", "claimName"),
     ("model", "claim", "path"),
     ("model", "uri"),
     ("model", "revision"),
+)
+_SHARED = (
+    *_WEIGHTS,
     ("model", "credentialsSecretName"),
     ("hub", "endpoint"),
     ("hub", "tokenSecretName"),
@@ -49,15 +50,7 @@ _SHARED = (
     ("ray", "headTemplate"),
 )
 """Of a ServingCluster's spec."""
-_MODEL = (
-    ("model", "name"),
-    ("model", "claim", "claimName"),
-    ("model", "claim", "path"),
-    ("model", "uri"),
-    ("model", "revision"),
-    ("tokenizer",),
-    ("engine", "dtype"),
-)
+_MODEL = (*_WEIGHTS, ("tokenizer",), ("engine", "dtype"))
 """Of these: what clients would notice."""
 _OF_POOL = (
     *("role", "parallelism", "engine", "drainTimeout"),
@@ -65,7 +58,7 @@ _OF_POOL = (
 )
 """Of a WorkerPool's spec."""
 _LETTERS = "bcdfghjkmnpqrstvwxz23456789"
-"""None that makes words, none that is taken for another."""
+"""No vowels, which make words, and none that is taken for another."""
 _LENGTH = 5
 
 
@@ -85,15 +78,15 @@ class Unit:
 
 def unit_of(cluster: Mapping[str, Any], pools: Mapping[str, Mapping[str, Any]]) -> Unit:
     """What a ServingCluster's spec asks for with the specs of these WorkerPools."""
-    said = {".".join(path): _at(cluster, path) for path in _SHARED}
+    said = _at_all(cluster, _SHARED)
     said["hub.offline"] = _at(cluster, ("hub", "offline")) or None
     shared = _hash(said)
     hashes = {
         name: _hash({field: pool.get(field) for field in _OF_POOL})
         for name, pool in sorted(pools.items())
     }
-    model = _hash({".".join(path): _at(cluster, path) for path in _MODEL})
-    return Unit(_code({"shared": shared, "pools": hashes}), shared, hashes, model)
+    code = _code({"shared": shared, "pools": hashes})
+    return Unit(code, shared, hashes, _hash(_at_all(cluster, _MODEL)))
 
 
 def difference(there: Unit, wanted: Unit) -> str:
@@ -105,6 +98,10 @@ def difference(there: Unit, wanted: Unit) -> str:
     return f"the spec changes {', '.join(changed)}" if changed else ""
 
 
+def _at_all(value: Mapping[str, Any], paths: Iterable[Sequence[str]]) -> dict[str, Any]:
+    return {".".join(path): _at(value, path) for path in paths}
+
+
 def _at(value: Mapping[str, Any], path: Sequence[str]) -> Any:
     """None where a mapping on the way lacks it."""
     found: Any = value
@@ -114,7 +111,7 @@ def _at(value: Mapping[str, Any], path: Sequence[str]) -> Any:
 
 
 def _code(said: Mapping[str, Any]) -> str:
-    number = int.from_bytes(hashlib.sha256(_canonical(said).encode()).digest()[:8], "big")
+    number = int.from_bytes(_digest(said)[:8], "big")
     letters = []
     for _ in range(_LENGTH):
         number, rest = divmod(number, len(_LETTERS))
@@ -123,11 +120,12 @@ def _code(said: Mapping[str, Any]) -> str:
 
 
 def _hash(said: Mapping[str, Any]) -> str:
-    return hashlib.sha256(_canonical(said).encode()).hexdigest()[:16]
+    return _digest(said).hex()[:16]
 
 
-def _canonical(said: Any) -> str:
-    return json.dumps(_pruned(said), sort_keys=True, separators=(",", ":"))
+def _digest(said: Mapping[str, Any]) -> bytes:
+    canonical = json.dumps(_pruned(said), sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(canonical.encode()).digest()
 
 
 def _pruned(value: Any) -> Any:

@@ -1,24 +1,42 @@
-"""Everything that one reconcile of a ServingCluster looks at, read once."""
+"""Everything that one reconcile of a ServingCluster looks at: what there is (`Found`), and what the
+rollout has each unit be (`ClusterView`). Pure.
+"""
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from deploy.api.serving_cluster import ServingClusterSpec
 from deploy.api.worker_pool import WorkerPoolSpec
-from deploy.controller.kit.objects import Key, Object
-from deploy.controller.manifests.common import Owner
-from deploy.controller.observed import (
+from deploy.controller.fleet import (
     NOTHING_HEARD,
     Fleet,
     FleetPool,
     Heard,
-    Place,
-    PlaceState,
-    Pod,
+    Slot,
+    SlotState,
+    merged,
 )
-from deploy.controller.rollout import State, Step, UnitPlan
+from deploy.controller.kit.objects import Key, Object, key_of
+from deploy.controller.manifests.cluster_yaml import model_name, seconds
+from deploy.controller.manifests.common import Owner
+from deploy.controller.manifests.ray_cluster import name_in, record_in, unit_in
+from deploy.controller.pod import Pod
+from deploy.controller.rollout import (
+    Figures,
+    PoolSeen,
+    Situation,
+    State,
+    Step,
+    Strategy,
+    UnitPlan,
+    UnitSeen,
+    next_step,
+    total,
+)
+from deploy.controller.units import Unit, difference
 
 
 @dataclass(frozen=True)
@@ -44,36 +62,45 @@ class PoolView:
         return self.fleet is None and self.heard.fleet is None
 
     @property
-    def is_untold(self) -> bool:
-        """Nobody tells what runs of it: the supervisor is silent, or may have yet to hear of what a
-        former one left."""
+    def is_unknown(self) -> bool:
+        """Nobody reports what runs of it: the supervisor is silent, or its workers have yet to
+        register."""
         if self.fleet is None:
             return not self.heard.is_settled
         if not self.heard.settles:
             return False
-        is_unheard = any(
-            place.state in (PlaceState.PENDING, PlaceState.STARTING) for place in self.fleet.places
-        )
-        return is_unheard or (bool(self.standing_pods) and not self.fleet.places)
+        coming = (SlotState.PENDING, SlotState.STARTING)
+        if any(slot.state in coming for slot in self.fleet.slots):
+            return True
+        return bool(self.counted_pods) and not self.fleet.slots
 
     @property
-    def live(self) -> Sequence[Place]:
+    def live(self) -> Sequence[Slot]:
         """Those whose workers serve."""
-        return _places(self.fleet, PlaceState.LIVE)
+        return self._slots(SlotState.LIVE)
 
     @property
-    def draining(self) -> Sequence[Place]:
-        """One that hangs since is SUSPECT, and drains as the pool's status said of it."""
-        told = self.obj.get("status", {}).get("draining", ())
-        drained = {each["worker"] for each in told}
-        hanging = [
-            place for place in _places(self.fleet, PlaceState.SUSPECT) if place.worker_id in drained
-        ]
-        return (*_places(self.fleet, PlaceState.DRAINING), *hanging)
+    def num_serving(self) -> int:
+        """Workers that take requests, as the supervisor reports; while it reports nothing, as their
+        pods' probes say."""
+        if self.is_unknown:
+            return sum(pod.is_ready and not pod.is_going for pod in self.pods)
+        return len(self.live)
+
+    @property
+    def draining(self) -> Sequence[Slot]:
+        """Also one that drained at the last look and has hung since."""
+        before = {each["worker"] for each in self.obj.get("status", {}).get("draining", ())}
+        hanging = [slot for slot in self._slots(SlotState.SUSPECT) if slot.worker_id in before]
+        return (*self._slots(SlotState.DRAINING), *hanging)
+
+    def _slots(self, state: SlotState) -> Sequence[Slot]:
+        """None while the supervisor is silent, or does not know the pool."""
+        return () if self.fleet is None else self.fleet.of_state(state)
 
     @property
     def is_going(self) -> bool:
-        return "deletionTimestamp" in self.obj["metadata"]
+        return is_going(self.obj)
 
     @property
     def replicas(self) -> int:
@@ -92,19 +119,15 @@ class PoolView:
         return (0, 0) if plan is None else (plan.prefill, plan.decode)
 
     @property
-    def standing_pods(self) -> Sequence[Pod]:
+    def counted_pods(self) -> Sequence[Pod]:
         """Without those that nobody ends."""
         return [pod for pod in self.pods if not pod.is_lost]
 
     @property
-    def is_empty(self) -> bool:
-        """No worker and no pod is left of it."""
-        return not self.standing_pods and not (self.fleet is not None and self.fleet.places)
-
-    @property
     def is_over(self) -> bool:
-        """Nothing is left of it, and nothing is to come."""
-        return self.is_going and self.is_empty
+        """It is deleted, and no worker and no pod is left of it."""
+        has_slots = self.fleet is not None and bool(self.fleet.slots)
+        return self.is_going and not self.counted_pods and not has_slots
 
 
 @dataclass(frozen=True)
@@ -160,7 +183,7 @@ class ClusterView:
 
     @property
     def is_going(self) -> bool:
-        return "deletionTimestamp" in self.obj["metadata"]
+        return is_going(self.obj)
 
     @property
     def is_rolling(self) -> bool:
@@ -173,12 +196,136 @@ class ClusterView:
         return {name: pool.spec for name, pool in self.pools.items() if not pool.is_going}
 
 
-def _places(fleet: FleetPool | None, state: PlaceState) -> Sequence[Place]:
-    """None while the supervisor is silent, or does not know the pool."""
-    return () if fleet is None else fleet.of_state(state)
+def is_going(obj: Object) -> bool:
+    """Its deletion has begun."""
+    return "deletionTimestamp" in obj["metadata"]
 
 
 def groups_in(ray_cluster: Object | None) -> dict[str, Object]:
     if ray_cluster is None:
         return {}
     return {group["groupName"]: group for group in ray_cluster["spec"]["workerGroupSpecs"]}
+
+
+@dataclass(frozen=True)
+class Found:
+    """What one look finds of a ServingCluster."""
+
+    obj: Object
+    owner: Owner
+    spec: ServingClusterSpec
+    pools: Mapping[str, Object]
+    """WorkerPools, by their pools' names; `specs` likewise."""
+    specs: Mapping[str, WorkerPoolSpec]
+    wanted: Unit
+    pods: Sequence[Pod]
+    ray_clusters: Mapping[str, Object]
+    """By their units' codes; `heard` likewise."""
+    heard: Mapping[str, Heard]
+
+    def view(self, now: datetime.datetime) -> ClusterView:
+        step = next_step(self._situation(now))
+        units = [self._unit_view(plan) for plan in step.plans]
+        heard = merged({unit.code: unit.heard for unit in units})
+        makes_way = bool(units) and all(unit.plan.is_leaving for unit in units)
+        pools = self._pools(heard, self.pods, {}, makes_way=makes_way)
+        poolless = [pod for pod in self.pods if not pod.pool]
+        key, obj = key_of(self.obj), self.obj
+        return ClusterView(key, obj, self.owner, self.spec, pools, heard, step, units, poolless)
+
+    def _situation(self, now: datetime.datetime) -> Situation:
+        left = [pod for pod in self.pods if pod.unit and not pod.is_lost]
+        return Situation(
+            None if is_going(self.obj) else self.wanted,
+            {
+                name: 0 if is_going(pool) else self.specs[name].replicas
+                for name, pool in self.pools.items()
+            },
+            self._strategy(),
+            [self._unit_seen(code) for code in self.ray_clusters],
+            sum(pod.unit not in self.ray_clusters for pod in left),
+            now.timestamp(),
+        )
+
+    def _strategy(self) -> Strategy:
+        """Routers know one name of the model: a unit that serves it under another is recreated."""
+        rollout, name = self.spec.rollout, model_name(self.spec)
+        is_renamed = any(name_in(ray) != name for ray in self.ray_clusters.values())
+        return Strategy(
+            rollout.strategy == "Recreate" or is_renamed,
+            rollout.max_surge,
+            rollout.max_unavailable,
+            tuple(sorted({*(step / 100 for step in rollout.steps), 1.0})),
+            seconds(rollout.interval),
+            seconds(rollout.ready_timeout),
+            rollout.pause,
+            max_failures=rollout.max_failure_percent / 100,
+            max_slowdown=rollout.max_slowdown,
+            max_timeout_s=self.spec.advanced.router.max_timeout_s,
+        )
+
+    def _unit_seen(self, code: str) -> UnitSeen:
+        ray, answer, pools = self.ray_clusters[code], self.heard[code].answer, self._pools_in(code)
+        routers = () if answer is None else answer[0].routers
+        requests = [each.requests for each in routers if each.HasField("requests")]
+        figures = total(
+            Figures(
+                each.num_requests + each.num_abandoned,
+                each.num_failures + each.num_abandoned,
+                each.itl_s if each.HasField("itl_s") else None,
+                each.num_active,
+            )
+            for each in requests
+        )
+        return UnitSeen(
+            unit_in(ray),
+            ray["metadata"]["creationTimestamp"],
+            record_in(ray),
+            {
+                name: PoolSeen(
+                    pool.group["replicas"] if pool.fleet is None else pool.fleet.desired_replicas,
+                    len(pool.counted_pods),
+                    pool.num_serving,
+                )
+                for name, pool in pools.items()
+                if pool.group is not None
+            },
+            figures,
+            is_going(ray),
+        )
+
+    def _unit_view(self, plan: UnitPlan) -> UnitView:
+        ray = self.ray_clusters.get(plan.code)
+        is_wanted = ray is None or not difference(unit_in(ray), self.wanted)
+        pools = {
+            name: replace(pool, planned_size=plan.sizes.get(name, 0), makes_way=plan.is_leaving)
+            for name, pool in self._pools_in(plan.code).items()
+        }
+        heard = self.heard.get(plan.code, NOTHING_HEARD)
+        return UnitView(plan, ray, heard, pools, is_wanted and not plan.is_leaving)
+
+    def _pools_in(self, code: str) -> dict[str, PoolView]:
+        pods = [pod for pod in self.pods if pod.unit == code]
+        groups = groups_in(self.ray_clusters.get(code))
+        return self._pools(self.heard.get(code, NOTHING_HEARD), pods, groups)
+
+    def _pools(
+        self,
+        heard: Heard,
+        pods: Sequence[Pod],
+        groups: Mapping[str, Object],
+        *,
+        makes_way: bool = False,
+    ) -> dict[str, PoolView]:
+        return {
+            name: PoolView(
+                pool,
+                self.specs[name],
+                [pod for pod in pods if pod.pool == name],
+                heard.pool(name),
+                groups.get(name),
+                heard,
+                makes_way=makes_way,
+            )
+            for name, pool in self.pools.items()
+        }

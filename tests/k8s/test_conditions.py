@@ -11,7 +11,7 @@ from deploy.controller.kit.objects import Key
 from deploy.controller.manifests.common import POOL_LABEL, Owner
 from deploy.controller.manifests.pods import FETCH
 from deploy.controller.resources import PODS, RAY_CLUSTERS
-from tests.deploy.controller.clusters import REFUSED, UNSCHEDULABLE
+from tests.deploy.controller.things import REFUSED, UNSCHEDULABLE
 from tests.k8s.api_clients import kube_of
 from tests.k8s.control_plane.plane import ControlPlane
 from tests.k8s.operating import Operator, condition, eventually

@@ -1,5 +1,4 @@
-"""Status conditions, and those of an object that could not be looked at as a whole. A transition's
-time changes with the status, not with every look. Pure."""
+"""Status conditions, and those of an object that could not be looked at as a whole. Pure."""
 
 from __future__ import annotations
 
@@ -17,26 +16,26 @@ AVAILABLE, PROGRESSING, DEGRADED = "Available", "Progressing", "Degraded"
 
 @dataclass(frozen=True)
 class Verdict:
-    """What is to be told in one condition."""
+    """What one condition is to say."""
 
     type: str
     is_true: bool
     reason: str
-    """One CamelCase word, for programs."""
+    """In CamelCase, for programs."""
     message: str
     """For people."""
 
 
 def conditions(verdicts: Sequence[Verdict], seen: Seen, now: str) -> list[Object]:
-    """As `.status.conditions`; `seen`: the object with those it has, of which those that nobody
-    judges now stay as they were; `now`: RFC 3339."""
+    """As `.status.conditions`. Those of `seen` that no verdict is about stay as they are. A
+    transition's time changes with the status only. `now`: RFC 3339."""
     before = {each["type"]: each for each in seen.get("status", {}).get("conditions", ())}
     generation = seen["metadata"].get("generation", 0)
-    told = []
+    found = []
     for verdict in verdicts:
         status, old = str(verdict.is_true), before.get(verdict.type)
         is_same = old is not None and old["status"] == status
-        told.append(
+        found.append(
             {
                 "type": verdict.type,
                 "status": status,
@@ -47,7 +46,7 @@ def conditions(verdicts: Sequence[Verdict], seen: Seen, now: str) -> list[Object
             }
         )
     judged = {verdict.type for verdict in verdicts}
-    return told + [dict(each) for kind, each in before.items() if kind not in judged]
+    return found + [dict(each) for kind, each in before.items() if kind not in judged]
 
 
 def timestamp(moment: datetime.datetime) -> str:
@@ -65,14 +64,14 @@ _LONGEST_QUOTE = 300
 
 def invalid_spec(obj: Seen, problem: str) -> list[Verdict]:
     """Nothing of it is touched: what runs goes on, and is as available as it was."""
-    told = [
+    found = [
         Verdict(DEGRADED, True, "InvalidSpec", problem),
         Verdict(PROGRESSING, False, "InvalidSpec", "waits for a spec that can be read"),
     ]
     known = {each["type"] for each in obj.get("status", {}).get("conditions", ())}
     if AVAILABLE not in known:
-        told.append(Verdict(AVAILABLE, False, "InvalidSpec", "nothing has been made of it yet"))
-    return told
+        found.append(Verdict(AVAILABLE, False, "InvalidSpec", "nothing has been made of it yet"))
+    return found
 
 
 def kuberay_missing() -> list[Verdict]:
@@ -88,8 +87,8 @@ def kuberay_missing() -> list[Verdict]:
 
 def ray_ends() -> list[Verdict]:
     """Of one that is deleted, and whose pools are gone."""
-    told = "waits for KubeRay to let the RayCluster go"
-    return [Verdict(PROGRESSING, True, "Deleting", told)]
+    message = "waits for KubeRay to let the RayCluster go"
+    return [Verdict(PROGRESSING, True, "Deleting", message)]
 
 
 def refused(error: Exception) -> list[Verdict]:
@@ -100,5 +99,5 @@ def refused(error: Exception) -> list[Verdict]:
 def internal_error(error: Exception) -> list[Verdict]:
     """A fault of the operator's own."""
     said = f"{type(error).__name__}: {error}".splitlines()[0][:_LONGEST_QUOTE]
-    told = f"the operator failed, and tries again; its log says where: {said}"
-    return [Verdict(DEGRADED, True, "InternalError", told)]
+    message = f"the operator failed, and tries again; its log says where: {said}"
+    return [Verdict(DEGRADED, True, "InternalError", message)]

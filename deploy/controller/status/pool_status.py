@@ -7,31 +7,32 @@ import datetime
 from baton.config.planner import PlannerTargets
 from deploy.api.naming import as_written
 from deploy.api.worker_pool import WorkerPoolSpec
-from deploy.controller.drains import held_by, is_overdue
+from deploy.controller.fleet import Slot, SlotState
+from deploy.controller.manifests.cluster_yaml import seconds
 from deploy.controller.manifests.common import CLUSTER_LABEL, POOL_LABEL, Object
-from deploy.controller.observed import Place
-from deploy.controller.pool_size import size_problem
 from deploy.controller.status.conditions import AVAILABLE, DEGRADED, PROGRESSING, Verdict, shortened
 from deploy.controller.status.waiting import SILENT, STARTING, Silence, model_problem, with_waits
 from deploy.controller.view import PoolView
 
+_DRAIN_MARGIN_S = 30.0
+"""Workers give up their requests by the pool's drainTimeout: a drain that takes longer than this
+beyond it is stuck."""
 _LOOKS = Silence(STARTING.reason, "Ray's head has just started, and waits for workers to report")
 
 
 def pool_status(view: PoolView, targets: PlannerTargets, now: str) -> Object:
-    """Without conditions, None for what is not known; no places while nobody tells of them, but for
-    those that drained before."""
+    """Without conditions; None for what is not known."""
     spec, pool = view.spec, view.fleet
-    places = pool.places if pool is not None else ()
+    slots = pool.slots if pool is not None else ()
     draining = _draining(view, now)
     return {
         "replicas": len([pod for pod in view.pods if not pod.is_going]),
-        "readyReplicas": num_serving(view),
+        "readyReplicas": view.num_serving,
         "draining": draining,
         "drainingReplicas": len(draining),
         "selector": f"{CLUSTER_LABEL}={spec.cluster},{POOL_LABEL}={spec.pool}",
-        "queue": sum(place.num_waiting for place in places),
-        "kvUsePercent": round(100 * max((place.kv_use for place in view.live), default=0.0)),
+        "queue": sum(slot.num_waiting for slot in slots),
+        "kvUsePercent": round(100 * max((slot.kv_use for slot in view.live), default=0.0)),
         "lastError": (shortened(as_written(pool.last_error)) or None) if pool is not None else None,
         "ttftSeconds": _seconds(pool.seen.ttft_s) if pool is not None else None,
         "ttftTargetSeconds": targets.ttft_target_s if spec.role != "decode" else None,
@@ -45,59 +46,75 @@ def _seconds(seen: float | None) -> float | None:
 
 
 def _draining(view: PoolView, now: str) -> list[Object]:
-    """Since when is kept here alone: another operator goes on counting."""
+    """The status alone keeps since when: another operator goes on counting. Drains stay while
+    nobody reports."""
     before = view.obj.get("status", {}).get("draining", [])
-    if view.is_untold:
+    if view.is_unknown:
         return list(before)
     since = {each["worker"]: each.get("since", now) for each in before}
-    return [
-        _drain(view.spec, place, since.get(place.worker_id, now), now) for place in view.draining
-    ]
+    return [_drain(view.spec, slot, since.get(slot.worker_id, now), now) for slot in view.draining]
 
 
-def _drain(pool: WorkerPoolSpec, place: Place, since: str, now: str) -> Object:
-    drain = {"worker": place.worker_id, "numRunning": place.num_running, "since": since}
-    if place.pod:
-        drain["pod"] = place.pod
+def _drain(pool: WorkerPoolSpec, slot: Slot, since: str, now: str) -> Object:
+    drain = {"worker": slot.worker_id, "numRunning": slot.num_running, "since": since}
+    if slot.pod:
+        drain["pod"] = slot.pod
     spent = datetime.datetime.fromisoformat(now) - datetime.datetime.fromisoformat(since)
-    if is_overdue(pool, spent.total_seconds()):
-        drain["heldBy"] = held_by(place)
+    if spent.total_seconds() > seconds(pool.drain_timeout) + _DRAIN_MARGIN_S:
+        drain["heldBy"] = held_by(slot)
     return drain
 
 
-def num_serving(view: PoolView) -> int:
-    """Workers that take requests: as the supervisor says, or as their pods' own probes do while
-    nobody says anything else."""
-    if view.is_untold:
-        return sum(pod.is_ready and not pod.is_going for pod in view.pods)
-    return len(view.live)
+def held_by(slot: Slot) -> str:
+    """What holds up a drain."""
+    if slot.state is SlotState.SUSPECT:
+        return f"it is stuck or silent, {slot.num_running} requests on it"
+    if slot.num_running:
+        return f"{slot.num_running} requests still run"
+    return "nothing runs on it any more, but its processes do not end"
+
+
+def size_problem(pool: PoolView) -> str:
+    """Why its size is not as asked; empty: it is."""
+    spec = pool.spec
+    asked = pool.obj.get("spec", {}).get("replicas", spec.replicas)
+    if asked == spec.replicas:
+        return ""
+    field = f"of spec.pools.{spec.pool} in ServingCluster {spec.cluster}"
+    if asked > spec.replicas:
+        bound = f"above maxReplicas {spec.max_replicas}"
+        remedy = f"scale to {spec.max_replicas} at most, or raise maxReplicas {field}"
+    else:
+        bound = f"below minReplicas {spec.min_replicas}"
+        remedy = f"scale to {spec.min_replicas} at least, or lower minReplicas {field}"
+    return f"spec.replicas is {asked}, {bound}: the size stays {spec.replicas}; {remedy}"
 
 
 def pool_verdicts(
     view: PoolView, refused: str, waits: str = "", silent: Silence = SILENT
 ) -> list[Verdict]:
-    """Available, Progressing and Degraded, each with a reason. `refused`: what the supervisor did
-    not take of the pool; `waits`: what its pods wait for; both empty: nothing."""
-    spec, num_live, num_draining = view.spec, num_serving(view), len(view.draining)
+    """Available, Progressing and Degraded. `refused`: what the supervisor refused of the pool;
+    `waits`: what its pods wait for; both empty: nothing."""
+    spec, num_live, num_draining = view.spec, view.num_serving, len(view.draining)
     has_enough = num_live >= min(spec.replicas, max(1, spec.min_replicas))
-    if view.is_untold:
+    if view.is_unknown:
         reason, why = silent if view.is_silent else _LOOKS
-        told = with_waits(f"{why}; workers that run go on", waits)
+        message = with_waits(f"{why}; workers that run go on", waits)
         ready = f"{num_live} of {spec.replicas} workers are ready, as their pods say"
         return [
             Verdict(AVAILABLE, True, "Live", ready)
             if has_enough
-            else Verdict(AVAILABLE, False, reason, told),
-            Verdict(PROGRESSING, True, reason, told),
+            else Verdict(AVAILABLE, False, reason, message),
+            Verdict(PROGRESSING, True, reason, message),
             _degraded(view, refused, silent),
         ]
-    told = f"{num_live} of {spec.replicas} workers live"
+    message = f"{num_live} of {spec.replicas} workers live"
     late = waits if num_live < spec.replicas else ""
     return [
         Verdict(
-            AVAILABLE, has_enough, "Live" if has_enough else "TooFewLive", with_waits(told, late)
+            AVAILABLE, has_enough, "Live" if has_enough else "TooFewLive", with_waits(message, late)
         ),
-        _progressing(view, num_draining, told, late),
+        _progressing(view, num_draining, message, late),
         _degraded(view, refused, silent),
     ]
 
@@ -118,13 +135,13 @@ def _degraded(view: PoolView, refused: str, silent: Silence) -> Verdict:
     return Verdict(DEGRADED, False, "Sound", "nothing has failed")
 
 
-def _progressing(view: PoolView, num_draining: int, told: str, waits: str) -> Verdict:
+def _progressing(view: PoolView, num_draining: int, message: str, waits: str) -> Verdict:
     if num_draining:
-        drains = with_waits(f"{told}, {num_draining} drain", waits)
+        drains = with_waits(f"{message}, {num_draining} drain", waits)
         return Verdict(PROGRESSING, True, "Draining", drains)
     if view.makes_way:
-        way = f"{told}: their unit makes way for another one"
+        way = f"{message}: their unit makes way for another one"
         return Verdict(PROGRESSING, True, "MakesWay", way)
-    if num_serving(view) < view.spec.replicas:
-        return Verdict(PROGRESSING, True, "Starting", with_waits(told, waits))
-    return Verdict(PROGRESSING, False, "AsWanted", told)
+    if view.num_serving < view.spec.replicas:
+        return Verdict(PROGRESSING, True, "Starting", with_waits(message, waits))
+    return Verdict(PROGRESSING, False, "AsWanted", message)

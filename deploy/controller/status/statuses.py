@@ -1,87 +1,112 @@
-"""The statuses of ServingClusters and WorkerPools, which nobody else writes."""
+"""Writes the statuses of ServingClusters and WorkerPools, and records events of what changes in
+them. Nobody else writes them.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+import datetime
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from cluster.planner.planner import PoolPlan
 from deploy.controller.kit.errors import KubeError, NotFoundError, each
 from deploy.controller.kit.kube import Kube
-from deploy.controller.kit.objects import Object, Resource, key_of
+from deploy.controller.kit.objects import Key, Object, Resource, key_of
 from deploy.controller.manifests.common import Object as Manifest
 from deploy.controller.resources import SERVING_CLUSTERS, WORKER_POOLS
 from deploy.controller.status.cluster_status import Refusals, cluster_status, cluster_verdicts
-from deploy.controller.status.conditions import Verdict, conditions
+from deploy.controller.status.conditions import Verdict, conditions, timestamp
+from deploy.controller.status.events import Look, Record, exposure, happenings
 from deploy.controller.status.pool_status import pool_status, pool_verdicts
 from deploy.controller.status.waiting import pool_waits, silence
 from deploy.controller.view import ClusterView
 
 
 class Statuses:
-    def __init__(self, kube: Kube) -> None:
-        self._kube = kube
+    """Own what was written last of each cluster and its pools; one cluster's is used by one thread
+    at a time. Each call may raise KubeError."""
 
-    def tell_pools(
-        self,
-        view: ClusterView,
-        plans: Mapping[str, PoolPlan],
-        refused: Mapping[str, str],
-        now: str,
+    def __init__(self, kube: Kube, record: Record, now: Callable[[], datetime.datetime]) -> None:
+        self._kube, self._record, self._now = kube, record, now
+        self._looks: dict[Key, dict[tuple[Resource, Key], Look]] = {}
+
+    def write_pools(
+        self, view: ClusterView, plans: Mapping[str, PoolPlan], refused: Mapping[str, str]
     ) -> list[KubeError]:
-        """What failed of it. `refused`: by the supervisor, by pool. Who has just begun to listen
-        to the supervisor leaves what the last operator told."""
+        """What failed of it. `refused`: by the supervisor, by pool. An operator that has just begun
+        to listen to the supervisor leaves the statuses as they are."""
         if not view.heard.is_certain:
             return []
-
+        now = timestamp(self._now())
         silent = silence(view, now)
 
-        def tell(name: str) -> None:
+        def write(name: str) -> None:
             pool, plan = view.pools[name], plans.get(name)
             status = pool_status(pool, view.spec.planner, now) | {
                 "desiredReplicas": None if plan is None else plan.desired_replicas,
                 "desiredReason": None if plan is None else plan.reason,
             }
             verdicts = pool_verdicts(pool, refused.get(name, ""), pool_waits(view, pool), silent)
-            self._tell(WORKER_POOLS, pool.obj, status, verdicts, now)
+            self._write(view.key, WORKER_POOLS, pool.obj, verdicts, status, size=pool.spec.replicas)
 
-        return each(partial(tell, name) for name in view.pools)
+        return each(partial(write, name) for name in view.pools)
 
-    def tell_cluster(
-        self, view: ClusterView, routers: Object | None, refusals: Refusals, now: str
-    ) -> None:
-        """`routers`: their Deployment. What is not known yet is not told."""
+    def write_cluster(self, view: ClusterView, routers: Object | None, refusals: Refusals) -> None:
+        """`routers`: their Deployment."""
         if not view.heard.is_certain:
             return
-        verdicts = cluster_verdicts(view, routers, refusals, now)
+        verdicts = cluster_verdicts(view, routers, refusals, timestamp(self._now()))
         status = cluster_status(view, verdicts)
-        self._tell(SERVING_CLUSTERS, view.obj, status, verdicts, now)
+        exposed = exposure(view)
+        self._write(view.key, SERVING_CLUSTERS, view.obj, verdicts, status, exposure=exposed)
 
-    def tell(self, resource: Resource, obj: Object, verdicts: list[Verdict], now: str) -> None:
-        """Of an object that was not looked at as a whole; raises KubeError."""
-        self._tell(resource, obj, {}, verdicts, now)
+    def write(
+        self, cluster: Key, resource: Resource, obj: Object, verdicts: Sequence[Verdict]
+    ) -> None:
+        """Conditions alone, of an object that was not looked at as a whole."""
+        self._write(cluster, resource, obj, verdicts, {})
 
-    def _tell(
-        self, resource: Resource, obj: Object, status: Manifest, verdicts: list[Verdict], now: str
+    def forget(self, cluster: Key) -> None:
+        self._looks.pop(cluster, None)
+
+    def _write(
+        self,
+        cluster: Key,
+        resource: Resource,
+        obj: Object,
+        verdicts: Sequence[Verdict],
+        status: Manifest,
+        **looked: Any,
     ) -> None:
         """Unless it says so already; None takes a field away."""
-        told = status | {
+        written = status | {
             "observedGeneration": obj["metadata"].get("generation", 0),
-            "conditions": conditions(verdicts, obj, now),
+            "conditions": conditions(verdicts, obj, timestamp(self._now())),
         }
-        self._patch(resource, obj, told)
+        if not _says(obj.get("status", {}), written):
+            with contextlib.suppress(NotFoundError):  # it was deleted just now
+                self._kube.merge_patch(resource, key_of(obj), {"status": written}, "status")
+        looks = self._looks.setdefault(cluster, {})
+        before = looks.get((resource, key_of(obj))) or _first_look(obj)
+        now = Look.of(written)
+        drains = now.drains if "draining" in written else before.drains
+        after = replace(before, conditions=now.conditions, drains=drains, **looked)
+        looks[resource, key_of(obj)] = after
+        for what in happenings(obj, before, after):
+            self._record(obj, what.type, what.reason, what.message)
 
-    def _patch(self, resource: Resource, obj: Object, told: Manifest) -> None:
-        if _says(obj.get("status", {}), told):
-            return
-        with contextlib.suppress(NotFoundError):  # it was deleted just now
-            self._kube.merge_patch(resource, key_of(obj), {"status": told}, "status")
+
+def _first_look(obj: Object) -> Look:
+    """What was before an operator's first look is no news."""
+    look = Look.of(obj.get("status", {}))
+    return replace(look, exposure="reported by an operator before" if look.conditions else "")
 
 
-def _says(before: Any, told: Any) -> bool:
+def _says(before: Any, written: Any) -> bool:
     """Whether a merge patch would change nothing."""
-    if isinstance(before, Mapping) and isinstance(told, Mapping):
-        return all(_says(before.get(name), value) for name, value in told.items())
-    return bool(before == told)
+    if isinstance(before, Mapping) and isinstance(written, Mapping):
+        return all(_says(before.get(name), value) for name, value in written.items())
+    return bool(before == written)

@@ -1,5 +1,6 @@
-"""Why what a ServingCluster is made of does not run, as its pods and their owners tell it: for the
-messages of conditions. Pure; an empty answer: nothing tells of it."""
+"""Why parts of a ServingCluster do not run, for the messages of conditions. Pods and their owners
+say it; an empty answer: none does. Pure.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +11,7 @@ from typing import NamedTuple
 
 from deploy.controller.kit.objects import Object
 from deploy.controller.manifests.pods import FETCH
-from deploy.controller.observed import Pod
-from deploy.controller.status.pod_waits import pods_refused, together
+from deploy.controller.pod import Pod, pods_refused, together
 from deploy.controller.view import ClusterView, PoolView
 
 _NO_MODEL = re.compile(rf"{FETCH}: .*?exit code \d+(: )?(?P<why>.*)")
@@ -32,7 +32,7 @@ STARTING = Silence("Starting", "Ray's head is starting")
 
 
 def silence(view: ClusterView, now: str) -> Silence:
-    """Of a head that does not answer: it starts until it has once answered, or START_WITHIN."""
+    """Why Ray's head does not answer. It starts until its first answer, or for START_WITHIN."""
     kind = STARTING if _may_start(view, datetime.datetime.fromisoformat(now)) else SILENT
     return Silence(kind.reason, with_waits(kind.message, head_waits(view)))
 
@@ -73,13 +73,13 @@ def model_problem(pods: Sequence[Pod]) -> str:
     return next((match["why"] for match in found if match), "")
 
 
-def with_waits(told: str, waits: str) -> str:
-    return f"{told}; {waits}" if waits else told
+def with_waits(message: str, waits: str) -> str:
+    return f"{message}; {waits}" if waits else message
 
 
 def _of(pods: Sequence[Pod]) -> str:
-    told = (pod for pod in pods if pod.is_lost or not pod.is_going)
-    return together({pod.name: pod.waits_for for pod in told})
+    counted = (pod for pod in pods if pod.is_lost or not pod.is_going)
+    return together({pod.name: pod.waits_for for pod in counted})
 
 
 def _joined(*parts: str) -> str:

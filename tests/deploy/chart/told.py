@@ -11,7 +11,7 @@ from baton.v1 import control_pb2, worker_pb2
 from cluster.worker.reports import WorkerCollector
 from deploy.controller.kit.objects import Key
 from deploy.controller.manifests.common import CLUSTER_LABEL, OPERATOR_LABEL, POOL_LABEL
-from deploy.controller.operator_metrics import OperatorMetrics, Seen
+from deploy.controller.operator_metrics import OperatorMetrics
 from router.metrics import RouterMetrics
 
 _TARGET_LABELS = (CLUSTER_LABEL, POOL_LABEL, OPERATOR_LABEL)
@@ -51,6 +51,6 @@ def _metrics() -> Iterable[Metric]:
     collector = WorkerCollector("w", "p", lambda: load, lambda: progress, lambda: 0, lambda: 0)
     pool = {"status": {"conditions": [{"type": "t", "status": "True"}], "draining": []}}
     resources = {"WorkerPool": lambda: {Key("n", "p"): pool}}
-    operator = OperatorMetrics(Seen(lambda: True, lambda: 0, resources))
+    operator = OperatorMetrics(lambda: True, lambda: 0, resources)
     for told in (RouterMetrics().registry, collector, operator.registry):
         yield from told.collect()

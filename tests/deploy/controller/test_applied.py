@@ -16,10 +16,11 @@ from deploy.controller.companions import Companions
 from deploy.controller.kit.applied import Applied
 from deploy.controller.kit.kube import Discovery, Kube
 from deploy.controller.kit.objects import Key
-from tests.deploy.controller.clusters import RELEASE, view_of
+from tests.deploy.controller.clusters import RELEASE
 from tests.deploy.controller.following import following, until
 from tests.deploy.controller.scripted_api import Exchange, kube_of, scripted
 from tests.deploy.controller.things import CONFIG_MAPS, config_map, config_map_list
+from tests.deploy.controller.views import view_of
 
 CLUSTER = Key("models", "main")
 OWNER_UID = "u1"
@@ -200,9 +201,9 @@ def test_the_newest_budget_that_is_served_is_written(server: Server, kube: Kube)
 def test_kinds_that_are_not_served_are_told_and_left_out(server: Server, kube: Kube) -> None:
     server.served = {"networking.k8s.io/v1": ["networkpolicies", "ingresses"]}
     view = view_of(router={"hostname": "llm.example.com", "gateway": "edge"})
-    kept = Companions(Applied(kube, {}), Discovery(kube), RELEASE).keep(view)
-    assert not kept.refused
-    assert kept.unserved == [
+    refused, unserved = Companions(Applied(kube, {}), Discovery(kube), RELEASE).keep(view)
+    assert not refused
+    assert unserved == [
         "poddisruptionbudgets.policy (v1) are not served",
         "grpcroutes.gateway.networking.k8s.io (v1) are not served",
     ]

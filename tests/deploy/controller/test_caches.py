@@ -55,7 +55,7 @@ class Server:
 def test_a_cluster_that_is_gone_is_known_while_a_worker_pool_is_left_of_it() -> None:
     """Whoever begins to lead has to let that go."""
     with scripted(Server(obj("gone-decode", {CLUSTER_LABEL: "gone"}))) as running:
-        caches = Caches.of(kube_of(running), None, FAST)
+        caches = Caches(kube_of(running), None, FAST)
         caches.start()
         try:
             assert caches.wait_synced(TIMEOUT_S)
@@ -73,7 +73,7 @@ def test_a_worker_pool_concerns_each_cluster_that_has_a_pool_of_its_name(
     server = Server(obj("main-decode", labels))
     heard: queue.Queue[Key] = queue.Queue()
     with scripted(server) as running:
-        caches = Caches.of(kube_of(running), None, FAST)
+        caches = Caches(kube_of(running), None, FAST)
         caches.add_handler(heard.put)
         caches.start()
         try:
@@ -81,7 +81,7 @@ def test_a_worker_pool_concerns_each_cluster_that_has_a_pool_of_its_name(
             while not heard.empty():
                 heard.get_nowait()
             server.may_go.set()
-            told = {heard.get(timeout=TIMEOUT_S), heard.get(timeout=TIMEOUT_S)}
-            assert told == {Key(NAMESPACE, "main"), Key(NAMESPACE, "default")}
+            said = {heard.get(timeout=TIMEOUT_S), heard.get(timeout=TIMEOUT_S)}
+            assert said == {Key(NAMESPACE, "main"), Key(NAMESPACE, "default")}
         finally:
             assert caches.stop()

@@ -20,20 +20,19 @@ from deploy.controller.manifests.common import (
 )
 from deploy.controller.manifests.companions import BudgetKind
 from deploy.controller.manifests.routers import router_service
-from deploy.controller.observed import Pod
+from deploy.controller.pod import Pod
 from deploy.controller.resources import BUDGETS
 from deploy.controller.view import ClusterView, PoolView
 from tests.deploy.controller.clusters import (
     OWNER,
     RELEASE,
     group_of,
-    pod,
     pools_of,
     ray_of,
     routers_of,
     spec_of,
-    view_of,
 )
+from tests.deploy.controller.views import pod, view_of
 from tests.deploy.schemas import check_kubernetes
 
 NAMESPACE_NAME = "kubernetes.io/metadata.name"
@@ -82,14 +81,8 @@ def test_all_of_it_belongs_to_the_cluster_and_a_pools_budget_to_its_pool() -> No
         ([], 1),
         ([pod("a"), pod("b")], 1),
         ([pod("a"), pod("b", is_going=True)], 1),  # one leaves: no other may
-        (
-            [pod("a"), pod("b"), pod("c"), pod("d")],
-            3,
-        ),  # scaled in: all of them still serve
-        (
-            [pod("a"), pod("b"), pod("c", is_ready=False)],
-            1,
-        ),  # one more that never gets ready
+        ([pod("a"), pod("b"), pod("c"), pod("d")], 3),  # scaled in: all of them still serve
+        ([pod("a"), pod("b"), pod("c", is_ready=False)], 1),  # one more that never gets ready
     ],
 )
 def test_pods_of_a_pool_are_evicted_one_by_one(pods: list[Pod], num_staying: int) -> None:

@@ -1,92 +1,101 @@
-"""What happens again is counted; what happens in a loop is not written each time."""
+"""What people read of a cluster: each change once, and nothing of what stays as it is."""
 
 from __future__ import annotations
 
-from datetime import UTC, datetime, timedelta
+from typing import Any
 
 import pytest
 
-from deploy.controller.kit.events import EventSeries, EventType, Occurrence
+from deploy.controller.kit.events import EventType
+from deploy.controller.status.events import Look, exposure, happenings
+from tests.deploy.controller.views import view_of
 
-_START = datetime(2030, 1, 1, tzinfo=UTC)
+NORMAL, WARNING = EventType.NORMAL, EventType.WARNING
+POOL: dict[str, Any] = {"metadata": {"name": "main-decode"}}
+DRAIN = {"worker": "decode-1", "pod": "pod-b", "numRunning": 3, "since": "2026-01-01T10:00:00Z"}
+OVERDUE = DRAIN | {"heldBy": "3 requests still run"}
 
-
-def happened(
-    reason: str = "Drained",
-    message: str = "decode-1 has drained",
-    at_s: float = 0.0,
-    uid: str = "u1",
-    namespace: str = "n",
-) -> Occurrence:
-    about = {"kind": "WorkerPool", "namespace": namespace, "name": "decode", "uid": uid}
-    at = _START + timedelta(seconds=at_s)
-    return Occurrence(about, EventType.NORMAL, reason, message, at, at_s)
+Event = tuple[EventType, str, str]
 
 
-@pytest.fixture
-def book() -> EventSeries:
-    return EventSeries()
+def changes(before: Look, after: Look, obj: dict[str, Any] = POOL) -> list[Event]:
+    return [(each.type, each.reason, each.message) for each in happenings(obj, before, after)]
 
 
-def test_what_happens_again_raises_the_count_of_its_event(book: EventSeries) -> None:
-    first = book.note(happened())
-    again = book.note(happened(at_s=5))
-    assert first is not None
-    assert again is first
-    event = again.event("baton-operator")
-    assert event["count"] == 2
-    assert event["firstTimestamp"] == "2030-01-01T00:00:00Z"
-    assert event["lastTimestamp"] == "2030-01-01T00:00:05Z"
+def with_condition(kind: str, is_true: bool, reason: str) -> Look:
+    message = "so it is"
+    condition = {"type": kind, "status": str(is_true), "reason": reason, "message": message}
+    return Look.of({"conditions": [condition]})
 
 
-def test_another_message_reason_or_object_is_another_event(book: EventSeries) -> None:
-    occurrences = [happened(), happened(message="other"), happened("Other"), happened(uid="u2")]
-    series = [book.note(occurrence) for occurrence in occurrences]
-    assert len({one.name for one in series if one is not None}) == 4
+@pytest.mark.parametrize(
+    ("kind", "states", "expected"),
+    [
+        ("Available", [(False, "NoDecodeWorker")], []),  # it has never been
+        ("Available", [(True, "Serving")], [(NORMAL, "Available")]),
+        ("Available", [(True, "Serving"), (False, "NoDecodeWorker")],
+         [(NORMAL, "Available"), (WARNING, "Unavailable")]),
+        ("Degraded", [(False, "Sound")], []),
+        ("Degraded", [(True, "KubeRayMissing"), (True, "KubeRayMissing")],
+         [(WARNING, "KubeRayMissing")]),
+        ("Progressing", [(False, "KubeRayMissing")], []),
+        ("Degraded", [(True, "InvalidSpec"), (False, "Sound")],
+         [(WARNING, "InvalidSpec"), (NORMAL, "Recovered")]),
+        ("Degraded", [(True, "InvalidSpec"), (True, "Refused")],
+         [(WARNING, "InvalidSpec"), (WARNING, "Refused")]),
+        ("Progressing", [(True, "Starting"), (False, "AsWanted")], [(NORMAL, "Starting")]),
+        ("Progressing", [(False, "AsWanted"), (True, "SupervisorSilent")],
+         [(WARNING, "SupervisorSilent")]),
+        ("Progressing", [(True, "UnitDraining"), (True, "Starting"), (False, "AsWanted")],
+         [(NORMAL, "UnitDraining"), (NORMAL, "Starting")]),
+    ],
+)  # fmt: skip
+def test_a_condition_is_news_when_it_changes(
+    kind: str, states: list[tuple[bool, str]], expected: list[tuple[EventType, str]]
+) -> None:
+    look, found = Look(), []
+    for is_true, reason in states:
+        before, look = look, with_condition(kind, is_true, reason)
+        found += changes(before, look)
+    assert found == [(type_, reason, "so it is") for type_, reason in expected]
 
 
-def test_a_loop_is_held_back_but_counted(book: EventSeries) -> None:
-    written = [book.note(happened("Failed", "no", at_s=i * 0.1)) for i in range(100)]
-    assert sum(series is not None for series in written) == 10
-    later = book.note(happened("Failed", "no", at_s=100))
-    assert later is not None
-    assert later.count == 101
+@pytest.mark.parametrize(
+    ("writer", "by"),
+    [
+        ("kubectl", ", by kubectl"),
+        ("kube-controller-manager", ", by a HorizontalPodAutoscaler"),
+        ("baton-controller", ", by the planner"),
+        (None, ""),
+    ],
+)
+def test_a_pools_size_is_reported_with_who_wrote_it_last(writer: str | None, by: str) -> None:
+    fields = [
+        {"manager": manager, "time": str(time), "fieldsV1": {"f:spec": {"f:replicas": {}}}}
+        for time, manager in enumerate(("old", writer))
+    ]
+    metadata = {"name": "main-decode"} | ({"managedFields": fields} if writer else {})
+    out = changes(Look(size=1), Look(size=3), {"metadata": metadata})
+    assert out == [(NORMAL, "ScaledOut", f"from 1 to 3 replicas{by}")]
+    down = changes(Look(size=3), Look(size=2), {"metadata": metadata})
+    assert down == [(NORMAL, "ScaledIn", f"from 3 to 2 replicas{by}")]
+    assert changes(Look(), Look(size=3)) == [], "a first look is no news"
 
 
-def test_a_loop_with_ever_new_messages_is_held_back_too(book: EventSeries) -> None:
-    written = [book.note(happened("Failed", f"no {i}")) for i in range(100)]
-    assert sum(series is not None for series in written) == 10
+def test_a_drain_is_reported_when_it_begins_when_it_is_overdue_and_when_it_is_over() -> None:
+    none, drains, overdue = Look(), Look.of({"draining": [DRAIN]}), Look.of({"draining": [OVERDUE]})
+    begun = "worker decode-1 in pod pod-b drains, 3 requests run"
+    assert changes(none, drains) == [(NORMAL, "Draining", begun)]
+    assert changes(drains, Look.of({"draining": [DRAIN | {"numRunning": 1}]})) == []
+    late = "worker decode-1 in pod pod-b does not finish its drain: 3 requests still run"
+    assert changes(drains, overdue) == [(WARNING, "DrainOverdue", late)]
+    assert changes(overdue, overdue) == []
+    assert changes(overdue, none) == [(NORMAL, "Drained", "worker decode-1 has drained")]
 
 
-def test_a_loop_crowds_out_no_other_reason_and_no_other_object(book: EventSeries) -> None:
-    for _ in range(100):
-        book.note(happened("Failed", "no"))
-    assert book.note(happened("Drained")) is not None
-    assert book.note(happened("Failed", "no", uid="u2")) is not None
-
-
-def test_an_event_of_an_object_without_namespace_is_in_default(book: EventSeries) -> None:
-    series = book.note(happened(namespace=""))
-    assert series is not None
-    assert series.event("baton-operator")["metadata"]["namespace"] == "default"
-
-
-def test_names_and_messages_keep_to_their_longest(book: EventSeries) -> None:
-    occurrence = happened(message="x" * 5000)
-    about = {**occurrence.about, "name": "y" * 253}
-    series = book.note(Occurrence(about, EventType.WARNING, "R", "x" * 5000, _START, 0.0))
-    assert series is not None
-    event = series.event("baton-operator")
-    assert len(event["metadata"]["name"]) <= 253
-    assert len(event["message"]) == 1024
-
-
-def test_the_book_forgets_what_was_used_longest_ago(book: EventSeries) -> None:
-    first = book.note(happened(uid="first"))
-    for number in range(5000):
-        book.note(happened(uid=f"u{number}"))
-    again = book.note(happened(uid="first"))
-    assert first is not None
-    assert again is not None
-    assert again is not first
-    assert again.count == 1
+def test_a_head_that_several_workers_depend_on_is_reported_once() -> None:
+    exposed = Look(exposure=exposure(view_of()))
+    assert [each[:2] for each in changes(Look(), exposed)] == [(WARNING, "HeadUnprotected")]
+    assert changes(exposed, exposed) == changes(exposed, Look()) == []
+    redis = {"gcsFaultTolerance": {"redisAddress": "redis:6379"}}
+    assert exposure(view_of(ray=redis)) == ""

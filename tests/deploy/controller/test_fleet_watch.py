@@ -8,16 +8,16 @@ import threading
 from collections.abc import AsyncIterator
 
 from baton.v1 import control_pb2
-from deploy.controller.fleet_watch import FleetWatch, fleet_of, merged
+from deploy.controller.fleet import Heard, SlotState, fleet_of, merged
+from deploy.controller.fleet_watch import FleetWatch
 from deploy.controller.kit.objects import Key
-from deploy.controller.observed import Heard, PlaceState
 from tests.router.deployment import Context, Registry
 
 CLUSTER = Key("here", "main")
 
 
 class Supervisor(Registry):
-    """Tells what a router has told it."""
+    """Tells what a router has said it."""
 
     report = control_pb2.ReportRouterRequest(router_id="router-1")
 
@@ -36,19 +36,19 @@ class Supervisor(Registry):
             yield response
 
 
-async def test_requests_that_are_held_for_stopped_pools_are_told_at_once() -> None:
-    supervisor, told = Supervisor(), threading.Event()
-    watch = FleetWatch(lambda _: told.set())
+async def test_requests_that_are_held_for_stopped_pools_are_reported_at_once() -> None:
+    supervisor, said = Supervisor(), threading.Event()
+    watch = FleetWatch(lambda _: said.set())
     await supervisor.start()
     try:
-        watch.follow(CLUSTER, {"bcdfg": supervisor.address})
-        assert await asyncio.to_thread(told.wait, 10), "the supervisor speaks"
+        watch.follow(CLUSTER, [supervisor.address])
+        assert await asyncio.to_thread(said.wait, 10), "the supervisor speaks"
         for num_held in (1, 0):
-            told.clear()
+            said.clear()
             supervisor.report = control_pb2.ReportRouterRequest(num_held=num_held)
             await supervisor.publish()
-            assert await asyncio.to_thread(told.wait, 10)
-            fleet = watch.heard(CLUSTER, "bcdfg").fleet
+            assert await asyncio.to_thread(said.wait, 10)
+            fleet = watch.heard(supervisor.address).fleet
             assert fleet is not None
             assert fleet.holds_requests == (num_held > 0)
     finally:
@@ -57,18 +57,18 @@ async def test_requests_that_are_held_for_stopped_pools_are_told_at_once() -> No
 
 
 async def test_a_supervisor_that_has_had_no_time_to_speak_is_not_silent() -> None:
-    supervisor, told = Supervisor(), threading.Event()
-    watch = FleetWatch(lambda _: told.set())
-    assert not watch.heard(CLUSTER, "bcdfg").is_certain
+    supervisor, said = Supervisor(), threading.Event()
+    watch = FleetWatch(lambda _: said.set())
+    assert not watch.heard(supervisor.address).is_certain
     await supervisor.start()
     supervisor.speaks.clear()
     try:
-        watch.follow(CLUSTER, {"bcdfg": supervisor.address})
+        watch.follow(CLUSTER, [supervisor.address])
         await supervisor.asked.wait()
-        assert not watch.heard(CLUSTER, "bcdfg").is_certain
+        assert not watch.heard(supervisor.address).is_certain
         supervisor.speaks.set()
-        assert await asyncio.to_thread(told.wait, 10)
-        heard = watch.heard(CLUSTER, "bcdfg")
+        assert await asyncio.to_thread(said.wait, 10)
+        heard = watch.heard(supervisor.address)
         assert heard.is_certain
         assert heard.fleet is not None
     finally:
@@ -76,38 +76,19 @@ async def test_a_supervisor_that_has_had_no_time_to_speak_is_not_silent() -> Non
         await supervisor.stop()
 
 
-async def test_a_supervisor_that_settles_is_not_settled_however_long_it_has_spoken() -> None:
-    supervisor, told, now_s = Supervisor(), threading.Event(), 0.0
-    watch = FleetWatch(lambda _: told.set(), lambda: now_s)
+async def test_a_supervisor_whose_workers_have_yet_to_register_is_not_settled() -> None:
+    supervisor, said = Supervisor(), threading.Event()
+    watch = FleetWatch(lambda _: said.set())
     supervisor.settles = True
     await supervisor.start()
     try:
-        watch.follow(CLUSTER, {"bcdfg": supervisor.address})
-        assert await asyncio.to_thread(told.wait, 10)
-        now_s = 600.0
-        assert not watch.heard(CLUSTER, "bcdfg").is_settled, (
-            "it still waits for workers that were there"
-        )
-        told.clear()
-        supervisor.settles = False
-        supervisor.report = control_pb2.ReportRouterRequest(num_held=1)  # which is told at once
-        await supervisor.publish()
-        assert await asyncio.to_thread(told.wait, 10)
-        assert watch.heard(CLUSTER, "bcdfg").is_settled
-    finally:
-        watch.stop()
-        await supervisor.stop()
-
-
-async def test_who_has_just_begun_to_listen_takes_no_supervisor_for_settled() -> None:
-    supervisor, told, now_s = Supervisor(), threading.Event(), 0.0
-    watch = FleetWatch(lambda _: told.set(), lambda: now_s)
-    await supervisor.start()
-    try:
-        watch.follow(CLUSTER, {"bcdfg": supervisor.address})
-        assert await asyncio.to_thread(told.wait, 10)
-        for now_s in (14.0, 15.0):
-            assert watch.heard(CLUSTER, "bcdfg").is_settled == (now_s == 15.0)
+        watch.follow(CLUSTER, [supervisor.address])
+        for settles in (True, False):
+            assert await asyncio.to_thread(said.wait, 10)
+            assert watch.heard(supervisor.address).is_settled == (not settles)
+            said.clear()
+            supervisor.settles = False
+            await supervisor.publish()
     finally:
         watch.stop()
         await supervisor.stop()
@@ -121,9 +102,9 @@ def answer_of(*pools: control_pb2.PoolStatus, settles: bool = False) -> Heard:
         )
         for pool in pools
     ]
-    told = control_pb2.WatchFleetResponse(pools=pools, workers=workers, settles=settles)
-    told.routers.add(router_id="r", num_held=1)
-    return Heard(fleet_of(told), (told, 3.0), is_settled=not settles, is_certain=True)
+    said = control_pb2.WatchFleetResponse(pools=pools, workers=workers, settles=settles)
+    said.routers.add(router_id="r", num_held=1)
+    return Heard(fleet_of(said), (said, 3.0), is_certain=True)
 
 
 def test_two_units_are_one_fleet_whose_sizes_are_sums() -> None:
@@ -137,13 +118,13 @@ def test_two_units_are_one_fleet_whose_sizes_are_sums() -> None:
     assert {name: p.desired_replicas for name, p in both.fleet.pools.items()} == {
         "prefill": 1, "decode": 4,
     }  # fmt: skip
-    live = [p.worker_id for p in both.fleet.pools["decode"].of_state(PlaceState.LIVE)]
+    live = [p.worker_id for p in both.fleet.pools["decode"].of_state(SlotState.LIVE)]
     assert live == ["decode-0", "hjkmn/decode-0"]
-    assert both.told is not None
-    assert len(both.told[0].routers) == 2
+    assert both.answer is not None
+    assert len(both.answer[0].routers) == 2
     assert (both.is_settled, both.settles, both.is_certain) == (False, True, True)
-    assert former.told is not None
-    assert len(former.told[0].routers) == 1, "an answer is not changed"
+    assert former.answer is not None
+    assert len(former.answer[0].routers) == 1, "an answer is not changed"
     assert merged({"bcdfg": former}) is former
     silent = merged({"bcdfg": former, "hjkmn": Heard(is_certain=True)})
     assert silent.fleet is not None
@@ -151,14 +132,14 @@ def test_two_units_are_one_fleet_whose_sizes_are_sums() -> None:
     assert merged({}) == Heard(is_certain=True)
 
 
-def test_a_supervisor_that_is_not_there_is_told_silent() -> None:
-    told = threading.Event()
-    watch = FleetWatch(lambda _: told.set())
+def test_a_supervisor_that_is_not_there_is_silent() -> None:
+    said = threading.Event()
+    watch = FleetWatch(lambda _: said.set())
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = f"127.0.0.1:{free.getsockname()[1]}"
     try:
-        watch.follow(CLUSTER, {"bcdfg": address})
-        assert told.wait(20)
-        assert watch.heard(CLUSTER, "bcdfg") == Heard(is_certain=True)
+        watch.follow(CLUSTER, [address])
+        assert said.wait(20)
+        assert watch.heard(address) == Heard(is_certain=True)
     finally:
         watch.stop()

@@ -7,16 +7,17 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from deploy.controller.fleet import FleetPool, Slot, SlotState
 from deploy.controller.kuberay import group_size
-from deploy.controller.observed import FleetPool, Place, PlaceState, Pod
+from deploy.controller.pod import Pod
 
 
 def pod(name: str, going: bool = False, ready: bool = True) -> Pod:
     return Pod(name, "decode", ready, going, "v1", "2026-01-01T00:00:00Z")
 
 
-def place(index: int, on: str, state: PlaceState = PlaceState.LIVE) -> Place:
-    return Place(f"decode-{index}", on, state, num_running=1)
+def slot(index: int, on: str, state: SlotState = SlotState.LIVE) -> Slot:
+    return Slot(f"decode-{index}", on, state, num_running=1)
 
 
 def pods(names: str) -> list[Pod]:
@@ -24,23 +25,23 @@ def pods(names: str) -> list[Pod]:
 
 
 def test_a_pool_grows_at_once() -> None:
-    size = group_size(3, pods("a"), FleetPool(1, [place(0, "a")]))
+    size = group_size(3, pods("a"), FleetPool(1, [slot(0, "a")]))
     assert (size.replicas, size.to_delete) == (3, ())
 
 
 def test_a_pod_whose_worker_drains_stays() -> None:
-    draining = place(1, "b", PlaceState.DRAINING)
-    size = group_size(1, pods("ab"), FleetPool(1, [place(0, "a"), draining]))
+    draining = slot(1, "b", SlotState.DRAINING)
+    size = group_size(1, pods("ab"), FleetPool(1, [slot(0, "a"), draining]))
     assert (size.replicas, size.to_delete) == (2, ())
 
 
-def test_replicas_and_the_pods_that_go_are_told_together() -> None:
-    size = group_size(1, pods("abc"), FleetPool(1, [place(0, "b")]))
+def test_replicas_and_the_pods_that_go_are_reported_together() -> None:
+    size = group_size(1, pods("abc"), FleetPool(1, [slot(0, "b")]))
     assert (size.replicas, size.to_delete) == (1, ("a", "c"))
 
 
 def test_pods_that_go_already_stay_named_until_they_are_gone() -> None:
-    size = group_size(1, [pod("a"), pod("b", going=True)], FleetPool(1, [place(0, "a")]))
+    size = group_size(1, [pod("a"), pod("b", going=True)], FleetPool(1, [slot(0, "a")]))
     assert (size.replicas, size.to_delete) == (1, ("b",))
 
 
@@ -50,21 +51,21 @@ def test_nothing_goes_while_the_supervisor_is_silent() -> None:
 
 
 def test_a_pod_that_is_not_seen_yet_counts_when_a_worker_is_on_it() -> None:
-    places = [place(0, "a"), place(1, "b"), place(2, "c")]
-    size = group_size(1, pods("a"), FleetPool(1, places))
+    slots = [slot(0, "a"), slot(1, "b"), slot(2, "c")]
+    size = group_size(1, pods("a"), FleetPool(1, slots))
     assert (size.replicas, size.to_delete) == (3, ()), "KubeRay would choose two of three"
 
 
 def test_a_pod_that_a_place_waits_for_stays() -> None:
-    waiting = place(1, "", PlaceState.PENDING)
-    size = group_size(2, pods("abc"), FleetPool(2, [place(0, "a"), waiting]))
+    waiting = slot(1, "", SlotState.PENDING)
+    size = group_size(2, pods("abc"), FleetPool(2, [slot(0, "a"), waiting]))
     assert size.replicas == 2
     assert len(size.to_delete) == 1
 
 
 def test_a_pod_that_never_got_ready_goes_before_one_that_did() -> None:
     have = [pod("a"), pod("b"), pod("c", ready=False)]
-    size = group_size(2, have, FleetPool(2, [place(0, "a"), place(1, "", PlaceState.PENDING)]))
+    size = group_size(2, have, FleetPool(2, [slot(0, "a"), slot(1, "", SlotState.PENDING)]))
     assert size.to_delete == ("c",)
 
 
@@ -73,33 +74,33 @@ def test_a_pod_that_never_got_ready_goes_before_one_that_did() -> None:
 
 @dataclass
 class Model:
-    """Pods and places that do, one step at a time, what they were told."""
+    """Pods and slots that take one step at a time to what was asked of them."""
 
     replicas: int = 2
-    told: int = 2
+    asked: int = 2
     pods: dict[str, bool] = field(default_factory=dict)  # whether it goes
-    homes: dict[int, str] = field(default_factory=dict)  # pods of places
+    homes: dict[int, str] = field(default_factory=dict)  # pods of slots
     draining: set[int] = field(default_factory=set)
     num_made: int = 0
     killed_with_worker: list[str] = field(default_factory=list)
 
-    def places(self) -> list[Place]:
-        wanted = dict.fromkeys(range(self.told), "")
+    def slots(self) -> list[Slot]:
+        wanted = dict.fromkeys(range(self.asked), "")
         return [
-            place(
+            slot(
                 index,
                 home,
-                PlaceState.DRAINING
+                SlotState.DRAINING
                 if index in self.draining
-                else (PlaceState.LIVE if home else PlaceState.PENDING),
+                else (SlotState.LIVE if home else SlotState.PENDING),
             )
             for index, home in sorted((wanted | self.homes).items())
         ]
 
     def operate(self, sees_fleet: bool) -> None:
-        """One look of the operator: what it tells KubeRay takes effect."""
+        """One look of the operator: what it asks of KubeRay takes effect."""
         have = [pod(name, going) for name, going in self.pods.items()]
-        fleet = FleetPool(self.told, self.places()) if sees_fleet else None
+        fleet = FleetPool(self.asked, self.slots()) if sees_fleet else None
         size = group_size(self.replicas, have, fleet)
         for name in size.to_delete:
             if name in self.homes.values():
@@ -111,13 +112,13 @@ class Model:
             self.num_made += 1
             self.pods[f"pod-{self.num_made}"] = False
         if sees_fleet:
-            self.told = self.replicas
+            self.asked = self.replicas
 
     def supervise(self) -> None:
         """The supervisor places what has room, and drains what is too much."""
-        self.draining |= {index for index in self.homes if index >= self.told}
+        self.draining |= {index for index in self.homes if index >= self.asked}
         free = [n for n, going in self.pods.items() if not going and n not in self.homes.values()]
-        for index in range(self.told):
+        for index in range(self.asked):
             if index not in self.homes and free:
                 self.homes[index] = free.pop()
 

@@ -1,4 +1,4 @@
-"""What the operator tells Prometheus of itself and of what it looks after."""
+"""The metrics of the operator and of what it looks after."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from deploy.controller.kit.errors import UnreachableError
 from deploy.controller.kit.objects import Key, Object
-from deploy.controller.operator_metrics import OperatorMetrics, Seen
+from deploy.controller.operator_metrics import OperatorMetrics
 
 CLUSTER: dict[str, Any] = {
     "status": {
@@ -37,31 +37,31 @@ class World:
             "ServingCluster": lambda: {Key("ns", "main"): CLUSTER},
             "WorkerPool": lambda: self.pools,
         }
-        self.metrics = OperatorMetrics(Seen(lambda: self.is_leading, lambda: 3, resources))
+        self.metrics = OperatorMetrics(lambda: self.is_leading, lambda: 3, resources)
 
-    def told(self, name: str, **labels: str) -> float | None:
+    def said(self, name: str, **labels: str) -> float | None:
         return self.metrics.registry.get_sample_value(name, labels)
 
     def condition(self, kind: str, name: str, type_: str, reason: str) -> float | None:
         labels = {"kind": kind, "resource_namespace": "ns", "resource": name}
-        return self.told("baton_resource_condition", **labels, type=type_, reason=reason)
+        return self.said("baton_resource_condition", **labels, type=type_, reason=reason)
 
     def overdue(self) -> float | None:
         labels = {"kind": "WorkerPool", "resource_namespace": "ns", "resource": "decode"}
-        return self.told("baton_resource_overdue_drains", **labels)
+        return self.said("baton_resource_overdue_drains", **labels)
 
 
-def test_who_leads_tells_each_condition_with_its_reason() -> None:
+def test_who_leads_reports_each_condition_with_its_reason() -> None:
     world = World()
-    assert world.told("baton_operator_is_leading") == 1
-    assert world.told("baton_operator_queue_depth") == 3
+    assert world.said("baton_operator_is_leading") == 1
+    assert world.said("baton_operator_queue_depth") == 3
     assert world.condition("ServingCluster", "main", "Available", "Serving") == 1
     assert world.condition("ServingCluster", "main", "Degraded", "Sound") == 0
     assert world.condition("WorkerPool", "decode", "Progressing", "InvalidSpec") == 0
     assert world.overdue() == 1
 
 
-def test_what_is_so_no_more_is_told_no_more() -> None:
+def test_what_is_so_no_more_is_reported_no_more() -> None:
     world = World()
     conditions = [{"type": "Progressing", "status": "True", "reason": "Starting"}]
     world.pools = {Key("ns", "decode"): {"status": {"conditions": conditions, "draining": []}}}
@@ -72,10 +72,10 @@ def test_what_is_so_no_more_is_told_no_more() -> None:
     assert world.overdue() is None
 
 
-def test_who_stands_by_tells_of_itself_alone() -> None:
+def test_who_stands_by_reports_of_itself_alone() -> None:
     world = World()
     world.is_leading = False
-    assert world.told("baton_operator_is_leading") == 0
+    assert world.said("baton_operator_is_leading") == 0
     assert world.condition("ServingCluster", "main", "Available", "Serving") is None
 
 
@@ -96,5 +96,5 @@ def test_reconciles_are_counted_by_their_ends_and_timed() -> None:
             counted(Key("ns", "other"))
     ends = {"succeeded": 1, "refused": 1, "failed": 2}
     for end, count in ends.items():
-        assert world.told("baton_operator_reconciles_total", end=end) == count
-    assert world.told("baton_operator_reconcile_seconds_count") == 4
+        assert world.said("baton_operator_reconciles_total", end=end) == count
+    assert world.said("baton_operator_reconcile_seconds_count") == 4

@@ -8,22 +8,18 @@ from baton.config.planner import PlannerConfig
 from baton.v1 import common_pb2, control_pb2
 from cluster.planner.planner import PoolPlan
 from cluster.pools.role_plan import RolePlan as Split
-from deploy.api.checked import read_spec
-from deploy.api.serving_cluster import ServingClusterSpec
 from deploy.api.worker_pool import RolePlan, Scaling, ScalingMode, WorkerPoolSpec
 from deploy.controller.kit.objects import Key
-from deploy.controller.manifests.common import Owner
-from deploy.controller.observed import NOTHING_HEARD
 from deploy.controller.planning import Planning
-from deploy.controller.rollout import Record, State, Step, UnitPlan
-from deploy.controller.view import ClusterView, PoolView
+from deploy.controller.view import PoolView
+from tests.deploy.controller.views import view_of
 
 MAIN = Key("models", "main")
 CONFIG = PlannerConfig(panic_window_s=10.0, stable_window_s=20.0, warm_up_s=0.0, role_hold_s=10.0)
 NUM_MIXED = 4
 
 
-def told(replicas: int) -> control_pb2.WatchFleetResponse:
+def said(replicas: int) -> control_pb2.WatchFleetResponse:
     """One live prefill worker that computes 1,000 tokens/s, and 2,400 that arrive."""
     answer = control_pb2.WatchFleetResponse(
         routers=[
@@ -61,7 +57,7 @@ def planned(mode: ScalingMode, *, has: int = 1, supervisor_has: int = 1) -> Pool
     )
     plans = {}
     for second in range(0, 12, 2):
-        heard = told(supervisor_has), float(second)
+        heard = said(supervisor_has), float(second)
         plans = planning.plan(MAIN, heard, {"prefill": pool}, CONFIG)
     return plans["prefill"]
 
@@ -97,25 +93,15 @@ def test_a_pool_that_is_being_deleted_has_no_part_in_the_load_of_what_replaces_i
         "new": PoolView({"metadata": {}}, spec, [], None),
         "prefill": PoolView(going, replace(spec, pool="prefill", replicas=4), [], None),
     }
-    cluster = {
-        "kind": "ServingCluster",
-        "metadata": {"name": "main", "namespace": "models"},
-        "spec": {"model": {"name": "models/demo"}, "pools": {"decode": {"role": "decode"}}},
-    }
-    parsed = read_spec(ServingClusterSpec, cluster)
-    owner, step = (
-        Owner("main", "models", "uid"),
-        Step(State.SERVING, "", (UnitPlan("2x4bz", {}, Record()),)),
-    )
-    view = ClusterView(MAIN, cluster, owner, parsed, pools, NOTHING_HEARD, step)
+    view = replace(view_of(), pools=pools)
     plans = Planning().plan(MAIN, (answer_of_both(), 0.0), view.staying_specs, CONFIG)
     assert plans.keys() == {"new"}
     assert "2,400 uncached tokens/s" in plans["new"].reason
 
 
 def answer_of_both() -> control_pb2.WatchFleetResponse:
-    """As `told`, but for a worker in either pool."""
-    answer = told(4)
+    """As `said`, but for a worker in either pool."""
+    answer = said(4)
     answer.pools[1].desired_replicas = 1
     answer.workers.add().CopyFrom(answer.workers[0])
     answer.workers[1].info.ref.worker_id = "new-0"
@@ -126,7 +112,7 @@ def answer_of_both() -> control_pb2.WatchFleetResponse:
 # --- a mixed pool ---------------------------------------------------------------------------------
 
 
-def mixed_told(tokens_per_s: float, kv_fill: float) -> control_pb2.WatchFleetResponse:
+def mixed_fleet(tokens_per_s: float, kv_fill: float) -> control_pb2.WatchFleetResponse:
     """Workers that compute 1,000 tokens/s each; `kv_fill`: how many of their KV is full. The
     supervisor knows nothing of the roles yet."""
     router = control_pb2.ReportRouterRequest(
@@ -162,9 +148,9 @@ def test_the_roles_of_a_mixed_pool_follow_the_load() -> None:
     split = []
     for tokens_per_s, kv_fill in ((2450.0, 0.85), (820.0, 2.45), (2450.0, 0.85)):
         for _ in range(20):
-            told = mixed_told(tokens_per_s, kv_fill), second
+            said = mixed_fleet(tokens_per_s, kv_fill), second
             pools = {"mixed": mixed_pool(roles)}
-            plan = planning.plan(MAIN, told, pools, CONFIG)["mixed"]
+            plan = planning.plan(MAIN, said, pools, CONFIG)["mixed"]
             assert plan.desired_replicas == NUM_MIXED
             assert plan.role_plan is not None
             second += 2.0
@@ -177,6 +163,9 @@ def test_the_roles_of_a_mixed_pool_follow_the_load() -> None:
 def test_the_roles_in_force_are_those_of_the_worker_pool_whatever_the_supervisor_knows() -> None:
     """Either split does for this load, and so either stays."""
     for prefill in (1, 2):
-        told, pools = (mixed_told(1480.0, 1.0), 0.0), {"mixed": mixed_pool(RolePlan(prefill, 1))}
-        plans = Planning().plan(MAIN, told, pools, CONFIG)
+        said, pools = (
+            (mixed_fleet(1480.0, 1.0), 0.0),
+            {"mixed": mixed_pool(RolePlan(prefill, 1))},
+        )
+        plans = Planning().plan(MAIN, said, pools, CONFIG)
         assert plans["mixed"].role_plan == Split(prefill, 1)

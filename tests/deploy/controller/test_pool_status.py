@@ -6,17 +6,17 @@ from baton.config.planner import PlannerConfig
 from baton.v1 import control_pb2
 from deploy.api.status import MESSAGE, WorkerPoolStatus
 from deploy.api.worker_pool import WorkerPoolSpec
-from deploy.controller.fleet_watch import fleet_of
-from deploy.controller.manifests.common import Object
-from deploy.controller.observed import (
+from deploy.controller.fleet import (
     NOTHING_HEARD,
     Fleet,
     FleetPool,
     Heard,
-    Place,
-    PlaceState,
-    Pod,
+    Slot,
+    SlotState,
+    fleet_of,
 )
+from deploy.controller.manifests.common import Object
+from deploy.controller.pod import Pod
 from deploy.controller.status.pool_status import pool_status, pool_verdicts
 from deploy.controller.view import PoolView
 
@@ -26,17 +26,17 @@ BEGUN = "2026-01-01T10:00:00Z"
 
 
 def draining(
-    told: list[Object],
+    said: list[Object],
     now: str,
     num_running: int | None = 3,
-    state: PlaceState = PlaceState.DRAINING,
+    state: SlotState = SlotState.DRAINING,
 ) -> list[Object]:
-    """What it says after `told`; `num_running` None: the supervisor is silent."""
-    worker, place = f"{NAME}-1", None
+    """What it says after `said`; `num_running` None: the supervisor is silent."""
+    worker, slot = f"{NAME}-1", None
     if num_running is not None:
-        place = Place(worker, "pod-b", state, num_running=num_running)
-    fleet = None if place is None else FleetPool(1, (place,))
-    obj = {"metadata": {}, "status": {"draining": told}}
+        slot = Slot(worker, "pod-b", state, num_running=num_running)
+    fleet = None if slot is None else FleetPool(1, (slot,))
+    obj = {"metadata": {}, "status": {"draining": said}}
     view = PoolView(obj, SPEC, [], fleet)
     found: list[Object] = pool_status(view, PlannerConfig(), now)["draining"]
     return found
@@ -57,10 +57,10 @@ def test_a_drain_that_takes_longer_than_it_may_says_what_holds_it() -> None:
     assert idle["heldBy"] == "nothing runs on it any more, but its processes do not end"
 
 
-def test_a_worker_that_hangs_while_it_drains_is_told_as_one_that_drains() -> None:
-    assert draining([], BEGUN, state=PlaceState.SUSPECT) == []
+def test_a_worker_that_hangs_while_it_drains_is_reported_as_one_that_drains() -> None:
+    assert draining([], BEGUN, state=SlotState.SUSPECT) == []
     first = draining([], BEGUN)
-    (hangs,) = draining(first, "2026-01-01T10:02:31Z", 2, PlaceState.SUSPECT)
+    (hangs,) = draining(first, "2026-01-01T10:02:31Z", 2, SlotState.SUSPECT)
     assert hangs["since"] == BEGUN
     assert hangs["heldBy"] == "it is stuck or silent, 2 requests on it"
 
@@ -70,7 +70,7 @@ def test_a_silent_supervisor_ends_no_drain() -> None:
     assert draining(first, "2026-01-01T10:09:00Z", None) == first
 
 
-def test_an_error_that_is_too_long_for_a_status_is_told_as_far_as_it_goes() -> None:
+def test_an_error_that_is_too_long_for_a_status_is_reported_as_far_as_it_goes() -> None:
     fleet = FleetPool(1, (), last_error="no memory: " + "x" * MESSAGE)
     view = PoolView({"metadata": {}}, SPEC, [], fleet)
     error = pool_status(view, PlannerConfig(), BEGUN)["lastError"]
@@ -79,7 +79,7 @@ def test_an_error_that_is_too_long_for_a_status_is_told_as_far_as_it_goes() -> N
 
 def test_what_clients_see_stands_beside_what_they_are_to_see() -> None:
     """At the router where they see worst."""
-    told = control_pb2.WatchFleetResponse(
+    said = control_pb2.WatchFleetResponse(
         pools=[control_pb2.PoolStatus(name=name, desired_replicas=1) for name in (NAME,)],
         routers=[
             control_pb2.ReportRouterRequest(
@@ -90,8 +90,8 @@ def test_what_clients_see_stands_beside_what_they_are_to_see() -> None:
             ),
         ],
     )
-    fleet = fleet_of(told)
-    heard = Heard(fleet, is_settled=True)
+    fleet = fleet_of(said)
+    heard = Heard(fleet)
     view = PoolView({"metadata": {}}, SPEC, [], fleet.pools[NAME], None, heard)
     status = pool_status(view, PlannerConfig(itl_target_s=0.035), BEGUN)
     assert (status["itlSeconds"], status["itlTargetSeconds"]) == (0.04, 0.035)
@@ -100,8 +100,8 @@ def test_what_clients_see_stands_beside_what_they_are_to_see() -> None:
     assert pool_status(silent, PlannerConfig(), BEGUN)["itlSeconds"] is None
 
 
-def test_a_pool_that_a_supervisor_does_not_know_yet_starts_and_is_told_what_was_refused() -> None:
-    """Other pools' supervisor answers, and nothing else tells of this one's workers."""
+def test_a_pool_that_a_supervisor_does_not_know_yet_starts_and_says_what_was_refused() -> None:
+    """Other pools' supervisor answers, and nothing else reports this one's workers."""
     before = {"draining": [{"worker": "w", "since": BEGUN}]}
     pod = Pod("a", "decode", True, False, BEGUN)
 
@@ -110,9 +110,9 @@ def test_a_pool_that_a_supervisor_does_not_know_yet_starts_and_is_told_what_was_
         return PoolView({"metadata": {}, "status": before}, SPEC, [pod], fleet, None, heard)
 
     others = Fleet({"prefill": FleetPool(0, ())})
-    other = seen(Heard(others, is_settled=True))
-    told = pool_verdicts(other, "blockSize: must divide", "pod a waits")
-    assert [(each.is_true, each.reason, each.message) for each in told] == [
+    other = seen(Heard(others))
+    said = pool_verdicts(other, "blockSize: must divide", "pod a waits")
+    assert [(each.is_true, each.reason, each.message) for each in said] == [
         (False, "TooFewLive", "0 of 1 workers live; pod a waits"),
         (True, "Starting", "0 of 1 workers live; pod a waits"),
         (True, "SupervisorRefused", "Ray's head: blockSize: must divide"),
@@ -122,28 +122,28 @@ def test_a_pool_that_a_supervisor_does_not_know_yet_starts_and_is_told_what_was_
     assert (status["readyReplicas"], status["draining"]) == (0, [])
     settles = (control_pb2.WatchFleetResponse(settles=True), 0.0)
     found, waits, heard = (
-        Fleet({NAME: FleetPool(1, [Place("w-0", "a", state)])})
-        for state in (PlaceState.STARTING, PlaceState.PENDING, PlaceState.LIVE)
+        Fleet({NAME: FleetPool(1, [Slot("w-0", "a", state)])})
+        for state in (SlotState.STARTING, SlotState.PENDING, SlotState.LIVE)
     )
     assert pool_verdicts(seen(Heard(heard, settles)), "")[1].reason == "AsWanted"
     for begins in (
-        Heard(others),
+        Heard(others, settles),
         Heard(found, settles),
         Heard(waits, settles),
     ):  # it has yet to find what another left
-        told = pool_verdicts(seen(begins), "")
-        assert [each.reason for each in told] == ["Live", "Starting", "Sound"]
+        said = pool_verdicts(seen(begins), "")
+        assert [each.reason for each in said] == ["Live", "Starting", "Sound"]
         status = pool_status(seen(begins), PlannerConfig(), BEGUN)
         assert status["readyReplicas"] == 1
         assert status["draining"] == before["draining"]
-    told = pool_verdicts(seen(NOTHING_HEARD), "")
-    assert [each.reason for each in told] == ["Live", "SupervisorSilent", "SupervisorSilent"]
+    said = pool_verdicts(seen(NOTHING_HEARD), "")
+    assert [each.reason for each in said] == ["Live", "SupervisorSilent", "SupervisorSilent"]
 
 
 def test_a_pool_whose_unit_drains_says_that_it_makes_way() -> None:
-    fleet = FleetPool(0, (Place("decode-0", "a", PlaceState.DRAINING),))
+    fleet = FleetPool(0, (Slot("decode-0", "a", SlotState.DRAINING),))
     pods = [Pod("a", "decode", True, False, BEGUN)]
-    heard = Heard(is_settled=True)
+    heard = Heard(Fleet({}))
     for there, reason in ((fleet, "Draining"), (FleetPool(0, ()), "MakesWay")):
         view = PoolView(
             {"metadata": {}}, SPEC, pods, there, None, heard, planned_size=0, makes_way=True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -18,17 +19,16 @@ from deploy.api.serving_cluster import ServingClusterSpec
 from deploy.api.worker_pool import WorkerPoolSpec
 from deploy.controller.caches import Caches
 from deploy.controller.kit.applied import Applied
+from deploy.controller.kit.events import EventType
 from deploy.controller.kit.finalizers import FINALIZER, Finalizers
-from deploy.controller.kit.objects import Key
+from deploy.controller.kit.objects import Key, Object
 from deploy.controller.manifests.common import CLUSTER_LABEL, POOL_LABEL, ROLE_LABEL, Owner
 from deploy.controller.manifests.worker_pool import worker_pool
-from deploy.controller.observed import NOTHING_HEARD
-from deploy.controller.pool_size import with_accepted_size
-from deploy.controller.pools import Pools
-from deploy.controller.rollout import Record, State, Step, UnitPlan
-from deploy.controller.view import ClusterView, PoolView
+from deploy.controller.pools import Pools, with_accepted_size
+from deploy.controller.view import PoolView
 from tests.deploy.controller.following import FAST, TIMEOUT_S
 from tests.deploy.controller.scripted_api import Exchange, kube_of, scripted
+from tests.deploy.controller.views import view_of
 
 OWNER = Owner("main", "models", "uid-1")
 PATH = "/apis/baton.dev/v1alpha1/namespaces/models/workerpools/main-decode"
@@ -43,6 +43,11 @@ class Server:
     writes: list[tuple[str, str, dict[str, Any]]] = field(default_factory=list)
     refuses: dict[str, tuple[int, str]] = field(default_factory=dict)
     """Verbs, each with a status and its reason."""
+
+    events: list[tuple[str, str]] = field(default_factory=list)
+
+    def record(self, about: Object, type_: EventType, reason: str, message: str) -> None:
+        self.events.append((reason, message))
 
     def __call__(self, exchange: Exchange) -> None:
         if exchange.is_watch:
@@ -68,12 +73,12 @@ def pools_at(*seen: dict[str, Any]) -> Iterator[tuple[Pools, Server]]:
     server = Server(list(seen))
     with scripted(server) as running:
         kube = kube_of(running)
-        caches = Caches.of(kube, None, FAST)
+        caches = Caches(kube, None, FAST)
         caches.pools.start()
         try:
             assert caches.pools.wait_synced(TIMEOUT_S)
             applied = Applied(kube, caches.of_written)
-            yield Pools(kube, caches, applied, Finalizers(kube)), server
+            yield Pools(kube, caches, applied, Finalizers(kube), server.record), server
         finally:
             caches.pools.stop()
 
@@ -100,22 +105,14 @@ def seen(
     return made | {"spec": made["spec"] | {"replicas": 2} | (written or {})}
 
 
-def by_an_older_operator(made: dict[str, Any]) -> dict[str, Any]:
-    del made["metadata"]["labels"][ROLE_LABEL]
-    return made
-
-
 # --- what a pool is for good ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("found", [seen(), by_an_older_operator(seen())])
-def test_a_role_that_is_changed_is_told_by_its_field_and_nothing_is_touched(
-    found: dict[str, Any],
-) -> None:
+def test_a_role_that_is_changed_is_named_by_its_field_and_nothing_is_touched() -> None:
     """An API server without CEL takes it."""
     wanted = cluster(decode={"role": "mixed"}, prefill={"role": "prefill"})
     problem = r"ServingCluster models/main: spec\.pools\.decode\.role cannot be changed: make an"
-    with pools_at(found) as (pools, server):
+    with pools_at(seen()) as (pools, server):
         with pytest.raises(ConfigError, match=problem):
             keep(pools, wanted)
         assert server.writes == []
@@ -139,14 +136,6 @@ def test_what_somebody_writes_into_a_worker_pool_is_put_back(
         assert body["metadata"]["labels"][label] in {"main", "decode"}
 
 
-def test_a_pool_that_an_older_operator_made_is_gone_on_with() -> None:
-    with pools_at(by_an_older_operator(seen())) as (pools, server):
-        keep(pools, cluster(decode=DECODE))
-    ((command, path, body),) = server.writes
-    assert (command, path) == ("PATCH", PATH)
-    assert body["metadata"]["labels"][ROLE_LABEL] == "decode"
-
-
 def test_a_pool_that_is_being_deleted_makes_way_for_one_of_another_role() -> None:
     going = seen()
     going["metadata"]["deletionTimestamp"] = "2030-01-01T00:00:00Z"
@@ -155,7 +144,7 @@ def test_a_pool_that_is_being_deleted_makes_way_for_one_of_another_role() -> Non
         assert server.writes == [], "it drains first"
 
 
-def test_a_worker_pool_of_another_cluster_is_left_alone_and_told() -> None:
+def test_a_worker_pool_of_another_cluster_is_left_alone_and_reported() -> None:
     other = Owner("default", OWNER.namespace, "uid-3")
     problem = (
         r"spec\.pools\.decode needs another name: WorkerPool models/main-decode is pool "
@@ -187,7 +176,7 @@ def test_a_pool_that_cannot_be_deleted_keeps_no_other_from_being_done(
 
 
 def test_a_pool_that_was_written_meanwhile_is_let_go_at_the_next_look() -> None:
-    """That what is known of it is old is no fault to tell people of."""
+    """That the cache is old is no fault."""
     going = seen()
     going["metadata"]["deletionTimestamp"] = "2030-01-01T00:00:00Z"
     with pools_at(going) as (pools, server):
@@ -242,7 +231,7 @@ def test_a_pool_that_is_gone_is_made_with_the_size_that_the_status_remembers(
 
 
 @pytest.mark.parametrize(("bound", "value"), [("maxReplicas", 1), ("minReplicas", 3)])
-def test_a_size_that_new_bounds_leave_out_is_told_where_it_is_not_the_planners(
+def test_a_size_that_new_bounds_leave_out_is_reported_where_it_is_not_the_planners(
     bound: str, value: int
 ) -> None:
     """An API server with CEL would refuse the WorkerPool; one without would take it, and nobody
@@ -278,7 +267,7 @@ def test_a_size_outside_of_the_bounds_leaves_the_last_one(
     assert with_accepted_size("decode", pool, of)["spec"]["replicas"] == kept
 
 
-def test_a_size_that_somebody_gives_a_pool_beside_its_bounds_is_told_of_the_pool_alone() -> None:
+def test_a_size_outside_of_its_bounds_is_a_problem_of_the_pool_alone() -> None:
     found = seen({"replicas": 65, "minReplicas": 0, "maxReplicas": 8})
     with pools_at(found) as (pools, server):
         keep(pools, cluster(decode=DECODE))
@@ -325,40 +314,42 @@ def pool_of(mode: str, role_plan: dict[str, int] | None = None) -> dict[str, Any
     return found
 
 
-def scale(pool: dict[str, Any], plan: PoolPlan) -> list[tuple[str, str, dict[str, Any]]]:
-    """What is written."""
+def scale(pool: dict[str, Any], plan: PoolPlan) -> tuple[list[Any], list[tuple[str, str]]]:
+    """What is written, and the events."""
     with pools_at(pool) as (pools, server):
         spec = read_spec(WorkerPoolSpec, pool)
         views = {"decode": PoolView(pool, spec, [], None)}
-        parsed = read_spec(ServingClusterSpec, cluster(decode=DECODE))
-        key = Key(OWNER.namespace, OWNER.name)
-        step = Step(State.SERVING, "", (UnitPlan("2x4bz", {}, Record()),))
-        view = ClusterView(key, cluster(), OWNER, parsed, views, NOTHING_HEARD, step)
+        view = dataclasses.replace(view_of(), pools=views)
         pools.scale(view, {"decode": plan})
-    return server.writes
+    return server.writes, server.events
 
 
 def test_the_planners_roles_and_size_are_written_at_once() -> None:
     plan = PoolPlan(5, RolePlan(prefill=1, decode=3), "so it is")
     roles = {"prefill": 1, "decode": 3}
     spec = {"spec": {"replicas": 5, "rolePlan": roles}}
-    assert scale(pool_of("planner"), plan) == [("PATCH", PATH, spec)]
+    writes, events = scale(pool_of("planner"), plan)
+    assert writes == [("PATCH", PATH, spec)]
+    message = "from 4 to 5 replicas, 1 act as prefill alone, 3 as decode alone: so it is"
+    assert events == [("Planned", message)]
 
 
 def test_roles_that_switch_leave_the_size_alone() -> None:
     plan = PoolPlan(4, RolePlan(prefill=3, decode=1), "so it is")
     before = pool_of("planner", {"prefill": 1, "decode": 3})
     spec = {"spec": {"rolePlan": {"prefill": 3, "decode": 1}}}
-    assert scale(before, plan) == [("PATCH", PATH, spec)]
+    writes, ((_, message),) = scale(before, plan)
+    assert writes == [("PATCH", PATH, spec)]
+    assert message == "3 act as prefill alone, 1 as decode alone: so it is"
 
 
 @pytest.mark.parametrize("mode", ["manual", "hpa"])
 def test_the_planner_writes_nothing_of_a_pool_that_somebody_else_scales(mode: str) -> None:
     plan = PoolPlan(5, RolePlan(prefill=3, decode=1), "so it is")
-    assert scale(pool_of(mode), plan) == []
+    assert scale(pool_of(mode), plan) == ([], [])
 
 
 def test_a_plan_that_changes_nothing_is_not_written() -> None:
     plan = PoolPlan(4, RolePlan(prefill=3, decode=1), "so it is")
-    assert scale(pool_of("planner", {"prefill": 3, "decode": 1}), plan) == []
-    assert scale(pool_of("planner"), PoolPlan(4, RolePlan(0, 0), "nobody")) == []
+    assert scale(pool_of("planner", {"prefill": 3, "decode": 1}), plan) == ([], [])
+    assert scale(pool_of("planner"), PoolPlan(4, RolePlan(0, 0), "nobody")) == ([], [])

@@ -24,7 +24,6 @@ from deploy.controller.kit.objects import Key
 from deploy.controller.manifests.common import CLUSTER_LABEL
 from deploy.controller.manifests.ray_cluster import record_in, unit_in
 from deploy.controller.manifests.worker_pool import worker_pool
-from deploy.controller.status.cluster_events import ClusterEvents
 from tests.deploy.controller.clusters import OWNER, RELEASE, ray_of, spec_of
 from tests.deploy.controller.following import FAST, TIMEOUT_S
 from tests.deploy.controller.scripted_api import Exchange, kube_of, scripted
@@ -87,9 +86,9 @@ class Server:
         elif exchange.command == "GET" and path == "/version":
             exchange.answer({"major": "1", "minor": "31"})
         elif exchange.command == "GET":
-            told = {"kind": "List", "apiVersion": "v1", "metadata": {"resourceVersion": "1"}}
+            said = {"kind": "List", "apiVersion": "v1", "metadata": {"resourceVersion": "1"}}
             items = [] if _named(path) in self.forgets else self.objects.get(last, [])
-            exchange.answer(told | {"items": items, "resources": []})
+            exchange.answer(said | {"items": items, "resources": []})
         else:
             body = json.loads(exchange.body)
             self.writes.append((exchange.command, path, body))
@@ -114,13 +113,12 @@ def _named(path: str) -> str:
 def looking(server: Server) -> Iterator[ClusterReconciler]:
     with scripted(server) as running:
         kube = kube_of(running)
-        caches = Caches.of(kube, None, FAST)
+        caches = Caches(kube, None, FAST)
         fleets = FleetWatch(lambda _: None)
-        events = ClusterEvents(lambda *_: None, "test")
         caches.start()
         try:
             assert caches.wait_synced(TIMEOUT_S)
-            yield ClusterReconciler(kube, caches, fleets, events, RELEASE)
+            yield ClusterReconciler(kube, caches, fleets, lambda *_: None, RELEASE)
         finally:
             fleets.stop()
             caches.stop()
@@ -142,20 +140,20 @@ def test_a_ray_cluster_that_is_not_found_and_was_not_seen_to_go_is_not_taken_for
     assert not server.written("rayclusters")
 
 
-def test_what_is_refused_before_anything_is_done_is_told() -> None:
+def test_what_is_refused_before_anything_is_done_is_reported() -> None:
     server = Server(
         {"servingclusters": [CLUSTER], "workerpools": [decode_pool()]},
         {("GET", "listed rayclusters"): (403, "Forbidden")},
     )
     with looking(server) as reconciler, pytest.raises(StatusError, match="403"):
         reconciler.reconcile(KEY)
-    (told,) = server.written("servingclusters")
-    (condition,) = told["status"]["conditions"]
+    (said,) = server.written("servingclusters")
+    (condition,) = said["status"]["conditions"]
     assert (condition["type"], condition["reason"]) == ("Degraded", "Refused")
     assert "rayclusters" in condition["message"]
 
 
-def test_a_bad_moment_of_the_servers_is_told_to_nobody() -> None:
+def test_a_bad_moment_of_the_servers_is_reported_to_nobody() -> None:
     server = Server(
         {"servingclusters": [CLUSTER], "workerpools": [decode_pool()]},
         {("GET", "listed rayclusters"): (503, "ServiceUnavailable")},
@@ -165,7 +163,7 @@ def test_a_bad_moment_of_the_servers_is_told_to_nobody() -> None:
     assert not server.written("servingclusters")
 
 
-def test_a_cluster_that_was_written_meanwhile_is_looked_at_again_and_nothing_is_told() -> None:
+def test_a_cluster_that_was_written_meanwhile_is_looked_at_again_and_nothing_is_reported() -> None:
     changed = CLUSTER | {"metadata": {**CLUSTER["metadata"], "finalizers": []}}
     server = Server({"servingclusters": [changed]}, {("PATCH", OWNER.name): (409, "Conflict")})
     with looking(server) as reconciler, pytest.raises(ConflictError):
@@ -234,8 +232,8 @@ def server_with(there: dict[str, list[Any]], spec: dict[str, Any]) -> Server:
 
 def told_of(server: Server) -> dict[str, Any]:
     """The cluster's condition that says how far it is."""
-    (told,) = [body for body in server.written("servingclusters") if "status" in body]
-    found = {each["type"]: each for each in told["status"]["conditions"]}
+    (said,) = [body for body in server.written("servingclusters") if "status" in body]
+    found = {each["type"]: each for each in said["status"]["conditions"]}
     progressing: dict[str, Any] = found["Progressing"]
     return progressing
 
@@ -350,8 +348,8 @@ def server_of_deleted(ray: list[dict[str, Any]], **cluster: Any) -> Server:
 
 
 def finalizers_left(server: Server) -> list[Any]:
-    told = server.written("servingclusters")
-    return [body["metadata"]["finalizers"] for body in told if "metadata" in body]
+    said = server.written("servingclusters")
+    return [body["metadata"]["finalizers"] for body in said if "metadata" in body]
 
 
 @pytest.mark.parametrize("spec", [CLUSTER["spec"], {}], ids=["sound", "cannot be read"])
@@ -365,8 +363,8 @@ def test_a_deleted_cluster_waits_for_its_ray_cluster_which_goes_before_what_its_
     (deletion,) = server.written("rayclusters")
     assert deletion["preconditions"] == {"uid": "uid-3"}
     assert finalizers_left(server) == []
-    (told,) = server.written("servingclusters")
-    (condition,) = told["status"]["conditions"]
+    (said,) = server.written("servingclusters")
+    (condition,) = said["status"]["conditions"]
     assert (condition["type"], condition["reason"]) == ("Progressing", "Deleting")
 
 

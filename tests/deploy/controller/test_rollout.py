@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -14,6 +14,7 @@ from deploy.controller.rollout import (
     Figures,
     PoolSeen,
     Record,
+    Situation,
     State,
     Step,
     Strategy,
@@ -26,7 +27,7 @@ from deploy.controller.rollout import (
 from deploy.controller.units import Unit
 
 MAX_TIMEOUT_S = 100.0
-QUICK = Strategy(interval_s=20.0, ready_timeout_s=200.0)
+QUICK = Strategy(interval_s=20.0, ready_timeout_s=200.0, max_timeout_s=MAX_TIMEOUT_S)
 
 
 def unit(code: str, model: str = "", **pools: str) -> Unit:
@@ -99,14 +100,9 @@ class World:
     def look(self) -> Step:
         seen = [each.seen() for each in self.units.values()]
         seen = [replace(u, figures=None) if u.unit.code in self.unread else u for u in seen]
-
-        def ask() -> Step:
-            return next_step(
-                self.wanted, self.totals, self.strategy, seen, 0, MAX_TIMEOUT_S, self.now_s
-            )
-
-        step = ask()
-        assert step == ask()
+        situation = Situation(self.wanted, self.totals, self.strategy, seen, 0, self.now_s)
+        step = next_step(situation)
+        assert step == next_step(situation)
         return step
 
     def act(self, step: Step) -> None:
@@ -165,6 +161,16 @@ class World:
         return sum(each.live(pool) for each in self.units.values())
 
 
+def changing(turns: int = 0, wanted: Unit = NEW, **world: Any) -> World:
+    """A world whose unit serves, and whose spec then asked for another one so many turns ago."""
+    found = World(**world)
+    found.settle()
+    found.wanted, found.states = wanted, []
+    for _ in range(turns):
+        found.turn()
+    return found
+
+
 def test_the_first_unit_is_made_and_serves() -> None:
     world = World()
     assert world.settle().state is State.SERVING
@@ -172,12 +178,10 @@ def test_the_first_unit_is_made_and_serves() -> None:
 
 
 def test_a_model_takes_over_by_steps_of_workers_and_requests() -> None:
-    world = World()
-    world.settle()
-    world.wanted, world.states, shares, sizes = NEW, [], [], []
+    world, shares, sizes = changing(), [], []
     for _ in range(200):
         step = world.turn()
-        plan = step.plan("hjkmn")
+        plan = next((plan for plan in step.plans if plan.code == "hjkmn"), None)
         if plan is not None and plan.record.share not in shares:
             shares.append(plan.record.share)
         if plan is not None and plan.sizes["decode"] not in sizes:
@@ -192,10 +196,9 @@ def test_a_model_takes_over_by_steps_of_workers_and_requests() -> None:
 
 @pytest.mark.parametrize(("surge", "unavailable"), [(1, 0), (0, 1), (1, 1), (2, 0)])
 def test_an_image_takes_over_worker_by_worker(surge: int, unavailable: int) -> None:
-    world = World(strategy=replace(QUICK, max_surge=surge, max_unavailable=unavailable))
-    world.totals = {"prefill": 2, "decode": 2}
-    world.settle()
-    world.wanted = OLD_IMAGE
+    strategy = replace(QUICK, max_surge=surge, max_unavailable=unavailable)
+    totals = {"prefill": 2, "decode": 2}
+    world = changing(wanted=OLD_IMAGE, strategy=strategy, totals=totals)
     for _ in range(100):
         world.turn()
         for pool, size in world.totals.items():
@@ -222,11 +225,8 @@ def test_one_worker_without_room_for_another_is_recreated() -> None:
 
 
 def test_a_pause_holds_a_step_until_it_is_over() -> None:
-    world = World(strategy=replace(QUICK, is_paused=True))
-    world.settle()
-    world.wanted = NEW
-    for _ in range(60):
-        step = world.turn()
+    world = changing(turns=60, strategy=replace(QUICK, is_paused=True))
+    step = world.look()
     assert step.state is State.PAUSED
     assert step.routes == (("bcdfg", 0.99), ("hjkmn", 0.01))
     world.strategy = QUICK
@@ -235,9 +235,7 @@ def test_a_pause_holds_a_step_until_it_is_over() -> None:
 
 
 def test_a_unit_that_never_gets_ready_goes_back_and_stays_away() -> None:
-    world = World(broken=frozenset({"hjkmn"}))
-    world.settle()
-    world.wanted = NEW
+    world = changing(broken=frozenset({"hjkmn"}))
     step = world.settle()
     assert step.state is State.REVERTED
     assert "nothing more became ready in 200 s: prefill 0/1 live" in step.reason
@@ -248,16 +246,12 @@ def test_a_unit_that_never_gets_ready_goes_back_and_stays_away() -> None:
 
 
 def test_a_unit_gets_no_request_before_a_router_has_read_its_tokenizer() -> None:
-    world = World(unread=frozenset({"hjkmn"}))
-    world.settle()
-    world.wanted = NEW
+    world = changing(unread=frozenset({"hjkmn"}))
     for _ in range(15):
         assert dict(world.turn().routes).get("hjkmn", 0.0) == 0.0
     assert "no router has read its tokenizer yet" in world.look().reason
     assert world.settle().state is State.REVERTED
-    world = World(unread=frozenset({"xxxxx"}))
-    world.settle()
-    world.wanted = OLD_IMAGE
+    world = changing(wanted=OLD_IMAGE, unread=frozenset({"xxxxx"}))
     for _ in range(15):
         assert dict(world.turn().routes).get("xxxxx", 0.0) == 0.0
 
@@ -270,9 +264,7 @@ def test_a_unit_gets_no_request_before_a_router_has_read_its_tokenizer() -> None
     ],
 )
 def test_a_worse_unit_gives_its_requests_back_first_then_goes(figures: Figures, why: str) -> None:
-    world = World()
-    world.settle()
-    world.wanted = NEW
+    world = changing()
     world.units["bcdfg"].figures = Figures(100, 0, 0.01, 4)
     while "hjkmn" not in world.units or world.units["hjkmn"].record.share < 0.1:
         world.turn()
@@ -286,11 +278,7 @@ def test_a_worse_unit_gives_its_requests_back_first_then_goes(figures: Figures, 
 
 
 def test_a_further_change_replaces_the_unit_that_is_coming() -> None:
-    world = World()
-    world.settle()
-    world.wanted = NEW
-    for _ in range(10):
-        world.turn()
+    world = changing(turns=10)
     assert set(world.units) == {"bcdfg", "hjkmn"}
     world.wanted, world.states = THIRD, []
     world.settle()
@@ -299,22 +287,14 @@ def test_a_further_change_replaces_the_unit_that_is_coming() -> None:
 
 
 def test_a_spec_that_goes_back_keeps_the_former_unit() -> None:
-    world = World()
-    world.settle()
-    world.wanted = NEW
-    for _ in range(10):
-        world.turn()
+    world = changing(turns=10)
     world.wanted = OLD
     assert world.settle().state is State.SERVING
     assert list(world.units) == ["bcdfg"]
 
 
 def test_scaled_to_zero_the_newest_unit_stays() -> None:
-    world = World()
-    world.settle()
-    world.wanted = NEW
-    for _ in range(10):
-        world.turn()
+    world = changing(turns=10)
     world.totals = {"prefill": 0, "decode": 0}
     world.settle()
     assert list(world.units) == ["hjkmn"]
@@ -322,9 +302,7 @@ def test_scaled_to_zero_the_newest_unit_stays() -> None:
 
 def test_the_former_unit_goes_when_its_last_stream_has_ended_or_could_run_no_longer() -> None:
     for active, expected_s in ((3, MAX_TIMEOUT_S), (0, 10.0)):
-        world = World()
-        world.settle()
-        world.wanted = OLD_IMAGE
+        world = changing(wanted=OLD_IMAGE)
         while world.look().state is not State.RETIRING:
             world.turn()
         since_s = world.units["xxxxx"].record.since_s
@@ -335,11 +313,7 @@ def test_the_former_unit_goes_when_its_last_stream_has_ended_or_could_run_no_lon
 
 
 def test_a_deleted_cluster_drains_both_units() -> None:
-    world = World()
-    world.settle()
-    world.wanted = NEW
-    for _ in range(10):
-        world.turn()
+    world = changing(turns=10)
     world.wanted = None
     step = world.turn()
     assert step.state is State.DRAINING
@@ -350,7 +324,7 @@ def test_a_deleted_cluster_drains_both_units() -> None:
 
 
 def test_pods_of_a_former_unit_are_waited_for() -> None:
-    step = next_step(NEW, {"decode": 1}, QUICK, [], 2, MAX_TIMEOUT_S, 0.0)
+    step = next_step(Situation(NEW, {"decode": 1}, QUICK, [], 2, 0.0))
     assert (step.state, step.reason) == (State.ENDING, "2 pods of a former unit are left")
 
 
@@ -435,17 +409,7 @@ def test_recreated_there_is_one_unit_at_a_time(events: list[tuple[Unit, int]]) -
 @given(st.integers(1, 9), st.integers(0, 9), st.integers(0, 30))
 @settings(max_examples=100, deadline=None)
 def test_sizes_are_totals_over_both_units(before: int, after: int, turns: int) -> None:
-    world = World(totals={"prefill": 1, "decode": before})
-    world.settle()
-    world.wanted = NEW
-    for _ in range(turns):
-        world.turn()
+    world = changing(turns, totals={"prefill": 1, "decode": before})
     world.totals = {"prefill": 1, "decode": after}
     world.settle()
     assert world.live("decode") == after
-
-
-def test_records_are_values() -> None:
-    assert dataclasses.asdict(Record()) == {
-        "share": 1.0, "step": 0, "since_s": 0.0, "live": 0, "refused": "", "refused_why": "",
-    }  # fmt: skip

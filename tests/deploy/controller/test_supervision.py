@@ -1,4 +1,4 @@
-"""What a supervisor's registry is told of a unit's pools, over real gRPC."""
+"""What a supervisor's registry is said of a unit's pools, over real gRPC."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ from baton.control_client import ControlClient
 from cluster.registry.control_service import Changes, serve
 from cluster.registry.registry import Registry
 from deploy.api.worker_pool import RolePlan, WorkerPoolSpec
-from deploy.controller.fleet_watch import fleet_of
+from deploy.controller.fleet import Fleet, Heard, fleet_of
 from deploy.controller.kit.errors import WriteRefusedError
 from deploy.controller.manifests.ray_cluster import worker_group
-from deploy.controller.observed import Fleet, Heard
 from deploy.controller.rollout import Record, UnitPlan
-from deploy.controller.supervision import Supervision
+from deploy.controller.supervision import supervise
 from deploy.controller.view import PoolView, UnitView
 from tests.deploy.controller.clusters import context_of, spec_of
 
@@ -34,7 +33,7 @@ def pool_spec(name: str = "decode", replicas: int = 2, **changes: Any) -> Worker
     return WorkerPoolSpec(role=role, cluster="main", pool=name, replicas=replicas, **changes)
 
 
-def tell(
+def look(
     client: ControlClient,
     *pools: WorkerPoolSpec,
     going: bool = False,
@@ -42,10 +41,8 @@ def tell(
     group: dict[str, Any] | None = None,
 ) -> dict[str, str]:
     """One look at what the registry says; what it refused."""
-    told = Supervision(client, lambda _: None)
-    fleet = fleet_of(client.fleet())
-    told.tell(view(fleet, *pools, going=going, makes_way=makes_way, group=group), ())
-    return told.refused
+    seen = view(fleet_of(client.fleet()), *pools, going=going, makes_way=makes_way, group=group)
+    return supervise(client, seen, (), lambda _: None)
 
 
 def view(
@@ -55,7 +52,7 @@ def view(
     makes_way: bool = False,
     group: dict[str, Any] | None = None,
 ) -> UnitView:
-    heard, obj = Heard(fleet, is_settled=True), GOING if going else {"metadata": {}}
+    heard, obj = Heard(fleet), GOING if going else {"metadata": {}}
     views = {
         pool.pool: PoolView(
             obj,
@@ -85,17 +82,17 @@ async def test_a_pool_is_added_sized_and_forgotten_when_it_is_over() -> None:
 def _added_and_forgotten(address: str) -> None:
     mixed = pool_spec("mixed", 3, role_plan=RolePlan(1, 2))
     with ControlClient(address) as client:
-        assert tell(client, pool_spec(), mixed) == {}
+        assert look(client, pool_spec(), mixed) == {}
         assert sizes(client) == {"decode": 2, "mixed": 3}
-        assert tell(client, pool_spec(replicas=4), mixed) == {}
+        assert look(client, pool_spec(replicas=4), mixed) == {}
         assert sizes(client) == {"decode": 4, "mixed": 3}
         plans = {pool.name: pool.role_plan for pool in client.fleet().pools}
         assert (plans["mixed"].prefill, plans["mixed"].decode) == (1, 2)
-        assert tell(client, pool_spec(replicas=4), going=True) == {}  # nobody speaks for `mixed`
+        assert look(client, pool_spec(replicas=4), going=True) == {}  # nobody speaks for `mixed`
         assert sizes(client) == {"decode": 0, "mixed": 0}
-        assert tell(client, pool_spec(replicas=4), going=True) == {}
+        assert look(client, pool_spec(replicas=4), going=True) == {}
         assert sizes(client) == {}
-        assert tell(client, pool_spec(replicas=4), going=True) == {}
+        assert look(client, pool_spec(replicas=4), going=True) == {}
         assert sizes(client) == {}, "not added again as its group goes"
 
 
@@ -104,13 +101,13 @@ async def test_a_unit_that_makes_way_has_no_worker_and_has_its_size_again_when_i
     async with serve(registry, Changes(), "127.0.0.1:0") as address:
         with ControlClient(address) as client:
             for makes_way, size in ((False, 2), (True, 0), (True, 0), (False, 2)):
-                told = await asyncio.to_thread(tell, client, pool_spec(), makes_way=makes_way)
-                assert told == {}
+                said = await asyncio.to_thread(look, client, pool_spec(), makes_way=makes_way)
+                assert said == {}
                 assert await asyncio.to_thread(sizes, client) == {"decode": size}
 
 
-async def test_who_leads_no_more_tells_nothing() -> None:
-    """A call's worth later: whoever leads now has told another size."""
+async def test_who_leads_no_more_reports_nothing() -> None:
+    """A call's worth later: whoever leads now has said another size."""
     is_leading = [True, False]
 
     def check(doing: str) -> None:
@@ -122,18 +119,17 @@ async def test_who_leads_no_more_tells_nothing() -> None:
         with ControlClient(address) as client:
             fleet = fleet_of(await asyncio.to_thread(client.fleet))
             seen = view(fleet, pool_spec(), pool_spec("mixed"))
-            told = Supervision(client, check)
             with pytest.raises(WriteRefusedError):
-                await asyncio.to_thread(told.tell, seen, ())
+                await asyncio.to_thread(supervise, client, seen, (), check)
             assert await asyncio.to_thread(sizes, client) == {"decode": 2}
 
 
-async def test_what_is_refused_is_told_of_its_pool() -> None:
+async def test_what_is_refused_is_reported_of_its_pool() -> None:
     broken = worker_group(context_of(SPEC), pool_spec())
     broken["template"]["metadata"]["annotations"]["baton.dev/cluster-yaml"] = "pools: {}"
     registry = Registry(RegistryConfig(), time.monotonic)
     async with serve(registry, Changes(), "127.0.0.1:0") as address:
         with ControlClient(address) as client:
-            refused = await asyncio.to_thread(tell, client, pool_spec(), group=broken)
+            refused = await asyncio.to_thread(look, client, pool_spec(), group=broken)
     assert set(refused) == {"decode"}
     assert "pools" in refused["decode"]

@@ -12,8 +12,9 @@ import pytest
 from baton.config.planner import PlannerConfig
 from baton.config.router import RouterConfig
 from deploy.api.serving_cluster import Advanced, RouterIngress, RouterSpec, RouterTls
+from deploy.controller.fleet import NOTHING_HEARD, FleetPool, Heard, Slot, SlotState
 from deploy.controller.manifests.common import COMPONENT_LABEL, POOL_LABEL
-from deploy.controller.observed import NOTHING_HEARD, FleetPool, Heard, Place, PlaceState, Pod
+from deploy.controller.pod import Pod
 from deploy.controller.rollout import Record, State, Step, UnitPlan
 from deploy.controller.status.cluster_status import (
     Refusals,
@@ -25,7 +26,8 @@ from deploy.controller.status.conditions import Verdict
 from deploy.controller.status.pool_status import pool_status, pool_verdicts
 from deploy.controller.status.waiting import Silence, pool_waits, router_waits, silence
 from deploy.controller.view import ClusterView, UnitView
-from tests.deploy.controller.clusters import REFUSED, UNSCHEDULABLE, at
+from tests.deploy.controller.things import REFUSED, UNSCHEDULABLE
+from tests.deploy.controller.views import view_without_workers
 
 NO_GPU = "Unschedulable: 0/8 nodes are available: 8 Insufficient nvidia.com/gpu."
 LOST = "its time to end is over, and nobody has ended it: is its node lost?"
@@ -41,7 +43,7 @@ def pod(component: str, **status: Any) -> Pod:
     return Pod.of({"metadata": {"name": f"a-{component}", "labels": labels}, "status": status}, NOW)
 
 
-def test_a_pod_that_nobody_ends_is_told_of_and_one_that_ends_is_not() -> None:
+def test_a_pod_that_nobody_ends_is_reported_of_and_one_that_ends_is_not() -> None:
     metadata = {"name": "a", "labels": {POOL_LABEL: "decode"}}
     metadata["deletionTimestamp"] = "2026-01-01T00:00:00Z"  # when its grace ends
     for minutes, waits in ((-20, ""), (0, ""), (2, f"pod a: {LOST}")):
@@ -54,11 +56,11 @@ def seen(
     live: set[str], replicas: int = 1, *pods: Pod, ray: Any = None, **changes: Any
 ) -> ClusterView:
     """`live`: the pools of which all workers are."""
-    view = at(replicas, "manual")
+    view = view_without_workers(replicas, "manual")
     pools = {}
     for name, pool in view.pools.items():
-        places = [Place(f"{name}-{n}", "", PlaceState.LIVE) for n in range(replicas)]
-        fleet = FleetPool(replicas, places if name in live else ())
+        slots = [Slot(f"{name}-{n}", "", SlotState.LIVE) for n in range(replicas)]
+        fleet = FleetPool(replicas, slots if name in live else ())
         own = [each for each in pods if each.pool == name]
         pools[name] = dataclasses.replace(pool, fleet=fleet, pods=own)
     others = [each for each in pods if not each.pool]
@@ -70,7 +72,7 @@ def available(view: ClusterView, num_routers_ready: int = 2, routers: Any = None
     return availability(view, num_routers_ready, router_waits(view, routers))
 
 
-def told(verdict: Verdict) -> tuple[bool, str, str]:
+def said(verdict: Verdict) -> tuple[bool, str, str]:
     return verdict.is_true, verdict.reason, verdict.message
 
 
@@ -83,15 +85,15 @@ def told(verdict: Verdict) -> tuple[bool, str, str]:
         ([pod("head")], None, ""),
     ],
 )
-def test_a_silent_supervisor_is_told_with_what_its_pod_waits_for(
+def test_a_silent_supervisor_is_reported_with_what_its_pod_waits_for(
     head: list[Pod], ray: Any, why: str
 ) -> None:
     view = seen(set(), 1, *head, heard=Heard(is_certain=True), ray=ray)
     message = f"Ray's head does not answer{why}"
     silent = Silence("SupervisorSilent", message)
-    assert told(availability(view, 2, silent=silent)) == (False, "SupervisorSilent", message)
+    assert said(availability(view, 2, silent=silent)) == (False, "SupervisorSilent", message)
     verdicts = verdicts_of(answered(view))
-    assert told(verdicts["Available"]) == (False, "SupervisorSilent", message)
+    assert said(verdicts["Available"]) == (False, "SupervisorSilent", message)
     assert verdicts["Progressing"].message.startswith(message)
 
 
@@ -131,7 +133,7 @@ def answered(view: ClusterView) -> ClusterView:
 
 
 def silent(*ready: str, local_prefill: Literal["auto", "never"] = "auto") -> ClusterView:
-    """Nobody tells of workers; each pool of `ready` has a pod that says it takes requests."""
+    """Nobody reports workers; each pool of `ready` has a pod that says it takes requests."""
     view = seen(set(), 1, pod("head"), heard=Heard(is_certain=True))
     conditions = {"conditions": [{"type": "Ready", "status": "True"}]}
     pools = {
@@ -149,11 +151,11 @@ def test_while_a_supervisor_is_silent_what_serves_is_available() -> None:
     """As while a head moves to another node: routers and workers go on without it."""
     view = answered(silent("prefill", "decode"))
     verdicts = verdicts_of(view)
-    assert told(verdicts["Available"]) == (True, "Serving", "requests are served")
+    assert said(verdicts["Available"]) == (True, "Serving", "requests are served")
     message = "Ray's head does not answer"
-    assert told(verdicts["Progressing"]) == (True, "SupervisorSilent", message)
+    assert said(verdicts["Progressing"]) == (True, "SupervisorSilent", message)
     found, progressing, degraded = pool_verdicts(view.pools["decode"], "")
-    assert told(found) == (True, "Live", "1 of 1 workers are ready, as their pods say")
+    assert said(found) == (True, "Live", "1 of 1 workers are ready, as their pods say")
     assert (progressing.reason, degraded.is_true) == ("SupervisorSilent", False)
     status = pool_status(view.pools["decode"], PlannerConfig(), "2026-01-01T00:00:00Z")
     assert status["readyReplicas"] == 1
@@ -164,7 +166,7 @@ def test_while_a_supervisor_is_silent_what_serves_is_available() -> None:
 def test_what_a_unit_waits_for_explains_more_than_a_silent_supervisor(state: State) -> None:
     view = dataclasses.replace(silent(), step=Step(state, "two pods are left"))
     progressing = verdicts_of(view)["Progressing"]
-    assert told(progressing) == (True, f"Unit{state.value}", "two pods are left")
+    assert said(progressing) == (True, f"Unit{state.value}", "two pods are left")
 
 
 @pytest.mark.parametrize(
@@ -192,18 +194,18 @@ def test_while_a_supervisor_is_silent_what_is_missing_is_missing(
         ([pod("router", **UNSCHEDULABLE)], {}, f"; pod a-router: {NO_GPU}"),
     ],
 )
-def test_routers_that_are_not_ready_are_told_with_what_they_wait_for(
+def test_routers_that_are_not_ready_are_reported_with_what_they_wait_for(
     pods: list[Pod], deployment: Any, why: str
 ) -> None:
     view = seen({"prefill", "decode"}, 1, *pods)
     message = f"no router is ready{why}"
-    assert told(available(view, 0, deployment)) == (False, "NoRouterReady", message)
+    assert said(available(view, 0, deployment)) == (False, "NoRouterReady", message)
 
 
-def test_workers_that_are_not_live_are_told_with_what_they_wait_for() -> None:
+def test_workers_that_are_not_live_are_reported_with_what_they_wait_for() -> None:
     view = seen({"prefill"}, 1, pod("worker", **UNSCHEDULABLE))
     message = f"no worker that decodes is live; decode (pod a-worker: {NO_GPU})"
-    assert told(available(view)) == (False, "NoDecodeWorker", message)
+    assert said(available(view)) == (False, "NoDecodeWorker", message)
 
 
 def test_without_a_prefill_worker_a_cluster_serves_unless_decode_workers_may_not_prefill() -> None:
@@ -213,12 +215,12 @@ def test_without_a_prefill_worker_a_cluster_serves_unless_decode_workers_may_not
     spec = dataclasses.replace(view.spec, advanced=never)
     view = dataclasses.replace(view, spec=spec)
     message = "no worker that prefills is live"
-    assert told(available(view)) == (False, "NoPrefillWorker", message)
+    assert said(available(view)) == (False, "NoPrefillWorker", message)
 
 
 def test_what_somebody_has_scaled_to_zero_is_not_missing() -> None:
     message = "no worker that decodes is live, and none is wanted: replicas 0"
-    assert told(available(seen(set(), 0))) == (False, "ScaledToZero", message)
+    assert said(available(seen(set(), 0))) == (False, "ScaledToZero", message)
 
 
 def test_a_pool_says_what_its_pods_wait_for_until_all_are_live() -> None:
@@ -226,8 +228,8 @@ def test_a_pool_says_what_its_pods_wait_for_until_all_are_live() -> None:
     pool = view.pools["decode"]
     verdicts = pool_verdicts(pool, "", pool_waits(view, pool))
     message = f"0 of 1 workers live; pod a-worker: {NO_GPU}"
-    assert told(verdicts[0]) == (False, "TooFewLive", message)
-    assert told(verdicts[1]) == (True, "Starting", message)
+    assert said(verdicts[0]) == (False, "TooFewLive", message)
+    assert said(verdicts[1]) == (True, "Starting", message)
     live = seen({"prefill", "decode"}, 1, pod("worker", **UNSCHEDULABLE)).pools["decode"]
     for verdict in pool_verdicts(live, "", "a surplus pod")[:2]:
         assert verdict.message == "1 of 1 workers live"
@@ -255,7 +257,7 @@ def verdicts_of(view: ClusterView, refusals: Refusals = NONE) -> dict[str, Verdi
 def test_a_cluster_says_what_the_pods_wait_for_that_are_still_to_come() -> None:
     view = seen({"prefill"}, 1, pod("worker", **UNSCHEDULABLE))
     progressing = verdicts_of(view)["Progressing"]
-    assert told(progressing) == (True, "Changing", f"decode 0/1 (pod a-worker: {NO_GPU})")
+    assert said(progressing) == (True, "Changing", f"decode 0/1 (pod a-worker: {NO_GPU})")
 
 
 @pytest.mark.parametrize(
@@ -274,7 +276,7 @@ def test_a_fault_has_the_reason_of_what_is_worst_and_says_all_of_it(
 ) -> None:
     view = seen({"prefill", "decode"})
     degraded = verdicts_of(view, refusals)["Degraded"]
-    assert told(degraded) == (reason != "Sound", reason, message)
+    assert said(degraded) == (reason != "Sound", reason, message)
 
 
 NO_CONFIG = "cannot fetch the model: org/name: no such model on the hub"
@@ -286,13 +288,13 @@ def failing(message: str) -> Pod:
     return pod("worker", initContainerStatuses=[{"name": "fetch-model", "state": ended}])
 
 
-def test_a_model_that_is_not_there_is_told_by_the_field_that_names_it() -> None:
+def test_a_model_that_is_not_there_is_reported_by_the_field_that_names_it() -> None:
     view = seen(set(), 1, failing(NO_CONFIG))
     message = f"spec.model.name: {NO_CONFIG}"
-    assert told(verdicts_of(view)["Degraded"]) == (True, "ModelUnavailable", message)
+    assert said(verdicts_of(view)["Degraded"]) == (True, "ModelUnavailable", message)
     of_pool = pool_verdicts(view.pools["decode"], "")[-1]
     message = f"spec.model of ServingCluster main: {NO_CONFIG}"
-    assert told(of_pool) == (True, "ModelUnavailable", message)
+    assert said(of_pool) == (True, "ModelUnavailable", message)
 
 
 def test_an_image_that_cannot_be_pulled_is_no_fault_of_the_model() -> None:
@@ -307,9 +309,9 @@ def test_what_a_worker_says_of_its_start_names_settings_as_people_write_them() -
     decode = dataclasses.replace(view.pools["decode"], fleet=fleet)
     view = dataclasses.replace(view, pools={**view.pools, "decode": decode})
     message = "a/model: no room for KV: lower spec.engine.maxNumSeqs"
-    assert told(pool_verdicts(decode, "")[-1]) == (True, "StartFailed", message)
+    assert said(pool_verdicts(decode, "")[-1]) == (True, "StartFailed", message)
     message = f"decode: spec.model.name: {message}"
-    assert told(verdicts_of(view)["Degraded"]) == (True, "StartFailed", message)
+    assert said(verdicts_of(view)["Degraded"]) == (True, "StartFailed", message)
 
 
 @pytest.mark.parametrize(
@@ -319,7 +321,7 @@ def test_what_a_worker_says_of_its_start_names_settings_as_people_write_them() -
         (0, 3, "below minReplicas 0: the size stays 3; scale to 0 at least, or lower minReplicas"),
     ],
 )
-def test_a_size_that_its_bounds_leave_out_is_told_of_its_pool_and_the_cluster(
+def test_a_size_that_its_bounds_leave_out_is_reported_of_its_pool_and_the_cluster(
     asked: int, kept: int, problem: str
 ) -> None:
     view = seen({"prefill", "decode"}, kept)
@@ -328,9 +330,9 @@ def test_a_size_that_its_bounds_leave_out_is_told_of_its_pool_and_the_cluster(
     view = dataclasses.replace(view, pools={**view.pools, "decode": asked_for})
     where = "of spec.pools.decode in ServingCluster main"
     message = f"spec.replicas is {asked}, {problem} {where}"
-    assert told(verdicts_of(view)["Degraded"]) == (True, "InvalidSpec", f"decode: {message}")
+    assert said(verdicts_of(view)["Degraded"]) == (True, "InvalidSpec", f"decode: {message}")
     *others, degraded = pool_verdicts(asked_for, "")
-    assert told(degraded) == (True, "InvalidSpec", message)
+    assert said(degraded) == (True, "InvalidSpec", message)
     assert [verdict.reason for verdict in others] == ["Live", "AsWanted"]
 
 

@@ -50,7 +50,9 @@ def test_a_fixed_spec_has_this_code_for_good() -> None:
         {"aFieldOfALaterRelease": {"itsDefault": True}},
     ],
 )
-def test_what_workers_and_head_are_not_told_makes_no_other_unit(changed: dict[str, Any]) -> None:
+def test_what_neither_workers_nor_head_read_makes_no_other_unit(
+    changed: dict[str, Any],
+) -> None:
     assert unit(changed) == unit()
 
 
@@ -92,7 +94,7 @@ def test_a_pools_size_makes_no_other_unit(changed: dict[str, Any]) -> None:
         {"ray": {"headTemplate": {"metadata": {"labels": {"a": "b"}}}}},
     ],
 )
-def test_what_workers_or_the_head_are_told_makes_another_unit(changed: dict[str, Any]) -> None:
+def test_what_workers_or_the_head_read_makes_another_unit(changed: dict[str, Any]) -> None:
     found = unit(changed)
     assert found.code != unit().code
     assert difference(unit(), found) == "the spec changes what all workers share"

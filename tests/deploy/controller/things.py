@@ -8,6 +8,31 @@ from typing import Any
 from deploy.controller.kit.objects import Key, Resource
 
 CONFIG_MAPS = Resource("", "v1", "configmaps")
+UNSCHEDULABLE = {
+    "phase": "Pending",
+    "conditions": [
+        {
+            "type": "PodScheduled",
+            "status": "False",
+            "reason": "Unschedulable",
+            "message": "0/8 nodes are available: 8 Insufficient nvidia.com/gpu.",
+        }
+    ],
+}
+"""A pod's status."""
+REFUSED: dict[str, Any] = {
+    "status": {
+        "conditions": [
+            {
+                "type": "ReplicaFailure",
+                "status": "True",
+                "reason": "FailedCreate",
+                "message": "pods is forbidden: exceeded quota: gpus",
+            }
+        ]
+    }
+}
+"""A Deployment or RayCluster whose pods cannot be made."""
 
 
 def config_map(
