@@ -381,7 +381,7 @@ class ServingClusterSpec(Checked):
             f"self.pools.all(name, name.matches('{POOL_NAME}'))",
             "pools must have names of 1 to 34 small letters, digits and -, and begin and end with "
             "a letter or digit",
-            lambda spec: all(_is_pool_name(name) for name in spec.pools),
+            lambda spec: all(re.search(POOL_NAME, name) for name in spec.pools),
         ),
         Rule(
             "self.pools.exists(name, self.pools[name].role != 'prefill')",
@@ -422,7 +422,3 @@ class ServingClusterSpec(Checked):
     @property
     def planner_config(self) -> PlannerConfig:
         return PlannerConfig(**vars(self.planner), **vars(self.advanced.planner))
-
-
-def _is_pool_name(name: str) -> bool:
-    return re.search(POOL_NAME, name) is not None
