@@ -164,7 +164,7 @@ class Step:
     state: State
     reason: str
     plans: tuple[UnitPlan, ...] = ()
-    """Of the units that there are, the oldest first, and of one that is to be made."""
+    """Of the units that there are, the oldest first, and of a unit to be made."""
     routes: tuple[tuple[str, float], ...] = ()
     """Codes of units and their shares of the requests, the oldest first. Empty: as it was."""
 
