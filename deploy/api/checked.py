@@ -1,5 +1,5 @@
-"""Dataclasses whose values are checked by the same words in Python and at an API server: a field's
-bounds, and rules that cross fields, each once as CEL and once as its Python twin.
+"""Dataclasses whose values are checked alike in Python and at an API server: a field's bounds, and
+rules that cross fields, each once as CEL and once as its Python twin.
 """
 
 from __future__ import annotations
@@ -8,18 +8,28 @@ import dataclasses
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
+from baton.config import settings
+from baton.errors import ConfigError
 from deploy.api.naming import camel
-from deploy.api.pod_template import Foreign
 
 _KEY = "bounds"
+FREE: Mapping[str, Any] = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
+
+
+@dataclass(frozen=True)
+class Foreign:
+    """A type of Kubernetes: its schema here, and what checks a field's value."""
+
+    schema: Mapping[str, Any]
+    check: Callable[[Any, str], None]
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """None: not bounded. `max_size` counts characters, list items or a mapping's keys: a CEL rule
-    over values without one is refused by the API server, which cannot tell its cost."""
+    """None: not bounded. `max_size` counts characters, list items or a mapping's keys. The API
+    server refuses a CEL rule over values without one: it cannot bound its cost."""
 
     minimum: float | None = None
     maximum: float | None = None
@@ -30,7 +40,7 @@ class Bounds:
     foreign: Foreign | None = None
     """Kubernetes' own."""
     is_free: bool = False
-    """An API server takes anything; the dataclass checks it."""
+    """The API server takes anything; the dataclass checks it."""
 
 
 def bounded(default: Any = dataclasses.MISSING, **bounds: Any) -> Any:
@@ -48,15 +58,15 @@ def bounds_of(field: dataclasses.Field[Any]) -> Bounds:
 
 @dataclass(frozen=True)
 class Rule:
-    """What crosses fields; `message` begins with the field that it names."""
+    """A check that crosses fields; `message` begins with the field that it names."""
 
     cel: str
     """With `self` for the object; `oldSelf` makes it a rule on changes."""
     message: str
     holds: Callable[[Any], bool] | None = None
-    """The same of the dataclass; None: a rule on changes."""
+    """The same for the dataclass; None: a rule on changes."""
     keeps: str | None = None
-    """The same of a rule on changes: the field whose value stays (see `broken_by`)."""
+    """For a rule on changes: the field whose value stays (see `broken_by`)."""
 
     def validation(self) -> dict[str, str]:
         """An entry of `x-kubernetes-validations`."""
@@ -65,12 +75,11 @@ class Rule:
 
 @dataclass(frozen=True)
 class Checked:
-    """Raises ValueError, naming the field first, for a value outside its bounds or a rule that does
-    not hold."""
+    """Raises ValueError, the field's name first, for a value out of bounds or a broken rule."""
 
     rules: ClassVar[tuple[Rule, ...]] = ()
     object_rules: ClassVar[tuple[Rule, ...]] = ()
-    """Of a spec's class: on its object, of which an API server shows `metadata.name` alone."""
+    """Rules of a spec's class on the whole object. The API server shows only `metadata.name`."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -84,10 +93,27 @@ class Checked:
                 raise ValueError(rule.message)
 
 
+T = TypeVar("T", bound=Checked)
+
+
+def read_spec(cls: type[T], custom_object: Mapping[str, Any]) -> T:
+    """The spec of a ServingCluster or WorkerPool from an API server. Raises ConfigError, which
+    names the field as the object spells it."""
+    metadata = custom_object["metadata"]
+    source = f"{custom_object['kind']} {metadata['namespace']}/{metadata['name']}"
+    for rule in cls.object_rules:
+        if rule.holds is not None and not rule.holds(custom_object):
+            field, _, problem = rule.message.partition(" ")
+            raise ConfigError(f"{source}: {field}: {problem}", field=field)
+    value = custom_object.get("spec", {})
+    return settings.parse(cls, value, source=source, key="spec", spell=camel)
+
+
 def broken_by(
     cls: type[Checked], before: Mapping[str, Any], after: Mapping[str, Any]
 ) -> list[Rule]:
-    """Rules on changes of an object, spelt as in Kubernetes both times."""
+    """Rules on changes that a change from `before` to `after` breaks, both spelt as in
+    Kubernetes."""
     names = {rule: camel(rule.keeps) for rule in cls.rules if rule.keeps is not None}
     return [rule for rule, name in names.items() if before.get(name) != after.get(name)]
 

@@ -14,20 +14,11 @@ from deploy.api.worker_pool import WorkerPoolSpec
 
 Object = dict[str, Any]
 
-
-@dataclass(frozen=True)
-class Column:
-    """Of what `kubectl get` prints."""
-
-    name: str
-    path: str
-    type: str = "string"
-    priority: int = 0
-    """1: only with `-o wide`."""
-
-    def printer_column(self) -> Object:
-        wide = {"priority": self.priority} if self.priority else {}
-        return {"name": self.name, "type": self.type, "jsonPath": self.path} | wide
+_SCALE = {
+    "specReplicasPath": ".spec.replicas",
+    "statusReplicasPath": ".status.replicas",
+    "labelSelectorPath": ".status.selector",
+}
 
 
 @dataclass(frozen=True)
@@ -40,11 +31,13 @@ class Kind:
     text: str
     spec: type[Checked]
     status: type
-    columns: tuple[Column, ...]
+    columns: tuple[Object, ...]
+    """What `kubectl get` prints."""
     scale: bool = False
     is_applied: bool = False
-    """The operator applies the spec: each of its sections has one owner, and goes as a whole. Owned
-    field by field, one that is taken back can stay as a null, which no schema takes (1.20)."""
+    """The operator applies the spec: each of its sections has one owner and goes as a whole. With
+    one owner a field, a field that is taken back can stay as a null, which no schema takes
+    (1.20)."""
 
     @property
     def crd_name(self) -> str:
@@ -65,8 +58,8 @@ class Kind:
             "served": True,
             "storage": True,
             "schema": {"openAPIV3Schema": self._schema()},
-            "subresources": self._subresources(),
-            "additionalPrinterColumns": [column.printer_column() for column in self.columns],
+            "subresources": {"status": {}} | ({"scale": _SCALE} if self.scale else {}),
+            "additionalPrinterColumns": list(self.columns),
         }
         return {
             "apiVersion": "apiextensions.k8s.io/v1",
@@ -76,7 +69,7 @@ class Kind:
         }
 
     def _schema(self) -> Object:
-        spec, status = schema_of(self.spec), _without_defaults(schema_of(self.status))
+        spec, status = schema_of(self.spec), schema_of(self.status)
         for name, key in (("conditions", "type"), ("draining", "worker")):
             if name in status["properties"]:
                 listed = {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": [key]}
@@ -96,14 +89,6 @@ class Kind:
         rules = [rule.validation() for rule in self.spec.object_rules]
         return schema | ({"x-kubernetes-validations": rules} if rules else {})
 
-    def _subresources(self) -> Object:
-        scale = {
-            "specReplicasPath": ".spec.replicas",
-            "statusReplicasPath": ".status.replicas",
-            "labelSelectorPath": ".status.selector",
-        }
-        return {"status": {}} | ({"scale": scale} if self.scale else {})
-
 
 def _in_whole_sections(spec: Object) -> Object:
     properties = {
@@ -113,20 +98,17 @@ def _in_whole_sections(spec: Object) -> Object:
     return spec | {"properties": properties}
 
 
-def _without_defaults(schema: Any) -> Any:
-    """What the operator alone writes needs none."""
-    if isinstance(schema, list):
-        return [_without_defaults(item) for item in schema]
-    if not isinstance(schema, dict):
-        return schema
-    return {name: _without_defaults(value) for name, value in schema.items() if name != "default"}
+def _column(name: str, path: str, type_: str = "string", *, wide: bool = False) -> Object:
+    """`wide`: only with `-o wide`."""
+    column = {"name": name, "type": type_, "jsonPath": path}
+    return column | {"priority": 1} if wide else column
 
 
 def _condition(kind: str, field: str = "status") -> str:
     return f'.status.conditions[?(@.type=="{kind}")].{field}'
 
 
-AGE = Column("Age", ".metadata.creationTimestamp", "date")
+AGE = _column("Age", ".metadata.creationTimestamp", "date")
 
 SERVING_CLUSTER = Kind(
     kind="ServingCluster",
@@ -136,16 +118,16 @@ SERVING_CLUSTER = Kind(
     spec=ServingClusterSpec,
     status=ServingClusterStatus,
     columns=(
-        Column("Model", ".status.model"),
-        Column("Available", _condition("Available")),
-        Column("Reason", _condition("Available", "reason")),
-        Column("Progressing", _condition("Progressing")),
-        Column("Degraded", _condition("Degraded")),
-        Column("Progress", _condition("Progressing", "reason"), priority=1),
-        Column("Fault", _condition("Degraded", "reason"), priority=1),
-        Column("Endpoint", ".status.endpoints.grpc", priority=1),
-        Column("External", ".status.endpoints.external", priority=1),
-        Column("Unit", ".status.unit", priority=1),
+        _column("Model", ".status.model"),
+        _column("Available", _condition("Available")),
+        _column("Reason", _condition("Available", "reason")),
+        _column("Progressing", _condition("Progressing")),
+        _column("Degraded", _condition("Degraded")),
+        _column("Progress", _condition("Progressing", "reason"), wide=True),
+        _column("Fault", _condition("Degraded", "reason"), wide=True),
+        _column("Endpoint", ".status.endpoints.grpc", wide=True),
+        _column("External", ".status.endpoints.external", wide=True),
+        _column("Unit", ".status.unit", wide=True),
         AGE,
     ),
 )
@@ -158,22 +140,22 @@ WORKER_POOL = Kind(
     spec=WorkerPoolSpec,
     status=WorkerPoolStatus,
     columns=(
-        Column("Role", ".spec.role"),
-        Column("Desired", ".spec.replicas", "integer"),
-        Column("Ready", ".status.readyReplicas", "integer"),
-        Column("Draining", ".status.drainingReplicas", "integer"),
-        Column("Available", _condition("Available")),
-        Column("Progress", _condition("Progressing", "reason")),
-        Column("Queue", ".status.queue", "integer"),
-        Column("KV%", ".status.kvUsePercent", "integer"),
-        Column("Scaling", ".spec.scaling.mode", priority=1),
-        Column("Planned", ".status.desiredReplicas", "integer", priority=1),
-        Column("TTFT", ".status.ttftSeconds", "number", priority=1),
-        Column("TTFT-Target", ".status.ttftTargetSeconds", "number", priority=1),
-        Column("ITL", ".status.itlSeconds", "number", priority=1),
-        Column("ITL-Target", ".status.itlTargetSeconds", "number", priority=1),
-        Column("Fault", _condition("Degraded", "reason"), priority=1),
-        Column("Cluster", ".spec.cluster", priority=1),
+        _column("Role", ".spec.role"),
+        _column("Desired", ".spec.replicas", "integer"),
+        _column("Ready", ".status.readyReplicas", "integer"),
+        _column("Draining", ".status.drainingReplicas", "integer"),
+        _column("Available", _condition("Available")),
+        _column("Progress", _condition("Progressing", "reason")),
+        _column("Queue", ".status.queue", "integer"),
+        _column("KV%", ".status.kvUsePercent", "integer"),
+        _column("Scaling", ".spec.scaling.mode", wide=True),
+        _column("Planned", ".status.desiredReplicas", "integer", wide=True),
+        _column("TTFT", ".status.ttftSeconds", "number", wide=True),
+        _column("TTFT-Target", ".status.ttftTargetSeconds", "number", wide=True),
+        _column("ITL", ".status.itlSeconds", "number", wide=True),
+        _column("ITL-Target", ".status.itlTargetSeconds", "number", wide=True),
+        _column("Fault", _condition("Degraded", "reason"), wide=True),
+        _column("Cluster", ".spec.cluster", wide=True),
         AGE,
     ),
     scale=True,

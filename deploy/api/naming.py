@@ -46,7 +46,7 @@ def snake(name: str) -> str:
 
 
 def as_written(problem: str) -> str:
-    """What one of our processes says of a setting, by its path in a ServingCluster."""
+    """A message of our processes, with a setting's path in a ServingCluster."""
 
     def path(match: re.Match[str]) -> str:
         section, name = match.groups()

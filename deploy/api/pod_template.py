@@ -1,15 +1,18 @@
-"""What people write as Kubernetes spells it, to be laid over the operator's own pods: what in it
-would break those, or go unnoticed, by the name of its field. What values may be is for the API
-server to say.
+"""What people write of pods as Kubernetes spells it, to be laid over the operator's own pods: what
+they take of their nodes, and a PodTemplateSpec for the rest.
+
+Refused, by the name of the field, is what would break the operator's pods, or would go unnoticed.
+The API server judges values.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from baton.config.settings import unknown_key
+from deploy.api.checked import FREE, Checked, Foreign, bounded
 from deploy.api.naming import GROUP
 
 MERGE_KEYS: Mapping[str, tuple[str, ...]] = {
@@ -24,7 +27,7 @@ MERGE_KEYS: Mapping[str, tuple[str, ...]] = {
     "topologySpreadConstraints": ("topologyKey", "whenUnsatisfiable"),
     "ports": ("containerPort", "protocol"),
 }
-"""By which keys Kubernetes tells the members of a list apart, where two lists are merged."""
+"""Keys that identify a list's members when Kubernetes merges two lists."""
 MERGE_DEFAULTS = {"protocol": "TCP"}
 
 TEMPLATE_KEYS = ("metadata", "spec")
@@ -47,27 +50,16 @@ CONTAINER_KEYS = (
     "workingDir",
 )  # fmt: skip
 _COMPONENT = "app.kubernetes.io/component"
-"""By this and those of our own group policies and the operator find the pods."""
+"""Policies and the operator find pods by this label and those of our own group."""
 SHARED_LABELS = frozenset(
     f"app.kubernetes.io/{name}" for name in ("instance", "managed-by", "name")
 )
-"""Services, the routers' Deployment and KubeRay select by these, too. A template may say them,
-since people's tools write them everywhere; the operator's own stand."""
-
-
-FREE: Mapping[str, Any] = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
-
-
-@dataclass(frozen=True)
-class Foreign:
-    """A type of Kubernetes': its schema here, and what checks a value by the name of its field."""
-
-    schema: Mapping[str, Any]
-    check: Callable[[Any, str], None]
+"""Services, the routers' Deployment and KubeRay select by these, too. A template may hold them,
+since people's tools write them everywhere. The operator's own values stay."""
 
 
 def _keys(*known: str, members: int = 0, needed: tuple[str, ...] = ()) -> Foreign:
-    """An object with these keys, or a list of `members` such at most."""
+    """An object with these keys, or a list of at most `members` such objects."""
 
     def check(value: Any, field: str) -> None:
         parts = (
@@ -123,13 +115,13 @@ def _check_pod(pod: Any, field: str) -> None:
         if key in ("containers", "initContainers"):
             _check_keys(member, CONTAINER_KEYS, way)
             for _ in _members(member, way):
-                pass  # being there is all that is asked of them
+                pass  # their keys are checked
 
 
 def _members(parent: Mapping[str, Any], field: str) -> Iterator[tuple[str, str, Any]]:
-    """Of the lists that are merged by their members' keys: where each member is, its list's name,
-    itself. Raises ValueError for one without a key, or another one under the same key; of a
-    variable the last one holds, as in a container."""
+    """Each member of the lists that are merged by keys: where it is, its list's name, itself.
+    Raises ValueError for one without a key, or two under the same key. Of a variable the last one
+    holds, as in a container."""
     for key, value in parent.items():
         if key not in MERGE_KEYS or value is None:
             continue
@@ -169,3 +161,51 @@ def _check_mapping(value: Any, field: str) -> None:
 
 
 POD_TEMPLATE = Foreign(FREE, check)
+
+
+_OF_POD = (
+    ("nodeSelector", "node_selector"),
+    ("tolerations", "tolerations"),
+    ("affinity", "affinity"),
+    ("topologySpreadConstraints", "topology_spread_constraints"),
+    ("priorityClassName", "priority_class_name"),
+)
+_OF_CONTAINER = (("resources", "resources"), ("env", "env"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PodSettings(Checked):
+    """Each is laid over the operator's own settings; `podTemplate` comes last."""
+
+    resources: Mapping[str, Any] = bounded(dict, foreign=RESOURCES)
+    """Requests and limits of the container. GPUs follow from `parallelism` unless they are given
+    here; 0 takes a device away."""
+    node_selector: Mapping[str, str] = bounded(dict, max_size=64)
+    """Labels that a node must have."""
+    tolerations: tuple[Any, ...] = bounded((), foreign=TOLERATIONS)
+    """Taints that a node may have."""
+    affinity: Mapping[str, Any] = bounded(dict, foreign=AFFINITY)
+    """Nodes and pods to be near, or far from."""
+    topology_spread_constraints: tuple[Any, ...] = bounded((), foreign=SPREAD_CONSTRAINTS)
+    """How pods spread over zones or nodes."""
+    priority_class_name: str | None = bounded(None, max_size=253)
+    """Which pods give way when nodes are full."""
+    env: tuple[Any, ...] = bounded((), foreign=ENV)
+    """Environment variables of the container."""
+    pod_template: Mapping[str, Any] = bounded(dict, foreign=POD_TEMPLATE)
+    """A PodTemplateSpec that is merged over all of it: annotations, volumes, further containers.
+    The operator keeps the labels that it finds pods by (baton.dev, app.kubernetes.io)."""
+
+    def own_template(self, container: str) -> dict[str, Any]:
+        """The fields before `pod_template` as a PodTemplateSpec, for that container."""
+        spec, of_container = (
+            {key: _plain(getattr(self, name)) for key, name in names if getattr(self, name)}
+            for names in (_OF_POD, _OF_CONTAINER)
+        )
+        if of_container:
+            spec["containers"] = [{"name": container, **of_container}]
+        return {"spec": spec} if spec else {}
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value

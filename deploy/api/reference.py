@@ -1,4 +1,4 @@
-"""The page of all fields of both resources: what `kubectl explain` says, to be read at once."""
+"""The page of all fields of both resources: what `kubectl explain` shows, on one page."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from deploy.api.advanced import OPERATORS, Advanced
 from deploy.api.crd import KINDS, Kind
 from deploy.api.naming import camel
 from deploy.api.schema import schema_of
+from deploy.api.serving_cluster import OPERATORS, Advanced
 
 FOLDER = Path(__file__).parents[2] / "docs" / "reference"
 """Where every file is generated."""
@@ -27,10 +27,8 @@ What each is for and when to use it: [operations.md](../operations.md). A defaul
 release's own and not written into the stored object. `cluster.yaml` spells the same sections in
 snake_case.
 """
-_COLUMNS = "| field | type | default | what it says |\n| --- | --- | --- | --- |\n"
+_COLUMNS = "| field | type | default | meaning |\n| --- | --- | --- | --- |\n"
 _IN_WORDS = re.compile(r"\s*Default: (?P<default>.*)\.$")
-
-
 _ADVANCED = """\
 ## spec.advanced of a ServingCluster
 
@@ -45,7 +43,7 @@ def reference_files() -> dict[Path, str]:
 
 
 def advanced_schema() -> dict[str, Any]:
-    """Without what the operator sets itself."""
+    """Without what the operator sets."""
     schema = schema_of(Advanced)
     for section, names in OPERATORS.items():
         for name in names:
@@ -61,20 +59,18 @@ def _of_kind(kind: Kind) -> str:
 
 
 def _section(name: str, schema: Schema) -> str:
-    """A table of what stands directly in it, then one for each section inside."""
-    fields = schema["properties"]
-    sections = {key: each for key, each in fields.items() if _inside(each, key)[0]}
-    plain = {key: each for key, each in fields.items() if key not in sections}
-    parts = [_table(name, schema, plain)]
-    for key, each in sections.items():
-        inner, way = _inside(each, f"{name}.{key}")
-        parts.append(_table(way, each, inner["properties"]))
+    """A table of its plain fields, then one for each object or list of objects in it."""
+    held = {key: _inside(each, f"{name}.{key}") for key, each in schema["properties"].items()}
+    plain = {key: each for key, each in schema["properties"].items() if not held[key][0]}
+    parts = [_table(name, schema, schema, plain)]
+    for key, (inner, way) in held.items():
+        if inner:
+            parts.append(_table(way, schema["properties"][key], inner, inner["properties"]))
     return "\n".join(parts)
 
 
 def _inside(field: Schema, way: str) -> tuple[Schema, str]:
-    """The object with fields of its own that it is, or holds several of, and the way there; an
-    empty one where there is none."""
+    """The object that a field is, or holds several of, and the way there. Empty: it has none."""
     held = {"items": f"{way}[]", "additionalProperties": f"{way}.NAME"}
     for key, inside in held.items():
         if "properties" in field.get(key, {}):
@@ -82,18 +78,17 @@ def _inside(field: Schema, way: str) -> tuple[Schema, str]:
     return (field, way) if "properties" in field else ({}, way)
 
 
-def _table(name: str, schema: Schema, properties: Mapping[str, Schema]) -> str:
-    inner, _ = _inside(schema, name)
+def _table(name: str, schema: Schema, inner: Schema, properties: Mapping[str, Schema]) -> str:
+    """`inner`: the object whose fields these are."""
     rows, rules = [], [*_rules(schema), *(_rules(inner) if inner is not schema else ())]
     for way, field, required in _fields(properties, inner.get("required", ())):
         rows.append(_row(way, field, required))
         rules += [f"`{way}`: {rule}" for rule in _rules(field)]
-    told = "".join(f"- {rule}\n" for rule in rules)
     parts = [
         f"### {name}\n",
         _escaped(schema.get("description", "")),
         _COLUMNS + "".join(rows),
-        told,
+        "".join(f"- {rule}\n" for rule in rules),
     ]
     return "\n\n".join(part.strip("\n") for part in parts if part) + "\n"
 
@@ -101,7 +96,7 @@ def _table(name: str, schema: Schema, properties: Mapping[str, Schema]) -> str:
 def _fields(
     properties: Mapping[str, Schema], required: Any, before: str = ""
 ) -> Iterator[tuple[str, Schema, bool]]:
-    """Every field with the way to it, and whether its object cannot do without."""
+    """Every field with the way to it, and whether its object requires it."""
     for name, field in properties.items():
         yield before + name, field, name in required
         inner, way = _inside(field, before + name)

@@ -1,9 +1,9 @@
 """A structural OpenAPI v3 schema from frozen dataclasses.
 
-Names become camelCase, the text under a field its description, bounds and rules what the API server
-checks. Of what `deploy.api` declares the defaults stand in the schema, so that they are seen in the
-object; those of sections that `cluster.yaml` shares are told in words: written into every stored
-object they would outlive the release that chose them.
+Names become camelCase. The text under a field becomes its description. The API server checks bounds
+and rules. The defaults of `deploy.api`'s own classes stand in the schema, so they are seen in the
+object. The defaults of sections that `cluster.yaml` shares stand in descriptions: written into
+every stored object they would outlive the release that chose them.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import typing
 from collections.abc import Mapping
 from typing import Any
 
-from deploy.api.checked import Bounds, Checked, bounds_of
+from deploy.api.checked import FREE, Bounds, Checked, bounds_of
 from deploy.api.naming import camel
-from deploy.api.pod_template import FREE
+from deploy.api.status import Reported
 
 _SCALARS = {
     bool: {"type": "boolean"},
@@ -51,19 +51,19 @@ def schema_of(cls: type) -> dict[str, Any]:
 
 def _property(cls: type, field: dataclasses.Field[Any], kind: Any, text: str) -> dict[str, Any]:
     """One field: its type, bounds, default and description."""
-    inner, optional = _without_none(kind)
-    schema, is_free = _bounded(inner, bounds_of(field)), bounds_of(field).is_free
-    default = _default(field)
-    if default is not dataclasses.MISSING and default is not None:
-        if dataclasses.is_dataclass(default) or isinstance(default, Mapping):
-            if issubclass(cls, Checked) and _holds_defaults(inner) and not is_free:
-                schema["default"] = {}
-        elif issubclass(cls, Checked):
-            if default != ():
-                schema["default"] = list(default) if isinstance(default, tuple) else default
-        else:
-            text = f"{text} Default: {_spelt(default)}.".strip()
-    if optional:
+    inner, is_optional = _without_none(kind)
+    bounds, default = bounds_of(field), _default(field)
+    schema = _bounded(inner, bounds)
+    is_section = dataclasses.is_dataclass(default) or isinstance(default, Mapping)
+    if default in (dataclasses.MISSING, None, ()) or issubclass(cls, Reported):
+        pass
+    elif not issubclass(cls, Checked):
+        text = text if is_section else f"{text} Default: {_spelt(default)}.".strip()
+    elif not is_section:
+        schema["default"] = list(default) if isinstance(default, tuple) else default
+    elif _is_checked(inner) and not bounds.is_free:
+        schema["default"] = {}
+    if is_optional:
         schema["nullable"] = True
     if not text and dataclasses.is_dataclass(inner):
         text = inspect.cleandoc(inner.__doc__ or "")
@@ -75,7 +75,9 @@ def _type_schema(kind: Any, bounds: Bounds) -> dict[str, Any]:
     if origin is typing.Literal:
         return {"type": "string", "enum": list(arguments)}
     if bounds.partial_of is not None:
-        return _all_optional(schema_of(bounds.partial_of))
+        schema = schema_of(bounds.partial_of)
+        schema.pop("required", None)
+        return schema
     if bounds.foreign is not None:
         return dict(bounds.foreign.schema)
     if bounds.is_free:
@@ -105,16 +107,12 @@ def _bounded(kind: Any, bounds: Bounds) -> dict[str, Any]:
     return schema
 
 
-def _all_optional(schema: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in schema.items() if name != "required"}
-
-
 def _is_mapping(kind: Any) -> bool:
     origin = typing.get_origin(kind)
     return isinstance(origin, type) and issubclass(origin, Mapping)
 
 
-def _holds_defaults(kind: Any) -> bool:
+def _is_checked(kind: Any) -> bool:
     """Whether an object that is not given gets its fields' defaults all the same."""
     return dataclasses.is_dataclass(kind) and issubclass(typing.cast(type, kind), Checked)
 

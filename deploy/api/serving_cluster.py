@@ -8,12 +8,14 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from baton.config import settings
-from baton.config.engine import EngineConfig, EngineSettings
-from baton.config.planner import PlannerConfig, PlannerTargets
+from baton.config.decode import DecodeConfig
+from baton.config.engine import EngineConfig, EngineSettings, EngineTuning
+from baton.config.planner import PlannerConfig, PlannerTargets, PlannerTuning
+from baton.config.router import RouterConfig
+from baton.config.transfer import TransferConfig
+from baton.config.workers import RegistryConfig, SupervisorConfig, WorkerSettings
 from baton.errors import ConfigError
-from deploy.api.advanced import Advanced
 from deploy.api.checked import Checked, Rule, bounded
-from deploy.api.model_source import SOURCE, HubSettings, ModelSource
 from deploy.api.naming import (
     HOSTNAME,
     LABEL_KEY,
@@ -22,18 +24,88 @@ from deploy.api.naming import (
     camel,
     camel_keys,
 )
-from deploy.api.pod_settings import PodSettings
-from deploy.api.pod_template import POD_TEMPLATE
+from deploy.api.pod_template import POD_TEMPLATE, PodSettings
 from deploy.api.worker_pool import DURATION, PoolTemplate
 
 ZONE = "topology.kubernetes.io/zone"
 POOL_NAME = r"^[a-z0-9]([-a-z0-9]{0,32}[a-z0-9])?$"
 CLUSTER_NAME = "^[a-z]([-a-z0-9]{0,45}[a-z0-9])?$"
-"""With a unit's code, as KubeRay takes names of RayClusters."""
+"""It leaves room for a unit's code in the names of RayClusters."""
 RAY_VERSION = (
     "^(2[.](5[2-9]|[6-9][0-9]|[1-9][0-9]{2})|([3-9]|[1-9][0-9])[.][0-9]+)([.][-+.0-9A-Za-z]+)?$"
 )
 """From 2.52: Ray has no token authentication before, and KubeRay makes no pod then."""
+CLAIMS_FOLDER = "/claims"
+"""Where claims lie in every pod, each in a folder of its name."""
+SOURCE = 2048
+"""Characters of a source, at most."""
+OPERATORS: Mapping[str, tuple[str, ...]] = {
+    "router": ("host", "port", "metrics_port", "health_port", "reuse_port", "tls", "auth"),
+    "worker": ("port", "metrics_port"),
+    "supervisor": ("drain_timeout_s",),
+}
+"""What the operator sets itself."""
+
+
+@dataclass(frozen=True)
+class ClaimSource(Checked):
+    """A folder of a PersistentVolumeClaim, which every worker mounts read-only."""
+
+    claim_name: str = bounded(max_size=253, pattern=OBJECT_NAME)
+    path: str | None = bounded(None, max_size=1024, pattern=r"^[^/.][^/]*(/[^/.][^/]*)*$")
+    """The model's folder in it, relative; None: the claim's root."""
+
+    @property
+    def folder(self) -> str:
+        """Where the claim lies in every pod."""
+        return f"{CLAIMS_FOLDER}/{self.claim_name}"
+
+
+@dataclass(frozen=True)
+class ModelSource(Checked):
+    """Exactly one of `name`, `claim` and `uri`."""
+
+    name: str | None = bounded(None, max_size=1024, pattern=r"^\S")
+    """A name on the Hugging Face hub, or a folder that the worker's image holds."""
+    claim: ClaimSource | None = None
+    uri: str | None = bounded(None, max_size=SOURCE, pattern=r"^(s3|https)://[^/?#@]+/[^?#]+$")
+    """An s3:// or https:// folder that holds config.json, or a tar file of one. It is fetched once
+    to each node's weights cache, and its files must not change: another version, another URI."""
+    credentials_secret_name: str | None = bounded(None, max_size=253, pattern=OBJECT_NAME)
+    """For `uri`: a Secret whose keys are environment variables, such as AWS_ACCESS_KEY_ID,
+    AWS_SECRET_ACCESS_KEY, AWS_ENDPOINT_URL for boto3, and BEARER_TOKEN for https."""
+    revision: str | None = bounded(None, max_size=256, pattern=r"^[^/\s][^\s]*$")
+    """Of a model on the hub: a branch, tag or commit; None: its main branch."""
+
+    rules = (
+        Rule(
+            "[has(self.name), has(self.claim), has(self.uri)].exists_one(given, given)",
+            "name must be given, or claim or uri: exactly one of them",
+            lambda model: sum(x is not None for x in (model.name, model.claim, model.uri)) == 1,
+        ),
+        Rule(
+            "!has(self.revision) || has(self.name)",
+            "revision is of a model on the hub: it must not be given without name",
+            lambda model: model.revision is None or model.name is not None,
+        ),
+        Rule(
+            "!has(self.credentialsSecretName) || has(self.uri)",
+            "credentialsSecretName is for uri: it must not be given without",
+            lambda model: model.credentials_secret_name is None or model.uri is not None,
+        ),
+    )
+
+
+@dataclass(frozen=True)
+class HubSettings(Checked):
+    """The Hugging Face hub, for all pods that read a model or a tokenizer."""
+
+    offline: bool = False
+    """True: the hub is never asked; models and tokenizers lie in the weights cache."""
+    endpoint: str | None = bounded(None, max_size=2048, pattern=r"^https?://[^/?#@]+(/[^?#]*)?$")
+    """A mirror instead of https://huggingface.co."""
+    token_secret_name: str | None = bounded(None, max_size=253, pattern=OBJECT_NAME)
+    """A Secret whose key `token` opens private models."""
 
 
 @dataclass(frozen=True)
@@ -73,14 +145,14 @@ class RouterAuth(Checked):
 
 @dataclass(frozen=True)
 class RouterIngress(Checked):
-    """What the Ingress is to say beside the name and the routers' Service."""
+    """Settings of the Ingress to the routers' Service."""
 
     class_name: str | None = bounded(None, max_size=253, pattern=OBJECT_NAME)
     """None: the default class."""
     annotations: Mapping[str, str] = bounded(dict, max_size=64)
-    """For its controller, over the operator's own, which are ingress-nginx's for gRPC."""
+    """For its controller, over the operator's own, which make ingress-nginx speak gRPC."""
     tls_secret_name: str | None = bounded(None, max_size=253, pattern=OBJECT_NAME)
-    """A Secret with the certificate that clients are shown; None: the routers' own, if any."""
+    """A Secret with the certificate that clients see; None: the routers' own, if any."""
 
 
 @dataclass(frozen=True)
@@ -88,16 +160,16 @@ class RouterSpec(PodSettings):
     """The routers: a Deployment and a Service."""
 
     replicas: int | None = bounded(None, minimum=1, maximum=64)
-    """None: two at first, and then as many as `kubectl scale` or a HorizontalPodAutoscaler writes
-    into the Deployment."""
+    """None: two at first. After that `kubectl scale` or a HorizontalPodAutoscaler sizes the
+    Deployment."""
     tls: RouterTls | None = None
-    """None: plain text; the Service is then meant for the cluster's inside."""
+    """None: plain text, for clients inside the cluster."""
     auth: RouterAuth | None = None
     service_type: Literal["ClusterIP", "NodePort", "LoadBalancer"] = "ClusterIP"
     hostname: str | None = bounded(None, max_size=253, pattern=HOSTNAME)
-    """Where given, a GRPCRoute or Ingress leads this name to the routers."""
+    """A GRPCRoute or Ingress leads this name to the routers. None: there is none."""
     gateway: str | None = bounded(None, max_size=317, pattern=NAMESPACED_NAME)
-    """The Gateway that the GRPCRoute hangs on, `name` or `namespace/name`; None: an Ingress."""
+    """The GRPCRoute's Gateway, `name` or `namespace/name`; None: an Ingress."""
     ingress: RouterIngress | None = None
     rules = (
         Rule(
@@ -107,7 +179,7 @@ class RouterSpec(PodSettings):
         ),
         Rule(
             "!has(self.ingress) || has(self.hostname) && !has(self.gateway)",
-            "ingress must not be given without hostname, nor beside gateway: there is none then",
+            "ingress needs hostname and must not be given beside gateway: there is no Ingress then",
             lambda router: router.ingress is None or router.has_ingress,
         ),
         Rule(
@@ -116,7 +188,7 @@ class RouterSpec(PodSettings):
             "has(self.ingress) && has(self.ingress.annotations) && "
             "self.ingress.annotations.size() > 0",
             "tls.requireClientCertificate needs ingress.annotations where hostname makes an "
-            "Ingress: by which it passes TLS through, or shows the routers a certificate",
+            "Ingress: they let it pass TLS through, or show the routers a certificate",
             lambda router: (
                 not router.has_ingress
                 or not router.wants_certificates
@@ -131,13 +203,13 @@ class RouterSpec(PodSettings):
 
     @property
     def wants_certificates(self) -> bool:
-        """Of its clients."""
+        """Whether its clients must show one."""
         return self.tls is not None and self.tls.require_client_certificate
 
 
 @dataclass(frozen=True)
 class Images(Checked):
-    """What the pods run; None: the images that the operator was installed with."""
+    """Images of the pods; None: those that the operator was installed with."""
 
     worker: str | None = bounded(None, max_size=512)
     router: str | None = bounded(None, max_size=512)
@@ -159,7 +231,7 @@ class GcsFaultTolerance(Checked):
 
     redis_address: str = bounded(max_size=512, pattern=r"^(rediss?://)?[^/:]+:[0-9]+$")
     redis_secret_name: str | None = bounded(None, max_size=253, pattern=OBJECT_NAME)
-    """A Secret whose key `password` opens it."""
+    """A Secret with its password, under the key `password`."""
 
 
 @dataclass(frozen=True)
@@ -167,67 +239,67 @@ class RaySpec(Checked):
     """The Ray cluster under the workers."""
 
     version: str | None = bounded(None, max_size=32, pattern=RAY_VERSION)
-    """What the worker image holds, 2.52 or newer; None: that of the operator's default image."""
+    """Ray's version in the worker image, 2.52 or newer; None: as in the default image."""
     token_secret_name: str | None = bounded(None, max_size=253, pattern=OBJECT_NAME)
-    """A Secret whose key `auth_token` Ray's processes share; None: the operator makes one."""
+    """A Secret with the token of Ray's processes, key `auth_token`; None: the operator makes it."""
     gcs_fault_tolerance: GcsFaultTolerance | None = None
-    """None: losing the head's pod takes the pools down with it."""
+    """None: when the head's pod is lost, all workers end."""
     head_template: Mapping[str, Any] = bounded(dict, foreign=POD_TEMPLATE)
     """A PodTemplateSpec that is merged over the operator's own for the head."""
 
 
 @dataclass(frozen=True)
 class Fabric(Checked):
-    """What the nodes of all pools share: KV crosses between prefill and decode."""
+    """Nodes near each other for all pools: KV crosses between prefill and decode."""
 
     node_label: str = bounded(ZONE, max_size=317, pattern=LABEL_KEY)
-    """Workers go to nodes with one value of this label: a zone, a block of the network, a switch,
-    such as network.topology.nvidia.com/leaf."""
+    """Workers go to nodes with the same value of this label. It may name a zone, a block of the
+    network or a switch, such as network.topology.nvidia.com/leaf."""
     required: bool = False
-    """True: where no such node has room a pod waits; False: it goes elsewhere."""
+    """True: a pod waits until such a node has room; False: it goes elsewhere."""
 
 
 @dataclass(frozen=True)
 class SpotNotices(Checked):
-    """Who tells a worker's pod that its machine is called back: it drains then by itself, as it
-    does when it is deleted."""
+    """A cloud's notice that it takes a spot machine back. The worker's pod then drains by itself,
+    as when it is deleted."""
 
     cloud: Literal["aws", "gcp", "azure"]
-    """Whose metadata service is asked, from each worker's pod."""
+    """Each worker's pod asks this cloud's metadata service."""
     address: str = bounded(
         "http://169.254.169.254", max_size=256, pattern=r"^http://[0-9A-Za-z.:\[\]-]+$"
     )
     """The service's, as pods reach it."""
     notice: str = bounded("30s", pattern=DURATION, max_size=32)
-    """What a notice leaves where it does not say when the machine ends: gcp's does not. What has
-    not ended by then is computed again elsewhere, whatever `drainTimeout` says."""
+    """Time until the machine ends, where the notice does not name it (gcp). Requests that still run
+    then are computed again elsewhere, whatever `drainTimeout` says."""
 
 
 @dataclass(frozen=True)
 class UnitRollout(Checked):
-    """How another unit takes the place of the one that serves."""
+    """How a new unit replaces the one that serves."""
 
     strategy: Literal["RollingUpdate", "Recreate"] = "RollingUpdate"
     """RollingUpdate: the coming unit grows beside the former one. Recreate: the former unit drains
-    and goes first; requests wait at the routers. A pool that has no room for a worker of both units
-    (`maxSurge: 0`, and no more workers than `maxUnavailable`) is recreated in any case."""
+    and goes first; requests wait at the routers. A pool without room for a worker of both units
+    (`maxSurge: 0`, and no more workers than `maxUnavailable`) is always recreated."""
     max_surge: int = bounded(1, minimum=0, maximum=512)
     """Workers that a pool may have beyond its size while there are two units."""
     max_unavailable: int = bounded(0, minimum=0, maximum=512)
     """Live workers that a pool may lack meanwhile."""
     steps: tuple[int, ...] = bounded((1, 10, 50, 100), max_size=16)
-    """Percent of workers and requests that the coming unit gets, one step after the other, where
-    the model changes. Where it does not, requests follow the workers that are live."""
+    """Percent of workers and requests that the coming unit gets at each step, where the model
+    changes. Where it does not, requests follow the live workers."""
     interval: str = bounded("5m", pattern=DURATION, max_size=32)
     """How long each step is watched."""
     pause: bool = False
     """True: the rollout stays at its step."""
     ready_timeout: str = bounded("30m", pattern=DURATION, max_size=32)
-    """The coming unit goes back when no further worker of it becomes live for so long."""
+    """The coming unit goes back when no further worker of it becomes live within this time."""
     max_failure_percent: int = bounded(5, minimum=0, maximum=100)
-    """It goes back when it fails more of its requests than the former unit does, by so much."""
+    """It goes back when it fails this much more of its requests than the former unit."""
     max_slowdown: float = bounded(2.0, minimum=1.0, maximum=1000.0)
-    """It goes back when its median gap between tokens is so many times the former unit's."""
+    """It goes back when its median gap between tokens exceeds the former's this many times."""
 
     rules = (
         Rule(
@@ -245,6 +317,28 @@ class UnitRollout(Checked):
 
 
 @dataclass(frozen=True)
+class Advanced(Checked):
+    """Timeouts and tuning of each part. The defaults suit most clusters."""
+
+    router: RouterConfig = field(default_factory=RouterConfig)
+    transfer: TransferConfig = field(default_factory=TransferConfig)
+    worker: WorkerSettings = field(default_factory=WorkerSettings)
+    decode: DecodeConfig = field(default_factory=DecodeConfig)
+    registry: RegistryConfig = field(default_factory=RegistryConfig)
+    supervisor: SupervisorConfig = field(default_factory=SupervisorConfig)
+    planner: PlannerTuning = field(default_factory=PlannerTuning)
+    engine: EngineTuning = field(default_factory=EngineTuning)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for section, names in OPERATORS.items():
+            settings = getattr(self, section)
+            for name in names:
+                if getattr(settings, name) != getattr(type(settings), name):
+                    raise ValueError(f"{section}.{name} must not be given: the operator sets it")
+
+
+@dataclass(frozen=True)
 class ServingClusterSpec(Checked):
     """One model, its routers and its pools; sections as in cluster.yaml."""
 
@@ -252,23 +346,23 @@ class ServingClusterSpec(Checked):
     pools: Mapping[str, PoolTemplate] = bounded(max_size=32)
     """By name. A WorkerPool is made of each, called `<cluster>-<pool>`."""
     tokenizer: str | None = bounded(None, max_size=1024)
-    """A folder of the worker's image or of the model's claim, or a name on the hub, where the
-    model's own files hold no tokenizer."""
+    """Needed where the model's own files hold no tokenizer: a folder of the worker's image or of
+    the model's claim, or a name on the hub."""
     hub: HubSettings = field(default_factory=HubSettings)
     served_model_name: str | None = bounded(None, max_size=SOURCE)
-    """What clients call the model; None: the last part of the source of the first that was
-    available (`status.model`), so that another one takes its place under its name."""
+    """What clients call the model. None: the last part of the first model's source; later models
+    keep that name (`status.model`)."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Of every process."""
     router: RouterSpec = field(default_factory=RouterSpec)
     engine: EngineSettings = field(default_factory=EngineSettings)
     planner: PlannerTargets = field(default_factory=PlannerTargets)
-    """Of pools whose `scaling.mode` is planner."""
+    """For pools whose `scaling.mode` is planner."""
     images: Images = field(default_factory=Images)
     ray: RaySpec = field(default_factory=RaySpec)
     fabric: Fabric = field(default_factory=Fabric)
     spot_notices: SpotNotices | None = None
-    """None: nobody asks whether a machine is called back."""
+    """None: nobody asks whether a machine is taken back."""
     rollout: UnitRollout = field(default_factory=UnitRollout)
     advanced: Advanced = bounded(Advanced, is_free=True)  # noqa: RUF009
     """Timeouts and tuning of `router`, `transfer`, `worker`, `decode`, `registry`, `supervisor`,
@@ -287,7 +381,7 @@ class ServingClusterSpec(Checked):
             f"self.pools.all(name, name.matches('{POOL_NAME}'))",
             "pools must have names of 1 to 34 small letters, digits and -, and begin and end with "
             "a letter or digit",
-            lambda spec: all(_is_pool_name(name) for name in spec.pools),
+            lambda spec: all(re.search(POOL_NAME, name) for name in spec.pools),
         ),
         Rule(
             "self.pools.exists(name, self.pools[name].role != 'prefill')",
@@ -328,7 +422,3 @@ class ServingClusterSpec(Checked):
     @property
     def planner_config(self) -> PlannerConfig:
         return PlannerConfig(**vars(self.planner), **vars(self.advanced.planner))
-
-
-def _is_pool_name(name: str) -> bool:
-    return re.search(POOL_NAME, name) is not None

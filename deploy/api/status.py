@@ -1,4 +1,4 @@
-"""What the operator tells in `.status`; every list is short, every number of the moment."""
+"""What the operator reports in `.status`; every list is short, every number of the moment."""
 
 from __future__ import annotations
 
@@ -7,14 +7,19 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from deploy.api.checked import Checked, bounded
-from deploy.api.model_source import SOURCE
+from deploy.api.serving_cluster import SOURCE
 
 MESSAGE = 32768
-"""Characters of what is told in words, at most."""
+"""Characters of a message, at most."""
 
 
 @dataclass(frozen=True)
-class Condition(Checked):
+class Reported(Checked):
+    """The operator alone writes it, and whole: its schema has no defaults."""
+
+
+@dataclass(frozen=True)
+class Condition(Reported):
     """As in all of Kubernetes' objects."""
 
     type: str = bounded(max_size=316)
@@ -26,8 +31,8 @@ class Condition(Checked):
 
 
 @dataclass(frozen=True)
-class Draining(Checked):
-    """A worker that leaves, and what it still waits for."""
+class Draining(Reported):
+    """A worker that drains, and what it still waits for."""
 
     worker: str = bounded(max_size=253)
     pod: str = bounded("", max_size=253)
@@ -35,70 +40,71 @@ class Draining(Checked):
     """Requests that it still runs."""
     since: str = bounded("", max_size=64)
     held_by: str = bounded("", max_size=1024)
-    """What holds it up, where it takes longer than the pool's drainTimeout."""
+    """What holds it up when it exceeds the pool's drainTimeout."""
 
 
 @dataclass(frozen=True)
-class RolloutStatus(Checked):
-    """How far the unit is that the spec asks for, by `spec.rollout.strategy`."""
+class RolloutStatus(Reported):
+    """How far the rollout of the spec's unit is."""
 
     state: Literal[
         "Making", "Serving", "Growing", "Shifting", "Paused", "Retiring", "Reverting", "Reverted",
         "Replaced", "Draining", "Ending",
     ] = bounded()  # fmt: skip
-    """Serving: the unit is what the spec asks for. Growing: the coming unit gets workers. Shifting:
-    it has its share of the requests and is watched. Retiring: it has all of them, the former unit
-    runs its last streams. Reverting, Reverted: it went back. Replaced: the spec asks for another
-    one. Draining, Ending: the only unit makes way (Recreate). Making: there is none yet."""
+    """Making: there is no unit yet. Serving: the unit is what the spec asks for. Growing: the
+    coming unit gets workers. Shifting: it has its share of the requests and is watched. Retiring:
+    it has all requests, the former unit runs its last streams. Reverting, Reverted: it goes back,
+    it went back. Replaced: the spec asks for another unit. Draining, Ending: the only unit makes
+    way (Recreate)."""
     reason: str = bounded("", max_size=4096)
     units: Mapping[str, str] = field(default_factory=dict)
-    """By code, while there are two: the share of the requests and the live workers of each."""
+    """While there are two: each unit's share of the requests and live workers, by code."""
 
 
 @dataclass(frozen=True)
-class WorkerPoolStatus(Checked):
+class WorkerPoolStatus(Reported):
     replicas: int = bounded(0, minimum=0)
-    """Workers that there are, those that start or drain included."""
+    """Workers, including those that start or drain."""
     ready_replicas: int = bounded(0, minimum=0)
     draining: tuple[Draining, ...] = bounded((), max_size=1024)
     draining_replicas: int = bounded(0, minimum=0)
-    """How many those are."""
+    """How many workers drain."""
     selector: str = bounded("", max_size=1024)
     """Labels of the pool's pods, for HorizontalPodAutoscalers."""
     queue: int = bounded(0, minimum=0)
     """Requests that wait at the pool's workers."""
     kv_use_percent: int = bounded(0, minimum=0, maximum=100)
     ttft_seconds: float | None = None
-    """From arrival to first token, of prompts that the pool prefilled in the last minute: the 95th
-    percentile of what clients saw."""
+    """Time from arrival to first token, as clients saw it: the 95th percentile of the pool's
+    prompts of the last minute."""
     ttft_target_seconds: float | None = None
-    """`spec.planner.ttftTargetSeconds` of the ServingCluster, where the pool prefills."""
+    """`spec.planner.ttftTargetSeconds` of the ServingCluster, if the pool prefills."""
     itl_seconds: float | None = None
-    """Between two tokens of the streams that the pool decodes, likewise."""
+    """Time between two tokens of the pool's streams, likewise."""
     itl_target_seconds: float | None = None
-    """`spec.planner.itlTargetSeconds`, where the pool decodes."""
+    """`spec.planner.itlTargetSeconds`, if the pool decodes."""
     last_error: str = bounded("", max_size=MESSAGE)
-    """Why a replica last failed to start, in its own words."""
+    """Why a replica last failed to start: its own message."""
     desired_replicas: int | None = None
-    """What the planner would have, whoever writes `spec.replicas`."""
+    """The planner's size, whoever writes `spec.replicas`."""
     desired_reason: str = bounded("", max_size=4096)
     observed_generation: int = bounded(0, minimum=0)
     conditions: tuple[Condition, ...] = bounded((), max_size=16)
 
 
 @dataclass(frozen=True)
-class ServingClusterStatus(Checked):
+class ServingClusterStatus(Reported):
     model: str = bounded("", max_size=SOURCE)
-    """What clients call the model, since it was first available. It stays that when the spec names
-    another model and no `servedModelName`."""
+    """What clients call the model. Set when it is first available; another model without a
+    `servedModelName` keeps it."""
     endpoints: Mapping[str, str] = field(default_factory=dict)
-    """Where what is served: `grpc` (grpcs:// before it: by TLS alone), `control`, and `external`,
-    the name of `spec.router.hostname`, at the port of the Gateway or Ingress."""
+    """`grpc`: the routers inside the cluster, grpcs:// where they serve TLS. `external`:
+    `spec.router.hostname`, at the port of the Gateway or Ingress. `control`: the supervisor."""
     unit: str = bounded("", max_size=64)
-    """The code of the unit that there is: its RayCluster is called `<cluster>-<code>`, and pods of
-    it carry the label baton.dev/unit."""
+    """The unit's code. Its RayCluster is called `<cluster>-<code>`, its pods carry the label
+    baton.dev/unit."""
     rollout: RolloutStatus | None = None
     pools: Mapping[str, str] = field(default_factory=dict)
-    """Ready and wanted replicas of each pool, as `2/3`."""
+    """Ready and wanted replicas of each pool, such as `2/3`."""
     observed_generation: int = bounded(0, minimum=0)
     conditions: tuple[Condition, ...] = bounded((), max_size=16)

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 from baton.config.cluster import Role
 from baton.config.engine import EngineSettings
 from deploy.api.checked import Checked, Rule, bounded
-from deploy.api.pod_settings import PodSettings
+from deploy.api.pod_template import PodSettings
 
 MAX_REPLICAS = 1024
 DURATION = r"^([0-9]+(\.[0-9]+)?(ms|s|m|h))+$"
@@ -29,18 +29,18 @@ class Parallelism(Checked):
 
 @dataclass(frozen=True)
 class Scaling(Checked):
-    """Who writes `spec.replicas`: one at a time."""
+    """Who writes `spec.replicas`."""
 
     mode: ScalingMode = "manual"
     """manual: a person (kubectl scale). hpa: a HorizontalPodAutoscaler on the pool's `/scale`.
-    planner: the operator's own planner, which then overwrites what anyone else sets."""
+    planner: the operator's own planner, which overwrites what anyone else sets."""
 
 
 @dataclass(frozen=True)
 class RolePlan(Checked):
-    """Of a `mixed` pool: how many workers act in one role alone; the rest act in both. Switching
+    """How many workers of a `mixed` pool act in one role alone; the rest act in both. A switch
     takes no new pod: every worker of the pool can do either. Where `scaling.mode` is planner, the
-    planner says it in the WorkerPool, and what a ServingCluster says of it counts for nothing."""
+    planner writes it into the WorkerPool, and a ServingCluster's is ignored."""
 
     prefill: int = bounded(0, minimum=0, maximum=MAX_REPLICAS)
     decode: int = bounded(0, minimum=0, maximum=MAX_REPLICAS)
@@ -48,20 +48,20 @@ class RolePlan(Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class PoolShape(PodSettings):
-    """What a pool's workers are, whoever says how many there are."""
+    """What a pool's workers are, without their number."""
 
-    # By the enumeration alone Kubernetes 1.25 cannot tell what the rule on 32 pools' roles costs.
+    # The enumeration alone does not bound the cost of the rule on 32 pools' roles (1.25).
     role: Role = bounded(max_size=7)  # noqa: RUF009
     """prefill, decode, or mixed: both. Cannot be changed."""
     min_replicas: int = bounded(0, minimum=0, maximum=MAX_REPLICAS)
-    """What the planner, and a person, may scale to at least; 0 lets the planner stop the pool."""
+    """The smallest size, for the planner and people; 0 lets the planner stop the pool."""
     max_replicas: int = bounded(8, minimum=1, maximum=MAX_REPLICAS)
-    """What anyone may scale to at most."""
+    """The largest size, for everyone."""
     parallelism: Parallelism = field(default_factory=Parallelism)
     engine: Mapping[str, Any] = bounded(dict, partial_of=EngineSettings)
     """Engine settings of this pool that differ from the cluster's."""
     drain_timeout: str = bounded("10m", pattern=DURATION, max_size=32)
-    """How long a worker that leaves may finish what it runs."""
+    """How long a worker that drains may finish what it runs."""
     scaling: Scaling = field(default_factory=Scaling)
     role_plan: RolePlan | None = None
 
@@ -73,7 +73,7 @@ class PoolShape(PodSettings):
         ),
         Rule(
             "!has(self.rolePlan) || self.role == 'mixed'",
-            "rolePlan is of pools whose role is mixed: others have one role",
+            "rolePlan needs a pool whose role is mixed: others have one role",
             lambda pool: pool.role_plan is None or pool.role == "mixed",
         ),
         Rule(
@@ -93,10 +93,10 @@ class PoolShape(PodSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class PoolTemplate(PoolShape):
-    """A pool of a ServingCluster, of which the operator makes a WorkerPool."""
+    """A pool of a ServingCluster. The operator makes a WorkerPool from it."""
 
     initial_replicas: int = bounded(1, minimum=0, maximum=MAX_REPLICAS)
-    """Used when the WorkerPool is created, and never again: `spec.replicas` of that is the size."""
+    """The WorkerPool's first size. Later its own `spec.replicas` is the size."""
 
     rules = (
         *PoolShape.rules,
@@ -115,14 +115,14 @@ class PoolTemplate(PoolShape):
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerPoolSpec(PoolShape):
-    """Workers of one role and shape, of one ServingCluster."""
+    """Workers of one role and shape in one ServingCluster."""
 
     cluster: str = bounded(max_size=63)
     """The ServingCluster, in the same namespace; set by the operator. Cannot be changed."""
     pool: str = bounded(max_size=34)
     """The pool's name in it; set by the operator. Cannot be changed."""
     replicas: int = bounded(1, minimum=0, maximum=MAX_REPLICAS)
-    """Workers; written by whom `scaling.mode` names."""
+    """Number of workers; `scaling.mode` names its writer."""
 
     rules = (
         *PoolShape.rules,

@@ -14,10 +14,9 @@ from baton.config.engine import EngineSettings
 from baton.config.planner import PlannerTargets
 from baton.config.router import RouterConfig
 from baton.errors import ConfigError
-from deploy.api.advanced import OPERATORS, Advanced
-from deploy.api.naming import API_VERSION, camel_keys
-from deploy.api.read import read_spec
-from deploy.api.serving_cluster import ServingClusterSpec
+from deploy.api.checked import read_spec
+from deploy.api.naming import API_VERSION, camel, camel_keys
+from deploy.api.serving_cluster import OPERATORS, Advanced, ServingClusterSpec
 from deploy.api.worker_pool import PoolTemplate
 
 
@@ -39,12 +38,9 @@ def serving_cluster(config: ClusterConfig, name: str, namespace: str | None) -> 
     spec: dict[str, Any] = {"model": {"name": config.model}}
     if config.model_revision is not None:
         spec["model"]["revision"] = config.model_revision
-    if config.tokenizer is not None:
-        spec["tokenizer"] = config.tokenizer
-    if config.served_model_name is not None:
-        spec["servedModelName"] = config.served_model_name
-    if config.log_level != usual.log_level:
-        spec["logLevel"] = config.log_level
+    for field in ("tokenizer", "served_model_name", "log_level"):
+        if getattr(config, field) != getattr(usual, field):
+            spec[camel(field)] = getattr(config, field)
     spec["pools"] = {name: _pool(pool) for name, pool in config.pools.items()}
     if router := _router(config.router, name):
         spec["router"] = router
@@ -52,13 +48,8 @@ def serving_cluster(config: ClusterConfig, name: str, namespace: str | None) -> 
     spec |= _changed(config, sections)
     if advanced := _changed(config, vars(Advanced())):
         spec["advanced"] = advanced
-    place = {"namespace": namespace} if namespace else {}
-    made = {
-        "apiVersion": API_VERSION,
-        "kind": "ServingCluster",
-        "metadata": {"name": name} | place,
-        "spec": spec,
-    }
+    metadata = {"name": name} | ({"namespace": namespace} if namespace else {})
+    made = {"apiVersion": API_VERSION, "kind": "ServingCluster", "metadata": metadata, "spec": spec}
     read_spec(ServingClusterSpec, made | {"metadata": {"name": name, "namespace": namespace or ""}})
     return made
 
@@ -77,20 +68,12 @@ def _changed(config: ClusterConfig, sections: Mapping[str, Any]) -> dict[str, An
 def _router(config: RouterConfig, name: str) -> dict[str, Any]:
     made: dict[str, Any] = {}
     if config.tls is not None:
-        made["tls"] = {"secretName": _tls_secret(name)}
+        made["tls"] = {"secretName": f"{name}-router-tls"}
         if config.tls.client_ca_file is not None:
             made["tls"]["requireClientCertificate"] = True
     if config.auth is not None:
-        made["auth"] = {"tokenSecretName": _tokens_secret(name)}
+        made["auth"] = {"tokenSecretName": f"{name}-router-tokens"}
     return made
-
-
-def _tls_secret(name: str) -> str:
-    return f"{name}-router-tls"
-
-
-def _tokens_secret(name: str) -> str:
-    return f"{name}-router-tokens"
 
 
 def secrets_to_make(config: ClusterConfig, name: str) -> list[str]:
@@ -101,11 +84,11 @@ def secrets_to_make(config: ClusterConfig, name: str) -> list[str]:
         if tls.client_ca_file is not None:
             files["ca.crt"] = tls.client_ca_file
         commands.append(
-            _create(_tls_secret(name), [f"{key}={file}" for key, file in files.items()])
+            _create(f"{name}-router-tls", [f"{key}={file}" for key, file in files.items()])
         )
     if (auth := config.router.auth) is not None:
         folder = auth.tokens if Path(auth.tokens).is_dir() else "FOLDER_WITH_A_FILE_FOR_EACH_TENANT"
-        commands.append(_create(_tokens_secret(name), [folder]))
+        commands.append(_create(f"{name}-router-tokens", [folder]))
     return commands
 
 

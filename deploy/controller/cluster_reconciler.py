@@ -29,17 +29,16 @@ from baton.config.cluster import ClusterConfig
 from baton.errors import ConfigError
 from baton.v1 import control_pb2
 from cluster.planner.planner import PoolPlan
-from deploy.api.read import read_spec
+from deploy.api.checked import read_spec
 from deploy.api.serving_cluster import ServingClusterSpec
 from deploy.api.worker_pool import WorkerPoolSpec
 from deploy.controller.caches import Caches
 from deploy.controller.companions import Companions
 from deploy.controller.fleet_watch import FleetWatch
 from deploy.controller.kit.applied import Applied
-from deploy.controller.kit.discovery import Discovery
 from deploy.controller.kit.errors import KubeError, StatusError, each
 from deploy.controller.kit.finalizers import Finalizers
-from deploy.controller.kit.kube import Kube
+from deploy.controller.kit.kube import Discovery, Kube
 from deploy.controller.kit.objects import Key, Object, key_of
 from deploy.controller.kuberay import Groups, KubeRay, groups_of
 from deploy.controller.manifests.cluster_yaml import cluster_config, router_config_map, with_name
@@ -47,7 +46,6 @@ from deploy.controller.manifests.common import Owner, Release
 from deploy.controller.manifests.pods import PodContext
 from deploy.controller.manifests.ray_cluster import image_in, unit_in
 from deploy.controller.manifests.routers import (
-    RouterContext,
     control_service,
     first_routers,
     router_deployment,
@@ -270,9 +268,12 @@ class ClusterReconciler:
         config = cluster_config(owner, view.spec, {})
         self._applied.apply(key, CONFIG_MAPS, router_config_map(owner, config))
         has_grpc_probes = self._discovery.version >= _GRPC_PROBES_SINCE
-        restarts_for = _routers_hash_of(config)
         routers = router_deployment(
-            RouterContext(owner, view.spec, self._release, restarts_for, has_grpc_probes)
+            owner,
+            view.spec,
+            self._release,
+            _routers_hash_of(config),
+            has_grpc_probes=has_grpc_probes,
         )
         if self._caches.deployments.get(Key(owner.namespace, owner.router_name)) is None:
             self._applied.make(key, DEPLOYMENTS, first_routers(routers))

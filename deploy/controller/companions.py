@@ -7,19 +7,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from deploy.controller.kit.applied import Applied
-from deploy.controller.kit.discovery import Discovery
 from deploy.controller.kit.errors import KubeError
+from deploy.controller.kit.kube import Discovery
 from deploy.controller.kit.objects import Key, Resource, key_of
 from deploy.controller.manifests.common import Object as Manifest
 from deploy.controller.manifests.common import Owner, Release
-from deploy.controller.manifests.monitors import pod_monitor
-from deploy.controller.manifests.network_policy import head_policy, router_policy, worker_policy
-from deploy.controller.manifests.pod_disruption_budgets import (
+from deploy.controller.manifests.companions import (
     BudgetKind,
+    grpc_route,
+    ingress,
+    network_policies,
+    pod_monitor,
     pool_budget,
     router_budget,
+    router_certificate,
 )
-from deploy.controller.manifests.router_access import grpc_route, ingress, router_certificate
 from deploy.controller.resources import (
     BUDGETS,
     CERTIFICATES,
@@ -49,17 +51,15 @@ def companions(
     """`operator_namespace`: None where namespaces do not carry their names as a label."""
     owner, router = view.owner, view.spec.router
     key = Key(owner.namespace, owner.router_name)
-    policies = (
-        head_policy(owner, operator_namespace),
-        worker_policy(owner),
-        router_policy(owner),
-    )
     pools = [_pool_budget(owner, name, pool, budgets) for name, pool in view.pools.items()]
     route = None if router.gateway is None else grpc_route(owner, router)
     monitors = release.pod_monitors
     monitor = None if monitors is None else pod_monitor(owner, monitors)
     return [
-        *(_wanted(NETWORK_POLICIES, policy) for policy in policies),
+        *(
+            _wanted(NETWORK_POLICIES, policy)
+            for policy in network_policies(owner, operator_namespace)
+        ),
         *(_wanted(budgets.resource, budget) for budget in (router_budget(owner, budgets), *pools)),
         Companion(GRPC_ROUTES, key, route),
         Companion(INGRESSES, key, ingress(owner, view.spec) if router.has_ingress else None),

@@ -22,8 +22,7 @@ from deploy.controller.kit.events import EventRecorder
 from deploy.controller.kit.informer import InformerSettings
 from deploy.controller.kit.kube import Kube
 from deploy.controller.kit.objects import Key
-from deploy.controller.kit.workers import Workers
-from deploy.controller.kit.workqueue import WorkQueue
+from deploy.controller.kit.workqueue import Workers, WorkQueue
 from deploy.controller.manifests.common import Release
 from deploy.controller.operator_metrics import OperatorMetrics
 

@@ -13,7 +13,7 @@ from deploy.controller.fleet import FleetPool, Slot
 from deploy.controller.kit.applied import Applied
 from deploy.controller.kit.errors import NotFoundError, UnreachableError
 from deploy.controller.kit.finalizers import Finalizers
-from deploy.controller.kit.kube import Kube, Preconditions
+from deploy.controller.kit.kube import Kube
 from deploy.controller.kit.objects import Object, Selection, is_owned, key_of
 from deploy.controller.manifests.cluster_yaml import cluster_config, unit_config_map
 from deploy.controller.manifests.common import CLUSTER_LABEL
@@ -100,9 +100,8 @@ class KubeRay:
         if "gcsFaultToleranceOptions" not in ray["spec"]:
             self._finalizers.drop(RAY_CLUSTERS, ray, _EMPTIES_REDIS)
         if "deletionTimestamp" not in ray["metadata"]:
-            exactly = Preconditions(uid=ray["metadata"]["uid"])
             with contextlib.suppress(NotFoundError):
-                self._kube.delete(RAY_CLUSTERS, key_of(ray), preconditions=exactly)
+                self._kube.delete(RAY_CLUSTERS, key_of(ray), uid=ray["metadata"]["uid"])
 
 
 Groups = Mapping[str, Sequence[Object]]

@@ -26,7 +26,7 @@ from deploy.controller.kit.errors import (
     UnfitError,
     each,
 )
-from deploy.controller.kit.event_series import EventType
+from deploy.controller.kit.events import EventType
 from deploy.controller.kit.finalizers import FINALIZER, Finalizers
 from deploy.controller.kit.kube import Kube
 from deploy.controller.kit.objects import Key, Object, key_of

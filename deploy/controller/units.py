@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from deploy.api.naming import camel
-from deploy.api.pod_settings import PodSettings
+from deploy.api.pod_template import PodSettings
 
 _WEIGHTS = (
     ("model", "name"),

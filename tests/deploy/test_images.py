@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from deploy.api.chart import CHART, DEPLOY
+from deploy.api.generate import CHART, DEPLOY
 
 ROOT = DEPLOY.parent
 EXTRAS = {"worker": "pods", "router": "router,s3", "controller": "controller"}

@@ -10,7 +10,7 @@ import pytest
 from deploy.controller.kit.kube import Kube
 from deploy.controller.kit.objects import Key
 from deploy.controller.manifests.common import POOL_LABEL, Owner
-from deploy.controller.manifests.model_files import FETCH
+from deploy.controller.manifests.pods import FETCH
 from deploy.controller.resources import PODS, RAY_CLUSTERS
 from tests.k8s.control_plane.plane import ControlPlane
 from tests.k8s.operating import Operator, eventually

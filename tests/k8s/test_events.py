@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from deploy.controller.kit.event_series import EventType
-from deploy.controller.kit.events import EVENTS, EventRecorder
+from deploy.controller.kit.events import EVENTS, EventRecorder, EventType
 from deploy.controller.kit.kube import Kube
 from deploy.controller.kit.objects import Key, Object, Selection, key_of
 from tests.deploy.controller.things import CONFIG_MAPS, config_map

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import urllib3
 
-from deploy.api.chart import CHART
+from deploy.api.generate import CHART
 from deploy.controller.controller import Controller, ControllerSettings
 from deploy.controller.kit.connection import Call, Connection, Timeouts
 from deploy.controller.kit.errors import StatusError

@@ -1,8 +1,8 @@
 """What the operator writes, without what would change nothing.
 
-An apply is left out where the same was applied last and nobody has touched the object since. Of a
-kind that is followed the cache tells; any other is applied again after `_TRUST_S`, so what somebody
-changes of it is put back within that time, and the operator need not be allowed to read it.
+An apply is left out where the same was applied last and nobody has touched the object since. The
+cache shows that for kinds that are followed. Others are applied again after `_TRUST_S`: so an edit
+is put back within that time, and the operator need not be allowed to read them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from deploy.controller.kit.errors import AlreadyExistsError, NotFoundError
 from deploy.controller.kit.informer import Informer
-from deploy.controller.kit.kube import Kube, Preconditions
+from deploy.controller.kit.kube import Kube
 from deploy.controller.kit.objects import Key, Object, Resource, is_owned, key_of
 
 _TRUST_S = 30.0
@@ -24,7 +24,7 @@ _TRUST_S = 30.0
 
 @dataclass(frozen=True)
 class _Last:
-    """An object's last apply; `answer`: how it was then, None where there was to be none."""
+    """An object's last apply; `answer`: the object as it was then, None where it was removed."""
 
     wanted: str
     answer: Object | None
@@ -32,8 +32,8 @@ class _Last:
 
 
 class Applied:
-    """Own what was applied last of each cluster's objects. One cluster's are used by one thread at
-    a time."""
+    """Own what was applied last of each cluster's objects. One thread at a time uses one
+    cluster's."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class Applied:
         self._last: dict[Key, dict[tuple[Resource, Key], _Last]] = {}
 
     def apply(self, cluster: Key, resource: Resource, obj: Object) -> Object:
-        """How it is then, as far as is known; raises KubeError."""
+        """Returns the object as it is then, as far as is known; raises KubeError."""
         wanted = hashlib.sha256(json.dumps(obj, sort_keys=True).encode()).hexdigest()
         known = self._known(cluster, resource, key_of(obj))
         if known is not None and known.wanted == wanted:
@@ -57,7 +57,7 @@ class Applied:
         return answer
 
     def make(self, cluster: Key, resource: Resource, obj: Object) -> None:
-        """Unless there is one of that name, whatever is in it; raises KubeError."""
+        """Create it unless one of that name exists, whatever it holds; raises KubeError."""
         key = key_of(obj)
         known = self._known(cluster, resource, key)
         if known is not None and self._is_trusted(known):
@@ -67,15 +67,14 @@ class Applied:
         self._note(cluster, resource, key, "", obj)
 
     def remove(self, cluster: Key, resource: Resource, key: Key, owner_uid: str) -> None:
-        """Unless it is another owner's; raises KubeError."""
+        """Delete it unless it is another owner's; raises KubeError."""
         known = self._known(cluster, resource, key)
         if known is not None and known.answer is None:
             return
         with contextlib.suppress(NotFoundError):
             found = self._kube.get(resource, key)
             if is_owned(found, owner_uid):
-                exactly = Preconditions(uid=found["metadata"]["uid"])
-                self._kube.delete(resource, key, preconditions=exactly)
+                self._kube.delete(resource, key, uid=found["metadata"]["uid"])
         self._note(cluster, resource, key, "", None)
 
     def forget(self, cluster: Key) -> None:
@@ -91,7 +90,7 @@ class Applied:
         self._last.setdefault(cluster, {})[resource, key] = last
 
     def _untouched(self, resource: Resource, known: _Last) -> Object | None:
-        """How the object is now; None where it is not as it was applied, or that is not known."""
+        """The object as it is now; None where it has changed since, or that is not known."""
         assert known.answer is not None
         informer = self._followed.get(resource)
         if informer is None:
@@ -106,7 +105,7 @@ class Applied:
 
 
 def _of_writers(obj: Object) -> Object:
-    """Without what changes by itself: status, versions, and who wrote what."""
+    """Without what changes by itself: status, versions, field managers."""
     changing = ("resourceVersion", "managedFields")
     metadata = {name: value for name, value in obj["metadata"].items() if name not in changing}
     return {name: value for name, value in obj.items() if name != "status"} | {"metadata": metadata}

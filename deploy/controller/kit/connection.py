@@ -1,13 +1,13 @@
 """HTTP to one API server: where it is, how we prove who we are, and calls with deadlines.
 
-Of the official client this takes what has to follow kubectl's: reading a kubeconfig or a service
-account, renewing tokens, TLS, proxies. The requests themselves go straight to its urllib3 pool:
+The official client does here what has to follow kubectl: reading a kubeconfig or a service account,
+renewing tokens, TLS, proxies. The requests themselves go straight to its urllib3 pool, because:
 
 - its REST layer leaves urllib3's retries on (three, silently, for a PUT, DELETE or GET), so a call
   takes up to four times the timeout that it was given, and a retried DELETE reports 404;
 - its `Watch` goes on by itself with what it believes to be the last resourceVersion, swallows the
-  first 410, gives no bookmarks and has no deadline of its own: a connection that was cut without a
-  word hangs for ever (kubernetes-client/python#1402, #2527). `kubernetes.informer` is built on it.
+  first 410, gives no bookmarks and has no deadline of its own: a connection that was cut silently
+  hangs for ever (kubernetes-client/python#1402, #2527). `kubernetes.informer` is built on it.
 - its typed API has no server-side apply of a custom resource's dict, and turns every answer into
   model objects that know one release of Kubernetes.
 """
@@ -96,19 +96,15 @@ class Connection:
 
     def answer(self, call: Call, timeouts: Timeouts) -> dict[str, Any]:
         """The JSON object that the server answers with; StatusError and UnreachableError."""
-        response = self._send(call, timeouts, streamed=False)
-        return _json_object(call, response.data)
+        body = self._send(call, timeouts, streamed=False).data
+        answer = _object_in(body)
+        if answer is None:
+            raise UnreachableError(f"{call}: no API server's answer: {body[:_LONGEST_QUOTE]!r}")
+        return answer
 
     def stream(self, call: Call, timeouts: Timeouts) -> urllib3.BaseHTTPResponse:
         """An answer whose body the caller reads as it comes, and closes."""
         return self._send(call, timeouts, streamed=True)
-
-    def close_idle(self) -> None:
-        """Where one connection went silent, those that wait in the pool may have, too.
-
-        Calls under way end on the old pool, which closes what it has once nobody uses it.
-        """
-        self._pool = self._new_pool()
 
     def _send(self, call: Call, timeouts: Timeouts, *, streamed: bool) -> urllib3.BaseHTTPResponse:
         url = self._configuration.host + call.path
@@ -134,7 +130,9 @@ class Connection:
     def unreachable(self, call: Call, error: HTTPError) -> UnreachableError:
         """What a broken call is reported as."""
         if isinstance(error, ConnectTimeoutError | ReadTimeoutError):
-            self.close_idle()
+            # The pool's idle connections may be silent, too. Calls under way end on the old pool,
+            # which closes its connections once nobody uses it.
+            self._pool = self._new_pool()
         return UnreachableError(f"{call}: {type(error).__name__}: {error}")
 
     def _headers(self, call: Call) -> dict[str, str]:
@@ -155,23 +153,18 @@ class Connection:
         return pool
 
 
-def _json_object(call: Call, body: bytes) -> dict[str, Any]:
+def _object_in(body: bytes) -> dict[str, Any] | None:
     try:
         answer = json.loads(body)
     except ValueError:
-        answer = None
-    if not isinstance(answer, dict):
-        raise UnreachableError(f"{call}: no API server's answer: {body[:_LONGEST_QUOTE]!r}")
-    return answer
+        return None
+    return answer if isinstance(answer, dict) else None
 
 
 def _status_of(response: urllib3.BaseHTTPResponse, body: bytes) -> dict[str, Any]:
     """A Status, made up where what answers is a proxy, or a server too busy to write one."""
-    try:
-        status = json.loads(body)
-    except ValueError:
-        status = None
-    if not isinstance(status, dict) or status.get("kind") != "Status":
+    status = _object_in(body)
+    if status is None or status.get("kind") != "Status":
         status = {"message": body[:_LONGEST_QUOTE].decode(errors="replace").strip()}
     retry_after = response.headers.get("Retry-After", "")
     details = dict(status.get("details") or {})
@@ -181,8 +174,8 @@ def _status_of(response: urllib3.BaseHTTPResponse, body: bytes) -> dict[str, Any
 
 
 def command_connection(kubeconfig: Path | None) -> Connection:
-    """None: by the account of the pod that we are in. Where there is neither the process ends, and
-    says what to name."""
+    """None: by the account of the pod that we are in. Without either the process ends with a
+    hint."""
     try:
         return Connection.from_kubeconfig(kubeconfig) if kubeconfig else Connection.in_cluster()
     except NotConfiguredError as error:

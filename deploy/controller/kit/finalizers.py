@@ -1,4 +1,4 @@
-"""What keeps an object of ours from going before its workers have drained."""
+"""The finalizer that keeps an object of ours until its workers have drained."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Finalizers:
             self._patch(resource, obj, [*metadata.get("finalizers", ()), FINALIZER])
 
     def drop(self, resource: Resource, obj: Object, finalizer: str = FINALIZER) -> None:
-        """Unless the object is another by now: then it is looked at again."""
+        """Unless the object has changed meanwhile: then the next look tries again."""
         finalizers = obj["metadata"].get("finalizers", ())
         if finalizer in finalizers:
             left = [name for name in finalizers if name != finalizer]
@@ -30,7 +30,7 @@ class Finalizers:
                 self._patch(resource, obj, left)
 
     def _patch(self, resource: Resource, obj: Object, finalizers: list[str]) -> None:
-        """Of this version alone: others keep finalizers here, too."""
+        """Only if the version is still this: others have finalizers here, too."""
         version = obj["metadata"]["resourceVersion"]
         patch = {"metadata": {"finalizers": finalizers, "resourceVersion": version}}
         self._kube.merge_patch(resource, key_of(obj), patch)

@@ -1,33 +1,35 @@
 """A kind's objects, followed: list, then watch, for as long as the process lives.
 
-1. List: as etcd has it now. Handlers hear of what is new, changed or gone; `has_synced` from then.
+1. List: as etcd has it now. Handlers hear of what is new, changed or gone; `has_synced` is true
+   from then on.
 2. Watch from the list's resourceVersion, in windows of `Window.watch_s`; each event's and each
    bookmark's resourceVersion is where the next window begins.
 3. A window that broke or went silent: wait (back-off), then the next one begins where it ended.
-   Nothing is missed: the server tells all that happened since.
+   Nothing is missed: the server sends all that happened since.
 4. The server refuses to go on from there (410: too old, as an answer or as an event; a server that
    was set back; no permission): wait, then list again. What was deleted meanwhile is missing from
    the list, and so it is noticed.
 5. Every `resync_s` handlers hear of every key, whether or not anything happened.
-6. A kind of others' that the server does not serve, or serves no more, has no objects: that is all
-   there is to know of it, until a list finds it served. Two lists in a row have to say so: one may
-   be a bad moment of a server's, or of a proxy's.
+6. A kind that others install and the server does not serve has no objects, until a list finds it
+   served. Two lists in a row have to say so: one may be a bad moment of a server's, or a proxy's.
 
-Handlers hear keys only, on the informer's thread, and must not block: they add to a work queue. Who
-reconciles a key reads its newest state from here, however many changes led to it.
+Handlers hear keys only, on the informer's thread, and must not block: they add to a work queue. A
+reconciler reads a key's newest state from here, however many changes led to it.
 """
 
 from __future__ import annotations
 
+import copy
 import logging
 import random
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, NoReturn
 
-from deploy.controller.kit.cache import Cache, Change
 from deploy.controller.kit.errors import KubeError, NotFoundError, StatusError, UnreachableError
 from deploy.controller.kit.kube import Kube, Listing
 from deploy.controller.kit.objects import (
@@ -52,10 +54,103 @@ _SHORTEST_WATCH_S = 1.0
 """A server that ends a window sooner, without an event, would be asked again and again."""
 
 
+class FrozenDict(dict[str, Any]):
+    def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise TypeError("a shared object must not be changed: copy.deepcopy it first")
+
+    __setitem__ = __delitem__ = __ior__ = _refuse
+    clear = pop = popitem = setdefault = update = _refuse
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
+        return {key: copy.deepcopy(value, memo) for key, value in self.items()}
+
+
+class FrozenList(list[Any]):
+    def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise TypeError("a shared list must not be changed: copy.deepcopy it first")
+
+    __setitem__ = __delitem__ = __iadd__ = __imul__ = _refuse
+    append = clear = extend = insert = pop = remove = reverse = sort = _refuse
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> list[Any]:
+        return [copy.deepcopy(item, memo) for item in self]
+
+
+def frozen(value: Any) -> Any:
+    """The same JSON value, all through unchangeable; a copy."""
+    if isinstance(value, dict):
+        return FrozenDict((key, frozen(item)) for key, item in value.items())
+    if isinstance(value, list):
+        return FrozenList(frozen(item) for item in value)
+    return value
+
+
+@dataclass(frozen=True)
+class Change:
+    """None: there was, or is, no such object."""
+
+    before: Object | None
+    after: Object | None
+
+    def states(self) -> Iterator[Object]:
+        return (state for state in (self.before, self.after) if state is not None)
+
+
+class Cache:
+    """Own the newest known state of each object, frozen. The informer writes, others read.
+    `metadata.managedFields` is left out: it is half of an object, and no reconciler reads it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._objects: dict[Key, Object] = {}
+
+    def get(self, key: Key) -> Object | None:
+        with self._lock:
+            return self._objects.get(key)
+
+    def snapshot(self) -> Mapping[Key, Object]:
+        """All objects at one moment; what happens later does not show in it."""
+        with self._lock:
+            return MappingProxyType(dict(self._objects))
+
+    def replace(self, listing: Listing) -> list[Change]:
+        """What the list lacks is gone. What it has unchanged is no change."""
+        objects = {key_of(item): _kept(item) for item in listing.items}
+        with self._lock:
+            before, self._objects = self._objects, objects
+        changes = [Change(before.get(key), obj) for key, obj in objects.items()]
+        gone = [Change(obj, None) for key, obj in before.items() if key not in objects]
+        return gone + [change for change in changes if _is_change(change)]
+
+    def follow(self, event: WatchEvent) -> Change | None:
+        """Take in a watch's event; None where nothing has changed."""
+        assert event.type is not WatchEventType.BOOKMARK
+        key = key_of(event.object)
+        after = None if event.type is WatchEventType.DELETED else _kept(event.object)
+        with self._lock:
+            before = self._objects.pop(key, None)
+            if after is not None:
+                self._objects[key] = after
+        change = Change(before, after)
+        return change if _is_change(change) else None
+
+
+def _is_change(change: Change) -> bool:
+    if change.before is None or change.after is None:
+        return change.before is not change.after
+    return resource_version_of(change.before) != resource_version_of(change.after)
+
+
+def _kept(obj: Object) -> Object:
+    metadata = {name: value for name, value in obj["metadata"].items() if name != "managedFields"}
+    kept: Object = frozen({**obj, "metadata": metadata})
+    return kept
+
+
 @dataclass(frozen=True)
 class InformerSettings:
-    """With these a cut is noticed within 25 s, and made up for as soon as the server answers: at
-    most `backoff.longest_s` after it could."""
+    """With the defaults a cut is noticed within 25 s. It is made up for at most
+    `backoff.longest_s` after the server could answer."""
 
     window: Window = field(default_factory=Window)
     backoff: Backoff = field(default_factory=lambda: Backoff(first_s=0.5, longest_s=10.0))
@@ -88,7 +183,7 @@ class Informer:
         self._version: str | None = None
         """Where the next window begins; None: list first."""
         self._num_failures = 0
-        self._untold: deque[Change] = deque()
+        self._changes: deque[Change] = deque()
         self._resync_at = time.monotonic() + settings.resync_s
         self._synced = threading.Event()
         self._stopping = threading.Event()
@@ -96,8 +191,8 @@ class Informer:
         self._thread = threading.Thread(target=self._run, name=f"informer-{resource}", daemon=True)
 
     def add_handler(self, handler: Handler, keys_of: KeysOf = lambda obj: (key_of(obj),)) -> None:
-        """Before `start`. `keys_of`: the keys to tell for an object; its own, or its owner's. It is
-        asked for the state before a change and for the one after it, so that an owner who lost an
+        """Before `start`. `keys_of`: the keys that the handler hears for an object; its own, or its
+        owner's. It is asked for the states before and after a change, so that an owner who lost an
         object hears of it, too."""
         assert not self._thread.is_alive(), "handlers are added before the start"
         self._handlers.append((handler, keys_of))
@@ -106,8 +201,8 @@ class Informer:
         self._thread.start()
 
     def stop(self) -> bool:
-        """No handler is called any more. Within a second; False where the thread still waits for
-        an answer of a silent server, which ends by its own timeout and does nothing then."""
+        """Call no handler any more. Takes a second at most; False where the thread still waits for
+        a silent server. It ends by its own timeout and does nothing then."""
         self._stopping.set()
         if (stream := self._stream) is not None:
             stream.stop()
@@ -148,13 +243,13 @@ class Informer:
 
     def _follow(self) -> None:
         """List where need be, then watch for one window."""
-        self._tell_all()
+        self._call_handlers()
         if self._version is None:
             self._version = self._list()
         elif time.monotonic() >= self._resync_at:
-            self._untold.extend(Change(None, obj) for obj in self._cache.snapshot().values())
+            self._changes.extend(Change(None, obj) for obj in self._cache.snapshot().values())
             self._resync_at = time.monotonic() + self._settings.resync_s
-        self._tell_all()
+        self._call_handlers()
         self._synced.set()
         self._watch(self._version)
 
@@ -165,13 +260,13 @@ class Informer:
         except NotFoundError:
             if self._is_of_others and self._was_missing:
                 self._is_served = False
-                self._untold.extend(self._cache.replace(_NOTHING))
-                self._tell_all()
+                self._changes.extend(self._cache.replace(_NOTHING))
+                self._call_handlers()
                 self._synced.set()
             self._was_missing = True
             raise
         self._is_served, self._was_missing = True, False
-        self._untold.extend(self._cache.replace(listing))
+        self._changes.extend(self._cache.replace(listing))
         return listing.resource_version
 
     def _watch(self, version: str) -> None:
@@ -197,14 +292,14 @@ class Informer:
         if event.type is not WatchEventType.BOOKMARK:
             change = self._cache.follow(event)
             if change is not None:
-                self._untold.append(change)
+                self._changes.append(change)
         self._version = resource_version_of(event.object)
-        self._tell_all()
+        self._call_handlers()
 
-    def _tell_all(self) -> None:
-        """Where a handler fails, the changes behind its own are told on the next round."""
-        while self._untold:
-            change = self._untold.popleft()
+    def _call_handlers(self) -> None:
+        """Where a handler fails, the changes behind its own come on the next round."""
+        while self._changes:
+            change = self._changes.popleft()
             for handler, keys_of in self._handlers:
                 keys = dict.fromkeys(key for state in change.states() for key in keys_of(state))
                 for key in keys:

@@ -1,16 +1,16 @@
-"""The verbs of an API server, for objects that are plain dicts.
+"""The verbs of an API server, for objects that are plain dicts, and which kinds it serves.
 
 Every call ends within its timeouts, in an answer or in an error of `deploy.controller.kit.errors`.
-Nothing is tried again here: whoever calls reconciles levels, and comes back.
+Nothing is tried again here: callers reconcile levels, and come back.
 """
 
 from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Any
 
 from deploy.controller.kit.connection import USUAL, Call, Connection, Timeouts
@@ -29,7 +29,8 @@ from deploy.controller.kit.watch_stream import WatchStream, Window
 _PAGE_SIZE = 500
 _APPLY = "application/apply-patch+yaml"
 _MERGE = "application/merge-patch+json"
-_JSON_PATCH = "application/json-patch+json"
+_FRESH_S = 60.0
+"""A kind that is installed later is noticed within this time."""
 
 
 @dataclass(frozen=True)
@@ -40,43 +41,20 @@ class Listing:
     resource_version: str
 
 
-class Propagation(StrEnum):
-    """What becomes of an object's dependents when it is deleted."""
-
-    BACKGROUND = "Background"
-    FOREGROUND = "Foreground"
-    ORPHAN = "Orphan"
-
-
-@dataclass(frozen=True)
-class Preconditions:
-    """A deletion of anything else is refused with ConflictError."""
-
-    uid: str | None = None
-    resource_version: str | None = None
-
-
-_ANY = Preconditions()
-
-
 class Kube:
     """One client of one API server. Threads share it."""
 
     def __init__(
         self, connection: Connection, field_manager: str, timeouts: Timeouts = USUAL
     ) -> None:
+        """`field_manager`: the API server names it as the writer of what is written here."""
         self._connection = connection
-        self._field_manager = field_manager
+        self.field_manager = field_manager
         self._timeouts = timeouts
         self._may_write: Callable[[], bool] = lambda: True
 
-    @property
-    def field_manager(self) -> str:
-        """Whom the API server names as the writer of what is written here."""
-        return self._field_manager
-
     def check_may_write(self, doing: object) -> None:
-        """Raises WriteRefusedError. For what is done elsewhere, too, by who may write alone."""
+        """Raises WriteRefusedError. Also for orders to others that only a writer may give."""
         if not self._may_write():
             raise WriteRefusedError(f"{doing}: may not write now")
 
@@ -97,21 +75,23 @@ class Kube:
 
     def version(self) -> tuple[int, int]:
         """The API server's, such as (1, 31)."""
-        told = self._answer(Call("GET", "/version"))
-        return int(told["major"]), int(re.match(r"\d+", told["minor"])[0])  # type: ignore[index]
+        answer = self._answer(Call("GET", "/version"))
+        minor = re.match(r"\d+", answer["minor"])
+        assert minor is not None, answer
+        return int(answer["major"]), int(minor[0])
 
     def served_plurals(self, resource: Resource) -> frozenset[str]:
         """All kinds that are served in the resource's group and version; none where it is not."""
         path = resource.path_of_all(None).removesuffix(f"/{resource.plural}")
         try:
-            told = self._answer(Call("GET", path))
+            answer = self._answer(Call("GET", path))
         except NotFoundError:
             return frozenset()
-        return frozenset(each["name"] for each in told["resources"])
+        return frozenset(each["name"] for each in answer["resources"])
 
     def list(self, resource: Resource, selection: Selection = EVERYTHING) -> Listing:
-        """As etcd has it now, never an older state out of a cache. In pages; where they expire on
-        the way, once more at a stroke."""
+        """As etcd has it now, never an older state out of a cache. It comes in pages; where they
+        expire on the way, it is asked for once more as a whole."""
         try:
             return self._list(resource, selection, _PAGE_SIZE)
         except GoneError:
@@ -122,67 +102,39 @@ class Kube:
         path = resource.path_of_all(key_of(obj).namespace or None)
         return self._write(Call("POST", path, self._manager(None), obj))
 
-    def apply(
-        self, resource: Resource, obj: Object, *, force: bool, subresource: str | None = None
-    ) -> dict[str, Any]:
-        """Server-side apply: `obj` names every field that this manager wants, and no other; what
-        it named last time and does not name now goes. Makes the object where there is none (unless
-        a subresource is applied).
+    def apply(self, resource: Resource, obj: Object, *, force: bool) -> dict[str, Any]:
+        """Server-side apply: `obj` names every field that this manager wants, and no other. What
+        it named last time and does not name now goes. Makes the object where there is none.
 
-        force: take over fields that another manager owns; ConflictError, whose causes name them,
-        where not. A subresource has a field manager of its own (`<manager>-status`): before 1.22
-        an API server kept one set of fields for both, so that to apply a status forgot the spec's.
+        force: take over fields that another manager owns; ConflictError where not.
         """
-        query = {**self._manager(subresource), "force": "true" if force else "false"}
-        path = resource.path_of(key_of(obj), subresource)
-        return self._write(Call("PATCH", path, query, obj, _APPLY))
+        query = {**self._manager(None), "force": "true" if force else "false"}
+        return self._write(Call("PATCH", resource.path_of(key_of(obj)), query, obj, _APPLY))
 
     def merge_patch(
         self, resource: Resource, key: Key, patch: Object, subresource: str | None = None
     ) -> dict[str, Any]:
         """None removes a key, a list replaces a list. A `metadata.resourceVersion` in it makes the
-        patch one of that version alone: ConflictError where the object is another by now."""
+        patch one of that version alone: ConflictError where the object is another by now.
+
+        A subresource has a field manager of its own, `<manager>-status`."""
         path = resource.path_of(key, subresource)
         return self._write(Call("PATCH", path, self._manager(subresource), patch, _MERGE))
 
-    def json_patch(
-        self,
-        resource: Resource,
-        key: Key,
-        operations: Sequence[Mapping[str, Any]],
-        subresource: str | None = None,
-    ) -> dict[str, Any]:
-        """InvalidError where a `test` does not hold, nothing is changed then."""
-        path = resource.path_of(key, subresource)
-        query = self._manager(subresource)
-        return self._write(Call("PATCH", path, query, list(operations), _JSON_PATCH))
-
-    def delete(
-        self,
-        resource: Resource,
-        key: Key,
-        *,
-        propagation: Propagation = Propagation.BACKGROUND,
-        preconditions: Preconditions = _ANY,
-    ) -> None:
-        """Begins the deletion: finalizers may hold the object for long. NotFoundError where there
-        is none."""
+    def delete(self, resource: Resource, key: Key, *, uid: str | None = None) -> None:
+        """Begins the deletion: finalizers may hold the object for long, and its dependents follow.
+        NotFoundError where there is none, ConflictError where its uid is another."""
         body: dict[str, Any] = {
             "apiVersion": "v1",
             "kind": "DeleteOptions",
-            "propagationPolicy": propagation.value,
+            "propagationPolicy": "Background",
         }
-        named = {"uid": preconditions.uid, "resourceVersion": preconditions.resource_version}
-        if held := {name: value for name, value in named.items() if value is not None}:
-            body["preconditions"] = held
+        if uid is not None:
+            body["preconditions"] = {"uid": uid}
         self._write(Call("DELETE", resource.path_of(key), body=body))
 
     def watch(
-        self,
-        resource: Resource,
-        selection: Selection,
-        resource_version: str,
-        window: Window,
+        self, resource: Resource, selection: Selection, resource_version: str, window: Window
     ) -> WatchStream:
         """What happens after `resource_version`. Use it as a context manager."""
         query = {
@@ -211,7 +163,7 @@ class Kube:
             query = {**query, "continue": token}
 
     def _manager(self, subresource: str | None) -> dict[str, str]:
-        manager = self._field_manager
+        manager = self.field_manager
         return {"fieldManager": manager if subresource is None else f"{manager}-{subresource}"}
 
     def _write(self, call: Call) -> dict[str, Any]:
@@ -223,8 +175,32 @@ class Kube:
 
 
 def _typed_items(page: Mapping[str, Any]) -> list[Object]:
-    """A list's items lack what the list says for all of them; a watch's objects have it."""
+    """A list names kind and version once for all items; a watch's objects name them each."""
     kind = page["kind"].removesuffix("List")
     return [
         {"kind": kind, "apiVersion": page["apiVersion"], **item} for item in page["items"] or ()
     ]
+
+
+class Discovery:
+    """Own what is known of one API server: its version, and which kinds it serves. Not every one
+    has what others install, or what came later. Threads share it."""
+
+    def __init__(self, kube: Kube, clock: Callable[[], float] = time.monotonic) -> None:
+        self._kube, self._clock = kube, clock
+        self._served: dict[str, tuple[frozenset[str], float]] = {}
+        self._version: tuple[int, int] | None = None
+
+    @property
+    def version(self) -> tuple[int, int]:
+        """The API server's when it was asked first, such as (1, 31); raises KubeError."""
+        if self._version is None:
+            self._version = self._kube.version()
+        return self._version
+
+    def serves(self, resource: Resource) -> bool:
+        """Raises KubeError."""
+        name, now = resource.api_version, self._clock()
+        if name not in self._served or now >= self._served[name][1] + _FRESH_S:
+            self._served[name] = self._kube.served_plurals(resource), now
+        return resource.plural in self._served[name][0]

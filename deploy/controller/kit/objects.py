@@ -8,7 +8,7 @@ from typing import Any
 from urllib.parse import quote
 
 Object = Mapping[str, Any]
-"""An object as the API's JSON has it. Nobody changes one that he was given."""
+"""An object as the API's JSON has it. Readers do not change it."""
 
 
 @dataclass(frozen=True, order=True)
@@ -54,14 +54,14 @@ class Resource:
 
 
 def _escaped(name: str) -> str:
-    """A name out of a user's object must not lead to another path."""
+    """A name from a user's object must not lead to another path."""
     assert name not in ("", ".", ".."), repr(name)
     return quote(name, safe="")
 
 
 @dataclass(frozen=True)
 class Selection:
-    """Which objects of a kind: everywhere and all of them where nothing is said."""
+    """Which objects of a kind; by default all of them, everywhere."""
 
     namespace: str | None = None
     labels: str = ""
@@ -89,5 +89,5 @@ def resource_version_of(obj: Object) -> str:
 
 
 def is_owned(obj: Object, owner_uid: str) -> bool:
-    """Whether it goes with that owner."""
+    """Whether it is deleted with that owner."""
     return any(each["uid"] == owner_uid for each in obj["metadata"].get("ownerReferences", ()))

@@ -1,25 +1,24 @@
 """One watch: a list's changes, line by line, until the server ends it.
 
 1. It begins at a resourceVersion; the server is asked to end it after `Window.watch_s`, and to send
-   bookmarks, so that the resourceVersion to go on from stays young where nothing changes.
+   bookmarks. So the resourceVersion to go on from stays young where nothing changes.
 2. It yields changes and bookmarks.
 3. It ends: the server's time is up (StopIteration); the server says why it cannot go on (a
    StatusError, mostly GoneError); the connection broke or went silent (UnreachableError);
    `stop` was called (UnreachableError, too: the reader knows better).
 
-A quiet watch and one that was cut without a word look alike, and TCP keepalives do not tell: a
-proxy that has stopped forwarding answers them. So the server ends a watch before our patience does:
-whatever has been silent for longer than `watch_s + grace_s` was cut.
+A quiet watch and one that was cut without notice look alike. TCP keepalives do not help: a proxy
+that has stopped forwarding answers them. So the server ends a watch before our patience does, and
+one that is silent for longer than `watch_s + grace_s` was cut.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from enum import StrEnum
-from types import TracebackType
 
 from urllib3 import BaseHTTPResponse
 from urllib3.exceptions import HTTPError
@@ -56,7 +55,7 @@ class Window:
         return self.watch_s + self.grace_s
 
 
-class WatchStream:
+class WatchStream(AbstractContextManager["WatchStream"]):
     """Own one open answer. One thread iterates; any thread may `stop` it."""
 
     def __init__(self, connection: Connection, call: Call, timeouts: Timeouts) -> None:
@@ -70,24 +69,13 @@ class WatchStream:
             yield self._event(line)
 
     def stop(self) -> None:
-        """Wake the thread that reads. No more events come of what had not arrived."""
+        """Wake the thread that reads. What has not arrived yet never comes."""
         with suppress(ValueError, RuntimeError, OSError):  # ended already
             self._response.shutdown()
 
-    def close(self) -> None:
+    def __exit__(self, *_: object) -> None:
         """For the thread that iterates."""
         self._response.close()
-
-    def __enter__(self) -> WatchStream:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def _lines(self) -> Iterator[bytes]:
         rest = b""

@@ -1,8 +1,8 @@
-"""Keys to be worked on, each at most once at a time.
+"""Keys to be worked on, each at most once at a time, and the threads that work on them.
 
-- A key that waits and is added again waits once. One that is being worked on and is added again
-  waits until that work is done, and is then worked on again: nobody works on a key twice at once,
-  and no change is missed that came after the work had looked.
+- A key that waits and is added again waits once. A key that is added while it is worked on comes
+  again when that work is done. So nobody works on a key twice at once, and no change is missed that
+  came after the work had looked.
 - A key may be added for later; the earliest time counts. To work on it sooner does not cancel it:
   to look once too often does no harm, to look once too rarely does.
 - A key whose work failed comes back later and later, until its work succeeds once.
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import logging
 import math
 import random
 import threading
@@ -20,13 +21,17 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from deploy.controller.kit.errors import KubeError, StatusError
+
+log = logging.getLogger(__name__)
+
 _MOST_DOUBLINGS = 30
 
 
 @dataclass(frozen=True)
 class Backoff:
-    """Doubles from `first_s` to `longest_s`; half of it is jitter, so that those who failed
-    together do not come back together."""
+    """Doubles from `first_s` to `longest_s`; half of it is jitter, so that keys that
+    failed together do not come back together."""
 
     first_s: float
     longest_s: float
@@ -44,26 +49,16 @@ Clock = Callable[[], float]
 RETRIES = Backoff(first_s=0.2, longest_s=120.0)
 
 
-@dataclass(frozen=True)
-class _Later(Generic[K]):
-    due_at: float
-    number: int
-    key: K
-
-    def __lt__(self, other: _Later[K]) -> bool:
-        return (self.due_at, self.number) < (other.due_at, other.number)
-
-
 class PendingKeys(Generic[K]):
-    """Own which key waits, since when, until when, and which is being worked on. Pure: whoever
-    calls says what time it is, in seconds of any clock that never goes back."""
+    """Own which key waits, since when, until when, and which is being worked on. Pure: the caller
+    says what time it is, in seconds of any clock that never goes back."""
 
     def __init__(self) -> None:
         self._waiting: dict[K, None] = {}
         self._under_way: set[K] = set()
         self._again: set[K] = set()
         self._due: dict[K, float] = {}
-        self._later: list[_Later[K]] = []
+        self._later: list[tuple[float, int, K]] = []
         self._numbers = itertools.count()
 
     def add(self, key: K) -> None:
@@ -75,7 +70,7 @@ class PendingKeys(Generic[K]):
     def add_later(self, key: K, due_at: float) -> None:
         if due_at < self._due.get(key, float("inf")):
             self._due[key] = due_at
-            heapq.heappush(self._later, _Later(due_at, next(self._numbers), key))
+            heapq.heappush(self._later, (due_at, next(self._numbers), key))
 
     def take(self, now: float) -> K | None:
         """The key that has waited longest; None when none may be worked on now."""
@@ -87,14 +82,14 @@ class PendingKeys(Generic[K]):
         return None
 
     def done(self, key: K) -> None:
-        """Whoever took `key` has ended his work on it."""
+        """The work on a key that was taken has ended."""
         self._under_way.remove(key)
         if key in self._again:
             self._again.remove(key)
             self.add(key)
 
     def next_due_at(self) -> float | None:
-        return self._later[0].due_at if self._later else None
+        return self._later[0][0] if self._later else None
 
     def num_waiting(self, now: float) -> int:
         """Those whose time has not come do not count."""
@@ -102,16 +97,15 @@ class PendingKeys(Generic[K]):
         return len(self._waiting) + len(self._again)
 
     def _wake(self, now: float) -> None:
-        while self._later and self._later[0].due_at <= now:
-            later = heapq.heappop(self._later)
-            if self._due.get(later.key) == later.due_at:
-                del self._due[later.key]
-                self.add(later.key)
+        while self._later and self._later[0][0] <= now:
+            due_at, _, key = heapq.heappop(self._later)
+            if self._due.get(key) == due_at:
+                del self._due[key]
+                self.add(key)
 
 
 class WorkQueue(Generic[K]):
-    """`PendingKeys` for threads: informers and timers add, workers take. It is bounded by the
-    number of keys that there are."""
+    """`PendingKeys` for threads: informers add, workers take. The number of keys bounds it."""
 
     def __init__(self, retries: Backoff = RETRIES, clock: Clock = time.monotonic) -> None:
         self._retries = retries
@@ -127,11 +121,6 @@ class WorkQueue(Generic[K]):
             self._pending.add(key)
             self._changed.notify()
 
-    def add_after(self, key: K, delay_s: float) -> None:
-        with self._changed:
-            self._pending.add_later(key, self._clock() + delay_s)
-            self._changed.notify()
-
     def take(self) -> K | None:
         """Waits for a key, which the caller gives back by `succeeded` or `failed`; None once the
         queue is closed, also when keys wait in it."""
@@ -145,13 +134,13 @@ class WorkQueue(Generic[K]):
             return None
 
     def succeeded(self, key: K, again_after_s: float | None = None) -> None:
-        """Its failures are forgotten; `again_after_s`: to be worked on again by then."""
+        """Forget its failures; `again_after_s`: work on it again by then."""
         with self._changed:
             self._num_failures.pop(key, None)
             self._end(key, again_after_s)
 
     def failed(self, key: K, at_least_s: float = 0.0, at_most_s: float = math.inf) -> float:
-        """It comes back after the delay in seconds that is answered."""
+        """Returns the delay in seconds after which it comes back."""
         with self._changed:
             num_failures = self._num_failures.get(key, 0) + 1
             self._num_failures[key] = num_failures
@@ -175,3 +164,71 @@ class WorkQueue(Generic[K]):
             self._pending.add_later(key, self._clock() + again_after_s)
         self._pending.done(key)
         self._changed.notify()
+
+
+_REFUSED_S = 5.0
+"""One part may be refused for long. The others (rollouts, planning) need regular looks; see
+`PoolMemory.add` of the planner."""
+Reconcile = Callable[[K], float | None]
+"""Brings the key's object one step nearer to what is wanted. Returns in how many seconds to look
+again unasked, or None. What it raises brings the key back, later and later; a KubeError at least
+every `_REFUSED_S`, unless the server wants to be left alone."""
+ReportFault = Callable[[K, Exception], None]
+"""Reports what a reconcile never should have raised, before the key may be taken again."""
+
+
+class Workers(Generic[K]):
+    """Own `num_workers` threads on one queue."""
+
+    def __init__(
+        self,
+        queue: WorkQueue[K],
+        reconcile: Reconcile[K],
+        num_workers: int,
+        name: str,
+        report_fault: ReportFault[K] = lambda key, error: None,
+    ) -> None:
+        self._queue = queue
+        self._reconcile, self._report_fault = reconcile, report_fault
+        self._name = name
+        self._threads = [
+            threading.Thread(target=self._work, name=f"{name}-{number}", daemon=True)
+            for number in range(num_workers)
+        ]
+
+    def start(self) -> None:
+        for thread in self._threads:
+            thread.start()
+
+    def stop(self, timeout_s: float) -> bool:
+        """Begin no further key. Returns whether those under way have ended in time."""
+        self._queue.close()
+        ends_at = time.monotonic() + timeout_s
+        for thread in self._threads:
+            thread.join(max(0.0, ends_at - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def _work(self) -> None:
+        while (key := self._queue.take()) is not None:
+            try:
+                again_after_s = self._reconcile(key)
+            except KubeError as error:
+                wanted_s = error.retry_after_s if isinstance(error, StatusError) else None
+                delay_s = self._queue.failed(key, wanted_s or 0.0, _REFUSED_S)
+                log.warning("%s: %s: %s: again in %.1f s", self._name, key, error, delay_s)
+            except Exception as error:
+                log.exception("%s: %s failed", self._name, key)
+                self._fault(key, error)
+                delay_s = self._queue.failed(key)
+                log.warning("%s: %s: again in %.1f s", self._name, key, delay_s)
+            else:
+                self._queue.succeeded(key, again_after_s)
+
+    def _fault(self, key: K, error: Exception) -> None:
+        """No worker ends when the report fails."""
+        try:
+            self._report_fault(key, error)
+        except KubeError as refusal:
+            log.warning("%s: %s: its failure is not reported: %s", self._name, key, refusal)
+        except Exception:
+            log.exception("%s: %s: its failure is not reported", self._name, key)

@@ -9,9 +9,8 @@ from collections.abc import Mapping
 
 from baton.config.cluster import ClusterConfig, ControlConfig, PoolConfig
 from baton.config.engine import AUTO
-from deploy.api.model_source import ModelSource
 from deploy.api.naming import as_written, snake_keys
-from deploy.api.serving_cluster import ServingClusterSpec
+from deploy.api.serving_cluster import ModelSource, ServingClusterSpec
 from deploy.api.worker_pool import MAX_REPLICAS, PoolShape, WorkerPoolSpec
 from deploy.controller.kit.objects import Object as Seen
 from deploy.controller.manifests.common import (
@@ -20,8 +19,9 @@ from deploy.controller.manifests.common import (
     WEIGHTS_FOLDER,
     Object,
     Owner,
+    manifest,
 )
-from deploy.controller.manifests.router_access import router_settings
+from deploy.controller.manifests.routers import router_settings
 
 _UNITS_S = {"ms": 0.001, "s": 1, "m": 60, "h": 3600}
 _LEAVE_MARGIN_S = 30.0
@@ -34,7 +34,7 @@ def seconds(duration: str) -> float:
 
 
 def model_path(model: ModelSource) -> str:
-    """What workers and routers read the model from: a folder in the pod, or a name on the hub."""
+    """Where workers read the model: a folder in the pod, or a name on the hub."""
     if model.claim is not None:
         return f"{model.claim.folder}/{model.claim.path or ''}".rstrip("/")
     if model.uri is not None:
@@ -50,7 +50,7 @@ def model_field(model: ModelSource) -> str:
 
 
 def model_name(spec: ServingClusterSpec) -> str:
-    """What clients call the model where nobody says: the last part of its source."""
+    """What clients call the model; by default the last part of its source."""
     model = spec.model
     source = (
         model.name or model.uri or (model.claim and (model.claim.path or model.claim.claim_name))
@@ -60,8 +60,8 @@ def model_name(spec: ServingClusterSpec) -> str:
 
 
 def with_name(spec: ServingClusterSpec, cluster: Seen) -> ServingClusterSpec:
-    """Where people give none, with the name that clients have called the model by so far: a router
-    uses no worker of another name, so with each model's own the one before would serve nobody."""
+    """With the model's name so far, where people give none. A router uses no worker of another
+    name: with each model's own name the one before would serve nobody."""
     name = spec.served_model_name or cluster.get("status", {}).get("model")
     return dataclasses.replace(spec, served_model_name=name)
 
@@ -73,7 +73,7 @@ def cluster_config(
     unit: str | None = None,
 ) -> ClusterConfig:
     """The configuration of a unit's processes; without a unit, the routers'. `pools`: those whose
-    workers read it; head and routers read one without any, since pools come and go.
+    workers read it. Head and routers read a configuration without pools, since pools come and go.
 
     Raises ValueError or ConfigError where one section does not suit another.
     """
@@ -122,7 +122,7 @@ def pool_device(spec: ServingClusterSpec, pool: PoolShape) -> str:
 
 
 def _pool_config(spec: ServingClusterSpec, pool: PoolShape) -> PoolConfig:
-    """Without its size, which the supervisor is told with it."""
+    """Without its size, which the supervisor gets beside it."""
     engine = snake_keys(pool.engine)
     if pool.engine.get("device", spec.engine.device) == AUTO:
         engine["device"] = pool_device(spec, pool)
@@ -140,24 +140,14 @@ def router_config_map(owner: Owner, config: ClusterConfig) -> Object:
 
 
 def unit_config_map(owner: Owner, unit: str, config: ClusterConfig, ray_cluster: Seen) -> Object:
-    """It goes with the RayCluster."""
+    """It is deleted with the RayCluster."""
     metadata = owner.metadata(owner.unit_name(unit), "config")
     metadata["labels"] = owner.unit_labels("config", unit)
-    metadata["ownerReferences"] = [
-        {
-            "apiVersion": ray_cluster["apiVersion"],
-            "kind": ray_cluster["kind"],
-            "name": ray_cluster["metadata"]["name"],
-            "uid": ray_cluster["metadata"]["uid"],
-        }
-    ]
+    kind = {key: ray_cluster[key] for key in ("apiVersion", "kind")}
+    named = {key: ray_cluster["metadata"][key] for key in ("name", "uid")}
+    metadata["ownerReferences"] = [kind | named]
     return _config_map(metadata, config)
 
 
 def _config_map(metadata: Object, config: ClusterConfig) -> Object:
-    return {
-        "apiVersion": "v1",
-        "kind": "ConfigMap",
-        "metadata": metadata,
-        "data": {"cluster.yaml": config.to_yaml()},
-    }
+    return manifest("v1", "ConfigMap", metadata, data={"cluster.yaml": config.to_yaml()})

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from deploy.api.naming import API_VERSION, GROUP
+from deploy.api.serving_cluster import Images
 
 Object = dict[str, Any]
 
@@ -26,7 +27,7 @@ CLUSTER_LABEL = f"{GROUP}/cluster"
 POOL_LABEL = f"{GROUP}/pool"
 ROLE_LABEL = f"{GROUP}/role"
 UNIT_LABEL = f"{GROUP}/unit"
-"""The code of the unit that something is of."""
+"""The code of the unit that an object belongs to."""
 COMPONENT_LABEL = "app.kubernetes.io/component"
 OPERATOR_LABEL = f"{GROUP}/operator"
 """The operator's own pods carry it."""
@@ -34,7 +35,7 @@ OPERATOR_LABEL = f"{GROUP}/operator"
 
 @dataclass(frozen=True)
 class PodMonitors:
-    """What the Prometheus operator is asked to do with each cluster."""
+    """How the Prometheus operator is to scrape each cluster."""
 
     interval: str
     """Of its scrapes, such as 15s."""
@@ -49,16 +50,16 @@ class Release:
     worker_image: str
     router_image: str
     ray_version: str
-    """All three: where a ServingCluster names none of its own."""
+    """All three: for ServingClusters that name none."""
     namespace: str | None = None
     """Where the operator's pods are; None: not in the cluster, or not known."""
     pod_monitors: PodMonitors | None = None
-    """None: somebody else has the clusters scraped."""
+    """None: no PodMonitors are made."""
 
 
 @dataclass(frozen=True)
 class Owner:
-    """The ServingCluster that everything belongs to, and goes with."""
+    """The ServingCluster that everything belongs to, and is deleted with."""
 
     name: str
     namespace: str
@@ -75,7 +76,7 @@ class Owner:
         }
 
     def pool_reference(self, pool: str, uid: str) -> Object:
-        """To a pool's WorkerPool, for what goes with it."""
+        """To a pool's WorkerPool, for what is deleted with it."""
         name = self.pool_name(pool)
         return {"apiVersion": API_VERSION, "kind": "WorkerPool", "name": name, "uid": uid}
 
@@ -113,7 +114,7 @@ class Owner:
 
     @property
     def control_name(self) -> str:
-        """Of the Service that leads to the head of the oldest unit: routers ask it for all."""
+        """The Service that leads to the head of the oldest unit: routers ask it for all units."""
         return f"{self.name}-control"
 
     @property
@@ -138,20 +139,23 @@ class Owner:
         return pool if self.name == "default" else f"{self.name}-{pool}"
 
 
+def manifest(api_version: str, kind: str, metadata: Object, **parts: Any) -> Object:
+    return {"apiVersion": api_version, "kind": kind, "metadata": metadata, **parts}
+
+
 def env(name: str, value: str) -> Object:
     return {"name": name, "value": value}
 
 
-def env_of_field(name: str, path: str) -> Object:
-    return {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
-
-
-POD_ENV = (
-    env_of_field("POD_NAME", "metadata.name"),
-    env_of_field("POD_IP", "status.podIP"),
-    env_of_field("NODE_NAME", "spec.nodeName"),
+POD_ENV: Sequence[Object] = tuple(
+    {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
+    for name, path in (
+        ("POD_NAME", "metadata.name"),
+        ("POD_IP", "status.podIP"),
+        ("NODE_NAME", "spec.nodeName"),
+    )
 )
-"""What a process is told of its pod."""
+"""What a process knows of its pod."""
 
 CONTAINER_SECURITY: Mapping[str, Any] = {
     "allowPrivilegeEscalation": False,
@@ -160,6 +164,7 @@ CONTAINER_SECURITY: Mapping[str, Any] = {
     "seccompProfile": {"type": "RuntimeDefault"},
 }
 """As the `restricted` pod security standard asks."""
+POD_SECURITY: Mapping[str, Any] = {"fsGroup": 1000, "runAsUser": 1000, "runAsNonRoot": True}
 
 CONFIG_VOLUME = "config"
 CONFIG_MOUNT: Mapping[str, Any] = {
@@ -171,3 +176,17 @@ CONFIG_MOUNT: Mapping[str, Any] = {
 
 def config_volume(config_map: str) -> Object:
     return {"name": CONFIG_VOLUME, "configMap": {"name": config_map}}
+
+
+def container_port(name: str, number: int) -> Object:
+    return {"name": name, "containerPort": number, "protocol": "TCP"}
+
+
+def probe_of(port: int, has_grpc_probes: bool) -> Object:
+    """Asks whether the port's service serves; without gRPC probes, whether it listens."""
+    return {"grpc" if has_grpc_probes else "tcpSocket": {"port": port}}
+
+
+def pull_secrets(images: Images) -> Object:
+    names = [{"name": name} for name in images.pull_secrets]
+    return {"imagePullSecrets": names} if names else {}

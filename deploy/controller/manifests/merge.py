@@ -1,9 +1,9 @@
 """A user's PodTemplateSpec over the operator's own, as `kubectl apply` merges: mappings key by key,
-lists of named things by their keys, all else replaced. A volume has one source: of a volume that
-the user names, too, only those keys stay that stand there (Kubernetes' `retainKeys`). A variable
-has one value, and is the user's whole: beside `valueFrom` no `value` may stand.
+lists of named things by their keys, all else replaced. A volume has one source: where the user
+names a volume, only the user's keys stay (Kubernetes' `retainKeys`). A variable has one value and
+is the user's whole: beside `valueFrom` no `value` is allowed.
 
-Null takes a key away, and so does 0 a device's resource: kubectl and helm drop the nulls of lists
+Null takes a key away. So does 0 for a device's resource: kubectl and helm drop the nulls of lists
 when they change an object.
 """
 
@@ -12,8 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from deploy.api.pod_settings import PodSettings
-from deploy.api.pod_template import MERGE_DEFAULTS, MERGE_KEYS, SHARED_LABELS
+from deploy.api.pod_template import MERGE_DEFAULTS, MERGE_KEYS, SHARED_LABELS, PodSettings
 
 _RETAINING = frozenset({"volumes"})
 _WHOLE = frozenset({"env"})
@@ -22,7 +21,7 @@ _NONE = (0, "0")
 
 
 def merged_template(own: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """A pod's template with a user's laid over it, but for the labels by which others find it."""
+    """A pod's template with a user's laid over it. Labels that others select by stay."""
     result: dict[str, Any] = merged(own, over)
     labels = own["metadata"]["labels"]
     kept = {name: value for name, value in labels.items() if name in SHARED_LABELS}
@@ -30,8 +29,8 @@ def merged_template(own: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str
 
 
 def with_settings(own: Mapping[str, Any], over: PodSettings, container: str) -> dict[str, Any]:
-    """A pod's template with a user's settings of pods laid over it. `container`: whose resources
-    and variables they are."""
+    """A pod's template with a user's pod settings laid over it. Resources and variables go to
+    `container`."""
     return merged_template(merged(own, over.own_template(container)), over.pod_template)
 
 
@@ -53,7 +52,7 @@ def _is_none(value: Any, name: str, parent: str) -> bool:
 
 
 def _merged_lists(own: Sequence[Any], over: Sequence[Any], key: str) -> list[Any]:
-    """What stands in `own` keeps its place; what is new comes after it."""
+    """Members of `own` keep their order; new ones come after them."""
 
     def identity(item: Mapping[str, Any]) -> tuple[Any, ...]:
         return tuple(item.get(name, MERGE_DEFAULTS.get(name)) for name in MERGE_KEYS[key])

@@ -1,17 +1,21 @@
-"""The pods of Ray: the head with the supervisor in it, and a pool's workers."""
+"""The pods of Ray: the head with the supervisor in it, and a pool's workers.
+
+A worker's pod gets the model's files from a claim, or from an init container that fetches them. The
+init container also checks that there is a model: so a wrong name is seen at once. Workers and head
+have the volume `weights` for what is fetched. A template that puts a folder of the node or a claim
+there lets it outlive the pod, and the node's pods share it.
+"""
 
 from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from baton.config.workers import POD_LABEL, PORT_VARIABLE, pod_resource
-from deploy.api.model_source import ModelSource
-from deploy.api.serving_cluster import Images, ServingClusterSpec, SpotNotices
+from deploy.api.serving_cluster import ModelSource, ServingClusterSpec, SpotNotices
 from deploy.api.worker_pool import WorkerPoolSpec
-from deploy.controller.manifests.cluster_yaml import pool_device, seconds
+from deploy.controller.manifests.cluster_yaml import model_path, pool_device, seconds
 from deploy.controller.manifests.common import (
     CONFIG_FILE,
     CONFIG_MOUNT,
@@ -19,24 +23,23 @@ from deploy.controller.manifests.common import (
     CONTROL_PORT,
     METRICS_PORT,
     POD_ENV,
+    POD_SECURITY,
     POOL_LABEL,
     RAY_PORT,
     ROLE_LABEL,
     RUN_FOLDER,
+    WEIGHTS_FOLDER,
     WORKER_PORT,
     Object,
     Owner,
     Release,
     config_volume,
+    container_port,
     env,
+    probe_of,
+    pull_secrets,
 )
 from deploy.controller.manifests.merge import merged_template, with_settings
-from deploy.controller.manifests.model_files import (
-    fetching,
-    model_env,
-    model_mounts,
-    model_volumes,
-)
 from deploy.controller.units import Unit
 
 OWN_COMMAND = {"ray.io/overwrite-container-cmd": "true"}
@@ -44,14 +47,19 @@ OWN_COMMAND = {"ray.io/overwrite-container-cmd": "true"}
 GRACE_MARGIN_S = 60
 """Kubernetes' patience beyond a drain: what is left then is killed."""
 _OUTLIVED_S = 120
-"""After its announced end: a cloud ends a machine later than it says, but not by so much. One that
-is there still, as after hibernation, keeps a pod whose node has left Ray until its container starts
-anew."""
+"""After its announced end: a cloud ends a machine later than it says, but not by so much. A machine
+that is there still, as after hibernation, has a pod whose node has left Ray. Its container must
+start anew."""
 HEAD_CONTAINER = "ray-head"
 WORKER_CONTAINER = "ray-worker"
+WEIGHTS = "weights"
+MODEL_VOLUME = "model"
+"""The model's claim."""
+FETCH = "fetch-model"
+"""The init container, for templates that add to it."""
 
 _OWN_LABEL = f"--labels={POD_LABEL}=$POD_NAME"
-"""KubeRay writes one command for all pods of a group; each tells Ray its own name."""
+"""KubeRay writes one command for all pods of a group; each gives Ray its own name."""
 
 
 @dataclass(frozen=True)
@@ -67,17 +75,9 @@ class PodContext:
     made_with: str = ""
     """The image that the unit was made with; empty: it is yet to be made."""
 
-    def probe(self, port: int) -> Object:
-        return probe_of(port, self.has_grpc_probes)
-
     @property
     def image(self) -> str:
         return self.made_with or self.spec.images.worker or self.release.worker_image
-
-
-def probe_of(port: int, has_grpc_probes: bool) -> Object:
-    """Whether what listens there serves; where that cannot be asked, whether it listens."""
-    return {"grpc" if has_grpc_probes else "tcpSocket": {"port": port}}
 
 
 def head_template(context: PodContext) -> Object:
@@ -88,11 +88,8 @@ def head_template(context: PodContext) -> Object:
         "name": HEAD_CONTAINER,
         "command": ["/bin/sh", "-c"],
         "args": [f'ulimit -n 65536; eval "$KUBERAY_GEN_RAY_START_CMD" & exec {supervise}'],
-        "ports": [
-            _port("gcs-server", RAY_PORT),
-            _port("control", CONTROL_PORT),
-        ],
-        "readinessProbe": context.probe(CONTROL_PORT) | {"periodSeconds": 5},
+        "ports": [container_port("gcs-server", RAY_PORT), container_port("control", CONTROL_PORT)],
+        "readinessProbe": probe_of(CONTROL_PORT, context.has_grpc_probes) | {"periodSeconds": 5},
         "resources": {"requests": {"cpu": "1", "memory": "4Gi"}, "limits": {"memory": "8Gi"}},
     }
     own = _template(context, "head", container, grace_s=GRACE_MARGIN_S, text_only=True)
@@ -103,17 +100,18 @@ def head_template(context: PodContext) -> Object:
 
 
 def worker_template(context: PodContext, pool: WorkerPoolSpec) -> Object:
-    """One replica's pod: all of its ranks, each with its GPU. What they are to do the supervisor
-    tells them; no file of the pod does."""
+    """One replica's pod: all of its ranks, each with its GPU. They get their orders from the
+    supervisor, not from a file of the pod."""
     drain_s = int(seconds(pool.drain_timeout))
     watch = _spot_watch(context.spec.spot_notices, drain_s)
     container = {
         "name": WORKER_CONTAINER,
         "command": ["/bin/sh", "-c"],
         "args": [f'ulimit -n 65536; {watch}eval "exec $KUBERAY_GEN_RAY_START_CMD {_OWN_LABEL}"'],
-        "ports": [_port("grpc", WORKER_PORT), _port("metrics", METRICS_PORT)],
-        # KubeRay's own would ask Ray's agent, which asks the head: see pod_disruption_budgets.
-        "readinessProbe": context.probe(WORKER_PORT) | {"periodSeconds": 5, "timeoutSeconds": 5},
+        "ports": [container_port("grpc", WORKER_PORT), container_port("metrics", METRICS_PORT)],
+        # KubeRay's own would ask Ray's agent, which asks the head: see `companions`.
+        "readinessProbe": probe_of(WORKER_PORT, context.has_grpc_probes)
+        | {"periodSeconds": 5, "timeoutSeconds": 5},
         "lifecycle": {"preStop": {"exec": {"command": ["/bin/sh", "-c", _drain_command(drain_s)]}}},
         "resources": _worker_resources(context.spec, pool),
     }
@@ -127,8 +125,8 @@ def worker_template(context: PodContext, pool: WorkerPoolSpec) -> Object:
 
 
 def _drain_command(timeout_s: int) -> str:
-    """What it says stands in the container's own log where that can be written to: in a pod that
-    has the node's process ids 1 is none of its own, and its drain must not fail for that."""
+    """It logs to the container's own log where it may write there. In a pod with the node's process
+    ids, process 1 is not the container's: the drain must not fail for that."""
     return (
         "if (: >>/proc/1/fd/1) 2>/dev/null; then exec >>/proc/1/fd/1 2>&1; fi; "
         f"exec python -m cluster.node.pod_drain --timeout {timeout_s}"
@@ -136,8 +134,8 @@ def _drain_command(timeout_s: int) -> str:
 
 
 def _spot_watch(notices: SpotNotices | None, timeout_s: int) -> str:
-    """What the container's shell starts beside Ray: a process of another container could not see
-    the workers end."""
+    """The container's shell starts it beside Ray: another container's process could not see the
+    workers end."""
     if notices is None:
         return ""
     asked = f"--cloud {notices.cloud} --address {shlex.quote(notices.address)}"
@@ -148,7 +146,7 @@ def _spot_watch(notices: SpotNotices | None, timeout_s: int) -> str:
 
 
 def ray_resources(pool: WorkerPoolSpec) -> str:
-    """What a pool's node tells Ray it has, as KubeRay writes it into a shell's command line."""
+    """What a pool's node offers to Ray, as KubeRay writes it into a shell's command line."""
     return json.dumps(json.dumps({pod_resource(pool.pool): pool.parallelism.tensor}))
 
 
@@ -159,8 +157,13 @@ def _template(
     shared = {
         "image": context.image,
         "imagePullPolicy": context.spec.images.pull_policy,
-        "env": [*POD_ENV, env("RAY_USAGE_STATS_ENABLED", "0"), *model_env(context.spec)],
-        "volumeMounts": list(_mounts(context.spec.model)),
+        "env": [*POD_ENV, env("RAY_USAGE_STATS_ENABLED", "0"), *_model_env(context.spec)],
+        "volumeMounts": [
+            {"name": "run", "mountPath": RUN_FOLDER},
+            {"name": "tmp", "mountPath": "/tmp"},
+            {"name": "shm", "mountPath": "/dev/shm"},
+            *_model_mounts(context.spec.model),
+        ],
         "securityContext": dict(CONTAINER_SECURITY),
     }
     return {
@@ -169,22 +172,18 @@ def _template(
             "serviceAccountName": f"{context.owner.name}-pods",
             "automountServiceAccountToken": False,
             "terminationGracePeriodSeconds": grace_s,
-            "securityContext": {"fsGroup": 1000, "runAsUser": 1000, "runAsNonRoot": True},
-            **fetching(context.spec, context.image, text_only=text_only),
+            "securityContext": dict(POD_SECURITY),
+            **_fetching(context.spec, context.image, text_only=text_only),
             "containers": [container | shared],
-            "volumes": list(_volumes(context.spec.model)),
+            "volumes": [
+                {"name": "run", "emptyDir": {}},
+                {"name": "tmp", "emptyDir": {}},
+                {"name": "shm", "emptyDir": {"medium": "Memory"}},
+                *_model_volumes(context.spec.model),
+            ],
             **pull_secrets(context.spec.images),
         },
     }
-
-
-def pull_secrets(images: Images) -> Object:
-    names = [{"name": name} for name in images.pull_secrets]
-    return {"imagePullSecrets": names} if names else {}
-
-
-def _port(name: str, number: int) -> Object:
-    return {"name": name, "containerPort": number, "protocol": "TCP"}
 
 
 def num_gpus(spec: ServingClusterSpec, pool: WorkerPoolSpec) -> int:
@@ -202,8 +201,8 @@ def _worker_resources(spec: ServingClusterSpec, pool: WorkerPoolSpec) -> Object:
 
 
 def _same_fabric(context: PodContext) -> Object:
-    """All pools' workers near each other. Where that is required the first pod goes anywhere: it is
-    itself what the others are to be near to."""
+    """All pools' workers near each other. Where that is required the first pod goes anywhere, and
+    the others near it."""
     fabric = context.spec.fabric
     term = {
         "labelSelector": {"matchLabels": context.owner.labels("worker")},
@@ -215,19 +214,60 @@ def _same_fabric(context: PodContext) -> Object:
     return {"podAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": preferred}}
 
 
-def _mounts(model: ModelSource) -> Sequence[Object]:
-    mounts: list[Object] = [
-        {"name": "run", "mountPath": RUN_FOLDER},
-        {"name": "tmp", "mountPath": "/tmp"},
-        {"name": "shm", "mountPath": "/dev/shm"},
-    ]
-    return [*mounts, *model_mounts(model)]
+def _model_env(spec: ServingClusterSpec) -> list[Object]:
+    """Where the hub's files are kept, and how it is asked. HOME: the image's user has none."""
+    found = [env("HOME", "/tmp"), env("HF_HOME", f"{WEIGHTS_FOLDER}/hub")]
+    if spec.hub.offline:
+        found.append(env("HF_HUB_OFFLINE", "1"))
+    if spec.hub.endpoint is not None:
+        found.append(env("HF_ENDPOINT", spec.hub.endpoint))
+    if spec.hub.token_secret_name is not None:
+        secret = {"secretKeyRef": {"name": spec.hub.token_secret_name, "key": "token"}}
+        found.append({"name": "HF_TOKEN", "valueFrom": secret})
+    return found
 
 
-def _volumes(model: ModelSource) -> Sequence[Object]:
-    volumes: list[Object] = [
-        {"name": "run", "emptyDir": {}},
-        {"name": "tmp", "emptyDir": {}},
-        {"name": "shm", "emptyDir": {"medium": "Memory"}},
-    ]
-    return [*volumes, *model_volumes(model)]
+def _fetching(spec: ServingClusterSpec, image: str, *, text_only: bool) -> Object:
+    """The pod's init containers. `text_only`: nobody in the pod reads weights."""
+    model = spec.model
+    if model.uri is not None:
+        fetch = ["baton.fetch", "--uri", model.uri, "--folder", model_path(model)]
+        fetch += ["--text-only"] if text_only else []
+        environment = [env("HOME", "/tmp")]
+    elif not text_only:
+        fetch = ["baton.model_folder", "--name", model_path(model)]
+        fetch += ["--revision", model.revision] if model.revision is not None else []
+        environment = _model_env(spec)
+    else:
+        return {}
+    container: Object = {
+        "name": FETCH,
+        "image": image,
+        "imagePullPolicy": spec.images.pull_policy,
+        "command": ["python", "-m", fetch[0]],
+        "args": fetch[1:],
+        "env": environment,
+        "resources": {"requests": {"cpu": "500m", "memory": "512Mi"}},
+        "terminationMessagePolicy": "FallbackToLogsOnError",
+        "volumeMounts": _model_mounts(model),
+        "securityContext": dict(CONTAINER_SECURITY),
+    }
+    if model.credentials_secret_name is not None:
+        container["envFrom"] = [{"secretRef": {"name": model.credentials_secret_name}}]
+    return {"initContainers": [container]}
+
+
+def _model_mounts(model: ModelSource) -> list[Object]:
+    mounts: list[Object] = [{"name": WEIGHTS, "mountPath": WEIGHTS_FOLDER}]
+    if model.claim is not None:
+        folder = model.claim.folder
+        mounts.append({"name": MODEL_VOLUME, "mountPath": folder, "readOnly": True})
+    return mounts
+
+
+def _model_volumes(model: ModelSource) -> list[Object]:
+    volumes: list[Object] = [{"name": WEIGHTS, "emptyDir": {}}]
+    if model.claim is not None:
+        claim = {"claimName": model.claim.claim_name, "readOnly": True}
+        volumes.append({"name": MODEL_VOLUME, "persistentVolumeClaim": claim})
+    return volumes

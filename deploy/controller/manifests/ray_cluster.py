@@ -14,7 +14,7 @@ from deploy.api.serving_cluster import GcsFaultTolerance
 from deploy.api.worker_pool import WorkerPoolSpec
 from deploy.controller.kit.objects import Object as Seen
 from deploy.controller.manifests.cluster_yaml import cluster_config, model_name
-from deploy.controller.manifests.common import UNIT_LABEL, Object, Owner
+from deploy.controller.manifests.common import UNIT_LABEL, Object, Owner, manifest
 from deploy.controller.manifests.pods import (
     OWN_COMMAND,
     PodContext,
@@ -37,8 +37,8 @@ _SETTINGS = f"{GROUP}/cluster-yaml"
 
 @dataclass(frozen=True)
 class GroupSize:
-    """How many pods a pool's group is to have, and which go: both are told in one patch, or KubeRay
-    would choose for itself."""
+    """How many pods a pool's group is to have, and which go. One patch holds both: otherwise
+    KubeRay would choose itself."""
 
     replicas: int
     to_delete: tuple[str, ...] = ()
@@ -48,7 +48,7 @@ def ray_cluster(
     context: PodContext, record: Record, groups: Sequence[Seen], seen: Seen | None = None
 ) -> Object:
     """`seen`: the RayCluster as it is; None: there is none yet. All but groups and record stays as
-    it was made: an operator of another release would start another Ray under workers that run."""
+    it was made: otherwise an operator of another release would restart Ray under live workers."""
     owner, ray, unit = context.owner, context.spec.ray, context.unit
     metadata = owner.metadata(owner.unit_name(unit.code), "ray")
     metadata["labels"] = owner.unit_labels("ray", unit.code)
@@ -76,12 +76,12 @@ def ray_cluster(
     }
     metadata["annotations"] = {**OWN_COMMAND, **said}
     spec["workerGroupSpecs"] = list(groups)
-    return {"apiVersion": "ray.io/v1", "kind": "RayCluster", "metadata": metadata, "spec": spec}
+    return manifest("ray.io/v1", "RayCluster", metadata, spec=spec)
 
 
 def worker_group(context: PodContext, pool: WorkerPoolSpec) -> Object:
-    """A pool's pods, none of them yet. It says all that there is to know of the pool in this unit,
-    and never changes but for its size."""
+    """A pool's pods, none of them yet. The group holds all of the pool's settings in this unit;
+    only its size ever changes."""
     start = {
         "num-cpus": "1",
         "num-gpus": str(num_gpus(context.spec, pool)),  # a template may take shared ones instead
@@ -113,7 +113,7 @@ def sized(group: Seen, size: GroupSize) -> Object:
 
 
 def unit_in(ray_cluster: Seen) -> Unit:
-    """What `ray_cluster` made it of."""
+    """The unit that `ray_cluster` was given."""
     metadata, groups = ray_cluster["metadata"], ray_cluster["spec"]["workerGroupSpecs"]
     hashes = {each["groupName"]: _annotations_of(each)[_POOL_HASH] for each in groups}
     said = metadata["annotations"]
@@ -121,7 +121,7 @@ def unit_in(ray_cluster: Seen) -> Unit:
 
 
 def image_in(ray_cluster: Seen) -> str:
-    """Of its workers. A pool that comes later gets the same."""
+    """Its workers' image. A pool that comes later gets the same."""
     image: str = ray_cluster["metadata"]["annotations"][_IMAGE]
     return image
 
@@ -155,20 +155,11 @@ def _fault_tolerance(wanted: GcsFaultTolerance) -> Object:
 
 
 def pods_account(owner: Owner) -> Object:
-    return {
-        "apiVersion": "v1",
-        "kind": "ServiceAccount",
-        "metadata": owner.metadata(f"{owner.name}-pods", "pods"),
-        "automountServiceAccountToken": False,
-    }
+    metadata = owner.metadata(f"{owner.name}-pods", "pods")
+    return manifest("v1", "ServiceAccount", metadata, automountServiceAccountToken=False)
 
 
 def ray_token(owner: Owner, token: str) -> Object:
     """As KubeRay reads it."""
-    return {
-        "apiVersion": "v1",
-        "kind": "Secret",
-        "metadata": owner.metadata(f"{owner.name}-ray-token", "ray"),
-        "type": "Opaque",
-        "stringData": {"auth_token": token},
-    }
+    metadata = owner.metadata(f"{owner.name}-ray-token", "ray")
+    return manifest("v1", "Secret", metadata, type="Opaque", stringData={"auth_token": token})

@@ -1,11 +1,15 @@
-"""The routers: Deployment, Service, disruption budget, and the way in from outside."""
+"""The routers: Deployment and Service, and what their processes read of TLS and bearer tokens.
+
+Secrets may change while the routers run: they read the files again.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import dataclasses
 
+from baton.config.router import AuthConfig, RouterConfig, TlsConfig
 from deploy.api.naming import GROUP
-from deploy.api.serving_cluster import RouterSpec, ServingClusterSpec
+from deploy.api.serving_cluster import RouterSpec, RouterTls, ServingClusterSpec
 from deploy.controller.manifests.common import (
     CONFIG_FILE,
     CONFIG_MOUNT,
@@ -13,60 +17,85 @@ from deploy.controller.manifests.common import (
     CONTROL_PORT,
     METRICS_PORT,
     POD_ENV,
+    POD_SECURITY,
     ROUTER_PORT,
     Object,
     Owner,
     Release,
     config_volume,
+    container_port,
     env,
+    manifest,
+    probe_of,
+    pull_secrets,
 )
 from deploy.controller.manifests.merge import with_settings
-from deploy.controller.manifests.pods import probe_of, pull_secrets
-from deploy.controller.manifests.router_access import HEALTH_PORT, access_mounts, access_volumes
 
+HEALTH_PORT = 7103
+"""Of routers that serve TLS: Kubernetes' probes speak none."""
 ROUTER_CONTAINER = "router"
 FIRST_ROUTERS = 2
 """As long as nobody says how many."""
 _DRAIN_MARGIN_S = 15
 _CONFIG_HASH = f"{GROUP}/config-hash"
+_TLS_FOLDER = "/etc/baton-tls"
+_TOKENS_FOLDER = "/etc/baton-tokens"
+_OWNER_AND_GROUP = 0o440
 
 
-@dataclass(frozen=True)
-class RouterContext:
-    """What the routers of one ServingCluster are made from."""
+def router_settings(spec: ServingClusterSpec) -> RouterConfig:
+    """What the routers of a cluster are to do, in a pod."""
+    router = spec.router
+    return dataclasses.replace(
+        spec.advanced.router,
+        host="0.0.0.0",
+        port=ROUTER_PORT,
+        metrics_port=METRICS_PORT,
+        health_port=None if router.tls is None else HEALTH_PORT,
+        tls=None if router.tls is None else _tls_files(router.tls),
+        auth=None if router.auth is None else AuthConfig(_TOKENS_FOLDER),
+    )
 
-    owner: Owner
-    spec: ServingClusterSpec
-    release: Release
-    settings_hash: str
-    """Of all that a router must be restarted for."""
-    has_grpc_probes: bool = True
-    """Whether the API server knows them: since 1.24."""
+
+def _tls_files(tls: RouterTls) -> TlsConfig:
+    client_ca = f"{_TLS_FOLDER}/ca.crt" if tls.require_client_certificate else None
+    return TlsConfig(f"{_TLS_FOLDER}/tls.crt", f"{_TLS_FOLDER}/tls.key", client_ca)
 
 
-def router_deployment(context: RouterContext) -> Object:
-    """Rolled one by one: a router that leaves lets its streams finish, and requests whose router is
-    gone are found again by the next."""
-    owner, router = context.owner, context.spec.router
-    labels = owner.labels("router")
+def tls_secret(owner: Owner, tls: RouterTls) -> str:
+    """Its name: given, or that of what the issuer signs."""
+    return tls.secret_name or f"{owner.router_name}-tls"
+
+
+def router_deployment(
+    owner: Owner,
+    spec: ServingClusterSpec,
+    release: Release,
+    settings_hash: str,
+    *,
+    has_grpc_probes: bool = True,
+) -> Object:
+    """Routers roll one by one. One that leaves lets its streams finish. The next one finds requests
+    whose router is gone.
+
+    `settings_hash`: of all that a router must be restarted for; `has_grpc_probes`: whether the API
+    server knows them, since 1.24.
+    """
+    router, labels = spec.router, owner.labels("router")
     own = {
-        "metadata": {"labels": labels, "annotations": {_CONFIG_HASH: context.settings_hash}},
-        "spec": _router_pod(context),
+        "metadata": {"labels": labels, "annotations": {_CONFIG_HASH: settings_hash}},
+        "spec": _router_pod(owner, spec, release, has_grpc_probes),
     }
-    return {
-        "apiVersion": "apps/v1",
-        "kind": "Deployment",
-        "metadata": owner.metadata(owner.router_name, "router"),
-        "spec": {
-            **({} if router.replicas is None else {"replicas": router.replicas}),
-            "selector": {"matchLabels": labels},
-            "strategy": {
-                "type": "RollingUpdate",
-                "rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0},
-            },
-            "template": with_settings(own, router, ROUTER_CONTAINER),
+    made = {
+        **({} if router.replicas is None else {"replicas": router.replicas}),
+        "selector": {"matchLabels": labels},
+        "strategy": {
+            "type": "RollingUpdate",
+            "rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0},
         },
+        "template": with_settings(own, router, ROUTER_CONTAINER),
     }
+    return manifest("apps/v1", "Deployment", owner.metadata(owner.router_name, "router"), spec=made)
 
 
 def first_routers(deployment: Object) -> Object:
@@ -74,14 +103,18 @@ def first_routers(deployment: Object) -> Object:
     return deployment | {"spec": {"replicas": FIRST_ROUTERS} | deployment["spec"]}
 
 
-def _router_pod(context: RouterContext) -> Object:
-    owner, spec = context.owner, context.spec
-    has_tls = spec.router.tls is not None
-    image = spec.images.router or context.release.router_image
-    probe = probe_of(HEALTH_PORT if has_tls else ROUTER_PORT, context.has_grpc_probes)
+def _router_pod(
+    owner: Owner, spec: ServingClusterSpec, release: Release, has_grpc_probes: bool
+) -> Object:
+    router = spec.router
+    ports = {"grpc": ROUTER_PORT, "metrics": METRICS_PORT}
+    if router.tls is not None:
+        ports["health"] = HEALTH_PORT
+    probe = probe_of(ports.get("health", ROUTER_PORT), has_grpc_probes)
+    secrets = _secrets(owner, router)
     container = {
         "name": ROUTER_CONTAINER,
-        "image": image,
+        "image": spec.images.router or release.router_image,
         "imagePullPolicy": spec.images.pull_policy,
         "command": ["python", "-m", "router"],
         "args": [
@@ -90,60 +123,59 @@ def _router_pod(context: RouterContext) -> Object:
             *("--listen", f"0.0.0.0:{ROUTER_PORT}"),
         ],
         "env": [*POD_ENV, env("HOME", "/tmp")],
-        "ports": [
-            {"name": "grpc", "containerPort": ROUTER_PORT, "protocol": "TCP"},
-            {"name": "metrics", "containerPort": METRICS_PORT, "protocol": "TCP"},
-            *([{"name": "health", "containerPort": HEALTH_PORT, "protocol": "TCP"}] * has_tls),
-        ],
+        "ports": [container_port(name, port) for name, port in ports.items()],
         "startupProbe": probe | {"periodSeconds": 5, "failureThreshold": 120},
         "readinessProbe": probe | {"periodSeconds": 5},
         "livenessProbe": probe | {"periodSeconds": 10, "failureThreshold": 6},
         "resources": {"requests": {"cpu": "1", "memory": "1Gi"}},
-        "volumeMounts": [CONFIG_MOUNT, *access_mounts(spec.router)],
+        "volumeMounts": [
+            CONFIG_MOUNT,
+            *({"name": name, "mountPath": folder, "readOnly": True} for name, folder, _ in secrets),
+        ],
         "securityContext": dict(CONTAINER_SECURITY),
     }
-    drain_s = int(spec.advanced.router.drain_timeout_s)
     return {
         "serviceAccountName": f"{owner.name}-pods",
         "automountServiceAccountToken": False,
-        "terminationGracePeriodSeconds": drain_s + _DRAIN_MARGIN_S,
-        "securityContext": {"fsGroup": 1000, "runAsUser": 1000, "runAsNonRoot": True},
+        "terminationGracePeriodSeconds": int(spec.advanced.router.drain_timeout_s)
+        + _DRAIN_MARGIN_S,
+        "securityContext": dict(POD_SECURITY),
         "containers": [container],
         "volumes": [
             config_volume(owner.config_name),
-            *access_volumes(owner, spec.router),
+            *(
+                {"name": name, "secret": {"secretName": secret, "defaultMode": _OWNER_AND_GROUP}}
+                for name, _, secret in secrets
+            ),
         ],
         **pull_secrets(spec.images),
     }
 
 
+def _secrets(owner: Owner, router: RouterSpec) -> list[tuple[str, str, str]]:
+    """Each volume's name, its folder and its Secret."""
+    found = []
+    if router.tls is not None:
+        found.append(("tls", _TLS_FOLDER, tls_secret(owner, router.tls)))
+    if router.auth is not None:
+        found.append(("tokens", _TOKENS_FOLDER, router.auth.token_secret_name))
+    return found
+
+
 def control_service(owner: Owner, unit: str) -> Object:
-    """Leads to the head of the oldest unit: its address stays whichever that is."""
+    """Leads to the head of the oldest unit. Its address stays when that is another."""
     port = {"name": "control", "port": CONTROL_PORT, "targetPort": "control", "protocol": "TCP"}
-    return {
-        "apiVersion": "v1",
-        "kind": "Service",
-        "metadata": owner.metadata(owner.control_name, "head"),
-        "spec": {"selector": owner.unit_labels("head", unit), "ports": [port]},
-    }
+    spec = {"selector": owner.unit_labels("head", unit), "ports": [port]}
+    return manifest("v1", "Service", owner.metadata(owner.control_name, "head"), spec=spec)
 
 
 def router_service(owner: Owner, router: RouterSpec) -> Object:
-    return {
-        "apiVersion": "v1",
-        "kind": "Service",
-        "metadata": owner.metadata(owner.router_name, "router"),
-        "spec": {
-            "type": router.service_type,
-            "selector": owner.labels("router"),
-            "ports": [
-                {
-                    "name": "grpc",
-                    "port": ROUTER_PORT,
-                    "targetPort": "grpc",
-                    "protocol": "TCP",
-                    "appProtocol": "kubernetes.io/h2c" if router.tls is None else "https",
-                }
-            ],
-        },
+    port = {
+        "name": "grpc",
+        "port": ROUTER_PORT,
+        "targetPort": "grpc",
+        "protocol": "TCP",
+        "appProtocol": "kubernetes.io/h2c" if router.tls is None else "https",
     }
+    spec = {"type": router.service_type, "selector": owner.labels("router"), "ports": [port]}
+    return manifest("v1", "Service", owner.metadata(owner.router_name, "router"), spec=spec)

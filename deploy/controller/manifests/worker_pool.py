@@ -13,6 +13,7 @@ from deploy.controller.manifests.common import (
     ROLE_LABEL,
     Object,
     Owner,
+    manifest,
 )
 
 _LABEL_OF = {"cluster": CLUSTER_LABEL, "pool": POOL_LABEL, "role": ROLE_LABEL}
@@ -27,21 +28,16 @@ def worker_pool(owner: Owner, name: str, template: Mapping[str, Any], finalizer:
     if template.get("scaling", {}).get("mode") == "planner":
         left_out.add("rolePlan")  # it follows the load: a first one would last for seconds
     shape = {key: value for key, value in template.items() if key not in left_out}
-    return {
-        "apiVersion": API_VERSION,
-        "kind": "WorkerPool",
-        "metadata": metadata,
-        "spec": shape | {"cluster": owner.name, "pool": name},
-    }
+    spec = shape | {"cluster": owner.name, "pool": name}
+    return manifest(API_VERSION, "WorkerPool", metadata, spec=spec)
 
 
 def kept(seen: Seen, made: Object) -> dict[str, str]:
-    """What the WorkerPool that is `seen` stays for good, by its fields' names. Its spec tells it
-    and a label does, too (not of each role that an operator of an earlier release made): of what
-    somebody has changed only one the other tells still what it was `made`."""
+    """The fields of the WorkerPool `seen` that never change. Spec and label both hold each. Where
+    somebody changed one of them, the other still shows what was `made`."""
     labels, spec = seen["metadata"].get("labels", {}), seen["spec"]
     values = {}
     for name, label in _LABEL_OF.items():
-        wanted, told = made["spec"][name], (spec.get(name), labels.get(label))
-        values[name] = wanted if wanted in told else told[0]
+        wanted, found = made["spec"][name], (spec.get(name), labels.get(label))
+        values[name] = wanted if wanted in found else found[0]
     return values

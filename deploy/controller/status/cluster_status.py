@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from deploy.api.model_source import ModelSource
 from deploy.api.naming import as_written
-from deploy.api.serving_cluster import RouterSpec
+from deploy.api.serving_cluster import ModelSource, RouterSpec
 from deploy.controller.kit.objects import Object as Seen
 from deploy.controller.manifests.cluster_yaml import model_field, model_name, model_path
 from deploy.controller.manifests.common import ROUTER_PORT, Object

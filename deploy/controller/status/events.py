@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from deploy.controller.kit.event_series import EventType
+from deploy.controller.kit.events import EventType
 from deploy.controller.kit.objects import Object
 from deploy.controller.status.conditions import AVAILABLE, DEGRADED, PROGRESSING
 from deploy.controller.status.waiting import SILENT

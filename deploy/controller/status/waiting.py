@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from deploy.controller.kit.objects import Object
-from deploy.controller.manifests.model_files import FETCH
+from deploy.controller.manifests.pods import FETCH
 from deploy.controller.pod import Pod, pods_refused, together
 from deploy.controller.view import ClusterView, PoolView
 

@@ -1,4 +1,4 @@
-"""What an API server does with a custom object's defaults, from the same schema."""
+"""The dataclasses inside a spec, and what an API server does with its defaults."""
 
 from __future__ import annotations
 
@@ -10,6 +10,16 @@ from typing import Any
 
 from deploy.api.naming import camel
 from deploy.api.schema import schema_of
+
+
+def dataclasses_in(cls: type) -> set[type]:
+    """A dataclass and all that its fields are made of."""
+    found = {cls}
+    for kind in typing.get_type_hints(cls).values():
+        for each in (kind, *typing.get_args(kind)):
+            if dataclasses.is_dataclass(each):
+                found |= dataclasses_in(typing.cast(type, each))
+    return found
 
 
 def with_defaults(cls: type, spec: dict[str, Any]) -> dict[str, Any]:

@@ -9,10 +9,10 @@ from kubernetes import client
 
 from baton.errors import ConfigError
 from deploy.api import pod_template
-from deploy.api.read import read_spec
+from deploy.api.checked import read_spec
 from deploy.api.serving_cluster import ServingClusterSpec
 from deploy.api.worker_pool import WorkerPoolSpec
-from tests.deploy.api.test_rules import CLUSTER, CLUSTER_KIND, POOL, changed, custom_object
+from tests.deploy.api.specs import CLUSTER, CLUSTER_KIND, POOL, changed, custom_object
 
 
 def of_container(**keys: Any) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import typing
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,6 +16,7 @@ from deploy.api.naming import as_written, camel, snake
 from deploy.api.schema import schema_of
 from deploy.api.serving_cluster import ServingClusterSpec
 from deploy.api.worker_pool import WorkerPoolSpec
+from tests.deploy.api.defaults import dataclasses_in
 
 
 def nested(schema: dict[str, Any], path: str = "spec") -> Iterator[tuple[str, dict[str, Any]]]:
@@ -27,16 +27,6 @@ def nested(schema: dict[str, Any], path: str = "spec") -> Iterator[tuple[str, di
     for key in ("items", "additionalProperties"):
         if key in schema:
             yield from nested(schema[key], f"{path}[]")
-
-
-def dataclasses_in(cls: type) -> set[type]:
-    """A dataclass and all that its fields are made of."""
-    found = {cls}
-    for kind in typing.get_type_hints(cls).values():
-        for each in (kind, *typing.get_args(kind)):
-            if dataclasses.is_dataclass(each):
-                found |= dataclasses_in(typing.cast(type, each))
-    return found
 
 
 def test_the_committed_definitions_are_what_the_dataclasses_make() -> None:

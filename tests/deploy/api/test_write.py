@@ -10,7 +10,7 @@ import yaml
 from baton.config.cluster import load_config
 from baton.errors import ConfigError
 from cli.main import main
-from deploy.api.read import read_spec
+from deploy.api.checked import read_spec
 from deploy.api.serving_cluster import ServingClusterSpec
 from deploy.api.write import serving_cluster
 

@@ -13,11 +13,14 @@ from typing import Any
 
 import yaml
 
-from deploy.api.chart import CHART
+from deploy.api.generate import CHART
 from tests.k8s.control_plane.assets import find
 from tests.k8s.control_plane.errors import NotAtHandError
 
 NAMESPACE = "serving"
+MONITORS = "monitoring.coreos.com/v1/PodMonitor"
+NOT_KUBERNETES = ("PodMonitor", "PrometheusRule", "ServingCluster")
+"""Kinds of others."""
 NO_HELM = "NO HELM: `make control-plane` brings one, or put helm on PATH"
 _TIMEOUT_S = 60.0
 

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from baton import errors
-from deploy.api.chart import DEPLOY
+from deploy.api.generate import DEPLOY
 from tests.deploy.chart.chart import Helm, of_kind, one
 from tests.deploy.chart.told import labels, labels_in, names, names_in
 

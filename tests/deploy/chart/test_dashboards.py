@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from deploy.api.chart import DEPLOY
+from deploy.api.generate import DEPLOY
 from tests.deploy.chart.chart import Helm, of_kind
 from tests.deploy.chart.told import labels, labels_in, names, names_in
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from deploy.api.chart import CHART
+from deploy.api.generate import CHART
 from tests.deploy.chart.permissions import PERMISSIONS
 
 README = (CHART / "README.md").read_text()

@@ -9,7 +9,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from deploy.api.chart import CHART
+from deploy.api.generate import CHART
 from deploy.controller.manifests.merge import merged
 from tests.deploy.chart.chart import Helm
 

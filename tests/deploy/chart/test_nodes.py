@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-import kubernetes_validate
 import pytest
 
-from deploy.api.read import read_spec
+from deploy.api.checked import read_spec
 from deploy.api.serving_cluster import ServingClusterSpec
 from deploy.api.worker_pool import WorkerPoolSpec
 from deploy.controller.manifests.common import Owner, Release
 from deploy.controller.manifests.pods import PodContext, head_template, worker_template
-from deploy.controller.manifests.routers import RouterContext, router_deployment
+from deploy.controller.manifests.routers import router_deployment
 from deploy.controller.manifests.worker_pool import worker_pool
 from deploy.controller.units import unit_of
 from tests.deploy.chart.chart import NAMESPACE, Helm, Object, first_cluster, of_kind, one
 from tests.deploy.chart.golden import COMBINATIONS
-from tests.deploy.chart.test_rendering import KUBERNETES
+from tests.deploy.schemas import check_pod
 
 OWNER = Owner("default", NAMESPACE, "0b5e1d0e-0000-4000-8000-000000000000")
 RELEASE = Release("baton/worker:1", "baton/router:1", "2.60.0")
@@ -34,16 +33,14 @@ def pods_of(helm: Helm, values: dict[str, Any]) -> dict[str, Object]:
     }
     unit = unit_of(cluster["spec"], cluster["spec"]["pools"])
     context = PodContext(OWNER, spec, RELEASE, unit)
-    routers = router_deployment(RouterContext(OWNER, spec, RELEASE, "routers"))
+    routers = router_deployment(OWNER, spec, RELEASE, "routers")
     pods = {
         "head": head_template(context),
         "router": routers["spec"]["template"],
     }
     pods |= {name: worker_template(context, pool) for name, pool in pools.items()}
     for name, pod in pods.items():
-        obj = {"apiVersion": "v1", "kind": "Pod", **pod}
-        obj["metadata"] = {"name": name, **pod["metadata"]}
-        kubernetes_validate.validate(obj, KUBERNETES, strict=True)
+        check_pod(name, pod)
     return pods
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from deploy.api.chart import CHART
+from deploy.api.generate import CHART
 from tests.deploy.chart.chart import NAMESPACE, Helm, Object, first_cluster
 
 _DEPLOYMENT_OF_REDIS = (

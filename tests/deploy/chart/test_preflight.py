@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import kubernetes_validate
 import pytest
 
 from cluster.preflight.__main__ import parser
 from tests.deploy.chart.chart import Helm, Object, first_cluster, of_kind
 from tests.deploy.chart.matrix import ON, Values, each_once
-from tests.deploy.chart.test_rendering import KUBERNETES
+from tests.deploy.schemas import check_kubernetes
 
 RDMA: dict[str, Any] = {
     "preset": "gpu-rdma",
@@ -27,7 +26,7 @@ def jobs(helm: Helm, **cluster: Any) -> dict[str, Object]:
     """By the ends of their names."""
     found = helm.tests(first_cluster(**cluster))
     for each in found:
-        kubernetes_validate.validate(each, KUBERNETES, strict=True)
+        check_kubernetes(each)
     return {each["metadata"]["name"].removeprefix("baton-preflight-"): each for each in found}
 
 
@@ -57,7 +56,7 @@ def test_every_setting_gives_jobs_that_kubernetes_takes(helm: Helm, values: Valu
     found = helm.tests(values)
     assert bool(found) == values.get("cluster", {}).get("enabled", False)
     for each in found:
-        kubernetes_validate.validate(each, KUBERNETES, strict=True)
+        check_kubernetes(each)
 
 
 def test_a_pools_job_asks_for_what_its_pods_ask_for_and_checks_it(helm: Helm) -> None:

@@ -5,22 +5,25 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-import kubernetes_validate
 import pytest
 import yaml
 
-from deploy.api.chart import CHART, DEPLOY
+from deploy.api.checked import read_spec
 from deploy.api.crd import KINDS
-from deploy.api.generate import stale
-from deploy.api.read import read_spec
+from deploy.api.generate import CHART, DEPLOY, stale
 from deploy.api.serving_cluster import ServingClusterSpec
-from tests.deploy.chart.chart import Helm, Object, first_cluster, of_kind, one
+from tests.deploy.chart.chart import (
+    MONITORS,
+    NOT_KUBERNETES,
+    Helm,
+    Object,
+    first_cluster,
+    of_kind,
+    one,
+)
 from tests.deploy.chart.golden import COMBINATIONS, FOLDER, text_of
 from tests.deploy.chart.matrix import ON, Values, each_once, pairwise
-
-KUBERNETES = "1.37.0"
-NOT_KUBERNETES = ("PodMonitor", "PrometheusRule", "ServingCluster")
-MONITORS = "monitoring.coreos.com/v1/PodMonitor"
+from tests.deploy.schemas import check_kubernetes
 
 
 def check(objects: list[Object]) -> None:
@@ -30,7 +33,7 @@ def check(objects: list[Object]) -> None:
     assert len(set(names)) == len(names)
     for each in objects:
         if each["kind"] not in NOT_KUBERNETES:
-            kubernetes_validate.validate(each, KUBERNETES, strict=True)
+            check_kubernetes(each)
     for each in of_kind(objects, "ServingCluster"):
         read_spec(ServingClusterSpec, each)
     for each in of_kind(objects, "Deployment") + of_kind(objects, "Job"):

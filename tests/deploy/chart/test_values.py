@@ -6,15 +6,21 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-import kubernetes_validate
 import pytest
 import yaml
 
-from deploy.api.chart import CHART
-from tests.deploy.chart.chart import Helm, RefusedError, first_cluster, one
+from deploy.api.generate import CHART
+from tests.deploy.chart.chart import (
+    MONITORS,
+    NOT_KUBERNETES,
+    Helm,
+    RefusedError,
+    first_cluster,
+    one,
+)
 from tests.deploy.chart.golden import text_of
 from tests.deploy.chart.matrix import ON, joined
-from tests.deploy.chart.test_rendering import KUBERNETES, MONITORS, NOT_KUBERNETES
+from tests.deploy.schemas import check_kubernetes
 
 SECRET_ENV = {"name": "HF_TOKEN", "value": "hf_abc"}
 
@@ -201,6 +207,6 @@ def test_a_null_is_the_default_or_is_refused_by_name(helm: Helm, way: tuple[str,
     assert not refused or refused_by_name(refused, way), refused
     for each in objects:
         if each["kind"] not in NOT_KUBERNETES:
-            kubernetes_validate.validate(each, KUBERNETES, strict=True)
+            check_kubernetes(each)
     if default_at(way) and not refused and not is_entry(way):
         assert text_of(objects) == text_of(helm.template(values, *arguments))

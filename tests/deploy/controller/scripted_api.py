@@ -21,6 +21,7 @@ class Exchange(BaseHTTPRequestHandler):
     """One request, and what the script answers."""
 
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # else each body waits for the acknowledgement of its headers
     server: _Server
     body: bytes
 

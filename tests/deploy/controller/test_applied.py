@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
+from baton.clock import ManualClock
 from deploy.controller.companions import Companions
 from deploy.controller.kit.applied import Applied
-from deploy.controller.kit.discovery import Discovery
-from deploy.controller.kit.kube import Kube
+from deploy.controller.kit.kube import Discovery, Kube
 from deploy.controller.kit.objects import Key
+from tests.deploy.controller.clusters import RELEASE
 from tests.deploy.controller.following import following, until
 from tests.deploy.controller.scripted_api import Exchange, kube_of, scripted
-from tests.deploy.controller.test_manifests import RELEASE
 from tests.deploy.controller.things import CONFIG_MAPS, config_map, config_map_list
 from tests.deploy.controller.views import view_of
 
@@ -71,13 +71,6 @@ class Server:
             exchange.answer({"kind": "Status", "reason": "NotFound"}, 404)
 
 
-class Clock:
-    now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
 @pytest.fixture
 def server() -> Server:
     return Server()
@@ -94,7 +87,7 @@ PATH = "/api/v1/namespaces/models/configmaps/thing"
 
 
 def test_an_equal_apply_is_left_out_and_another_one_is_not(server: Server, kube: Kube) -> None:
-    applied = Applied(kube, {}, Clock())
+    applied = Applied(kube, {})
     for value in ("1", "1", "1", "2", "2"):
         answer = applied.apply(CLUSTER, CONFIG_MAPS, config_map(THING, {"a": value}))
         assert answer["data"] == {"a": value}
@@ -102,15 +95,16 @@ def test_an_equal_apply_is_left_out_and_another_one_is_not(server: Server, kube:
 
 
 def test_what_nobody_follows_is_applied_again_after_a_while(server: Server, kube: Kube) -> None:
-    clock = Clock()
-    applied = Applied(kube, {}, clock)
-    for clock.now_s in (0.0, 5.0, 29.0, 31.0, 35.0):
+    clock = ManualClock()
+    applied = Applied(kube, {}, clock.now_s)
+    for passes_s in (0.0, 5.0, 24.0, 2.0, 4.0):
+        clock.advance(passes_s)
         applied.apply(CLUSTER, CONFIG_MAPS, config_map(THING))
     assert len(server.writes) == 2
 
 
 def test_a_cluster_that_is_forgotten_is_applied_anew(server: Server, kube: Kube) -> None:
-    applied = Applied(kube, {}, Clock())
+    applied = Applied(kube, {})
     for _ in range(2):
         applied.apply(CLUSTER, CONFIG_MAPS, config_map(THING))
         applied.forget(CLUSTER)
@@ -159,7 +153,7 @@ def test_of_a_followed_kind_an_edit_is_put_back_at_once_and_a_status_is_none() -
 
 
 def test_what_is_there_already_is_not_made_again(server: Server, kube: Kube) -> None:
-    applied = Applied(kube, {}, Clock())
+    applied = Applied(kube, {})
     server.put(PATH, config_map(THING, {"a": "theirs"}))
     for _ in range(3):
         applied.make(CLUSTER, CONFIG_MAPS, config_map(THING, {"a": "ours"}))
@@ -171,7 +165,7 @@ def test_only_the_owners_own_is_removed_and_only_once(server: Server, kube: Kube
     ours = config_map(THING)
     ours["metadata"]["ownerReferences"] = [{"uid": OWNER_UID}]
     for obj, is_removed in ((config_map(THING), False), (ours, True)):
-        applied = Applied(kube, {}, Clock())
+        applied = Applied(kube, {})
         server.put(PATH, obj)
         for _ in range(3):
             applied.remove(CLUSTER, CONFIG_MAPS, THING, OWNER_UID)
@@ -180,7 +174,7 @@ def test_only_the_owners_own_is_removed_and_only_once(server: Server, kube: Kube
 
 
 def test_what_was_removed_comes_back_when_it_is_wanted_again(server: Server, kube: Kube) -> None:
-    applied = Applied(kube, {}, Clock())
+    applied = Applied(kube, {})
     wanted = config_map(THING)
     wanted["metadata"]["ownerReferences"] = [{"uid": OWNER_UID}]
     applied.apply(CLUSTER, CONFIG_MAPS, wanted)
@@ -217,10 +211,10 @@ def test_kinds_that_are_not_served_are_told_and_left_out(server: Server, kube: K
 
 
 def test_a_kind_that_is_installed_later_is_noticed(server: Server, kube: Kube) -> None:
-    clock = Clock()
-    discovery = Discovery(kube, clock)
+    clock = ManualClock()
+    discovery = Discovery(kube, clock.now_s)
     assert not discovery.serves(CONFIG_MAPS)
     server.served = {"/api/v1": ["configmaps"]}
     assert not discovery.serves(CONFIG_MAPS), "it is not asked at every look"
-    clock.now_s = 61.0
+    clock.advance(61.0)
     assert discovery.serves(CONFIG_MAPS)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from deploy.controller.kit.cache import Cache, Change
+from deploy.controller.kit.informer import Cache, Change
 from deploy.controller.kit.kube import Listing
 from deploy.controller.kit.objects import Key, Object
 from deploy.controller.kit.watch_stream import WatchEvent, WatchEventType

@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-import kubernetes_validate
 import pytest
 
 from deploy.controller.companions import companions
@@ -19,12 +18,12 @@ from deploy.controller.manifests.common import (
     PodMonitors,
     Release,
 )
-from deploy.controller.manifests.pod_disruption_budgets import BudgetKind
+from deploy.controller.manifests.companions import BudgetKind
 from deploy.controller.manifests.routers import router_service
 from deploy.controller.pod import Pod
 from deploy.controller.resources import BUDGETS
 from deploy.controller.view import ClusterView, PoolView
-from tests.deploy.controller.test_manifests import (
+from tests.deploy.controller.clusters import (
     OWNER,
     RELEASE,
     group_of,
@@ -34,8 +33,8 @@ from tests.deploy.controller.test_manifests import (
     spec_of,
 )
 from tests.deploy.controller.views import pod, view_of
+from tests.deploy.schemas import check_kubernetes
 
-KUBERNETES = "1.37.0"
 NAMESPACE_NAME = "kubernetes.io/metadata.name"
 
 
@@ -58,7 +57,7 @@ def test_kubernetes_takes_what_is_its_own() -> None:
     assert set(by_kind) == {"PodDisruptionBudget", "NetworkPolicy", "Ingress"}
     head = made(view_of())["NetworkPolicy", "main-head-ports"]
     for manifest in (*by_kind.values(), head):
-        kubernetes_validate.validate(manifest, KUBERNETES, strict=True)
+        check_kubernetes(manifest)
 
 
 def test_all_of_it_belongs_to_the_cluster_and_a_pools_budget_to_its_pool() -> None:
@@ -267,7 +266,7 @@ def test_an_ingress_is_of_the_class_with_the_annotations_and_the_certificate_tha
     for tls, spoken in ((None, "GRPC"), ({"secretName": "inside"}, "GRPCS")):
         router = {"hostname": "llm.example.com", "ingress": named}
         (ingress,) = routes(**router, **({"tls": tls} if tls else {})).values()
-        kubernetes_validate.validate(ingress, KUBERNETES, strict=True)
+        check_kubernetes(ingress)
         annotations = ingress["metadata"]["annotations"]
         assert annotations.items() >= named["annotations"].items()
         assert annotations["nginx.ingress.kubernetes.io/backend-protocol"] == spoken

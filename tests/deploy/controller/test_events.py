@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from deploy.controller.kit.event_series import EventType
+from deploy.controller.kit.events import EventType
 from deploy.controller.status.events import Look, exposure, happenings
 from tests.deploy.controller.views import view_of
 

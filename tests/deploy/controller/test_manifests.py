@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import re
-import shlex
 from typing import Any
 
 import pytest
@@ -13,10 +10,7 @@ import yaml
 
 from baton.config.cluster import parse_config
 from baton.errors import ConfigError
-from deploy.api.read import read_spec
-from deploy.api.serving_cluster import ServingClusterSpec
 from deploy.api.status import ServingClusterStatus
-from deploy.api.worker_pool import PoolShape, WorkerPoolSpec
 from deploy.controller.manifests.cluster_yaml import (
     cluster_config,
     model_name,
@@ -27,98 +21,33 @@ from deploy.controller.manifests.cluster_yaml import (
 )
 from deploy.controller.manifests.common import Owner, Release
 from deploy.controller.manifests.merge import merged
-from deploy.controller.manifests.pods import PodContext
 from deploy.controller.manifests.ray_cluster import (
     GroupSize,
     ray_cluster,
     settings_in,
-    sized,
     unit_in,
     worker_group,
 )
 from deploy.controller.manifests.routers import (
-    RouterContext,
     control_service,
     first_routers,
-    router_deployment,
     router_service,
 )
 from deploy.controller.manifests.worker_pool import worker_pool
 from deploy.controller.rollout import Record
 from deploy.controller.units import Unit
-from tests.deploy.ray_schema import NOT_AT_HAND, REAL_CRD, check_ray_cluster
-
-OWNER = Owner("main", "models", "0b5e1d0e-0000-4000-8000-000000000000")
-RELEASE = Release("baton-worker:1", "baton-router:1", "2.60.0")
-
-
-def spec_of(**changes: Any) -> ServingClusterSpec:
-    usual = {
-        "model": {"name": "models/demo"},
-        "pools": {
-            "prefill": {"role": "prefill"},
-            "decode": {"role": "decode", "parallelism": {"tensor": 2}, "drainTimeout": "1m30s"},
-        },
-    }
-    metadata = {"namespace": OWNER.namespace, "name": OWNER.name}
-    obj = {"kind": "ServingCluster", "metadata": metadata, "spec": usual | changes}
-    return read_spec(ServingClusterSpec, obj)
-
-
-def pools_of(spec: ServingClusterSpec, **changes: Any) -> dict[str, WorkerPoolSpec]:
-    shared = (
-        "role",
-        "parallelism",
-        "engine",
-        "pod_template",
-        "resources",
-        "env",
-        "drain_timeout",
-        "max_replicas",
-    )
-    return {
-        name: WorkerPoolSpec(
-            **{field: getattr(pool, field) for field in shared},
-            cluster="main",
-            pool=name,
-            **changes,
-        )
-        for name, pool in spec.pools.items()
-    }
-
-
-def context_of(spec: ServingClusterSpec, release: Release = RELEASE, **changes: Any) -> PodContext:
-    unit = Unit("2x4bz", "shared", {name: f"of-{name}" for name in spec.pools})
-    return PodContext(OWNER, spec, release, unit, **changes)
-
-
-def routers_of(
-    spec: ServingClusterSpec, release: Release = RELEASE, **changes: Any
-) -> dict[str, Any]:
-    return router_deployment(RouterContext(OWNER, spec, release, "r1", **changes))
-
-
-def ray_of(spec: ServingClusterSpec, **sizes: GroupSize) -> dict[str, Any]:
-    context = context_of(spec)
-    groups = [
-        sized(worker_group(context, pool), sizes.get(name, GroupSize(1)))
-        for name, pool in pools_of(spec).items()
-    ]
-    return ray_cluster(context, Record(), groups)
-
-
-def group_of(ray: dict[str, Any], pool: str) -> dict[str, Any]:
-    (group,) = [g for g in ray["spec"]["workerGroupSpecs"] if g["groupName"] == pool]
-    return group
-
+from tests.deploy.controller.clusters import (
+    OWNER,
+    context_of,
+    group_of,
+    pools_of,
+    ray_of,
+    routers_of,
+    spec_of,
+)
+from tests.deploy.schemas import NOT_AT_HAND, REAL_CRD, check_ray_cluster
 
 # --- RayCluster -----------------------------------------------------------------------------------
-
-
-def test_a_pools_pods_tell_ray_room_for_one_replica_of_that_pool() -> None:
-    params = group_of(ray_of(spec_of()), "decode")["rayStartParams"]
-    (told,) = shlex.split(params["resources"])
-    assert json.loads(told) == {"baton-pool/decode": 2}
 
 
 def test_the_size_and_the_pods_that_go_stand_in_one_object() -> None:
@@ -172,12 +101,6 @@ def test_a_pod_on_spot_capacity_asks_its_cloud_beside_ray_and_no_other_does() ->
 def test_an_address_that_a_shell_would_read_otherwise_is_refused(address: str) -> None:
     with pytest.raises(ConfigError, match=r"spotNotices\.address"):
         spec_of(spotNotices={"cloud": "aws", "address": address})
-
-
-def test_a_rank_has_a_gpu_where_the_engine_computes_on_one() -> None:
-    group = group_of(ray_of(spec_of(engine={"device": "cuda"})), "decode")
-    (container,) = group["template"]["spec"]["containers"]
-    assert container["resources"]["limits"] == {"nvidia.com/gpu": "2"}
 
 
 def test_a_device_left_open_is_a_gpu_where_the_pools_pods_ask_for_one() -> None:
@@ -351,9 +274,7 @@ def test_first_class_settings_of_pods_lie_under_the_template() -> None:
     }
     router = own | {"podTemplate": {"spec": {"nodeSelector": {"rack": "2"}}}}
     spec = spec_of(pools={"decode": {"role": "decode", **own}}, router=router)
-    (pool,) = spec.pools.values()
-    shape = {each.name: getattr(pool, each.name) for each in dataclasses.fields(PoolShape)}
-    made = worker_group(context_of(spec), WorkerPoolSpec(**shape, cluster="main", pool="decode"))
+    made = worker_group(context_of(spec), pools_of(spec)["decode"])
     for pod, b in (
         (made["template"]["spec"], "3"),
         (routers_of(spec)["spec"]["template"]["spec"], "2"),
@@ -436,34 +357,36 @@ def test_the_longest_name_that_a_model_can_have_stays_its_own() -> None:
     assert status.model == name
 
 
-def test_null_takes_a_key_away_and_lists_of_named_things_merge_by_name() -> None:
-    own = {"env": [{"name": "A", "value": "1"}, {"name": "B", "value": "2"}], "x": {"y": 1}}
-    over = {"env": [{"name": "B", "value": "3"}, {"name": "C", "value": "4"}], "x": None}
-    assert merged(own, over) == {
-        "env": [
-            {"name": "A", "value": "1"},
-            {"name": "B", "value": "3"},
-            {"name": "C", "value": "4"},
-        ]
-    }
+def variables(*given: tuple[str, str]) -> dict[str, Any]:
+    return {"env": [{"name": name, "value": value} for name, value in given]}
 
 
-def test_none_of_a_devices_resource_takes_it_away_and_none_of_another_key_is_a_value() -> None:
-    own = {"requests": {"a.b/c": "1", "cpu": "1"}, "ports": {"a.b/c": 1}}
-    assert merged(own, {"requests": {"a.b/c": 0, "d.e/f": 0, "cpu": 0}}) == {
-        "requests": {"cpu": 0},
-        "ports": {"a.b/c": 1},
-    }
-    assert merged(own, {"ports": {"a.b/c": 0}})["ports"] == {"a.b/c": 0}
+ADDED = {"name": "A", "resources": {"limits": {"a.b/c": 0, "d.e/f": None, "cpu": "1"}}}
+DEVICES = {"requests": {"a.b/c": "1", "cpu": "1"}, "ports": {"a.b/c": 1}}
 
 
-def test_what_takes_a_key_away_is_gone_also_where_there_was_nothing_to_take() -> None:
-    added = {"name": "A", "resources": {"limits": {"a.b/c": 0, "d.e/f": None, "cpu": "1"}}}
-    over = {"containers": [added], "labels": {"env": "mine", "team": None}}
-    assert merged({"containers": []}, over) == merged({}, over) == {
-        "containers": [{"name": "A", "resources": {"limits": {"cpu": "1"}}}],
-        "labels": {"env": "mine"},
-    }  # fmt: skip
+@pytest.mark.parametrize(
+    ("own", "over", "result"),
+    [
+        # lists of named things merge by name, null takes a key away
+        (variables(("A", "1"), ("B", "2")) | {"x": {"y": 1}},
+         variables(("B", "3"), ("C", "4")) | {"x": None},
+         variables(("A", "1"), ("B", "3"), ("C", "4"))),
+        # the last of two variables holds
+        (variables(("A", "1")), variables(("A", "2"), ("A", "3"), ("B", "2"), ("B", "3")),
+         variables(("A", "3"), ("B", "3"))),
+        # none of a device's resource takes it away, none of another key is a value
+        (DEVICES, {"requests": {"a.b/c": 0, "d.e/f": 0, "cpu": 0}},
+         {"requests": {"cpu": 0}, "ports": {"a.b/c": 1}}),
+        (DEVICES, {"ports": {"a.b/c": 0}}, DEVICES | {"ports": {"a.b/c": 0}}),
+        # also where there was nothing to take
+        *((own, {"containers": [ADDED], "labels": {"env": "mine", "team": None}},
+           {"containers": [{"name": "A", "resources": {"limits": {"cpu": "1"}}}],
+            "labels": {"env": "mine"}}) for own in ({}, {"containers": []})),
+    ],
+)  # fmt: skip
+def test_a_template_is_merged_as_kubectl_does(own: object, over: object, result: object) -> None:
+    assert merged(own, over) == result
 
 
 @pytest.mark.parametrize("said", ["llm", None])
@@ -483,14 +406,6 @@ def test_what_finds_a_pod_finds_it_whatever_its_template_says_of_those_labels(
         found = made["template"]["metadata"]["labels"]
         assert found | OWNER.labels(component) | {"team": "red"} == found
         assert found.get("baton.dev/unit") == (None if component == "router" else "2x4bz")
-
-
-def test_a_variable_that_is_given_twice_has_its_last_value() -> None:
-    own = {"env": [{"name": "A", "value": "1"}]}
-    twice = [{"name": name, "value": value} for name in "AB" for value in ("2", "3")]
-    assert merged(own, {"env": twice}) == {
-        "env": [{"name": "A", "value": "3"}, {"name": "B", "value": "3"}]
-    }
 
 
 def test_a_variable_has_one_source_that_of_who_names_it_last() -> None:

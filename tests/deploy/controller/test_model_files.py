@@ -10,7 +10,7 @@ from deploy.api.worker_pool import WorkerPoolSpec
 from deploy.controller.manifests.cluster_yaml import cluster_config
 from deploy.controller.manifests.common import WEIGHTS_FOLDER
 from deploy.controller.manifests.pods import head_template, worker_template
-from tests.deploy.controller.test_manifests import OWNER, context_of, pools_of, routers_of, spec_of
+from tests.deploy.controller.clusters import OWNER, context_of, pools_of, routers_of, spec_of
 
 URI = "s3://bucket/models/qwen"
 

@@ -14,12 +14,12 @@ import pytest
 from baton.errors import ConfigError
 from cluster.planner.planner import PoolPlan
 from cluster.pools.role_plan import RolePlan
-from deploy.api.read import read_spec
+from deploy.api.checked import read_spec
 from deploy.api.serving_cluster import ServingClusterSpec
 from deploy.api.worker_pool import WorkerPoolSpec
 from deploy.controller.caches import Caches
 from deploy.controller.kit.applied import Applied
-from deploy.controller.kit.event_series import EventType
+from deploy.controller.kit.events import EventType
 from deploy.controller.kit.finalizers import FINALIZER, Finalizers
 from deploy.controller.kit.objects import Key, Object
 from deploy.controller.manifests.common import CLUSTER_LABEL, POOL_LABEL, ROLE_LABEL, Owner

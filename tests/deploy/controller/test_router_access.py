@@ -5,16 +5,15 @@ from __future__ import annotations
 from pathlib import PurePosixPath
 from typing import Any
 
-import kubernetes_validate
 import pytest
 
 from baton.config.cluster import parse_config
 from baton.errors import ConfigError
 from deploy.api.serving_cluster import ServingClusterSpec
-from deploy.controller.manifests.router_access import router_certificate, router_settings
-from deploy.controller.manifests.routers import router_service
-from tests.deploy.chart.test_rendering import KUBERNETES
-from tests.deploy.controller.test_manifests import OWNER, routers_of, spec_of
+from deploy.controller.manifests.companions import router_certificate
+from deploy.controller.manifests.routers import router_service, router_settings
+from tests.deploy.controller.clusters import OWNER, routers_of, spec_of
+from tests.deploy.schemas import check_kubernetes
 
 GIVEN = {"secretName": "front-door", "requireClientCertificate": True}
 ISSUED = {"issuerRef": {"name": "internal"}}
@@ -51,7 +50,7 @@ def test_what_routers_are_told_to_read_lies_in_the_secrets_that_they_mount() -> 
 def test_kubernetes_knows_every_field() -> None:
     spec = spec_of(router={"tls": GIVEN, "auth": TOKENS})
     for made in (routers_of(spec), router_service(OWNER, spec.router)):
-        kubernetes_validate.validate(made, KUBERNETES, strict=True)
+        check_kubernetes(made)
 
 
 def test_the_files_are_readable_to_the_routers_user_and_to_nobody_else() -> None:

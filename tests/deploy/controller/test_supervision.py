@@ -19,7 +19,7 @@ from deploy.controller.manifests.ray_cluster import worker_group
 from deploy.controller.rollout import Record, UnitPlan
 from deploy.controller.supervision import supervise
 from deploy.controller.view import PoolView, UnitView
-from tests.deploy.controller.test_manifests import context_of, spec_of
+from tests.deploy.controller.clusters import context_of, spec_of
 
 SPEC = spec_of(
     advanced={"engine": {"backend": "fake"}},

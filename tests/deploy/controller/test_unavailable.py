@@ -11,8 +11,7 @@ import pytest
 
 from baton.config.planner import PlannerConfig
 from baton.config.router import RouterConfig
-from deploy.api.advanced import Advanced
-from deploy.api.serving_cluster import RouterIngress, RouterSpec, RouterTls
+from deploy.api.serving_cluster import Advanced, RouterIngress, RouterSpec, RouterTls
 from deploy.controller.fleet import NOTHING_HEARD, FleetPool, Heard, Slot, SlotState
 from deploy.controller.manifests.common import COMPONENT_LABEL, POOL_LABEL
 from deploy.controller.pod import Pod

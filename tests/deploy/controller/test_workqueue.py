@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import re
 import threading
 from collections import Counter
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
+from baton.clock import ManualClock
 from deploy.controller.kit.errors import UnreachableError, status_error
-from deploy.controller.kit.workers import Workers
-from deploy.controller.kit.workqueue import Backoff, PendingKeys, WorkQueue
+from deploy.controller.kit.workqueue import Backoff, PendingKeys, Reconcile, Workers, WorkQueue
 
 _TIMEOUT_S = 10.0
+_SHORT = Backoff(first_s=0.01, longest_s=0.01)
 _AGAIN = re.compile(r"test: (\w+): .*again in ([0-9.]+) s")
 
 
-class FakeClock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
+@contextlib.contextmanager
+def working(queue: WorkQueue[Any], reconcile: Reconcile[Any], *args: Any) -> Iterator[None]:
+    """Workers on the queue, one if nothing is said, that have ended with the block."""
+    workers = Workers(queue, reconcile, *(args or (1,)), name="test")
+    workers.start()
+    yield
+    assert workers.stop(_TIMEOUT_S)
 
 
 @pytest.fixture
@@ -112,18 +117,17 @@ def test_no_sequence_of_calls_gives_a_key_to_two_or_forgets_one() -> None:
 
 
 def test_a_failing_key_comes_back_later_and_later_until_it_succeeds() -> None:
-    clock = FakeClock()
-    queue: WorkQueue[str] = WorkQueue(Backoff(first_s=1.0, longest_s=8.0), clock)
+    clock = ManualClock()
+    queue: WorkQueue[str] = WorkQueue(Backoff(first_s=1.0, longest_s=8.0), clock.now_s)
     queue.add("a")
     delays = []
     for _ in range(6):
         assert queue.take() == "a"
         delay_s = queue.failed("a")
         delays.append(delay_s)
-        due_at = clock.now + delay_s
-        clock.now = due_at - 0.01
+        clock.advance(delay_s - 0.01)
         assert len(queue) == 0
-        clock.now = due_at
+        clock.advance(0.02)
         assert len(queue) == 1
     for full_s, delay_s in zip((1, 2, 4, 8, 8, 8), delays, strict=True):
         assert full_s / 2 <= delay_s <= full_s
@@ -159,12 +163,10 @@ def test_workers_work_on_many_keys_at_once_and_on_each_alone() -> None:
             finished.set()
         return None
 
-    workers = Workers(queue, reconcile, num_workers=3, name="test")
-    workers.start()
-    queue.add(1)
-    queue.add(2)
-    assert finished.wait(_TIMEOUT_S)
-    assert workers.stop(_TIMEOUT_S)
+    with working(queue, reconcile, 3):
+        queue.add(1)
+        queue.add(2)
+        assert finished.wait(_TIMEOUT_S)
     assert rounds == {1: 2, 2: 2}
 
 
@@ -181,16 +183,14 @@ def test_a_reconcile_may_ask_to_look_again_later() -> None:
             return None
         return 0.01
 
-    workers = Workers(queue, reconcile, num_workers=1, name="test")
-    workers.start()
-    queue.add("a")
-    assert looked_twice.wait(_TIMEOUT_S)
-    assert workers.stop(_TIMEOUT_S)
+    with working(queue, reconcile):
+        queue.add("a")
+        assert looked_twice.wait(_TIMEOUT_S)
 
 
 @pytest.mark.parametrize("error", [UnreachableError("gone"), ValueError("a bug")])
 def test_what_a_reconcile_raises_brings_its_key_back_and_no_worker_down(error: Exception) -> None:
-    queue: WorkQueue[str] = WorkQueue(Backoff(first_s=0.01, longest_s=0.01))
+    queue: WorkQueue[str] = WorkQueue(_SHORT)
     succeeded = threading.Event()
     failures = [error, error]
 
@@ -200,18 +200,16 @@ def test_what_a_reconcile_raises_brings_its_key_back_and_no_worker_down(error: E
         succeeded.set()
         return None
 
-    workers = Workers(queue, reconcile, num_workers=1, name="test")
-    workers.start()
-    queue.add("a")
-    assert succeeded.wait(_TIMEOUT_S)
-    assert workers.stop(_TIMEOUT_S)
+    with working(queue, reconcile):
+        queue.add("a")
+        assert succeeded.wait(_TIMEOUT_S)
 
 
 @pytest.mark.parametrize("refusal", [UnreachableError("gone"), ValueError("another bug")])
-def test_what_a_reconcile_should_never_raise_is_told_before_its_key_comes_back(
+def test_what_a_reconcile_should_never_raise_is_reported_before_its_key_comes_back(
     refusal: Exception, caplog: pytest.LogCaptureFixture
 ) -> None:
-    queue: WorkQueue[str] = WorkQueue(Backoff(first_s=0.01, longest_s=0.01))
+    queue: WorkQueue[str] = WorkQueue(_SHORT)
     steps: list[str] = []
     has_succeeded = threading.Event()
     failures: list[Exception] = [ValueError("a bug"), UnreachableError("no bug")]
@@ -223,11 +221,11 @@ def test_what_a_reconcile_should_never_raise_is_told_before_its_key_comes_back(
         has_succeeded.set()
         return None
 
-    def tell_fault(key: str, error: Exception) -> None:
+    def report_fault(key: str, error: Exception) -> None:
         steps.append(f"{key}: {error}")
         raise refusal
 
-    workers = Workers(queue, reconcile, 1, "test", tell_fault)
+    workers = Workers(queue, reconcile, 1, "test", report_fault)
     workers.start()
     queue.add("a")
     assert has_succeeded.wait(_TIMEOUT_S)
@@ -237,18 +235,16 @@ def test_what_a_reconcile_should_never_raise_is_told_before_its_key_comes_back(
 
 
 def test_a_server_that_wants_to_be_left_alone_is(caplog: pytest.LogCaptureFixture) -> None:
-    queue: WorkQueue[str] = WorkQueue(Backoff(first_s=0.01, longest_s=0.01))
+    queue: WorkQueue[str] = WorkQueue(_SHORT)
     throttled = threading.Event()
 
     def reconcile(key: str) -> float | None:
         throttled.set()
         raise status_error({"code": 429, "details": {"retryAfterSeconds": 60}}, "GET /")
 
-    workers = Workers(queue, reconcile, num_workers=1, name="test")
-    workers.start()
-    queue.add("a")
-    assert throttled.wait(_TIMEOUT_S)
-    assert workers.stop(_TIMEOUT_S)
+    with working(queue, reconcile):
+        queue.add("a")
+        assert throttled.wait(_TIMEOUT_S)
     assert "again in 60.0 s" in caplog.text
 
 
@@ -264,12 +260,10 @@ def test_what_is_refused_for_long_is_looked_at_again_within_seconds_and_a_fault_
         looks[key].set()
         raise errors[key]
 
-    workers = Workers(queue, reconcile, num_workers=1, name="test")
-    workers.start()
-    for key, has_looked in looks.items():
-        queue.add(key)
-        assert has_looked.wait(_TIMEOUT_S)
-    assert workers.stop(_TIMEOUT_S)
+    with working(queue, reconcile):
+        for key, has_looked in looks.items():
+            queue.add(key)
+            assert has_looked.wait(_TIMEOUT_S)
     delays_s = {key: float(s) for key, s in _AGAIN.findall(caplog.text)}
     assert delays_s["refused"] <= 5.0
     assert delays_s["faulty"] >= 300.0

@@ -6,9 +6,8 @@ import datetime
 from collections.abc import Sequence
 from typing import Any
 
-from deploy.api.model_source import ModelSource
 from deploy.api.naming import API_VERSION
-from deploy.api.serving_cluster import ServingClusterSpec
+from deploy.api.serving_cluster import ModelSource, ServingClusterSpec
 from deploy.api.worker_pool import PoolTemplate, Scaling, ScalingMode, WorkerPoolSpec
 from deploy.controller.fleet import NOTHING_HEARD, Fleet, FleetPool, Heard
 from deploy.controller.kit.objects import Key
@@ -16,7 +15,7 @@ from deploy.controller.manifests.common import POOL_LABEL, Owner
 from deploy.controller.pod import Pod
 from deploy.controller.rollout import Record, State, Step, UnitPlan
 from deploy.controller.view import ClusterView, PoolView
-from tests.deploy.controller.test_manifests import OWNER, pools_of, spec_of
+from tests.deploy.controller.clusters import OWNER, pools_of, spec_of
 
 PLAN = UnitPlan("2x4bz", {}, Record())
 SERVING = Step(State.SERVING, "it is", (PLAN,))

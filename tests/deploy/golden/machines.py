@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from deploy.api.read import read_spec
+from deploy.api.checked import read_spec
 from deploy.api.serving_cluster import ServingClusterSpec
 from deploy.api.worker_pool import WorkerPoolSpec
 from deploy.controller.manifests.common import Object, Owner, Release

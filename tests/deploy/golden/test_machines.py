@@ -6,11 +6,9 @@ import json
 import shlex
 from typing import Any
 
-import kubernetes_validate
 import pytest
 
 from deploy.controller.manifests.common import Object
-from tests.deploy.chart.test_rendering import KUBERNETES
 from tests.deploy.golden.machines import (
     MACHINES,
     expected,
@@ -18,7 +16,7 @@ from tests.deploy.golden.machines import (
     serving_cluster,
     text_of,
 )
-from tests.deploy.ray_schema import NOT_AT_HAND, REAL_CRD, check_ray_cluster
+from tests.deploy.schemas import NOT_AT_HAND, REAL_CRD, check_pod, check_ray_cluster
 
 every_machine = pytest.mark.parametrize("machine", MACHINES)
 with_gpus = pytest.mark.parametrize(
@@ -74,9 +72,7 @@ def test_kuberay_takes_it(machine: str) -> None:
 def test_kubernetes_takes_its_pods(machine: str) -> None:
     spec = ray_cluster_of(serving_cluster(machine))["spec"]
     for group in (spec["headGroupSpec"], *spec["workerGroupSpecs"]):
-        pod = {"apiVersion": "v1", "kind": "Pod", **group["template"]}
-        pod["metadata"] = {"name": "one", **pod["metadata"]}
-        kubernetes_validate.validate(pod, KUBERNETES, strict=True)
+        check_pod("one", group["template"])
 
 
 @every_machine

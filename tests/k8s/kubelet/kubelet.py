@@ -13,8 +13,7 @@ from deploy.controller.kit.connection import Connection
 from deploy.controller.kit.errors import NotFoundError
 from deploy.controller.kit.informer import Informer, InformerSettings
 from deploy.controller.kit.objects import Key, Object, Resource, Selection
-from deploy.controller.kit.workers import Workers
-from deploy.controller.kit.workqueue import Backoff, WorkQueue
+from deploy.controller.kit.workqueue import Backoff, Workers, WorkQueue
 from deploy.controller.resources import PODS, SERVICES
 from tests.k8s.kubelet.container import ContainerRun, now_text
 from tests.k8s.kubelet.errors import KubeletError

@@ -26,8 +26,7 @@ from deploy.controller.kit.errors import AlreadyExistsError, NotFoundError
 from deploy.controller.kit.informer import Informer, InformerSettings
 from deploy.controller.kit.kube import Kube
 from deploy.controller.kit.objects import Key, Object, Selection, key_of
-from deploy.controller.kit.workers import Workers
-from deploy.controller.kit.workqueue import Backoff, WorkQueue
+from deploy.controller.kit.workqueue import Backoff, Workers, WorkQueue
 from deploy.controller.manifests.common import CLUSTER_LABEL as SERVING_LABEL
 from deploy.controller.resources import PODS, RAY_CLUSTERS, SERVICE_ACCOUNTS, SERVICES
 from tests.k8s.kubelet.errors import KubeletError

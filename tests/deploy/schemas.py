@@ -1,4 +1,4 @@
-"""KubeRay's own schema of a RayCluster, where its CRD is at hand."""
+"""What Kubernetes takes, and KubeRay where its CRD is at hand."""
 
 from __future__ import annotations
 
@@ -7,10 +7,22 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema
+import kubernetes_validate
 import yaml
 
 REAL_CRD = Path(__file__).parents[3] / "shared" / "k8s" / "ray.io_rayclusters.yaml"
 NOT_AT_HAND = "KubeRay's own CRD is not at hand"
+
+
+def check_kubernetes(obj: dict[str, Any]) -> None:
+    """Raises where Kubernetes refuses the object, or does not know one of its fields."""
+    kubernetes_validate.validate(obj, "1.37.0", strict=True)
+
+
+def check_pod(name: str, template: dict[str, Any]) -> None:
+    """The same of the pod that a template makes."""
+    metadata = {"name": name, **template["metadata"]}
+    check_kubernetes({"apiVersion": "v1", "kind": "Pod", **template, "metadata": metadata})
 
 
 def check_ray_cluster(ray_cluster: dict[str, Any]) -> None:

@@ -1,0 +1,225 @@
+"""What stands beside a cluster's RayCluster, routers and Service: who may connect, how many pods
+may be evicted at once, the way in from outside with its certificate, what is scraped.
+
+NetworkPolicies. Other policies may open more. What pods connect to stays open: hubs, object stores,
+Redis.
+
+| to | port | from |
+| --- | --- | --- |
+| head, workers | every one: Ray, UCX, the workers' own | head and workers of the cluster |
+| head | ControlService | routers of the cluster, the operator |
+| workers | gRPC | routers of the cluster |
+| head | Ray's dashboard | KubeRay's operator |
+| workers, routers | metrics | anywhere: who scrapes is not known |
+| routers | gRPC | anywhere |
+
+Pods are known by their labels. Whoever may make pods in the cluster's namespace may give these to
+any pod. A pod's own node, and so probes and `kubectl port-forward`, always may connect.
+
+PodDisruptionBudgets let one router go at once, and one pod of each pool. A pool's budget counts
+pods that must stay. One that counts pods that may go asks the pods' owner for its scale: a
+RayCluster has none, and Kubernetes then lets nothing go at all.
+
+Budgets keep what serves. A pod that is not ready may go at any time: otherwise one that never gets
+ready would hold up its node's drain for good. Streams in it drain as in any other. So a worker's
+pod is ready while its worker takes requests, by a probe of our own. KubeRay's default probe asks
+the agent of the pod's raylet, and that asks the head whether it knows the node. An ailing head
+would make all of a pool's pods evictable. A pod whose worker still loads would count as serving.
+
+A Gateway speaks to the routers as the Service's appProtocol says. Where they serve TLS it needs a
+BackendTLSPolicy, which only those can write who know its authority.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from deploy.api.serving_cluster import RouterIngress, RouterSpec, ServingClusterSpec
+from deploy.controller.kit.objects import Resource
+from deploy.controller.manifests.common import (
+    CLUSTER_LABEL,
+    COMPONENT_LABEL,
+    CONTROL_PORT,
+    METRICS_PORT,
+    OPERATOR_LABEL,
+    POOL_LABEL,
+    ROUTER_PORT,
+    WORKER_PORT,
+    Object,
+    Owner,
+    PodMonitors,
+    manifest,
+)
+from deploy.controller.manifests.routers import tls_secret
+
+_DASHBOARD_PORT = 8265
+_KUBERAY = {"matchLabels": {COMPONENT_LABEL: "kuberay-operator"}}
+_OPERATOR = {"matchExpressions": [{"key": OPERATOR_LABEL, "operator": "Exists"}]}
+_ANYWHERE: Mapping[str, object] = {}
+
+
+# --- who may connect ------------------------------------------------------------------------------
+
+
+def network_policies(owner: Owner, operator_namespace: str | None) -> list[Object]:
+    """`operator_namespace`: None where it is not known, or namespaces do not carry their names. Any
+    pod with the operator's label may then speak to the ControlService."""
+    named = {"matchLabels": {"kubernetes.io/metadata.name": operator_namespace}}
+    operator = {
+        "namespaceSelector": _ANYWHERE if operator_namespace is None else named,
+        "podSelector": _OPERATOR,
+    }
+    kuberay = {"namespaceSelector": _ANYWHERE, "podSelector": _KUBERAY}
+    routers = _own_pods(owner, "router")
+    peers = {"from": [_own_pods(owner, "head", "worker")]}
+    metrics = {"ports": [_tcp(METRICS_PORT)]}
+    rules = {
+        "head": [
+            peers,
+            {"from": [routers, operator], "ports": [_tcp(CONTROL_PORT)]},
+            {"from": [kuberay], "ports": [_tcp(_DASHBOARD_PORT)]},
+        ],
+        "worker": [peers, {"from": [routers], "ports": [_tcp(WORKER_PORT)]}, metrics],
+        "router": [{"ports": [_tcp(ROUTER_PORT)]}, metrics],
+    }
+    return [
+        manifest(
+            "networking.k8s.io/v1",
+            "NetworkPolicy",
+            owner.metadata(f"{owner.name}-{component}-ports", component),
+            spec={
+                "podSelector": {
+                    "matchLabels": {CLUSTER_LABEL: owner.name, COMPONENT_LABEL: component}
+                },
+                "policyTypes": ["Ingress"],
+                "ingress": ingress,
+            },
+        )
+        for component, ingress in rules.items()
+    ]
+
+
+def _own_pods(owner: Owner, *components: str) -> Object:
+    """Of the cluster's own namespace."""
+    among = {"key": COMPONENT_LABEL, "operator": "In", "values": list(components)}
+    selector = {"matchLabels": {CLUSTER_LABEL: owner.name}, "matchExpressions": [among]}
+    return {"podSelector": selector}
+
+
+def _tcp(port: int) -> Object:
+    return {"protocol": "TCP", "port": port}
+
+
+# --- evictions ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class BudgetKind:
+    """What the API server knows of budgets."""
+
+    resource: Resource
+    """The version that is served."""
+    lets_unready_go: bool
+    """Whether a budget can say so."""
+
+    def budget(self, metadata: Object, labels: Mapping[str, str], **kept: int) -> Object:
+        spec = {**kept, "selector": {"matchLabels": labels}}
+        if self.lets_unready_go:
+            spec["unhealthyPodEvictionPolicy"] = "AlwaysAllow"
+        return manifest(self.resource.api_version, "PodDisruptionBudget", metadata, spec=spec)
+
+
+def router_budget(owner: Owner, kind: BudgetKind) -> Object:
+    metadata = owner.metadata(owner.router_name, "router")
+    return kind.budget(metadata, owner.labels("router"), maxUnavailable=1)
+
+
+def pool_budget(
+    owner: Owner, pool: str, pool_uid: str, kind: BudgetKind, num_expected: int
+) -> Object:
+    """It goes with the WorkerPool. `num_expected`: pods that the pool is to have, or has."""
+    metadata = owner.metadata(f"{owner.pool_name(pool)}-workers", "pool")
+    metadata["labels"] |= {POOL_LABEL: pool}
+    metadata["ownerReferences"] = [owner.pool_reference(pool, pool_uid)]
+    selected = {CLUSTER_LABEL: owner.name, POOL_LABEL: pool}
+    return kind.budget(metadata, selected, minAvailable=max(0, num_expected - 1))
+
+
+# --- the way in -----------------------------------------------------------------------------------
+
+
+def router_certificate(owner: Owner, router: RouterSpec) -> Object | None:
+    """What cert-manager is asked to keep in the Secret, by all names of the routers' Service; None
+    where a Secret is given."""
+    tls = router.tls
+    if tls is None or tls.issuer_ref is None:
+        return None
+    service = f"{owner.router_name}.{owner.namespace}.svc"
+    names = [owner.router_name, f"{owner.router_name}.{owner.namespace}", service]
+    names += [f"{service}.cluster.local", *([router.hostname] if router.hostname else [])]
+    issuer = {"name": tls.issuer_ref.name, "kind": tls.issuer_ref.kind, "group": "cert-manager.io"}
+    spec = {
+        "secretName": tls_secret(owner, tls),
+        "dnsNames": names,
+        "usages": ["digital signature", "server auth"],
+        "privateKey": {"algorithm": "ECDSA", "size": 256, "rotationPolicy": "Always"},
+        "issuerRef": issuer,
+    }
+    metadata = owner.metadata(owner.router_name, "router")
+    return manifest("cert-manager.io/v1", "Certificate", metadata, spec=spec)
+
+
+def grpc_route(owner: Owner, router: RouterSpec) -> Object:
+    assert router.gateway is not None
+    namespace, _, name = router.gateway.rpartition("/")
+    gateway = {"name": name} | ({"namespace": namespace} if namespace else {})
+    backend = {"name": owner.router_name, "port": ROUTER_PORT}
+    spec = {
+        "parentRefs": [gateway],
+        "hostnames": [router.hostname],
+        "rules": [{"backendRefs": [backend]}],
+    }
+    metadata = owner.metadata(owner.router_name, "router")
+    return manifest("gateway.networking.k8s.io/v1", "GRPCRoute", metadata, spec=spec)
+
+
+def ingress(owner: Owner, spec: ServingClusterSpec) -> Object:
+    """The kind knows nothing of gRPC. Our own annotations are ingress-nginx's, others ignore them.
+    It gives up a stream that is silent for its read timeout."""
+    router = spec.router
+    settings = router.ingress or RouterIngress()
+    longest_s = str(int(spec.advanced.router.max_timeout_s))
+    metadata = owner.metadata(owner.router_name, "router")
+    metadata["annotations"] = {
+        "nginx.ingress.kubernetes.io/backend-protocol": "GRPC" if router.tls is None else "GRPCS",
+        "nginx.ingress.kubernetes.io/proxy-read-timeout": longest_s,
+        "nginx.ingress.kubernetes.io/proxy-send-timeout": longest_s,
+        **settings.annotations,
+    }
+    service = {"name": owner.router_name, "port": {"number": ROUTER_PORT}}
+    path = {"path": "/", "pathType": "Prefix", "backend": {"service": service}}
+    made: Object = {"rules": [{"host": router.hostname, "http": {"paths": [path]}}]}
+    if settings.class_name is not None:
+        made["ingressClassName"] = settings.class_name
+    secret = settings.tls_secret_name or (router.tls and tls_secret(owner, router.tls))
+    if secret is not None:
+        made["tls"] = [{"hosts": [router.hostname], "secretName": secret}]
+    return manifest("networking.k8s.io/v1", "Ingress", metadata, spec=made)
+
+
+# --- metrics --------------------------------------------------------------------------------------
+
+
+def pod_monitor(owner: Owner, monitors: PodMonitors) -> Object:
+    """What the Prometheus operator scrapes of a cluster: its routers and workers."""
+    metadata = owner.metadata(owner.name, "monitor")
+    metadata["labels"] |= monitors.labels
+    # KubeRay gives the head a port of that name, too: of Ray's own, which its NetworkPolicy closes.
+    scraped = {"key": COMPONENT_LABEL, "operator": "In", "values": ["router", "worker"]}
+    spec = {
+        "selector": {"matchLabels": {CLUSTER_LABEL: owner.name}, "matchExpressions": [scraped]},
+        "podTargetLabels": [CLUSTER_LABEL, POOL_LABEL],
+        "podMetricsEndpoints": [{"port": "metrics", "interval": monitors.interval}],
+    }
+    return manifest("monitoring.coreos.com/v1", "PodMonitor", metadata, spec=spec)
