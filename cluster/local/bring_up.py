@@ -31,8 +31,15 @@ from baton.errors import BatonError, ConfigError, DeadlineError, UnavailableErro
 from baton.native_build import NativeBuildError, build
 from baton.v1 import control_pb2
 from cluster.errors import one_line
-from cluster.local.process_tree import Process, descendants, still_alive, wait_until_gone
-from cluster.local.reaper import Reaper, inherited, watched_over
+from cluster.local.process_tree import (
+    Process,
+    Reaper,
+    descendants,
+    inherited,
+    still_alive,
+    wait_until_gone,
+    watched_over,
+)
 from cluster.local.router_process import RouterProcess, with_health_port
 from cluster.pools.pool_settings import AutoSettings, num_gpus_wanted, own_settings
 from engine.attention.native_library import KERNELS
@@ -137,7 +144,7 @@ def up(
         _build_kernels(config, on_progress)
         (run_dir / _CONFIG_FILE).write_text(config.to_yaml())
         on_progress("starting the supervisor")
-        from cluster.supervisor.handle import SupervisorHandle
+        from cluster.supervisor.supervisor import SupervisorHandle
 
         supervisor = SupervisorHandle.start(config, run_dir)
         stack.callback(supervisor.stop)

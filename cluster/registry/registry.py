@@ -30,8 +30,7 @@ from baton.config.workers import RegistryConfig
 from baton.errors import OtherModelError
 from cluster.pools.pool_table import Pool, PoolTable, Slot
 from cluster.pools.role_plan import Role, RolePlan, active_roles
-from cluster.registry.router_reports import RouterReports, SilentRouter
-from cluster.registry.units import UnitList
+from cluster.registry.routers import RouterReports, SilentRouter, UnitList
 
 
 class WorkerState(enum.Enum):

@@ -162,7 +162,7 @@ def _has_ended(address: str) -> bool:
 
 def _serve(config: ClusterConfig, options: argparse.Namespace) -> None:
     """Find or start the supervisor and stay. Raises BatonError if it or Ray has ended."""
-    from cluster.supervisor.handle import SupervisorHandle
+    from cluster.supervisor.supervisor import SupervisorHandle
 
     leaving = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -200,7 +200,7 @@ def _with_auto_settings(config: ClusterConfig) -> ClusterConfig:
 
 def _end() -> None:
     """End every replica and the supervisor. Raises UnavailableError."""
-    from cluster.supervisor.handle import SupervisorHandle
+    from cluster.supervisor.supervisor import SupervisorHandle
 
     supervisor = SupervisorHandle.find()
     if supervisor is None:

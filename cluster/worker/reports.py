@@ -23,7 +23,7 @@ from baton import status
 from baton.errors import OtherModelError
 from baton.grpc_options import DIRECT, sends_pings
 from baton.v1 import control_pb2, control_pb2_grpc, worker_pb2
-from cluster.registry.fleet_wire import ROLES
+from cluster.registry.control_service import ROLES
 from cluster.worker.config import WorkerConfig
 from cluster.worker.rank import Rank
 from engine.api import Engine, EngineCapacity, EngineLoad

@@ -35,7 +35,6 @@ from cluster.node.pod import PodWorkers
 from cluster.pools.role_plan import Role
 from cluster.registry.registry import Progress
 from cluster.worker.config import WorkerConfig
-from cluster.worker.kv_feed import KvFeed
 from cluster.worker.rank import Rank
 from cluster.worker.reports import (
     EngineCheck,
@@ -48,7 +47,7 @@ from cluster.worker.reports import (
     worker_info,
     worker_load,
 )
-from cluster.worker.service import WorkerService
+from cluster.worker.service import KvFeed, WorkerService
 from decode_worker.role import DecodeRole
 from decode_worker.service import DecodeService
 from engine.api import Engine, EngineLoad

@@ -17,9 +17,9 @@ from baton.v1 import common_pb2, control_pb2, worker_pb2
 from cli.autoscale import Autoscaler
 from cluster.planner.fleet_signals import FleetSignals, PoolBounds
 from cluster.planner.measure import measure_demand
+from cluster.planner.needs import PlannerState
 from cluster.planner.planner import decide
 from cluster.planner.signals import PoolGaps, Signals, WorkerPhase, WorkerSignals
-from cluster.planner.state import PlannerState
 from cluster.pools.pool_settings import PoolSettings
 from cluster.pools.role_plan import Role
 from cluster.registry.control_service import Changes, serve

@@ -15,8 +15,7 @@ from baton.config.cluster import load_config
 from baton.config.workers import RegistryConfig
 from baton.v1 import common_pb2, control_pb2
 from cluster.pools.pool_settings import own_settings
-from cluster.registry.control_service import Changes, serve
-from cluster.registry.fleet_wire import fleet_message
+from cluster.registry.control_service import Changes, fleet_message, serve
 from cluster.registry.registry import Registry
 
 Happened = Callable[[control_pb2.WatchFleetResponse], bool]

@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Self
 
 from cluster.local.process_tree import Process, still_alive, wait_until_gone
-from cluster.supervisor.state import state_file
+from cluster.supervisor.run_dir import state_file
 from tests.cluster.pods import PodCluster
 from tests.cluster.ray_nodes import NodeProcess
 

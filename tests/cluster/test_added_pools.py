@@ -14,7 +14,7 @@ import pytest
 from baton.config.cluster import ClusterConfig, ControlConfig, PoolConfig
 from baton.control_client import ControlClient
 from baton.errors import AlreadyExistsError, ConfigError, InUseError
-from cluster.supervisor.state import state_file
+from cluster.supervisor.run_dir import state_file
 from cluster.worker.rank import free_port
 from tests.cluster.pods import PodCluster, running_head
 from tests.cluster.whole_cluster import Fleet, Site, fake_cluster, live_workers, running_site

@@ -19,8 +19,7 @@ from baton.config.cluster import ClusterConfig
 from baton.config.workers import RegistryConfig
 from baton.errors import ConfigError, UnavailableError
 from cluster.local.bring_up import _wait_for_pools, up
-from cluster.local.process_tree import descendants, wait_until_gone
-from cluster.local.reaper import watched_over
+from cluster.local.process_tree import descendants, wait_until_gone, watched_over
 from cluster.registry.control_service import Changes, serve
 from cluster.registry.registry import Registry
 from tests.cluster.pool_settings import settings_of
@@ -199,7 +198,7 @@ def test_the_reaper_ends_what_a_killed_process_leaves_even_if_it_does_not_listen
     )
     script = f"""
 import json, os, pathlib, subprocess, sys, time
-from cluster.local.reaper import watched_over
+from cluster.local.process_tree import watched_over
 from cluster.registry.registry import Registry
 from cluster.pools.role_plan import Role
 with watched_over() as reaper:

@@ -21,7 +21,7 @@ from baton.status import from_rpc_error
 from baton.v1 import common_pb2, control_pb2, control_pb2_grpc, worker_pb2
 from cluster.registry.control_service import Changes, serve
 from cluster.registry.registry import Registry
-from cluster.registry.units import Unit, UnitList
+from cluster.registry.routers import Unit, UnitList
 from cluster.worker.reports import Heartbeat, Registrar
 from tests.cluster.pool_settings import settings_of
 from tests.router.proxy import Proxy

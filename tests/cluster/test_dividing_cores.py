@@ -25,11 +25,11 @@ from baton.errors import ConfigError
 from cli.main import main
 from cluster.errors import ReplicaError
 from cluster.local.bring_up import start_ray
-from cluster.local.reaper import watched_over
+from cluster.local.process_tree import watched_over
 from cluster.pools.pool_settings import num_ranks, own_settings
 from cluster.supervisor.bundles import rank_resources
-from cluster.supervisor.handle import SupervisorHandle
 from cluster.supervisor.replica import RayReplicas, ReplicaName
+from cluster.supervisor.supervisor import SupervisorHandle
 from cluster.worker.config import (
     VISIBLE,
     WorkerConfig,

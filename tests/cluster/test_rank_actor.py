@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from cluster.worker.rank_actor import RankActor
+from cluster.worker.process import RankActor
 
 
 def test_nobody_else_can_take_the_port_at_which_the_ranks_of_a_replica_meet() -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from baton.clock import ManualClock
 from baton.config.workers import RegistryConfig, SupervisorConfig
-from cluster.registry.fleet_wire import fleet_message
+from cluster.registry.control_service import fleet_message
 from cluster.registry.pool_changes import PoolChanges
 from cluster.registry.registry import Registry
 from cluster.supervisor.supervisor import Supervision

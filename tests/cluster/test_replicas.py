@@ -20,11 +20,11 @@ from ray.util.placement_group import PlacementGroup
 from baton.config.transfer import TransferConfig
 from cluster.errors import ReplicaError
 from cluster.local.bring_up import start_ray
-from cluster.local.reaper import watched_over
-from cluster.supervisor.process_table import ReplicaProcesses
+from cluster.local.process_tree import watched_over
 from cluster.supervisor.replica import RankEnd, RankWatch, RayReplicas, Replica, ReplicaName
+from cluster.supervisor.run_dir import ReplicaProcesses
 from cluster.worker.config import WorkerConfig, worker_config
-from cluster.worker.rank_actor import MAX_CALLS
+from cluster.worker.process import MAX_CALLS
 from kv_transfer.process import ProcessIdentity, is_gone, own_identity
 from tests.cluster.whole_cluster import fake_cluster
 
@@ -155,10 +155,10 @@ def test_a_rank_that_even_the_kernel_cannot_end_in_time_keeps_no_other_one_alive
 ) -> None:
     ranks = [subprocess.Popen(["sleep", "60"]) for _ in range(2)]
     first, second = (identity_of(rank.pid) for rank in ranks)
-    monkeypatch.setattr("cluster.supervisor.process_table._GONE_WITHIN_S", 0.2)
+    monkeypatch.setattr("cluster.supervisor.replica._GONE_WITHIN_S", 0.2)
     # In an uninterruptible call, say: no test can have the kernel hold a process on request.
     monkeypatch.setattr(
-        "cluster.supervisor.process_table.is_gone", lambda p: False if p == first else is_gone(p)
+        "cluster.supervisor.replica.is_gone", lambda p: False if p == first else is_gone(p)
     )
     try:
         assert not replicas.destroy(Replica(ReplicaName.new("decode", 0), {}, (first, second)))

@@ -15,7 +15,7 @@ from baton.config.workers import RegistryConfig
 from baton.v1 import control_pb2, control_pb2_grpc
 from cluster.registry.control_service import Changes, serve
 from cluster.registry.registry import Registry
-from cluster.registry.router_reports import FORGOTTEN_AFTER_S, SILENT_AFTER_S, RouterReports
+from cluster.registry.routers import FORGOTTEN_AFTER_S, SILENT_AFTER_S, RouterReports
 from router.reporting import Reporting
 
 Watch = control_pb2.WatchFleetResponse

@@ -18,7 +18,7 @@ from baton.control_client import ControlClient
 from baton.errors import ConfigError, InUseError, OtherModelError
 from baton.v1 import common_pb2, control_pb2
 from cluster.registry.registry import Progress, Registration, Registry
-from cluster.supervisor.state import SupervisorState
+from cluster.supervisor.run_dir import SupervisorState
 from cluster.supervisor.supervisor import Supervision
 from tests.cluster.memory_replicas import (
     MODEL,

@@ -12,7 +12,7 @@ import pytest
 from ray.exceptions import RayError
 
 from baton.config.workers import RegistryConfig, SupervisorConfig
-from cluster.worker.rank_actor import MAX_CALLS
+from cluster.worker.process import MAX_CALLS
 from tests.cluster.whole_cluster import (
     PROMPT,
     Site,

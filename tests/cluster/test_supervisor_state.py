@@ -15,8 +15,8 @@ from cluster.pools.pool_settings import added_settings
 from cluster.pools.pool_table import PoolTable
 from cluster.pools.role_plan import Role, RolePlan
 from cluster.registry.registry import Registry
-from cluster.registry.units import Unit, UnitList
-from cluster.supervisor.state import SupervisorState, state_file
+from cluster.registry.routers import Unit, UnitList
+from cluster.supervisor.run_dir import SupervisorState, state_file
 from tests.cluster.pool_settings import TOLD, told
 
 CLUSTER = ClusterConfig(

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.config.planner import PlannerConfig
+from cluster.planner.needs import PlannerState
 from cluster.planner.planner import Plan, decide
 from cluster.planner.signals import (
     PoolGaps,
@@ -20,7 +21,6 @@ from cluster.planner.signals import (
     WorkerPhase,
     WorkerSignals,
 )
-from cluster.planner.state import PlannerState
 from cluster.pools.role_plan import Role, RolePlan
 from tests.cluster.planner.moments import decode_pool, prefill_pool, router
 

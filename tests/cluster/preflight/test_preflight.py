@@ -12,28 +12,26 @@ import pytest
 
 from cluster.preflight import handoff
 from cluster.preflight.__main__ import main
-from cluster.preflight.check import (
+from cluster.preflight.handoff import Report, check_lanes, check_transports
+from cluster.preflight.machine import (
     Check,
     Outcome,
     Wanted,
     as_json,
     as_table,
-    failure,
-    has_failed,
-    ok,
-    warning,
-)
-from cluster.preflight.handoff import Report, check_lanes, check_transports
-from cluster.preflight.machine import (
     check_adapters,
     check_driver,
     check_memory,
     check_number,
     driver_version,
+    failure,
+    has_failed,
     huge_pages,
     locked_memory,
+    ok,
     shared_memory,
     torch_cuda,
+    warning,
 )
 from tests.cluster.preflight import made_up
 

@@ -14,7 +14,7 @@ import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
-from cluster.local.reaper import watched_over
+from cluster.local.process_tree import watched_over
 from tests.k8s.control_plane.assets import Assets
 from tests.k8s.control_plane.credentials import Credentials, make_credentials, write_kubeconfig
 from tests.k8s.control_plane.errors import ControlPlaneError

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from cluster.local.reaper import watched_over
+from cluster.local.process_tree import watched_over
 from tests.k8s.kubelet.cgroups import Cgroup, hierarchy, remove_group
 from tests.k8s.kubelet.network import Network
 
