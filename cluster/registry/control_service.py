@@ -1,12 +1,7 @@
-"""`ControlService` over a `Registry`: protobuf in, protobuf out.
-
-`python -m cluster.registry.control_service --listen 127.0.0.1:7101` serves a registry by itself,
-for workers that are started without Ray. The supervisor mounts the same servicer.
-"""
+"""`ControlService` over a `Registry`: protobuf in, protobuf out."""
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import logging
@@ -19,7 +14,6 @@ import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio
 
-from baton.config.workers import RegistryConfig
 from baton.errors import BatonError, NotFoundError, OtherModelError
 from baton.grpc_options import accepts_pings
 from baton.status import abort, first_message
@@ -302,13 +296,6 @@ async def _look(registry: Registry, changes: Changes) -> None:
                 log.warning("%s", known[worker_id])
 
 
-async def _main(listen: str) -> None:
-    registry = Registry(RegistryConfig(), time.monotonic)
-    async with serve(registry, Changes(), listen) as address:
-        print(f"control service at {address}", flush=True)
-        await asyncio.Event().wait()
-
-
 # --- the registry as messages -------------------------------------------------------------------
 
 _STATES = {
@@ -363,11 +350,3 @@ def _pool_message(pool: Pool, standings: Mapping[str, int]) -> control_pb2.PoolS
         ],
         comes_back_for=[ROLES[role] for role in pool.comes_back_for],
     )
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(prog="python -m cluster.registry.control_service")
-    parser.add_argument("--listen", default="127.0.0.1:7101", metavar="HOST:PORT")
-    logging.basicConfig(level=logging.INFO)
-    with contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(_main(parser.parse_args().listen))

@@ -1,26 +1,21 @@
-"""One worker process, with or without Ray.
+"""One rank's process under Ray: a thread with the rank, and an actor that answers calls about it.
 
-`python -m cluster.worker.process --config cluster.yaml --pool decode --control 127.0.0.1:7101` runs
-one replica: this process is rank 0 and starts the others. SIGTERM drains it, SIGINT ends it at
-once. Under Ray, `WorkerThread` runs the same in an actor's process.
+Only the actor's calls import Ray.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import dataclasses
 import logging
 import os
-import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -29,17 +24,12 @@ from typing import Any
 
 import uvloop
 
-from baton.config.cluster import load_config
-from baton.errors import ConfigError
 from cluster.errors import one_line
 from cluster.node.pod import Pod
 from cluster.worker.config import (
-    VISIBLE,
     RankPosition,
     WorkerConfig,
-    rank_environments,
     with_node_settings,
-    worker_config,
 )
 from cluster.worker.rank import OnFatal, build_rank, follow_rank0, listen
 from cluster.worker.worker import EngineStuckError, Worker
@@ -287,103 +277,3 @@ class RankActor:
             return RankExit(self._worker.wait(timeout_s))
         except TimeoutError:
             return None
-
-
-# --- the command line ---------------------------------------------------------------------------
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    options = _parse(arguments)
-    worker_id = options.worker_id or f"{options.pool}-0"
-    try:
-        cluster = load_config(options.config)
-        config = worker_config(cluster, options.pool, worker_id, options.control)
-        config = with_node_settings(config, Pod.of(os.environ), config.host)
-    except ConfigError as error:
-        print(f"worker: {error.message}", file=sys.stderr)
-        return _CONFIG_STATUS
-    set_up_logging(config.log_level)
-    position = RankPosition(options.rank, config.tp_size, options.meet)
-    if position.size > 1 and position.rank == 0:
-        listening = listen(config.host)
-        meeting = f"{config.host}:{listening.getsockname()[1]}"
-        position = dataclasses.replace(position, meeting=meeting, listen_fd=listening.detach())
-    try:
-        if position.rank > 0:
-            follow_rank0(config, position, _end_process)
-        else:
-            own, *others = rank_environments(config.engine, position.size, os.environ.get(VISIBLE))
-            os.environ.update(own)  # before any code looks for GPUs
-            with _other_ranks(position, options, others):
-                uvloop.run(_serve_until_signalled(config, position))
-    except Exception:
-        log.exception("%s rank %d ends", worker_id, position.rank)
-        return 1
-    return 0
-
-
-def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m cluster.worker.process")
-    parser.add_argument("--config", required=True, help="the cluster's YAML file")
-    parser.add_argument("--pool", required=True, help="the pool this worker belongs to")
-    parser.add_argument("--control", required=True, metavar="HOST:PORT", help="the registry")
-    parser.add_argument("--worker-id", help="default: the pool's name and -0")
-    parser.add_argument("--rank", type=int, default=0, help=argparse.SUPPRESS)
-    parser.add_argument("--meet", default="", help=argparse.SUPPRESS)
-    return parser.parse_args(arguments)
-
-
-async def _serve_until_signalled(config: WorkerConfig, position: RankPosition) -> None:
-    loop = asyncio.get_running_loop()
-
-    def ready(worker: Worker) -> None:
-        loop.add_signal_handler(signal.SIGTERM, worker.drain)
-        loop.add_signal_handler(signal.SIGINT, worker.stop)
-
-    await serve_worker(config, position, ready, _end_process)
-
-
-def _end_process(error: BaseException) -> None:
-    log.critical("this rank failed", exc_info=error)
-    logging.shutdown()
-    os._exit(1)
-
-
-@contextlib.contextmanager
-def _other_ranks(
-    position: RankPosition, options: argparse.Namespace, environments: Sequence[dict[str, str]]
-) -> Iterator[None]:
-    """Run ranks > 0 as child processes. If one ends early, this process ends too."""
-    command = [sys.executable, "-m", "cluster.worker.process"]
-    command += ["--config", options.config, "--pool", options.pool, "--control", options.control]
-    command += ["--worker-id", options.worker_id or "", "--meet", position.meeting]
-    children = [
-        subprocess.Popen([*command, "--rank", str(rank)], env=os.environ | environment)
-        for rank, environment in enumerate(environments, start=1)
-    ]
-    leaving = threading.Event()
-
-    def watch(child: subprocess.Popen[bytes]) -> None:
-        status = child.wait()
-        if not leaving.is_set():
-            log.error("a rank of this worker ended with status %d: ending too", status)
-            for other in children:
-                other.kill()
-            os._exit(1)
-
-    watchers = [threading.Thread(target=watch, args=(c,), daemon=True) for c in children]
-    for watcher in watchers:
-        watcher.start()
-    try:
-        yield
-    finally:
-        leaving.set()
-        for child, watcher in zip(children, watchers):
-            watcher.join(10.0)
-            if watcher.is_alive():
-                child.kill()
-                watcher.join()
-
-
-if __name__ == "__main__":
-    sys.exit(main())

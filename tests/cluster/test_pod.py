@@ -56,7 +56,6 @@ def test_a_worker_in_a_pod_listens_at_the_pods_address_or_else_at_rays() -> None
 
 def test_a_worker_that_has_a_pod_to_itself_has_all_of_its_cores() -> None:
     assert config_of(replicas=2).engine.num_threads is None  # the rank looks for itself
-    assert config_of("machine", replicas=2).engine.num_threads is not None
 
 
 def test_each_rank_asks_for_a_unit_of_its_pool_where_there_are_pods() -> None:

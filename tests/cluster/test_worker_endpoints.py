@@ -5,37 +5,17 @@ from __future__ import annotations
 import asyncio
 import urllib.request
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import grpc.aio
-import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.config.workers import WorkerSettings
 from cluster.pools.role_plan import Role
-from cluster.worker import process as worker_process
 from cluster.worker.rank import free_port
 from engine.api import Engine
 from engine.wire import read_spec
 from kv_transfer.layout import NULL_BLOCK
-
-
-@pytest.mark.parametrize(
-    ("text", "told"),
-    [
-        ("pools: {a: {role: mixed}, b: {role: decode}}", "no pool 'decod'; there are: a, b"),
-        ("modle: fake", "modle: unknown key; did you mean 'model'?"),
-    ],
-)
-def test_a_pool_that_is_not_there_or_a_wrong_file_is_told_in_a_line(
-    text: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (file := tmp_path / "cluster.yaml").write_text(text)
-    options = ["--config", str(file), "--pool", "decod", "--control", "127.0.0.1:1"]
-    assert worker_process.main(options) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.endswith(told)
 
 
 async def test_a_worker_listens_at_the_port_of_its_settings_and_so_does_the_next_at_once(
