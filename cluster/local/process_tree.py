@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Process:
-    """A process named for good: its pid alone may be used again."""
+    """One start of a process: a pid alone may be used again."""
 
     pid: int
     start_time_ticks: int
@@ -63,7 +63,7 @@ def still_alive(processes: Iterable[Process]) -> set[Process]:
 
 
 def wait_until_gone(processes: Iterable[Process], timeout_s: float) -> set[Process]:
-    """Wait for the processes' end; those that live after `timeout_s` are returned."""
+    """Wait for the processes' end. Returns those that still live after `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     left = still_alive(processes)
     while left and time.monotonic() < deadline:
@@ -95,15 +95,15 @@ _POLL_S = 0.1
 
 
 class Reaper:
-    """The living end of a reaper's standard input."""
+    """This process's end of a reaper's standard input."""
 
     def __init__(self, mark: str, names: IO[bytes]) -> None:
         self.variables = {MARK_VARIABLE: mark}
-        """The environment to start processes with that must not outlive this one."""
+        """Environment variables for processes that must not outlive this one."""
         self._names = names
 
     def name(self, processes: Iterable[Process]) -> None:
-        """These must not outlive this process either. Naming one again changes nothing."""
+        """Name processes that must not outlive this one. A repeated name changes nothing."""
         for process in processes:
             self._names.write(b"%d %d\n" % (process.pid, process.start_time_ticks))
         self._names.flush()
@@ -111,12 +111,12 @@ class Reaper:
 
 @contextlib.contextmanager
 def watched_over() -> Iterator[Reaper]:
-    """A reaper for this process. What is left at the end of the block is ended too."""
+    """A reaper for this process. It also ends what is left at the end of the block."""
     mark = f"{os.getpid()}-{secrets.token_hex(8)}"
     reaper = subprocess.Popen(
         [sys.executable, "-m", "cluster.local.process_tree", mark],
         stdin=subprocess.PIPE,
-        start_new_session=True,  # ctrl-C is for the cluster to handle, in its order
+        start_new_session=True,  # on ctrl-C the cluster ends its parts in order
     )
     assert reaper.stdin is not None
     try:
@@ -124,12 +124,12 @@ def watched_over() -> Iterator[Reaper]:
     finally:
         reaper.stdin.close()
         if reaper.wait() != 0:
-            log.error("processes of the cluster are left that cannot be ended")
+            log.error("some processes of the cluster cannot be ended")
 
 
 @contextlib.contextmanager
 def inherited(variables: dict[str, str]) -> Iterator[None]:
-    """For what takes its environment from this process: set the variables inside."""
+    """Set environment variables inside the block, for processes started there."""
     former = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:
@@ -156,7 +156,8 @@ def marked(mark: str) -> set[int]:
 
 
 def reap(mark: str, named: set[Process]) -> set[int]:
-    """Ask them to leave, then make them; returns those that are left after all patience."""
+    """Ask the processes to end, then kill them. Returns the pids that are left after
+    `_PATIENCE_S`."""
     started_at = time.monotonic()
     asked: set[int] = set()
     while left := marked(mark) | {process.pid for process in still_alive(named)}:

@@ -395,9 +395,6 @@ class RankEnd:
     failure: str | None
 
 
-_RankKey = tuple[ReplicaName, int]
-
-
 class RankWatch:
     """Asks every watched rank whether it has ended, one call after the other.
 
@@ -406,38 +403,29 @@ class RankWatch:
     """
 
     def __init__(self) -> None:
-        self._calls: dict[_RankKey, Any] = {}
+        self._calls: dict[tuple[ReplicaName, int], Any] = {}
 
     def wait(self, replicas: Sequence[Replica], timeout_s: float) -> list[RankEnd]:
-        """Wait for the first rank of these replicas to end, and return all that have."""
-        give_up_at = time.monotonic() + timeout_s
-        actors = {(r.name, rank): actor for r in replicas for rank, actor in r.actors.items()}
-        self._calls = {key: call for key, call in self._calls.items() if key in actors}
-        while True:
-            for key, actor in actors.items():
-                if key not in self._calls:
-                    self._calls[key] = actor.wait_for_exit.remote(_ASK_S)
-            left_s = max(0.0, give_up_at - time.monotonic())
-            if not self._calls:
-                time.sleep(left_s)
-                return []
-            ends = self._look(left_s)
-            if ends or time.monotonic() >= give_up_at:
-                return ends
-
-    def _look(self, timeout_s: float) -> list[RankEnd]:
+        """Wait for the first answers of these replicas' ranks. Returns the ranks that have ended,
+        which may be none."""
+        self._calls = {
+            (replica.name, rank): self._calls.get((replica.name, rank))
+            or actor.wait_for_exit.remote(_ASK_S)
+            for replica in replicas
+            for rank, actor in replica.actors.items()
+        }
+        if not self._calls:
+            time.sleep(timeout_s)
+            return []
         calls = list(self._calls.values())
-        ready, _ = ray.wait(calls, num_returns=1, timeout=timeout_s, fetch_local=False)
-        if ready:  # collect all that are ready
-            ready, _ = ray.wait(calls, num_returns=len(calls), timeout=0, fetch_local=False)
-        keys = {call: key for key, call in self._calls.items()}
+        ray.wait(calls, num_returns=1, timeout=timeout_s, fetch_local=False)
+        ready, _ = ray.wait(calls, num_returns=len(calls), timeout=0, fetch_local=False)
         ends = []
-        for call in ready:
-            name, rank = keys[call]
-            del self._calls[name, rank]
-            over = _answer(call)
-            if over is not None:
-                ends.append(RankEnd(name, rank, over.failure))
+        for (name, rank), call in list(self._calls.items()):
+            if call in ready:
+                del self._calls[name, rank]
+                if (over := _answer(call)) is not None:
+                    ends.append(RankEnd(name, rank, over.failure))
         return ends
 
 

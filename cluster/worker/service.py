@@ -128,8 +128,8 @@ def changes_of(events: Iterable[EngineEvent]) -> list[KvChange]:
 
 
 class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
-    """`load` asks the engine for its load now; `drain` starts a drain and returns at once;
-    `text_files` finds the model's, and raises ConfigError where there are none."""
+    """`load` asks the engine for its present load. `drain` starts a drain and returns at once.
+    `text_files` finds the tokenizer's files, and raises ConfigError if there are none."""
 
     def __init__(
         self,

@@ -131,7 +131,7 @@ def test_a_user_is_told_that_no_compiler_is_there(
         up(with_torch(config), until_the_supervisor_starts)
     assert told[-2:] == [
         "building the CPU kernels",
-        "torch's kernels have to do, several times slower "
+        "using torch's kernels, several times slower "
         "(NativeBuildError: no compiler (c++ or g++ or clang++) on this machine)",
     ]
     told.clear()

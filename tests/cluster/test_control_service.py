@@ -22,7 +22,7 @@ from baton.v1 import common_pb2, control_pb2, control_pb2_grpc, worker_pb2
 from cluster.registry.control_service import Changes, serve
 from cluster.registry.registry import Registry
 from cluster.registry.routers import Unit, UnitList
-from cluster.worker.reports import Heartbeat, Registrar
+from cluster.worker.reports import Registrar
 from tests.cluster.pool_settings import settings_of
 from tests.router.proxy import Proxy
 
@@ -58,9 +58,9 @@ def worker_info(
     )
 
 
-def beat() -> Heartbeat:
-    return Heartbeat(
-        control_pb2.StepProgress(num_steps=3), worker_pb2.WorkerLoad(num_running=2), False
+def beat() -> control_pb2.RegisterRequest:
+    return control_pb2.RegisterRequest(
+        progress=control_pb2.StepProgress(num_steps=3), load=worker_pb2.WorkerLoad(num_running=2)
     )
 
 

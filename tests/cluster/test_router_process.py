@@ -14,8 +14,8 @@ import pytest
 
 from baton.config.router import TlsConfig
 from baton.errors import ConfigError
+from cluster.local.bring_up import RouterProcess, UnavailableError, with_health_port
 from cluster.local.process_tree import descendants, wait_until_gone
-from cluster.local.router_process import RouterError, RouterProcess, with_health_port
 from tests.certificates import Authority
 from tests.cluster.whole_cluster import fake_cluster
 
@@ -82,7 +82,7 @@ def test_a_router_that_cannot_be_launched_is_told_and_tried_again(
     python, real = tmp_path / "python", sys.executable
     monkeypatch.setattr(sys, "executable", str(python))
     router = router_at("127.0.0.1:0", tmp_path)
-    with pytest.raises(RouterError) as failure:
+    with pytest.raises(UnavailableError) as failure:
         router.start(0.1)
     assert f"could not be started: [Errno 2] No such file or directory: '{python}'" in str(
         failure.value
