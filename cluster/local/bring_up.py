@@ -369,7 +369,7 @@ class RouterProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._num_starts = 0
         self._not_launched = ""  # why the last start gave no process
-        self._keeper = threading.Thread(target=self._keep, name="router-keeper", daemon=True)
+        self._thread = threading.Thread(target=self._keep, name="router-process", daemon=True)
 
     @property
     def pid(self) -> int | None:
@@ -382,7 +382,7 @@ class RouterProcess:
 
         Raises ConfigError with its message, and UnavailableError with the end of its log.
         """
-        self._keeper.start()
+        self._thread.start()
         give_up_at = time.monotonic() + timeout_s
         host, _, port = self.address.rpartition(":")
         asked = f"{host}:{health_port or port}"
@@ -411,8 +411,8 @@ class RouterProcess:
     def close(self) -> None:
         """End it, gently at first; returns when it is gone. Idempotent."""
         self._closing.set()
-        if self._keeper.ident is not None:
-            self._keeper.join()
+        if self._thread.ident is not None:
+            self._thread.join()
 
     def _keep(self) -> None:
         backoff_s = _RESTART_AFTER_S

@@ -318,7 +318,7 @@ def fleet_message(snapshot: FleetSnapshot) -> control_pb2.WatchFleetResponse:
             )
             for entry in snapshot.workers
         ],
-        pools=[_pool_message(pool, snapshot.standings) for pool in snapshot.pools],
+        pools=[_pool_message(pool, snapshot.stay_order) for pool in snapshot.pools],
         silent_routers=[
             control_pb2.SilentRouter(**vars(router)) for router in snapshot.silent_routers
         ],
@@ -329,7 +329,7 @@ def fleet_message(snapshot: FleetSnapshot) -> control_pb2.WatchFleetResponse:
     )
 
 
-def _pool_message(pool: Pool, standings: Mapping[str, int]) -> control_pb2.PoolStatus:
+def _pool_message(pool: Pool, stay_order: Mapping[str, int]) -> control_pb2.PoolStatus:
     return control_pb2.PoolStatus(
         name=pool.name,
         role=ROLES[pool.role],
@@ -344,7 +344,7 @@ def _pool_message(pool: Pool, standings: Mapping[str, int]) -> control_pb2.PoolS
             control_pb2.PoolPlace(
                 worker_id=slot.worker_id,
                 pod_name=slot.pod_name or "",
-                standing=standings.get(slot.worker_id),
+                standing=stay_order.get(slot.worker_id),
             )
             for slot in pool.slots
         ],
