@@ -7,6 +7,7 @@ import contextlib
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import grpc.aio
 import numpy as np
@@ -329,6 +330,19 @@ class Kit:
 @pytest.fixture(scope="session")
 def kit() -> Kit:
     return Kit()
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """An empty folder for a model."""
+    (folder := tmp_path / "model").mkdir()
+    return folder
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    (folder := tmp_path / "run").mkdir()
+    return folder
 
 
 @dataclass

@@ -48,10 +48,8 @@ def incarnations(fleet: Fleet) -> dict[str, int]:
 
 
 def test_a_pool_that_was_added_serves_outlives_its_supervisor_and_leaves_nothing(
-    tmp_path: Path,
+    model: Path, run_dir: Path
 ) -> None:
-    (model := tmp_path / "model").mkdir()
-    (run_dir := tmp_path / "run").mkdir()
     config = fake_cluster(model, replicas=1)
     with (
         running_site(config, run_dir) as site,
@@ -93,10 +91,8 @@ def test_a_pool_that_was_added_serves_outlives_its_supervisor_and_leaves_nothing
 
 
 def test_on_pods_a_cluster_begins_without_pools_and_tells_where_each_replica_starts(
-    tmp_path: Path,
+    model: Path, run_dir: Path
 ) -> None:
-    (model := tmp_path / "model").mkdir()
-    (run_dir := tmp_path / "run").mkdir()
     whole = dataclasses.replace(
         fake_cluster(model, replicas=1),
         runs_on="pods",
@@ -133,10 +129,8 @@ def test_on_pods_a_cluster_begins_without_pools_and_tells_where_each_replica_sta
 
 
 def test_a_pool_whose_workers_load_another_model_says_so_and_the_others_serve(
-    tmp_path: Path,
+    model: Path, run_dir: Path
 ) -> None:
-    (model := tmp_path / "model").mkdir()
-    (run_dir := tmp_path / "run").mkdir()
     whole = dataclasses.replace(
         fake_cluster(model, replicas=1),
         runs_on="pods",

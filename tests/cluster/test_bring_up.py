@@ -68,10 +68,8 @@ def no_transport(folder: Path) -> ClusterConfig:
     ],
 )
 def test_a_cluster_whose_workers_cannot_start_fails_soon_with_their_own_words(
-    tmp_path: Path, make: type, cause: str
+    model: Path, run_dir: Path, make: type, cause: str
 ) -> None:
-    (model := tmp_path / "model").mkdir()
-    (run_dir := tmp_path / "run").mkdir()
     config, before, began_at = make(model), descendants(), time.monotonic()
     with pytest.raises(UnavailableError) as failure:
         up(config, run_dir=run_dir)
@@ -167,8 +165,7 @@ async def test_pools_that_are_not_live_in_time_are_named_with_the_setting() -> N
             await asyncio.to_thread(_wait_for_pools, control, print, 1.5)
 
 
-def test_kill_9_of_baton_up_leaves_no_process_behind(tmp_path: Path) -> None:
-    (model := tmp_path / "model").mkdir()
+def test_kill_9_of_baton_up_leaves_no_process_behind(tmp_path: Path, model: Path) -> None:
     file = tmp_path / "cluster.yaml"
     file.write_text(fake_cluster(model, replicas=1).to_yaml())
     process = subprocess.Popen(

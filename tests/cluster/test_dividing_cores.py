@@ -87,10 +87,8 @@ def wait_for_threads(site: Site, log_file: Path, changes: list[tuple[int, int]])
 @pytest.mark.timeout(240)
 @pytest.mark.skipif(NUM_CORES < 2, reason="one core cannot be divided")
 def test_a_running_worker_gives_cores_away_when_its_pool_is_scaled_out_and_has_them_back_after(
-    tmp_path: Path,
+    model: Path, run_dir: Path
 ) -> None:
-    (model := tmp_path / "model").mkdir()
-    (run_dir := tmp_path / "run").mkdir()
     half = NUM_CORES // 2
     with running_site(mixed_cluster(model), run_dir) as site:
         scale(site, 2)

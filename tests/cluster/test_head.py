@@ -61,10 +61,8 @@ def test_wrong_usage_is_told_before_ray_is_looked_for(
 @pytest.mark.cluster
 @pytest.mark.timeout(300)
 def test_a_head_that_leaves_ends_nothing_the_next_adopts_and_only_end_ends_replicas(
-    tmp_path: Path,
+    model: Path, run_dir: Path
 ) -> None:
-    (model := tmp_path / "model").mkdir()
-    (run_dir := tmp_path / "run").mkdir()
     config = dataclasses.replace(fake_cluster(model, replicas=1), runs_on="pods")
     with running_head(config, run_dir) as pods:
         serving = pods.serve()
@@ -91,10 +89,8 @@ def test_a_head_that_leaves_ends_nothing_the_next_adopts_and_only_end_ends_repli
 @pytest.mark.cluster
 @pytest.mark.timeout(300)
 def test_a_supervisor_that_cannot_serve_is_told_and_the_next_head_starts_another(
-    tmp_path: Path,
+    model: Path, run_dir: Path
 ) -> None:
-    (model := tmp_path / "model").mkdir()
-    (run_dir := tmp_path / "run").mkdir()
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         control = ControlConfig(port=port)
@@ -120,10 +116,8 @@ def test_a_supervisor_that_cannot_serve_is_told_and_the_next_head_starts_another
 @pytest.mark.cluster
 @pytest.mark.timeout(300)
 def test_a_head_whose_ray_has_ended_leaves_at_once_for_its_container_to_be_started_anew(
-    tmp_path: Path,
+    model: Path, run_dir: Path
 ) -> None:
-    (model := tmp_path / "model").mkdir()
-    (run_dir := tmp_path / "run").mkdir()
     config = dataclasses.replace(fake_cluster(model, replicas=1), runs_on="pods")
     with running_head(config, run_dir) as pods:
         serving = pods.serve()

@@ -184,9 +184,7 @@ def test_a_pod_that_is_lost_without_a_drain_loses_no_token_and_its_place_moves(
 
 
 @pytest.mark.full
-def test_a_pod_drains_without_rays_head(tmp_path: Path) -> None:
-    (model := tmp_path / "model").mkdir()
-    (run_dir := tmp_path / "run").mkdir()
+def test_a_pod_drains_without_rays_head(model: Path, run_dir: Path) -> None:
     config = dataclasses.replace(fake_cluster(model, replicas=1), runs_on="pods")
     with running_head(config, run_dir) as pods:
         pods.serve()
@@ -204,9 +202,9 @@ def test_a_pod_drains_without_rays_head(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_a_replica_of_two_ranks_fills_a_pod_that_has_room_for_both(tmp_path: Path) -> None:
-    (model := tmp_path / "model").mkdir()
-    (run_dir := tmp_path / "run").mkdir()
+def test_a_replica_of_two_ranks_fills_a_pod_that_has_room_for_both(
+    model: Path, run_dir: Path
+) -> None:
     config = random_cluster(model)
     pools = {name: dataclasses.replace(pool, replicas=1) for name, pool in config.pools.items()}
     pools["decode"] = dataclasses.replace(pools["decode"], tensor_parallel=2)
@@ -238,10 +236,8 @@ def may_have_own_pids() -> bool:
 @pytest.mark.full
 @pytest.mark.skipif(not may_have_own_pids(), reason="no process may have pids of its own here")
 def test_a_hung_replica_among_process_ids_of_its_own_is_ended_in_its_pod_and_that_is_proved(
-    tmp_path: Path,
+    model: Path, run_dir: Path
 ) -> None:
-    (model := tmp_path / "model").mkdir()
-    (run_dir := tmp_path / "run").mkdir()
     config = dataclasses.replace(
         fake_cluster(model, replicas=1),
         runs_on="pods",

@@ -68,6 +68,8 @@ async def test_a_pool_is_added_shrunk_and_removed_while_the_registry_serves() ->
         (lambda c: c.add_pool("decode", TEXT.replace("-2", ""), 1), AlreadyExistsError, "pool"),
         (lambda c: c.add_pool("decode-2", TEXT, 5), InvalidRequestError, "replicas"),
         (lambda c: c.add_pool("decode-2", TEXT + "\nmodel: org/m", 1), ConfigError, "model"),
+        (lambda c: c.set_replicas("decode", 9), InvalidRequestError, "replicas"),
+        (lambda c: c.set_replicas("decod", 4), NotFoundError, "pool"),
         (lambda c: c.remove_pool("decode"), InUseError, "pool"),
         (lambda c: c.remove_pool("nobody"), NotFoundError, "pool"),
     ],

@@ -204,9 +204,9 @@ def watched(pod: PodProcess, cloud: str, served: MetadataServer, *options: str) 
 @pytest.mark.cluster
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("notice_s", [60, 12], ids=["enough", "too-short"])
-def test_no_token_is_lost_with_a_machine_that_is_called_back(tmp_path: Path, notice_s: int) -> None:
-    (model := tmp_path / "model").mkdir()
-    (run_dir := tmp_path / "run").mkdir()
+def test_no_token_is_lost_with_a_machine_that_is_called_back(
+    model: Path, run_dir: Path, notice_s: int
+) -> None:
     config = dataclasses.replace(fake_cluster(model), runs_on="pods")
     slow = dataclasses.replace(config.engine.fake, decode_step_s=0.06)
     config = dataclasses.replace(config, engine=dataclasses.replace(config.engine, fake=slow))
