@@ -21,6 +21,7 @@ from tests.cluster.memory_replicas import (
     MemoryReplicas,
     cluster_of,
     controlled,
+    registry_of,
     replica_of,
     supervised,
     until,
@@ -114,7 +115,7 @@ async def test_a_pool_that_is_wanted_again_is_known_to_have_nothing_left_to_regi
     """Otherwise the snapshot would count as incomplete again, for a pool that has nothing left."""
     cluster = dataclasses.replace(cluster_of(0), registry=RegistryConfig(silent_after_s=0.4))
     async with supervised(MemoryReplicas(), cluster, tmp_path) as (supervision, _):
-        registry = supervision._registry  # the wire does not show its clock
+        registry = registry_of(supervision)
         await asyncio.wait_for(supervision.slots_known(), 10)
         await until(lambda: registry.now_s() > 0.4)
         registry.pools.set_replicas(POOL, 1)
@@ -133,7 +134,7 @@ async def test_a_restarted_supervisor_s_registry_settles_until_all_that_it_finds
     replicas.may_find.clear()
     cluster = dataclasses.replace(cluster_of(2), registry=RegistryConfig(silent_after_s=0.4))
     async with supervised(replicas, cluster, tmp_path) as (supervision, _):
-        registry = supervision._registry  # the wire does not show its clock
+        registry = registry_of(supervision)
         await until(lambda: registry.now_s() > 0.4)
         assert settles(registry)
         replicas.may_find.set()
@@ -198,10 +199,6 @@ def test_an_adopted_worker_is_waited_for_until_it_has_told_how_it_stands_or_is_o
 
 def indices(supervision: Supervision) -> list[int]:
     return sorted(slot.index for slot in registry_of(supervision).pools.slots_of(POOL))
-
-
-def registry_of(supervision: Supervision) -> Registry:
-    return supervision._registry  # the wire has no call that registers a worker without a process
 
 
 async def test_a_pool_that_gets_smaller_keeps_the_worker_that_serves(tmp_path: Path) -> None:

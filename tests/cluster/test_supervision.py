@@ -25,6 +25,7 @@ from tests.cluster.memory_replicas import (
     MemoryReplicas,
     cluster_of,
     controlled,
+    registry_of,
     replica_of,
     supervised,
     until,
@@ -37,10 +38,6 @@ supervisor: {fence_after_s: 4}
 engine: {device: cpu, dtype: float32, num_blocks: 77}
 pools: {more: {role: mixed, tensor_parallel: 2}}
 """
-
-
-def registry_of(supervision: Supervision) -> Registry:
-    return supervision._registry  # the wire has no call that registers a worker without a process
 
 
 def slots_of(supervision: Supervision, pool: str) -> list[str]:

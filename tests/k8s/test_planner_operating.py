@@ -25,7 +25,7 @@ from baton.client.events import Finished, Tokens
 from deploy.controller.kit.kube import Kube
 from deploy.controller.kit.objects import Key
 from deploy.controller.resources import WORKER_POOLS
-from tests.cluster.planner.test_closed_loop import TRACE
+from tests.cluster.planner.queueing import TRACE
 from tests.k8s.addresses import router_addresses
 from tests.k8s.api_clients import kube_of
 from tests.k8s.control_plane.plane import ControlPlane
