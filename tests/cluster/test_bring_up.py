@@ -67,7 +67,7 @@ def no_transport(folder: Path) -> ClusterConfig:
         (no_transport, "libnowhere"),
     ],
 )
-def test_a_cluster_whose_workers_cannot_start_fails_soon_with_their_own_words(
+def test_a_cluster_whose_workers_cannot_start_fails_soon_with_their_error(
     model: Path, run_dir: Path, make: type, cause: str
 ) -> None:
     config, before, began_at = make(model), descendants(), time.monotonic()
@@ -102,7 +102,7 @@ def test_a_cluster_on_pods_is_refused_here_before_anything_starts(tmp_path: Path
     assert descendants() == before
 
 
-def test_ray_that_cannot_start_is_told_in_a_line_and_leaves_no_process_behind(
+def test_ray_that_cannot_start_is_reported_on_one_line_and_leaves_no_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (deep := tmp_path / ("deep" * 30)).mkdir()
@@ -113,16 +113,14 @@ def test_ray_that_cannot_start_is_told_in_a_line_and_leaves_no_process_behind(
     assert wait_until_gone(descendants() - before, 5.0) == set()
 
 
-def test_a_user_is_told_that_no_compiler_is_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_compiler_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (empty := tmp_path / "no-programs").mkdir()
     monkeypatch.setenv("PATH", str(empty))
-    config, told = fake_cluster(tmp_path, replicas=1), []
-    _build_kernels(config, told.append)  # the fake engine needs none
-    assert told == []
-    _build_kernels(with_torch(config), told.append)
-    assert told == [
+    config, reported = fake_cluster(tmp_path, replicas=1), []
+    _build_kernels(config, reported.append)  # the fake engine needs none
+    assert reported == []
+    _build_kernels(with_torch(config), reported.append)
+    assert reported == [
         "building the CPU kernels",
         "using torch's kernels, several times slower "
         "(NativeBuildError: no compiler (c++ or g++ or clang++) on this machine)",
@@ -179,7 +177,7 @@ def test_kill_9_of_baton_up_leaves_no_process_behind(tmp_path: Path, model: Path
 def test_the_reaper_ends_what_a_killed_process_leaves_even_if_it_does_not_listen(
     tmp_path: Path,
 ) -> None:
-    told = tmp_path / "pids"
+    reported = tmp_path / "pids"
     stubborn = (
         "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN);"
         "print('deaf', flush=True); time.sleep(100)"
@@ -193,18 +191,18 @@ with watched_over() as reaper:
     child = subprocess.Popen([sys.executable, "-c", {stubborn!r}], stdout=subprocess.PIPE,
                              start_new_session=True, env=os.environ | reaper.variables)
     child.stdout.readline()
-    pathlib.Path({str(told)!r} + ".new").write_text(json.dumps(child.pid))
-    os.rename({str(told)!r} + ".new", {str(told)!r})
+    pathlib.Path({str(reported)!r} + ".new").write_text(json.dumps(child.pid))
+    os.rename({str(reported)!r} + ".new", {str(reported)!r})
     time.sleep(100)
 """
     process = subprocess.Popen([sys.executable, "-c", script])
     give_up_at = time.monotonic() + 60
-    while not told.exists():
+    while not reported.exists():
         assert process.poll() is None
         assert time.monotonic() < give_up_at
         time.sleep(0.02)
     left = descendants(process.pid)
-    assert json.loads(told.read_text()) in {found.pid for found in left}
+    assert json.loads(reported.read_text()) in {found.pid for found in left}
     assert len(left) == 2  # the reaper too
     process.kill()
     process.wait()

@@ -165,7 +165,7 @@ async def live(stub: control_pb2_grpc.ControlServiceAsyncStub, count: int) -> No
             return
 
 
-async def test_a_worker_that_no_partner_shares_a_fingerprint_with_is_live_and_told_of_once(
+async def test_a_worker_that_no_partner_shares_a_fingerprint_with_is_live_and_logged_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     prefill = worker_info("prefill-0", common_pb2.WORKER_ROLE_PREFILL, b"one")
@@ -181,8 +181,8 @@ async def test_a_worker_that_no_partner_shares_a_fingerprint_with_is_live_and_to
         await live(stub, 2)
         async with registered(address, never, odd):
             await live(stub, 3)
-    told = [r.getMessage() for r in caplog.records if "pairs with none" in r.getMessage()]
-    assert told == [
+    reported = [r.getMessage() for r in caplog.records if "pairs with none" in r.getMessage()]
+    assert reported == [
         "decode-1 has another KV fingerprint than every prefill worker (prefill-0): it pairs with "
         "none; engine.dtype and engine.block_size must be the same in all pools"
     ]
@@ -273,7 +273,7 @@ def unit(code: str, share: float, address: str = "") -> control_pb2.Unit:
     return control_pb2.Unit(code=code, control_address=address, share=share)
 
 
-async def test_the_units_are_told_at_once_on_every_change_and_every_few_seconds(
+async def test_the_units_are_sent_on_every_change_and_every_few_seconds(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("cluster.registry.control_service.UNITS_EVERY_S", 0.3)
@@ -285,8 +285,8 @@ async def test_the_units_are_told_at_once_on_every_change_and_every_few_seconds(
         both = [unit("a", 0.75), unit("b", 0.25, "elsewhere:1")]
         with ControlClient(address) as client:
             await asyncio.to_thread(client.set_units, both)
-        while list((told := await anext(messages)).units) != both:
-            assert list(told.units) == [unit("a", 1.0)]
+        while list((reported := await anext(messages)).units) != both:
+            assert list(reported.units) == [unit("a", 1.0)]
         assert list((await anext(messages)).units) == both
         watch.cancel()
 

@@ -202,8 +202,11 @@ def test_scaling_a_pool_beyond_the_gpus_is_refused_at_once_and_changes_nothing(
         began_at = time.monotonic()
         assert main(["scale", "decode", "3", "--control", address]) == 1
         assert time.monotonic() - began_at < 15
-        told = capsys.readouterr()
-        assert told.out == ""
-        assert "all pools together would need 3 GPUs, one for each rank; there are 2, 2" in told.err
+        reported = capsys.readouterr()
+        assert reported.out == ""
+        assert (
+            "all pools together would need 3 GPUs, one for each rank; there are 2, 2"
+            in reported.err
+        )
         with ControlClient(address) as control:
             assert [pool.desired_replicas for pool in control.fleet().pools] == [0, 0]

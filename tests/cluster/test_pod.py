@@ -37,8 +37,8 @@ def config_of(runs_on: str = "pods", **pool: object) -> WorkerConfig:
 
 
 def test_a_pod_is_what_the_downward_api_says() -> None:
-    told = {"POD_NAME": "decode-x1", "POD_IP": "10.0.0.7", "NODE_NAME": "node-3"}
-    assert Pod.of(told) == POD
+    reported = {"POD_NAME": "decode-x1", "POD_IP": "10.0.0.7", "NODE_NAME": "node-3"}
+    assert Pod.of(reported) == POD
     assert Pod.of({"POD_NAME": "decode-x1"}) == Pod("decode-x1", None, "")
     assert Pod.of({"POD_IP": "10.0.0.7"}) is None
 

@@ -105,7 +105,7 @@ def test_a_rank_that_leaves_in_good_order_has_not_failed(
     assert ends == [RankEnd(replica.name, 0, None)]
 
 
-def test_of_a_rank_that_is_ended_while_it_starts_ray_tells_nobody_that_it_died(
+def test_ray_reports_no_crash_of_a_rank_that_is_ended_while_it_starts(
     monkeypatch: pytest.MonkeyPatch, replicas: RayReplicas, config: WorkerConfig
 ) -> None:
     def not_launched(config: WorkerConfig, group: PlacementGroup, begun: Any) -> None:
@@ -123,9 +123,9 @@ def test_of_a_rank_that_is_ended_while_it_starts_ray_tells_nobody_that_it_died(
     assert is_gone(processes[0])
     start(replicas, config)
     os.kill(processes[1].pid, signal.SIGKILL)  # of which it tells
-    _, told = errors.poll(timeout=30)
-    assert told is not None, "not even of the one that was killed"
-    assert f"Worker PID: {processes[1].pid}" in told["error_message"]
+    _, reported = errors.poll(timeout=30)
+    assert reported is not None, "not even of the one that was killed"
+    assert f"Worker PID: {processes[1].pid}" in reported["error_message"]
 
 
 @pytest.mark.parametrize("listed", [True, False], ids=["listed", "forgotten by Ray"])
@@ -140,7 +140,7 @@ def test_a_stopped_rank_that_a_dead_supervisor_left_is_ended_by_the_next(
     assert is_gone(replica.processes[0])
 
 
-def test_of_two_generations_of_a_place_the_newest_is_adopted_and_the_other_ended(
+def test_the_newest_replica_of_a_slot_is_adopted_and_the_other_ended(
     tmp_path: Path, replicas: RayReplicas, config: WorkerConfig
 ) -> None:
     older, newer = start(replicas, config), start(replicas, config)

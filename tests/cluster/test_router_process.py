@@ -28,7 +28,7 @@ def router_at(listen: str, folder: Path) -> RouterProcess:
     return RouterProcess("127.0.0.1:1", file, listen, folder / "router.log", 30.0, {})
 
 
-def test_a_router_that_cannot_be_configured_so_is_not_tried_again_and_told_in_its_own_words(
+def test_a_router_with_a_wrong_configuration_is_not_tried_again_and_its_message_is_raised(
     tmp_path: Path,
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -76,7 +76,7 @@ def test_a_router_that_serves_tls_is_waited_for_at_its_port_for_health(tmp_path:
         router.close()
 
 
-def test_a_router_that_cannot_be_launched_is_told_and_tried_again(
+def test_a_router_that_cannot_be_launched_is_reported_and_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     python, real = tmp_path / "python", sys.executable

@@ -132,7 +132,7 @@ def sleeping_container(served: MetadataServer, *options: str) -> Iterator[Any]:
         container.communicate()
 
 
-async def test_a_service_that_comes_late_is_told_once_and_heard_then(
+async def test_a_service_that_is_away_at_first_is_reported_once_and_asked_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))

@@ -191,5 +191,5 @@ async def test_a_rank_that_warms_up_has_the_time_of_one_that_loads() -> None:
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-c", PROCESS, stdout=asyncio.subprocess.PIPE
     )
-    told, _ = await asyncio.wait_for(process.communicate(), 60)
-    assert told == b"{False}\n"
+    reported, _ = await asyncio.wait_for(process.communicate(), 60)
+    assert reported == b"{False}\n"

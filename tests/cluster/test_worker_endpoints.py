@@ -103,10 +103,10 @@ async def test_files_come_whole_in_pieces_and_nothing_else_of_the_folder_does(
     files = {"tokenizer.json": large, "model.safetensors": b"weights"}
     folder = written(tmp_path / "model", **files)
     async with kit.running_worker("d", Role.DECODE, model_path=str(folder)) as worker:
-        told = await pieces(worker.address)
-    assert max(len(piece.data) for piece in told) == 1 << 20
+        reported = await pieces(worker.address)
+    assert max(len(piece.data) for piece in reported) == 1 << 20
     found: dict[str, bytes] = {}
-    for piece in told:
+    for piece in reported:
         found[piece.name] = found.get(piece.name, b"") + piece.data
     assert found == {**byte_files(), "tokenizer.json": large}
     assert found.keys() <= set(TEXT_FILES)
@@ -119,8 +119,8 @@ async def test_a_tokenizer_of_its_own_comes_beside_the_model_s_configuration(
     text = written(tmp_path / "text", **{"tokenizer.json": b"its own"})
     names = {"model_path": str(model), "tokenizer": str(text)}
     async with kit.running_worker("d", Role.DECODE, **names) as worker:
-        told = {piece.name: piece.data for piece in await pieces(worker.address)}
-    assert (told["tokenizer.json"], told["config.json"]) == (b"its own", b"{}")
+        reported = {piece.name: piece.data for piece in await pieces(worker.address)}
+    assert (reported["tokenizer.json"], reported["config.json"]) == (b"its own", b"{}")
 
 
 async def test_a_worker_without_a_tokenizer_says_so(kit: Any, tmp_path: Path) -> None:

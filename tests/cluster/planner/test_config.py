@@ -54,7 +54,7 @@ def test_a_section_of_a_file_reads_back_as_what_was_written() -> None:
 
 
 def test_every_setting_says_what_it_means() -> None:
-    told = {
+    reported = {
         field.target.id
         for cls in (PlannerTargets, PlannerTuning)
         for body in ast.parse(inspect.getsource(cls)).body
@@ -65,4 +65,4 @@ def test_every_setting_says_what_it_means() -> None:
         and isinstance(text, ast.Expr)
         and isinstance(text.value, ast.Constant)
     }
-    assert told == {field.name for field in dataclasses.fields(PlannerConfig)}
+    assert reported == {field.name for field in dataclasses.fields(PlannerConfig)}
