@@ -186,7 +186,7 @@ def serving_machines(host: str) -> Iterator[Machines]:
 
     server = ThreadingHTTPServer((host, 0), Handler)
     served = Machines(f"http://{host}:{server.server_port}")
-    thread = threading.Thread(target=server.serve_forever, name="metadata")
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,), name="metadata")
     thread.start()
     try:
         yield served

@@ -77,14 +77,14 @@ async def test_what_a_notice_leaves_no_time_for_is_given_up_before_the_machine_e
             watching("aws", served) as watch,
         ):
             await asyncio.to_thread(served.until_asked, 2)
-            served.call_back("aws", in_s=12)
-            ends_at = time.monotonic() + 12
+            served.call_back("aws", in_s=9)
+            ends_at = time.monotonic() + 9
             await asyncio.wait_for(pod.fleet.processes["decode-0"].wait(), 30)
             assert time.monotonic() < ends_at
             assert len(pod.link.of("last").tokens) < 5000
             said, _ = await asyncio.wait_for(watch.communicate(), 30)
             (within_s,) = re.findall(r"draining pod pod-a, within ([0-9.]+) s", said.decode())
-            assert 5 <= float(within_s) <= 12
+            assert 4 <= float(within_s) <= 9
             assert watch.returncode == 0, said.decode()
 
 

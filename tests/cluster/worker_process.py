@@ -21,7 +21,13 @@ from pathlib import Path
 import uvloop
 
 from baton.config.cluster import load_config
-from cluster.worker.config import RankPosition, WorkerConfig, worker_config
+from cluster.node.pod import Pod
+from cluster.worker.config import (
+    RankPosition,
+    WorkerConfig,
+    with_node_settings,
+    worker_config,
+)
 from cluster.worker.process import serve_worker, set_up_logging
 from cluster.worker.rank import follow_rank0, listen
 from cluster.worker.worker import Worker
@@ -45,6 +51,7 @@ def main() -> int:
     options = parser.parse_args()
     cluster = load_config(options.config)
     config = worker_config(cluster, options.pool, options.id, options.control)
+    config = with_node_settings(config, Pod.of(os.environ), config.host)
     set_up_logging(config.log_level)
     position = RankPosition(options.rank, config.tp_size, options.meet)
     try:
