@@ -21,7 +21,7 @@ from baton.v1 import common_pb2, control_pb2, control_pb2_grpc, worker_pb2
 from cluster.pools.pool_table import Pool
 from cluster.pools.role_plan import Role, RolePlan
 from cluster.registry.pairing import unpaired
-from cluster.registry.pool_changes import PoolBacking, PoolChanges, Unbacked
+from cluster.registry.pool_changes import PoolBacking, PoolChanges
 from cluster.registry.registry import (
     FleetSnapshot,
     Progress,
@@ -263,7 +263,7 @@ async def serve(
 ) -> AsyncIterator[str]:
     """Serve the registry with health checks; yields the bound host:port. Raises OSError."""
     server = grpc.aio.server(options=_SERVER_OPTIONS)
-    service = ControlService(registry, changes, backing or Unbacked())
+    service = ControlService(registry, changes, backing or PoolBacking())
     control_pb2_grpc.add_ControlServiceServicer_to_server(service, server)
     health = health_aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(health, server)

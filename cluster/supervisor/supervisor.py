@@ -35,6 +35,7 @@ from baton.errors import ConfigError, UnavailableError
 from cluster.errors import one_line
 from cluster.pools.pool_settings import PoolSettings, choose_auto_settings, common_dtype, num_ranks
 from cluster.registry.control_service import Changes, serve
+from cluster.registry.pool_changes import PoolBacking
 from cluster.registry.registry import Registry
 from cluster.supervisor.bundles import check_room
 from cluster.supervisor.replica import (
@@ -64,7 +65,7 @@ T = TypeVar("T")
 _Key = tuple[str, int]  # a pool's name and a slot's index
 
 
-class Supervision:
+class Supervision(PoolBacking):
     """The supervisor's work, on its own event loop. Backs the registry's pools."""
 
     def __init__(

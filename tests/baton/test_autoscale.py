@@ -23,7 +23,7 @@ from cluster.planner.signals import PoolGaps, Signals, WorkerPhase, WorkerSignal
 from cluster.pools.pool_settings import PoolSettings
 from cluster.pools.role_plan import Role
 from cluster.registry.control_service import Changes, serve
-from cluster.registry.pool_changes import PoolBacking, Unbacked
+from cluster.registry.pool_changes import PoolBacking
 from cluster.registry.registry import Progress, Registration, Registry
 from tests.cluster.pool_settings import settings_of
 
@@ -198,7 +198,7 @@ async def test_prompts_that_arrive_faster_than_one_worker_computes_get_more_work
     assert any("prefill" in reason and "tokens/s" in reason for reason in told)
 
 
-class SmallMachine(Unbacked):
+class SmallMachine(PoolBacking):
     """Has room for so many replicas of all pools together."""
 
     def __init__(self, num_replicas: int) -> None:

@@ -63,12 +63,12 @@ def test_ctrl_c_lets_streams_finish_and_leaves_no_process_even_where_sigint_was_
     config = cluster(tmp_path, drain_timeout_s=60.0)
     with brought_up(config, tmp_path) as up, ThreadPoolExecutor(2) as threads:
         address = up.until_printed("is served at").split()[-1]
-        streams = streaming(threads, address, 600)
+        streams = streaming(threads, address, 300)
         up.ctrl_c()
         up.until_printed("stopping")
         for number, (_, running) in enumerate(streams):
             answer = running.result(90)
-            assert answer.ids == expected(config, PROMPT[number : number + 60], 600)
+            assert answer.ids == expected(config, PROMPT[number : number + 60], 300)
         assert up.status(60) == 0
 
 

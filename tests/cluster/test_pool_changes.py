@@ -23,7 +23,7 @@ from baton.errors import (
 from baton.v1 import control_pb2
 from cluster.pools.pool_settings import PoolSettings, added_settings
 from cluster.registry.control_service import Changes, serve
-from cluster.registry.pool_changes import PoolChanges, Unbacked
+from cluster.registry.pool_changes import PoolBacking, PoolChanges
 from cluster.registry.registry import Registration, Registry
 from tests.cluster.pool_settings import settings_of
 
@@ -127,7 +127,7 @@ async def test_a_registry_that_lost_what_was_agreed_hears_it_of_the_workers_that
 # --- whoever starts the workers -------------------------------------------------------------------
 
 
-class Backing(Unbacked):
+class Backing(PoolBacking):
     """Has room for `room` replicas, and records the sizes that were saved."""
 
     def __init__(self, registry: Registry, room: int = 8) -> None:

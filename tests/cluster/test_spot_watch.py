@@ -53,7 +53,7 @@ async def test_a_pod_on_a_machine_that_is_called_back_drains_and_its_stream_ends
 ) -> None:
     with serving_metadata() as served:
         async with (
-            streaming(tmp_path, monkeypatch, kit, 3000) as pod,
+            streaming(tmp_path, monkeypatch, kit, 2000) as pod,
             watching(cloud, served) as watch,
         ):
             await asyncio.to_thread(served.until_asked, 2)
