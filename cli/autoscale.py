@@ -17,8 +17,8 @@ from baton.control_client import ControlClient
 from baton.errors import BatonError, NoCapacityError
 from baton.v1 import control_pb2
 from cluster.planner.fleet_signals import FleetSignals, PoolBounds
+from cluster.planner.needs import PlannerState
 from cluster.planner.planner import PoolPlan, decide
-from cluster.planner.state import PlannerState
 from cluster.pools.role_plan import RolePlan
 
 log = logging.getLogger(__name__)

@@ -1,13 +1,13 @@
 """A whole cluster on this machine: Ray, supervisor, pools, router. What `baton up` runs.
 
-1. `up` starts a Ray of its own, the supervisor in it, waits until every pool is live, then starts
-   the router as a child process.
-2. `RunningCluster` tells the addresses and stays until `close`; `wait` tells when Ray has ended
-   under it, after which only the router is left.
+1. `up` starts its own Ray and the supervisor in it. It waits until every pool is live, then starts
+   the router as a child process, which is started again when it dies.
+2. `RunningCluster` has the addresses. `wait` raises once Ray has ended; then only the router is
+   left.
 3. `close` ends router, replicas, supervisor and Ray, in this order, and waits until none of their
    processes is left. The router lets its streams finish first, for its `drain_timeout_s` at most,
    unless it is `cut_short`.
-4. When this process is killed instead, the reaper does it.
+4. If this process is killed instead, the reaper ends them.
 """
 
 from __future__ import annotations
@@ -18,23 +18,38 @@ import logging
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from types import TracebackType
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.config.cluster import ClusterConfig
+from baton.config.router import RouterConfig
 from baton.control_client import ControlClient
 from baton.errors import BatonError, ConfigError, DeadlineError, UnavailableError
+from baton.grpc_options import DIRECT
 from baton.native_build import NativeBuildError, build
 from baton.v1 import control_pb2
 from cluster.errors import one_line
-from cluster.local.process_tree import Process, descendants, still_alive, wait_until_gone
-from cluster.local.reaper import Reaper, inherited, watched_over
-from cluster.local.router_process import RouterProcess, with_health_port
+from cluster.local.process_tree import (
+    Process,
+    Reaper,
+    descendants,
+    inherited,
+    still_alive,
+    wait_until_gone,
+    watched_over,
+)
 from cluster.pools.pool_settings import AutoSettings, num_gpus_wanted, own_settings
+from cluster.worker.rank import free_port
 from engine.attention.native_kernels import KERNELS
 
 log = logging.getLogger(__name__)
@@ -68,7 +83,7 @@ class RunningCluster:
         self.control_address = control_address
         """host:port of the control service."""
         self.supervisor_pid = supervisor_pid
-        """Of the supervisor that runs now. Raises ray.exceptions.RayError while there is none."""
+        """Pid of the current supervisor. Raises ray.exceptions.RayError while there is none."""
         self._stack = stack
 
     @property
@@ -81,7 +96,7 @@ class RunningCluster:
         return self._router.pid
 
     def wait(self) -> None:
-        """Stay for as long as Ray runs. Raises UnavailableError when it does not any more."""
+        """Wait while Ray runs. Raises UnavailableError once it has ended."""
         while not (lost := self._ray_heart - still_alive(self._ray_heart)):
             time.sleep(_LOOK_S)
         named = ", ".join(f"{process.name} ({process.pid})" for process in lost)
@@ -90,7 +105,7 @@ class RunningCluster:
         )
 
     def cut_short(self) -> None:
-        """`close`, under way or to come, does not wait for streams. For signal handlers too."""
+        """Keep `close` from waiting for streams, also while it runs. Safe in signal handlers."""
         self._router.cut_short()
 
     def close(self) -> None:
@@ -100,13 +115,8 @@ class RunningCluster:
     def __enter__(self) -> RunningCluster:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._stack.__exit__(kind, error, traceback)
+    def __exit__(self, *error: Any) -> None:
+        self._stack.__exit__(*error)
 
 
 def up(
@@ -116,8 +126,8 @@ def up(
 ) -> RunningCluster:
     """Start everything and wait until it serves. Raises BatonError; nothing is left then.
 
-    Logs and the configuration lie in `run_dir`, or in a temporary folder that goes with the
-    cluster, but stays when it cannot be started or is left because of an error.
+    Logs and the configuration are in `run_dir`, or in a temporary folder. `close` removes that
+    folder, unless the cluster could not be started or ended by an error.
     """
     _check_runs_here(config)
     config = config.with_absolute_folders()
@@ -130,14 +140,14 @@ def up(
         auto = stack.enter_context(AutoSettings(config, reaper.variables))
         on_progress("starting Ray")
         ray_processes = start_ray(stack, reaper)
-        _check_gpus(config)  # of pools that say cuda; `auto` takes no more than there are
+        _check_gpus(config)  # for pools with device cuda; `auto` takes no more than there are
         config, choices = auto.result()
         for choice in choices:
             on_progress(choice)
         _build_kernels(config, on_progress)
         (run_dir / _CONFIG_FILE).write_text(config.to_yaml())
         on_progress("starting the supervisor")
-        from cluster.supervisor.handle import SupervisorHandle
+        from cluster.supervisor.supervisor import SupervisorHandle
 
         supervisor = SupervisorHandle.start(config, run_dir)
         stack.callback(supervisor.stop)
@@ -163,8 +173,8 @@ def _check_runs_here(config: ClusterConfig) -> None:
 
 
 def _build_kernels(config: ClusterConfig, on_progress: OnProgress) -> None:
-    """Before the ranks start, each of which would build them beside the others. Where they cannot
-    be built the ranks do without, which is told."""
+    """Build them once, before the ranks start and each build their own. If that fails, report that
+    the ranks compute without them."""
     engines = [config.pool_engine(pool) for pool in config.pools]
     if not any(engine.backend == "torch" and engine.device == "cpu" for engine in engines):
         return
@@ -172,7 +182,7 @@ def _build_kernels(config: ClusterConfig, on_progress: OnProgress) -> None:
     try:
         build(KERNELS)
     except NativeBuildError as error:
-        on_progress(f"torch's kernels have to do, several times slower ({one_line(error)})")
+        on_progress(f"using torch's kernels, several times slower ({one_line(error)})")
 
 
 def _start_router(
@@ -182,7 +192,7 @@ def _start_router(
     run_dir: Path,
     reaper: Reaper,
 ) -> RouterProcess:
-    """Returns once it serves; the stack closes it."""
+    """Start the router and wait until it serves; the stack closes it."""
     router = RouterProcess(
         control_address,
         run_dir / _CONFIG_FILE,
@@ -196,19 +206,14 @@ def _start_router(
     return router
 
 
-def _clear_away(
-    run_dir: Path,
-    kind: type[BaseException] | None,
-    error: BaseException | None,
-    traceback: TracebackType | None,
-) -> None:
-    """Unless the logs in it are needed: not after an interrupt."""
+def _clear_away(run_dir: Path, kind: object, error: object, traceback: object) -> None:
+    """Remove the run directory, unless an error makes its logs useful. An interrupt does not."""
     if not isinstance(error, Exception):
         shutil.rmtree(run_dir, ignore_errors=True)
 
 
 def _check_gpus(config: ClusterConfig) -> None:
-    """Raises ConfigError when Ray has found fewer GPUs than the pools take."""
+    """Raise ConfigError if Ray has found fewer GPUs than the pools need."""
     import ray
 
     resources: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
@@ -227,9 +232,9 @@ def _check_gpus(config: ClusterConfig) -> None:
 def start_ray(
     stack: contextlib.ExitStack, reaper: Reaper, num_gpus: int | None = None
 ) -> set[Process]:
-    """Returns the processes that all others of Ray's descend from. Raises UnavailableError.
+    """Start Ray and return its root processes. Raises UnavailableError.
 
-    `num_gpus`: how many Ray is told there are; None: as many as it finds.
+    `num_gpus`: the number of GPUs that Ray offers; None: as many as it finds.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
@@ -260,7 +265,7 @@ def start_ray(
 
 
 def _stop_ray(before: set[Process]) -> None:
-    """Ray's processes outlive its shutdown by seconds: wait for them, then end them by pid."""
+    """Shut Ray down. Its processes outlive that by seconds: wait for them, then kill them."""
     import ray
 
     ours = descendants() - before
@@ -273,15 +278,16 @@ def _stop_ray(before: set[Process]) -> None:
 
 
 def _give_up_on_failing(pools: list[control_pb2.PoolStatus]) -> None:
-    """Raises UnavailableError for a pool whose replicas fail again and again."""
+    """Raise UnavailableError for a pool whose replicas keep failing to start."""
     for pool in pools:
         if pool.num_failed_starts >= _FAILED_STARTS:
             raise UnavailableError(f"the {pool.name} pool does not start: {pool.last_error}")
 
 
 def _wait_for_pools(control: str, on_progress: OnProgress, timeout_s: float) -> None:
-    """Until every pool has its replicas live; tells which are missing as that changes."""
-    told = ""
+    """Wait until every pool has its replicas live, and report each change. Raises
+    UnavailableError."""
+    reported = ""
     with ControlClient(control) as client:
         fleets = client.watch_fleet(timeout_s)
         while True:
@@ -289,7 +295,9 @@ def _wait_for_pools(control: str, on_progress: OnProgress, timeout_s: float) -> 
                 fleet = next(fleets, None)
             except DeadlineError as error:
                 limit = f"{timeout_s:g} s (supervisor.start_timeout_s)"
-                raise UnavailableError(f"the pools are not live after {limit}: {told}") from error
+                raise UnavailableError(
+                    f"the pools are not live after {limit}: {reported}"
+                ) from error
             except BatonError as error:
                 lost = f"the control service at {control} is lost: {error.message}"
                 raise UnavailableError(lost) from error
@@ -302,6 +310,167 @@ def _wait_for_pools(control: str, on_progress: OnProgress, timeout_s: float) -> 
             live = ", ".join(
                 f"{p.name} {p.live_replicas}/{p.desired_replicas}" for p in fleet.pools
             )
-            if live != told:
-                told = live
+            if live != reported:
+                reported = live
                 on_progress(f"loading the model: {live}")
+
+
+# --- the router ---------------------------------------------------------------------------------
+
+_RESTART_AFTER_S = 0.2
+_LONGEST_RESTART_S = 5.0
+_DRAIN_MARGIN_S = 5.0  # beyond its own limit, to end its clients' streams
+_POLL_S = 0.05
+_ASK_AGAIN_MS = 100
+_MAX_STARTS = 3
+_CONFIG_STATUS = 2
+_CHANNEL_OPTIONS = (
+    *((f"grpc.{which}_reconnect_backoff_ms", _ASK_AGAIN_MS) for which in ("initial", "min", "max")),
+    *DIRECT,
+)
+
+
+def with_health_port(config: RouterConfig) -> RouterConfig:
+    """The router's health is asked in plain text, so a router with TLS gets its own health port."""
+    if config.tls is None or config.health_port:
+        return config
+    return dataclasses.replace(config, health_port=free_port(config.host))
+
+
+class RouterProcess:
+    """Owns `python -m router`, which keeps its port over restarts. Its output goes to `log_path`.
+
+    A router that ends with status 2 before it has ever served has a wrong configuration: it is not
+    tried again, and `start` raises its message. Later ends are accidents. `drain_timeout_s`: how
+    long the router lets requests finish. `variables`: added to its environment.
+    """
+
+    def __init__(
+        self,
+        control: str,
+        config_path: Path,
+        listen: str,
+        log_path: Path,
+        drain_timeout_s: float,
+        variables: Mapping[str, str],
+    ) -> None:
+        host, _, port = listen.rpartition(":")
+        self.address = f"{host}:{int(port) or free_port(host)}"
+        self._command = [sys.executable, "-m", "router"]
+        self._command += ["--control", control, "--config", str(config_path)]
+        self._command += ["--listen", self.address]
+        self._log_path = log_path
+        self._drain_s = drain_timeout_s + _DRAIN_MARGIN_S
+        self._environment = os.environ | {"PYTHONUNBUFFERED": "1"} | dict(variables)
+        self._closing = threading.Event()
+        self._cut_short = False
+        self._has_served = False
+        self._misconfigured = threading.Event()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._num_starts = 0
+        self._not_launched = ""  # why the last start gave no process
+        self._thread = threading.Thread(target=self._keep, name="router-process", daemon=True)
+
+    @property
+    def pid(self) -> int | None:
+        """Pid of the current router."""
+        return None if self._process is None else self._process.pid
+
+    def start(self, timeout_s: float, health_port: int | None = None) -> None:
+        """Start it and wait until it serves. `health_port`: its plain-text health port; None: the
+        port where it listens.
+
+        Raises ConfigError with its message, and UnavailableError with the end of its log.
+        """
+        self._thread.start()
+        give_up_at = time.monotonic() + timeout_s
+        host, _, port = self.address.rpartition(":")
+        asked = f"{host}:{health_port or port}"
+        with grpc.insecure_channel(asked, options=_CHANNEL_OPTIONS) as channel:
+            stub = health_pb2_grpc.HealthStub(channel)
+            while not self._closing.is_set():
+                if self._misconfigured.wait(_POLL_S):
+                    raise ConfigError(self._last_words())
+                try:
+                    answer = stub.Check(health_pb2.HealthCheckRequest(), timeout=1.0)
+                except grpc.RpcError:
+                    answer = None
+                if answer is not None and answer.status == answer.SERVING:
+                    self._has_served = True
+                    return
+                if time.monotonic() > give_up_at or self._num_starts > _MAX_STARTS:
+                    break
+        why = self._not_launched or self._log_end()
+        raise UnavailableError(f"the router does not serve at {self.address}: {why}")
+
+    def cut_short(self) -> None:
+        """Keep `close` from waiting for requests, also while it runs. Takes no lock, so it is safe
+        in signal handlers."""
+        self._cut_short = True
+
+    def close(self) -> None:
+        """End it, gently at first; returns when it is gone. Idempotent."""
+        self._closing.set()
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def _keep(self) -> None:
+        backoff_s = _RESTART_AFTER_S
+        while not self._closing.is_set():
+            started_at = time.monotonic()
+            self._num_starts += 1
+            why = self._run_once()
+            if self._closing.is_set() or self._misconfigured.is_set():
+                return
+            log.error("the router %s; starting it again", why)
+            lived_s = time.monotonic() - started_at
+            backoff_s = _RESTART_AFTER_S if lived_s > 10 else min(_LONGEST_RESTART_S, 2 * backoff_s)
+            self._closing.wait(backoff_s)
+
+    def _run_once(self) -> str:
+        """Run it once. Returns how it ended."""
+        try:
+            process = self._process = self._launch()
+        except OSError as error:  # no memory, process or file descriptor is left: this may pass
+            self._process = None
+            self._not_launched = f"could not be started: {error}"
+            return self._not_launched
+        self._not_launched = ""
+        status = self._wait(process)
+        if status == _CONFIG_STATUS and not self._has_served:
+            self._misconfigured.set()
+        return f"ended with status {status}"
+
+    def _launch(self) -> subprocess.Popen[bytes]:
+        with self._log_path.open("ab") as output:
+            return subprocess.Popen(
+                self._command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # on ctrl-C the cluster ends its parts in order
+                env=self._environment,
+            )
+
+    def _wait(self, process: subprocess.Popen[bytes]) -> int:
+        """Wait for its end, by itself or by `close`. Returns its status."""
+        while process.poll() is None and not self._closing.wait(_POLL_S):
+            pass
+        process.terminate()
+        kill_at = time.monotonic() + self._drain_s
+        while process.poll() is None and time.monotonic() < kill_at and not self._cut_short:
+            time.sleep(_POLL_S)
+        process.kill()
+        return process.wait()
+
+    def _last_words(self) -> str:
+        return self._log_lines()[-1].removeprefix("router: ")
+
+    def _log_end(self) -> str:
+        return " | ".join(self._log_lines()[-5:])
+
+    def _log_lines(self) -> list[str]:
+        """Never empty."""
+        if not self._log_path.exists():
+            return ["it never ran"]
+        return self._log_path.read_text(errors="replace").splitlines() or ["it said nothing"]

@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import email.utils
 import http.client
 import json
 import math
@@ -38,6 +37,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
 from typing import Any, Protocol
 
 from cluster.errors import MetadataError
@@ -139,7 +139,9 @@ class Aws:
         if answer.status == http.HTTPStatus.NOT_FOUND:
             return None
         action = answer.parsed(_ACTION)
-        return Notice(str(action.get("action")), _moment(action.get("time"), _of_iso))
+        return Notice(
+            str(action.get("action")), _moment(action.get("time"), datetime.datetime.fromisoformat)
+        )
 
     def _ask(self) -> _Answer:
         if self._token is None:
@@ -182,20 +184,12 @@ class Azure:
             machines = [str(each).lower() for each in event.get("Resources") or ()]
             kind = event.get("EventType")
             if kind in _ENDINGS and self._name.lower() in machines:
-                return Notice(kind, _moment(event.get("NotBefore"), _of_mail))
+                return Notice(kind, _moment(event.get("NotBefore"), parsedate_to_datetime))
         return None
 
 
 CLOUDS: Mapping[str, Callable[[str], Cloud]] = {"aws": Aws, "gcp": Gcp, "azure": Azure}
 """Cloud name -> its class, created with the address of its metadata service."""
-
-
-def _of_iso(text: str) -> datetime.datetime:
-    return datetime.datetime.fromisoformat(text)
-
-
-def _of_mail(text: str) -> datetime.datetime:
-    return email.utils.parsedate_to_datetime(text)
 
 
 def _moment(text: object, read: Callable[[str], datetime.datetime]) -> datetime.datetime | None:

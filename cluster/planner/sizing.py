@@ -17,9 +17,8 @@ from dataclasses import dataclass
 
 from baton.config.planner import PlannerConfig
 from cluster.planner.measure import PoolMeasure
-from cluster.planner.needs import Need
+from cluster.planner.needs import Need, PoolMemory
 from cluster.planner.signals import PoolSignals
-from cluster.planner.state import PoolMemory
 from cluster.pools.role_plan import Role, RolePlan
 
 _ROUNDING = 1e-9

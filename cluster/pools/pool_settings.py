@@ -17,7 +17,6 @@ import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, Self
 
 from baton.config.cluster import ClusterConfig, PoolConfig, read_config
@@ -65,12 +64,7 @@ class AutoSettings:
             )
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._process is not None:
             self._process.kill()
             self._process.communicate()

@@ -39,7 +39,7 @@ def active_roles(plan: RolePlan, worker_ids: Sequence[str]) -> dict[str, Role]:
     """
     if not plan.leaves_both_roles(len(worker_ids)):
         return dict.fromkeys(worker_ids, Role.MIXED)
-    in_order = sorted(worker_ids, key=_place)
+    in_order = sorted(worker_ids, key=_by_index)
     first_decode = len(in_order) - plan.decode
     return {
         worker_id: Role.PREFILL
@@ -51,6 +51,6 @@ def active_roles(plan: RolePlan, worker_ids: Sequence[str]) -> dict[str, Role]:
     }
 
 
-def _place(worker_id: str) -> tuple[int, str]:
+def _by_index(worker_id: str) -> tuple[int, str]:
     index = worker_id.rpartition("-")[2]
     return (int(index) if index.isdecimal() else 0, worker_id)

@@ -11,9 +11,17 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from cluster.preflight.check import Check, Wanted, as_json, as_table, has_failed
 from cluster.preflight.handoff import check_handoff
-from cluster.preflight.machine import check_adapters, check_gpus, check_memory
+from cluster.preflight.machine import (
+    Check,
+    Wanted,
+    as_json,
+    as_table,
+    check_adapters,
+    check_gpus,
+    check_memory,
+    has_failed,
+)
 
 
 def all_checks(root: Path, wanted: Wanted) -> list[Check]:

@@ -23,7 +23,7 @@ from multiprocessing.connection import Connection
 import uvloop
 
 from baton.config.transfer import TransferConfig
-from cluster.preflight.check import Check, Wanted, failure, ok, warning
+from cluster.preflight.machine import Check, Wanted, failure, ok, warning
 from engine.api import LocalDeviceMemory
 from kv_transfer.errors import TransferError
 from kv_transfer.exporter import Exporter

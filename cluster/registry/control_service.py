@@ -1,17 +1,12 @@
-"""`ControlService` over a `Registry`: protobuf in, protobuf out.
-
-`python -m cluster.registry.control_service --listen 127.0.0.1:7101` serves a registry by itself,
-for workers that are started without Ray. The supervisor mounts the same servicer.
-"""
+"""`ControlService` over a `Registry`: protobuf in, protobuf out."""
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Mapping
 from typing import Any, TypeVar
 
 import grpc
@@ -19,17 +14,23 @@ import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio
 
-from baton.config.workers import RegistryConfig
 from baton.errors import BatonError, NotFoundError, OtherModelError
 from baton.grpc_options import accepts_pings
 from baton.status import abort, first_message
-from baton.v1 import control_pb2, control_pb2_grpc
-from cluster.pools.role_plan import RolePlan
-from cluster.registry.fleet_wire import fleet_message, read_units, units_message
+from baton.v1 import common_pb2, control_pb2, control_pb2_grpc, worker_pb2
+from cluster.pools.pool_table import Pool
+from cluster.pools.role_plan import Role, RolePlan
 from cluster.registry.pairing import unpaired
-from cluster.registry.pool_changes import PoolBacking, PoolChanges, Unbacked
-from cluster.registry.registry import Progress, Registration, Registry, Stream
-from cluster.registry.units import Unit
+from cluster.registry.pool_changes import PoolBacking, PoolChanges
+from cluster.registry.registry import (
+    FleetSnapshot,
+    Progress,
+    Registration,
+    Registry,
+    Stream,
+    WorkerState,
+)
+from cluster.registry.routers import Unit
 
 log = logging.getLogger(__name__)
 
@@ -89,10 +90,10 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
         log.info("worker %s (incarnation %d) registered", ref.worker_id, ref.incarnation)
         beats = asyncio.create_task(self._heartbeats(stream, first, request_iterator))
         try:
-            told = False
+            is_asked = False
             while not beats.done() and self._registry.hears(stream):
-                if self._registry.drain_asked(stream) and not told:
-                    told = True
+                if self._registry.drain_asked(stream) and not is_asked:
+                    is_asked = True
                     yield control_pb2.RegisterResponse(drain=True)
                 changed = asyncio.create_task(self._changes.wait(1.0))
                 await asyncio.wait({beats, changed}, return_when=asyncio.FIRST_COMPLETED)
@@ -121,10 +122,10 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
     def _book(self, stream: Stream, message: control_pb2.RegisterRequest) -> bool:
         progress = None
         if message.HasField("progress"):
-            told = message.progress
-            is_predicted = told.HasField("predicted_step_s")
-            predicted_step_s = told.predicted_step_s if is_predicted else None
-            progress = Progress(told.runnable, told.idle_s, predicted_step_s)
+            said = message.progress
+            is_predicted = said.HasField("predicted_step_s")
+            predicted_step_s = said.predicted_step_s if is_predicted else None
+            progress = Progress(said.runnable, said.idle_s, predicted_step_s)
         load = message.load.SerializeToString() if message.HasField("load") else b""
         return self._registry.heartbeat(stream, progress, load, message.draining)
 
@@ -149,14 +150,17 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
             units, now = self._registry.units.all, time.monotonic()
             if units != sent or now - sent_at >= UNITS_EVERY_S:
                 sent, sent_at = units, now
-                yield units_message(units)
+                yield control_pb2.WatchUnitsResponse(
+                    units=[control_pb2.Unit(**vars(unit)) for unit in units]
+                )
             await self._changes.wait(max(0.0, UNITS_EVERY_S - (now - sent_at)))
 
     async def SetUnits(  # noqa: N802
         self, request: control_pb2.SetUnitsRequest, context: Context
     ) -> control_pb2.SetUnitsResponse:
         try:
-            self._registry.units.set(read_units(request))
+            units = [Unit(unit.code, unit.control_address, unit.share) for unit in request.units]
+            self._registry.units.set(units)
             self._backing.save()
         except BatonError as error:
             await abort(context, error)
@@ -223,7 +227,7 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
         return control_pb2.RemovePoolResponse()
 
     async def _change(self, context: Context, change: Awaitable[T]) -> T:
-        """Make a change of pools and tell of it, or refuse it."""
+        """Make a change of pools and announce it, or refuse it."""
         try:
             result = await change
         except BatonError as error:
@@ -259,7 +263,7 @@ async def serve(
 ) -> AsyncIterator[str]:
     """Serve the registry with health checks; yields the bound host:port. Raises OSError."""
     server = grpc.aio.server(options=_SERVER_OPTIONS)
-    service = ControlService(registry, changes, backing or Unbacked())
+    service = ControlService(registry, changes, backing or PoolBacking())
     control_pb2_grpc.add_ControlServiceServicer_to_server(service, server)
     health = health_aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(health, server)
@@ -279,29 +283,70 @@ async def serve(
 
 
 async def _look(registry: Registry, changes: Changes) -> None:
-    """Let time pass in the registry, and tell what follows from silence and of lone workers."""
+    """Let time pass in the registry. Announce what follows from silence; log unpaired workers."""
     version = registry.refresh()
-    told: dict[str, str] = {}
+    known: dict[str, str] = {}
     while True:
         await asyncio.sleep(registry.look_s)
         former, version = version, registry.refresh()
         if version != former:
             changes.announce()
-            former_told, told = told, unpaired(fleet_message(registry.snapshot()))
-            for worker_id in told.keys() - former_told.keys():
-                log.warning("%s", told[worker_id])
+            former_known, known = known, unpaired(fleet_message(registry.snapshot()))
+            for worker_id in known.keys() - former_known.keys():
+                log.warning("%s", known[worker_id])
 
 
-async def _main(listen: str) -> None:
-    registry = Registry(RegistryConfig(), time.monotonic)
-    async with serve(registry, Changes(), listen) as address:
-        print(f"control service at {address}", flush=True)
-        await asyncio.Event().wait()
+# --- the registry as messages -------------------------------------------------------------------
+
+_STATES = {
+    state: control_pb2.WorkerState.Value(f"WORKER_STATE_{state.name}") for state in WorkerState
+}
+ROLES: Mapping[Role | None, common_pb2.WorkerRole.ValueType] = {
+    None: common_pb2.WORKER_ROLE_UNSPECIFIED
+} | {role: common_pb2.WorkerRole.Value(f"WORKER_ROLE_{role.name}") for role in Role}
 
 
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(prog="python -m cluster.registry.control_service")
-    parser.add_argument("--listen", default="127.0.0.1:7101", metavar="HOST:PORT")
-    logging.basicConfig(level=logging.INFO)
-    with contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(_main(parser.parse_args().listen))
+def fleet_message(snapshot: FleetSnapshot) -> control_pb2.WatchFleetResponse:
+    return control_pb2.WatchFleetResponse(
+        version=snapshot.version,
+        workers=[
+            control_pb2.FleetWorker(
+                info=control_pb2.WorkerInfo.FromString(entry.registration.info),
+                state=_STATES[entry.state],
+                load=worker_pb2.WorkerLoad.FromString(entry.load),
+                active_role=ROLES[entry.active_role],
+            )
+            for entry in snapshot.workers
+        ],
+        pools=[_pool_message(pool, snapshot.stay_order) for pool in snapshot.pools],
+        silent_routers=[
+            control_pb2.SilentRouter(**vars(router)) for router in snapshot.silent_routers
+        ],
+        routers=[control_pb2.ReportRouterRequest.FromString(report) for report in snapshot.routers],
+        keeps_pools=snapshot.keeps_pools,
+        settles=snapshot.settles,
+        model_fingerprint=snapshot.model_fingerprint,
+    )
+
+
+def _pool_message(pool: Pool, stay_order: Mapping[str, int]) -> control_pb2.PoolStatus:
+    return control_pb2.PoolStatus(
+        name=pool.name,
+        role=ROLES[pool.role],
+        desired_replicas=pool.desired_replicas,
+        live_replicas=pool.live_replicas,
+        last_error=pool.last_error,
+        num_failed_starts=pool.num_failed_starts,
+        pending_replicas=pool.pending_replicas,
+        role_plan=control_pb2.RolePlan(**vars(pool.role_plan)) if pool.role is Role.MIXED else None,
+        settings_digest=pool.settings_digest,
+        places=[
+            control_pb2.PoolPlace(
+                worker_id=slot.worker_id,
+                pod_name=slot.pod_name or "",
+                standing=stay_order.get(slot.worker_id),
+            )
+            for slot in pool.slots
+        ],
+        comes_back_for=[ROLES[role] for role in pool.comes_back_for],
+    )

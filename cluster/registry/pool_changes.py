@@ -6,7 +6,6 @@ import asyncio
 import logging
 from collections.abc import Mapping
 from functools import partial
-from typing import Protocol
 
 from baton.errors import BatonError
 from baton.v1 import control_pb2
@@ -19,8 +18,8 @@ log = logging.getLogger(__name__)
 _Added = tuple[str, bytes]  # a pool's name and its settings' digest
 
 
-class PoolBacking(Protocol):
-    """What starts the workers of the registry's pools."""
+class PoolBacking:
+    """What starts the workers of the registry's pools. This one starts none: someone else does."""
 
     async def check_room(self, pool: PoolSettings, replicas: Mapping[str, int]) -> None:
         """Check that `pool` can grow. `replicas`: every pool's size afterwards. Raises
@@ -29,6 +28,7 @@ class PoolBacking(Protocol):
     async def complete(self, settings: PoolSettings) -> PoolSettings:
         """The settings with `auto` resolved for all workers of the pool. Checks that the pool may
         run here. Raises BatonError."""
+        return settings
 
     def pool_added(self, pool: str) -> None:
         """The completed pool was added to the table."""
@@ -38,25 +38,6 @@ class PoolBacking(Protocol):
 
     def save(self) -> None:
         """Pools or units have changed: save that before the change is acknowledged."""
-
-
-class Unbacked:
-    """For a registry without a supervisor: someone else starts its workers."""
-
-    async def check_room(self, pool: PoolSettings, replicas: Mapping[str, int]) -> None:
-        """No limit."""
-
-    async def complete(self, settings: PoolSettings) -> PoolSettings:
-        return settings
-
-    def pool_added(self, pool: str) -> None:
-        """Nothing to do."""
-
-    async def slots_known(self) -> None:
-        """There are no slots."""
-
-    def save(self) -> None:
-        """Nothing is saved."""
 
 
 class PoolChanges:

@@ -30,8 +30,7 @@ from baton.config.workers import RegistryConfig
 from baton.errors import OtherModelError
 from cluster.pools.pool_table import Pool, PoolTable, Slot
 from cluster.pools.role_plan import Role, RolePlan, active_roles
-from cluster.registry.router_reports import RouterReports, SilentRouter
-from cluster.registry.units import UnitList
+from cluster.registry.routers import RouterReports, SilentRouter, UnitList
 
 
 class WorkerState(enum.Enum):
@@ -107,7 +106,7 @@ class FleetSnapshot:
     routers: tuple[bytes, ...] = ()
     """The routers' newest reports."""
     keeps_pools: bool = False
-    standings: Mapping[str, int] = field(default_factory=dict)
+    stay_order: Mapping[str, int] = field(default_factory=dict)
     """Worker id -> order among the pool's slots that stay: the highest leave first."""
     settles: bool = False
     """Workers from before the registry's start may have yet to register."""
@@ -274,9 +273,9 @@ class Registry:
             self.routers.reports(),
             self._keeps_pools,
             {
-                slot.worker_id: standing
+                slot.worker_id: order
                 for pool in self.pools.all_settings()
-                for standing, slot in enumerate(self.staying(pool))
+                for order, slot in enumerate(self.staying(pool))
             },
             self._may_be_incomplete(),
             self.routers.silent(),

@@ -30,7 +30,7 @@ from pathlib import Path
 from baton.config.cluster import ClusterConfig, load_config
 from baton.errors import BatonError, ConfigError, UnavailableError
 from cluster.errors import one_line
-from cluster.pools.pool_settings import AutoSettings
+from cluster.pools.pool_settings import choose_auto_settings
 
 _CONFIG_STATUS = 2
 _UNAVAILABLE_STATUS = 3
@@ -133,8 +133,7 @@ def _wait_until_listens(address: str, within_s: float) -> None:
     give_up_at = time.monotonic() + within_s
     while True:
         try:
-            socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S).close()
-            return
+            return _connect(address)
         except OSError as error:
             if time.monotonic() > give_up_at:
                 raise UnavailableError(
@@ -147,14 +146,17 @@ def _wait_until_listens(address: str, within_s: float) -> None:
 
 def _has_ended(address: str) -> bool:
     """Whether nothing listens there any more. A slow GCS still listens."""
-    host, _, port = address.rpartition(":")
     try:
-        socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S).close()
-    except ConnectionRefusedError:
-        return True
-    except OSError:
-        return False
+        _connect(address)
+    except OSError as error:
+        return isinstance(error, ConnectionRefusedError)
     return False
+
+
+def _connect(address: str) -> None:
+    """Raises OSError."""
+    host, _, port = address.rpartition(":")
+    socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S).close()
 
 
 # --- the supervisor -----------------------------------------------------------------------------
@@ -162,7 +164,7 @@ def _has_ended(address: str) -> bool:
 
 def _serve(config: ClusterConfig, options: argparse.Namespace) -> None:
     """Find or start the supervisor and stay. Raises BatonError if it or Ray has ended."""
-    from cluster.supervisor.handle import SupervisorHandle
+    from cluster.supervisor.supervisor import SupervisorHandle
 
     leaving = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -173,7 +175,10 @@ def _serve(config: ClusterConfig, options: argparse.Namespace) -> None:
         print(f"adopted the supervisor: control service at {address}", flush=True)
     else:
         options.run_dir.mkdir(parents=True, exist_ok=True)
-        supervisor = SupervisorHandle.start(_with_auto_settings(config), options.run_dir.resolve())
+        config, choices = choose_auto_settings(config.with_absolute_folders())
+        for choice in choices:
+            print(choice, flush=True)
+        supervisor = SupervisorHandle.start(config, options.run_dir.resolve())
         try:
             address = supervisor.address()
         except UnavailableError:
@@ -189,18 +194,9 @@ def _serve(config: ClusterConfig, options: argparse.Namespace) -> None:
     print("leaving: supervisor and replicas stay", flush=True)
 
 
-def _with_auto_settings(config: ClusterConfig) -> ClusterConfig:
-    """The cluster's settings with `auto` resolved."""
-    with AutoSettings(config.with_absolute_folders(), {}) as auto:
-        chosen, choices = auto.result()
-    for choice in choices:
-        print(choice, flush=True)
-    return chosen
-
-
 def _end() -> None:
     """End every replica and the supervisor. Raises UnavailableError."""
-    from cluster.supervisor.handle import SupervisorHandle
+    from cluster.supervisor.supervisor import SupervisorHandle
 
     supervisor = SupervisorHandle.find()
     if supervisor is None:

@@ -3,6 +3,9 @@
 Every method blocks on Ray, so it must not run on an event loop. An actor's name is
 `<pool>-<index>.g<generation>.r<rank>`. The generation makes a recreated replica's names new,
 because Ray frees an old name only some time after its actor died.
+
+Ray only asks a process to end, and a stopped or stuck process does not listen. In this machine and
+pod the kernel ends it and proves the end. In another pod a Ray task does that there.
 """
 
 from __future__ import annotations
@@ -10,7 +13,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import os
 import re
+import signal
 import time
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -22,14 +27,17 @@ from typing import Any, Protocol
 import ray
 from ray.exceptions import ActorUnavailableError, RayError
 from ray.util.placement_group import PlacementGroup
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import (
+    NodeAffinitySchedulingStrategy,
+    PlacementGroupSchedulingStrategy,
+)
 
 from cluster.errors import PodLostError, ReplicaError, one_line
 from cluster.supervisor import bundles
 from cluster.supervisor.bundles import BundleNode
-from cluster.supervisor.process_table import ProcessTable, ReplicaProcesses, end_processes
+from cluster.supervisor.run_dir import ProcessTable, ReplicaProcesses
 from cluster.worker.config import RankPosition, WorkerConfig
-from cluster.worker.rank_actor import MAX_CALLS, RankActor, RankExit, RankStatus
+from cluster.worker.process import MAX_CALLS, RankActor, RankExit, RankStatus
 from kv_transfer.process import ProcessIdentity, is_gone
 
 log = logging.getLogger(__name__)
@@ -99,22 +107,22 @@ class Replicas(Protocol):
     def find(self, tp_sizes: Mapping[str, int]) -> list[Replica]:
         """Adopt the newest complete replica of each slot of these pools.
 
-        Everything else that is left of their replicas is ended. Other pools' replicas are not
-        touched. `tp_sizes`: pool -> ranks per replica."""
+        Everything else that is left of their replicas is ended, whether Ray lists it or not. Other
+        pools' replicas are not touched. `tp_sizes`: pool -> ranks per replica."""
 
     def clear(self) -> None:
         """End everything that is left of any replica of any pool."""
 
     def destroy(self, replica: Replica) -> bool:
         """End every rank, wait until all are gone, and free their room. False: a process may be
-        left."""
+        left, because Ray does not reach it or the kernel cannot end it."""
 
 
 class RayReplicas:
     """Replicas as Ray actors. Knows their processes even after Ray has forgotten them."""
 
     def __init__(self, run_dir: Path, answer_within_s: float = _CALL_TIMEOUT_S) -> None:
-        self._processes = ProcessTable(run_dir / "processes")
+        self._processes = ProcessTable(run_dir)
         self._answer_within_s = answer_within_s
 
     def reserve(self, name: ReplicaName, config: WorkerConfig) -> BundleNode | None:
@@ -122,8 +130,6 @@ class RayReplicas:
             return bundles.ask(str(name), config)
 
     def start(self, name: ReplicaName, config: WorkerConfig) -> Replica:
-        """Launch all ranks in the reserved room. Raises ReplicaError, and PodLostError if the room
-        is gone. An error leaves nothing behind."""
         begun, resources = _Begun(name), bundles.rank_resources(config)
         with self._nothing_left(begun):
             group = bundles.find(str(name))
@@ -172,11 +178,6 @@ class RayReplicas:
     # --- replicas of a previous supervisor ------------------------------------------------------
 
     def find(self, tp_sizes: Mapping[str, int]) -> list[Replica]:
-        """Adopt the newest complete replica of each slot of these pools.
-
-        Everything else that is left of their replicas is ended, whether Ray lists it or not. Other
-        pools' replicas are not touched. `tp_sizes`: pool -> ranks per replica.
-        """
         newest: dict[str, Replica] = {}
         remains: list[Replica] = []
         left = self._left(tp_sizes.keys())
@@ -202,7 +203,6 @@ class RayReplicas:
         ]
 
     def clear(self) -> None:
-        """End everything that is left of any replica of any pool."""
         names = {*_listed_actors(), *self._processes.read()}
         self._end(self._left({_name_of(name).pool for name in names}))
         for name in _names_of_groups():
@@ -253,10 +253,6 @@ class RayReplicas:
     # --- the end --------------------------------------------------------------------------------
 
     def destroy(self, replica: Replica) -> bool:
-        """End every rank by Ray and by pid, wait until all are gone, and free their room.
-
-        False: a process may be left, because Ray does not reach it or the kernel cannot end it.
-        """
         _let_leave(replica)
         for actor in replica.actors.values():
             _kill(actor)
@@ -399,9 +395,6 @@ class RankEnd:
     failure: str | None
 
 
-_RankKey = tuple[ReplicaName, int]
-
-
 class RankWatch:
     """Asks every watched rank whether it has ended, one call after the other.
 
@@ -410,38 +403,29 @@ class RankWatch:
     """
 
     def __init__(self) -> None:
-        self._calls: dict[_RankKey, Any] = {}
+        self._calls: dict[tuple[ReplicaName, int], Any] = {}
 
     def wait(self, replicas: Sequence[Replica], timeout_s: float) -> list[RankEnd]:
-        """Wait for the first rank of these replicas to end, and return all that have."""
-        give_up_at = time.monotonic() + timeout_s
-        actors = {(r.name, rank): actor for r in replicas for rank, actor in r.actors.items()}
-        self._calls = {key: call for key, call in self._calls.items() if key in actors}
-        while True:
-            for key, actor in actors.items():
-                if key not in self._calls:
-                    self._calls[key] = actor.wait_for_exit.remote(_ASK_S)
-            left_s = max(0.0, give_up_at - time.monotonic())
-            if not self._calls:
-                time.sleep(left_s)
-                return []
-            ends = self._look(left_s)
-            if ends or time.monotonic() >= give_up_at:
-                return ends
-
-    def _look(self, timeout_s: float) -> list[RankEnd]:
+        """Wait for the first answers of these replicas' ranks. Returns the ranks that have ended,
+        which may be none."""
+        self._calls = {
+            (replica.name, rank): self._calls.get((replica.name, rank))
+            or actor.wait_for_exit.remote(_ASK_S)
+            for replica in replicas
+            for rank, actor in replica.actors.items()
+        }
+        if not self._calls:
+            time.sleep(timeout_s)
+            return []
         calls = list(self._calls.values())
-        ready, _ = ray.wait(calls, num_returns=1, timeout=timeout_s, fetch_local=False)
-        if ready:  # collect all that are ready
-            ready, _ = ray.wait(calls, num_returns=len(calls), timeout=0, fetch_local=False)
-        keys = {call: key for key, call in self._calls.items()}
+        ray.wait(calls, num_returns=1, timeout=timeout_s, fetch_local=False)
+        ready, _ = ray.wait(calls, num_returns=len(calls), timeout=0, fetch_local=False)
         ends = []
-        for call in ready:
-            name, rank = keys[call]
-            del self._calls[name, rank]
-            over = _answer(call)
-            if over is not None:
-                ends.append(RankEnd(name, rank, over.failure))
+        for (name, rank), call in list(self._calls.items()):
+            if call in ready:
+                del self._calls[name, rank]
+                if (over := _answer(call)) is not None:
+                    ends.append(RankEnd(name, rank, over.failure))
         return ends
 
 
@@ -454,3 +438,59 @@ def _answer(call: Any) -> RankExit | None:
     except RayError as error:  # the process died without an error report
         return RankExit(one_line(error))
     return over
+
+
+# --- ending processes ---------------------------------------------------------------------------
+
+_GONE_WITHIN_S = 10.0
+_TASK_WITHIN_S = 20.0  # Ray must start a process there first
+
+
+def end_processes(processes: Sequence[ProcessIdentity], node_id: str | None) -> bool:
+    """Kill all and wait until they are gone. False: that could not be proved.
+
+    `node_id`: Ray's id of their node, if known."""
+    far = [process for process in processes if is_gone(process) is None]
+    left = kill_by_pid(processes)
+    return not left and (not far or _end_far(far, node_id))
+
+
+def kill_by_pid(processes: Sequence[ProcessIdentity]) -> list[ProcessIdentity]:
+    """Kill all that run here and wait until they are gone. Returns those that are not."""
+    give_up_at = time.monotonic() + _GONE_WITHIN_S
+    while True:
+        left = [process for process in processes if is_gone(process) is False]
+        for process in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGKILL)
+        if not left or time.monotonic() >= give_up_at:
+            return left
+        time.sleep(0.02)
+
+
+def _end_there(processes: Sequence[ProcessIdentity]) -> bool:
+    """The Ray task that ends processes in their own pod."""
+    return not kill_by_pid(processes) and all(map(is_gone, processes))
+
+
+def _end_far(processes: Sequence[ProcessIdentity], node_id: str | None) -> bool:
+    if node_id is None:
+        return False
+    if _is_leaving(node_id):
+        return True
+    there = NodeAffinitySchedulingStrategy(node_id, soft=False)
+    task = ray.remote(_end_there).options(num_cpus=0, max_retries=0, scheduling_strategy=there)
+    try:
+        ended: bool = ray.get(task.remote(processes), timeout=_TASK_WITHIN_S)
+    except RayError:
+        return _is_leaving(node_id)
+    return ended
+
+
+def _is_leaving(node_id: str) -> bool:
+    """Whether the pod is gone or drains. Nothing new starts in a draining pod, and what is left
+    ends with its raylet, which exits once nothing is placed there."""
+    nodes: list[dict[str, object]] = ray.nodes()  # type: ignore[no-untyped-call]
+    if not any(node["NodeID"] == node_id and node["Alive"] for node in nodes):
+        return True
+    return node_id in ray._private.state.state.get_draining_nodes()

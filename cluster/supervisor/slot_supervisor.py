@@ -176,12 +176,12 @@ class SlotSupervisor:
     async def _placed(self, name: ReplicaName, config: WorkerConfig) -> bool:
         """Wait for room. False: the slot is no longer wanted. Raises ReplicaError."""
         ask = partial(self._context.replicas.reserve, name, config)
-        while (spot := await self._context.ray(ask)) is None:
+        while (node := await self._context.ray(ask)) is None:
             if self._context.registry.pools.set_pending(self.worker_id):
                 self._context.changes.announce()
             if await wait_for_event(self._context.clock, self._leaving, LOOK_S):
                 return False
-        self._placed_in(spot.pod_name)
+        self._placed_in(node.pod_name)
         return True
 
     def _placed_in(self, pod_name: str | None) -> None:

@@ -1,14 +1,13 @@
 """Keeps every pool at its desired size: one detached, named Ray actor that is also the registry.
 
-Each place of a pool has a `SlotSupervisor`. A keeper that fails is reported by name and set to work
-again: no replica's failure ends the supervisor. Scaling in gives up places that do not serve, then
-drains the highest. kill -9 of this process stops nothing: Ray starts it again, it listens on the
-same port, adopts, and the workers register anew; who leaves a pool is chosen once all of it have,
-or are taken for hung, for one of them may be leaving already.
+Each slot of a pool has a `SlotSupervisor`. If one fails, its error is reported by name and it runs
+again: no replica's failure ends the supervisor. A shrinking pool drops slots that do not serve
+first, then the highest. kill -9 of this process stops nothing: Ray starts it again, it listens on
+the same port, adopts what runs, and the workers register again. It chooses who leaves a pool only
+once all adopted workers have registered or count as hung, because one of them may be leaving.
 
-Each pool has settings of its own, from the cluster's file or from AddPool. The run directory holds
-what must survive a restart: port, added pools, sizes, role plans, roles that are away or on their
-way back, the model's fingerprint, the units that routers are told of.
+Each pool has its own settings, from the cluster's file or from AddPool. The run directory holds
+what must survive a restart (`run_dir`).
 """
 
 from __future__ import annotations
@@ -25,33 +24,49 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from itertools import chain, count, islice
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, Self, TypeVar
 
+import ray
 import uvloop
+from ray.exceptions import ActorUnavailableError, RayError, RayTaskError
 
 from baton.config.cluster import ClusterConfig
-from baton.errors import ConfigError
+from baton.errors import ConfigError, UnavailableError
+from cluster.errors import one_line
 from cluster.pools.pool_settings import PoolSettings, choose_auto_settings, common_dtype, num_ranks
 from cluster.registry.control_service import Changes, serve
+from cluster.registry.pool_changes import PoolBacking
 from cluster.registry.registry import Registry
 from cluster.supervisor.bundles import check_room
-from cluster.supervisor.replica import RankWatch, RayReplicas, Replica, ReplicaName, Replicas
+from cluster.supervisor.replica import (
+    NAMESPACE,
+    RankWatch,
+    RayReplicas,
+    Replica,
+    ReplicaName,
+    Replicas,
+)
+from cluster.supervisor.run_dir import SupervisorState, state_file
 from cluster.supervisor.slot_supervisor import LOOK_S, SlotContext, SlotSupervisor
-from cluster.supervisor.state import SupervisorState, state_file
 from cluster.worker.config import WorkerConfig, num_threads_of, worker_config
 from cluster.worker.process import LoopDoor, set_up_logging
 
 log = logging.getLogger(__name__)
 
 NAME = "baton-supervisor"
+_ANSWER_WITHIN_S = 30.0
+_ASK_AGAIN_S = 0.2
+# Only the head's node has this resource. Without a head the supervisor waits for the next one. In a
+# worker's pod it would end with that pod, and no client would find its control service.
+_HEAD = {"node:__internal_head__": 0.001}
 
 T = TypeVar("T")
 
-_Key = tuple[str, int]
+_Key = tuple[str, int]  # a pool's name and a slot's index
 
 
-class Supervision:
-    """The supervisor's work, on an event loop of its own."""
+class Supervision(PoolBacking):
+    """The supervisor's work, on its own event loop. Backs the registry's pools."""
 
     def __init__(
         self, cluster: ClusterConfig, run_dir: Path, replicas: Replicas | None = None
@@ -59,7 +74,7 @@ class Supervision:
         self._cluster = cluster
         self._run_dir = run_dir
         self._state = SupervisorState(run_dir, cluster)
-        self._not_kept = ""  # why what follows from workers could not be written
+        self._save_problem = ""  # why the newest changes could not be written
         self._registry = Registry(
             cluster.registry,
             time.monotonic,
@@ -69,16 +84,16 @@ class Supervision:
         )
         self._state.restore(self._registry.pools)
         self._changes = Changes()
-        self._keepers: dict[_Key, SlotSupervisor] = {}
+        self._slots: dict[_Key, SlotSupervisor] = {}
         self._tasks: dict[_Key, asyncio.Task[None]] = {}
-        self._num_threads: dict[ReplicaName, int] = {}  # what replicas were told to compute with
+        self._num_threads: dict[ReplicaName, int] = {}  # last sent to each replica
         self._adopted: dict[_Key, Replica] = {}
-        self._places_opened = asyncio.Event()
+        self._slots_opened = asyncio.Event()
         self._stop = asyncio.Event()
         self._control = ""
-        # Starts and ends take up the ground's threads for as long as they last.
-        self._soon = ThreadPoolExecutor(4, thread_name_prefix="soon-ray-calls")
-        self._ground = SlotContext(
+        # Starts and ends hold the context's threads for long; short calls have their own.
+        self._short_calls = ThreadPoolExecutor(4, thread_name_prefix="short-ray-calls")
+        self._context = SlotContext(
             self._registry,
             self._changes,
             replicas or RayReplicas(run_dir),
@@ -87,206 +102,202 @@ class Supervision:
         )
 
     async def run(self, on_address: Callable[[str], None]) -> None:
-        """Supervise until `stop`, which leaves no replica behind."""
+        """Supervise until `stop`, which leaves no replica behind. `on_address` gets the address
+        that workers and routers connect to."""
         async with serve(self._registry, self._changes, self._state.listen, self) as address:
-            self._control = self._announced(address)
-            self._keep_state(address)
-            on_address(self._control)  # a rank that does not answer is waited for below
+            host, port = self._cluster.control.announced_host, address.rpartition(":")[2]
+            self._control = address if host is None else f"{host}:{port}"
+            self._state.keep(address, self._registry)
+            on_address(self._control)  # before adopting, which waits for ranks that do not answer
             await self._adopt(self._registry.pools.all_settings().values())
             async with asyncio.TaskGroup() as group:
                 watcher = group.create_task(self._watch_ends())
                 await self._reconcile()
                 watcher.cancel()
-            await self._leave()  # not after an error: the next supervisor adopts what runs
+            await self._end_all()  # not after an error: the next supervisor adopts what runs
 
     def stop(self) -> None:
         self._stop.set()
         self._changes.announce()
 
-    def _announced(self, address: str) -> str:
-        """What workers and routers connect to."""
-        host, port = self._cluster.control.announced_host, address.rpartition(":")[2]
-        return address if host is None else f"{host}:{port}"
-
-    # --- what stands behind the registry's pools ------------------------------------------------
+    # --- PoolBacking ----------------------------------------------------------------------------
 
     async def check_room(self, pool: PoolSettings, replicas: Mapping[str, int]) -> None:
         """Raises NoCapacityError."""
         pools = self._registry.pools.all_settings() | {pool.name: pool}
-        await self._ray_soon(partial(check_room, pool.name, pools, replicas))
+        await self._short_call(partial(check_room, pool.name, pools, replicas))
 
-    async def complete(self, told: PoolSettings) -> PoolSettings:
+    async def complete(self, settings: PoolSettings) -> PoolSettings:
         """Raises ConfigError, UnavailableError."""
-        config, here = told.config, self._cluster.runs_on
+        config, here = settings.config, self._cluster.runs_on
         if config.runs_on != here:
             raise ConfigError(
                 f"runs_on: must be {here}, as the cluster's own, not {config.runs_on}",
                 field="runs_on",
             )
         if dtype := common_dtype(self._registry.pools.all_settings().values()):
-            config = told.with_dtype(dtype).config
+            config = settings.with_dtype(dtype).config
         config, choices = await asyncio.to_thread(choose_auto_settings, config)
         for choice in choices:
-            log.info("%s: %s", told.name, choice)
-        settings = dataclasses.replace(told, config=config)
-        await self._adopt([settings])  # a supervisor that lost its state is told of pools that run
+            log.info("%s: %s", settings.name, choice)
+        settings = dataclasses.replace(settings, config=config)
+        await self._adopt([settings])  # if this supervisor lost its state, the pool may run already
         return settings
 
     def pool_added(self, pool: str) -> None:
-        """Unless something was left of it, nobody is to think that it had yet to register."""
+        """If nothing was left of the pool, no worker of it has yet to register."""
         if all(name != pool for name, _ in self._adopted):
             self._registry.pools.mark_found(pool)
 
     async def slots_known(self) -> None:
-        await self._places_opened.wait()
+        await self._slots_opened.wait()
 
     def save(self) -> None:
-        self._keep_state(self._state.listen)
+        self._state.keep(self._state.listen, self._registry)
 
-    def _keep_state(self, listen: str) -> None:
-        self._state.keep(listen, self._registry)
-
-    # --- replicas -------------------------------------------------------------------------------
-
-    async def _ray_soon(self, call: Callable[[], T]) -> T:
-        """A call of Ray that returns soon, and so must not wait for others that do not."""
-        return await asyncio.get_running_loop().run_in_executor(self._soon, call)
-
-    def _worker_config(self, name: ReplicaName) -> WorkerConfig:
-        cluster = self._registry.pools.settings(name.pool).config
-        config = worker_config(cluster, name.pool, name.worker_id, self._control)
-        if config.in_pod:  # it has that to itself, and logs where Ray's workers do
-            return config
-        engine = dataclasses.replace(config.engine, num_threads=self._share_of(name.pool))
-        return dataclasses.replace(config, engine=engine, log_dir=str(self._run_dir))
-
-    def _share_of(self, pool: str) -> int:
-        """Compute threads of a rank, with as many replicas as there are places now."""
-        pools, places = self._registry.pools.all_settings(), Counter(p for p, _ in self._keepers)
-        engine = pools[pool].config.pool_engine(pool)
-        return num_threads_of(engine, num_ranks(pools, places))
-
-    async def _divide_cores(self) -> None:
-        """Places have come or gone: tell every replica its share of the cores, if that changed."""
-        if self._cluster.runs_on == "pods":
-            return
-        running = [k.replica for k in self._keepers.values() if k.replica is not None]
-        share = {pool: self._share_of(pool) for pool in {r.name.pool for r in running}}
-        for replica in running:
-            num_threads = share[replica.name.pool]
-            if self._num_threads.get(replica.name) != num_threads:
-                tell = partial(self._ground.replicas.set_num_threads, replica, num_threads)
-                await self._ray_soon(tell)
-        self._num_threads = {replica.name: share[replica.name.pool] for replica in running}
+    # --- slots ----------------------------------------------------------------------------------
 
     async def _adopt(self, pools: Iterable[PoolSettings]) -> None:
-        """Find what a former supervisor left in them."""
+        """Find the replicas that a previous supervisor left in these pools."""
         tp_sizes = {settings.name: settings.shape.tensor_parallel for settings in pools}
-        for found in await self._ground.ray(partial(self._ground.replicas.find, tp_sizes)):
+        for found in await self._context.ray(partial(self._context.replicas.find, tp_sizes)):
             self._adopted[(found.name.pool, found.name.index)] = found
             log.info("adopted %s", found.name)
 
     async def _reconcile(self) -> None:
-        """Give every wanted place a keeper; have the others leave."""
+        """Open a slot for every wanted worker and drain the others, until `stop`."""
         while not self._stop.is_set():
             known = self._registry.pools.all_settings()
-            for key in self._adopted.keys() - self._keepers.keys():
+            for key in self._adopted.keys() - self._slots.keys():
                 if key[0] in known:
-                    self._keep(key)
+                    self._open(key)
             for pool in known:
                 self._registry.pools.mark_found(pool)
             wanted = self._wanted()
-            for key in wanted - set(self._keepers):
-                self._keep(key)
-            self._places_opened.set()
-            for key in sorted(set(self._keepers) - wanted):
+            for key in wanted - set(self._slots):
+                self._open(key)
+            self._slots_opened.set()
+            for key in sorted(set(self._slots) - wanted):
                 if not self._registry.awaits_adopted(key[0]):
-                    self._keepers[key].drain()
+                    self._slots[key].drain()
             for key in [key for key, task in self._tasks.items() if task.done()]:
-                self._keeper_ended(key)
-            self._keep_news()
+                self._run_ended(key)
+            self._save_changes()
             await self._divide_cores()
             await self._changes.wait(LOOK_S)
 
-    def _keep_news(self) -> None:
-        """Write what workers have changed: the roles that are away and the model's fingerprint.
-        An error that keeps it from being written is logged once."""
+    def _wanted(self) -> set[_Key]:
+        """As many slots of each pool as its size: those that stay, then the lowest other indices.
+        A wanted slot that is leaving is filled again once it is empty."""
+        wanted: set[_Key] = set()
+        for pool, size in self._registry.pools.desired_replicas().items():
+            staying = [slot.index for slot in self._registry.staying(pool)]
+            others = (index for index in count() if index not in staying)
+            wanted |= {(pool, index) for index in islice(chain(staying, others), size)}
+        return wanted
+
+    def _open(self, key: _Key) -> None:
+        """Open a slot and keep it filled."""
+        adopted = self._adopted.pop(key, None)
+        slot = SlotSupervisor(*key, self._context, adopted)
+        pod_name, serves = (None, False) if adopted is None else (adopted.pod_name, adopted.serves)
+        self._registry.pools.open_slot(slot.pool, slot.worker_id, pod_name, serves)
+        self._slots[key] = slot
+        self._tasks[key] = asyncio.create_task(slot.run())
+
+    def _run_ended(self, key: _Key) -> None:
+        """Close a slot that is no longer wanted. Run it again after a while if it failed."""
+        slot, error = self._slots[key], self._tasks.pop(key).exception()
+        if error is None:
+            del self._slots[key]
+            self._registry.pools.close_slot(slot.worker_id)
+            return
+        log.error("the supervisor of %s failed", slot.worker_id, exc_info=error)
+        slot.report(f"its supervisor failed: {error!r}")
+
+        async def again() -> None:
+            await slot.back_off()
+            await slot.run()
+
+        self._tasks[key] = asyncio.create_task(again())
+
+    def _save_changes(self) -> None:
+        """Save what workers have changed: the roles that are away and the model's fingerprint.
+        A repeated error is logged once."""
         problem, registry, state = "", self._registry, self._state
-        news = registry.pools.away, registry.model_fingerprint
-        if news != (state.away, state.model_fingerprint):
+        if (registry.pools.away, registry.model_fingerprint) != (
+            state.away,
+            state.model_fingerprint,
+        ):
             try:
                 self.save()
             except OSError as error:
                 problem = str(error)
-        if problem and problem != self._not_kept:
-            log.error("what a next supervisor must know is kept later: %s", problem)
-        self._not_kept = problem
-
-    def _wanted(self) -> set[_Key]:
-        """Of each pool as many places as its size says: those that stay, and the lowest others; one
-        of these that is leaving is filled again after that."""
-        wanted: set[_Key] = set()
-        for pool, size in self._registry.pools.desired_replicas().items():
-            there = [place.index for place in self._registry.staying(pool)]
-            free = (index for index in count() if index not in there)
-            wanted |= {(pool, index) for index in islice(chain(there, free), size)}
-        return wanted
-
-    def _keep(self, key: _Key) -> None:
-        """Open a place and have it filled."""
-        adopted = self._adopted.pop(key, None)
-        keeper = SlotSupervisor(*key, self._ground, adopted)
-        if adopted is None:
-            self._registry.pools.open_slot(keeper.pool, keeper.worker_id)
-        else:
-            self._registry.pools.open_slot(
-                keeper.pool, keeper.worker_id, adopted.pod_name, adopted.serves
-            )
-        self._keepers[key] = keeper
-        self._tasks[key] = asyncio.create_task(keeper.run())
-
-    def _keeper_ended(self, key: _Key) -> None:
-        """Its place was given up; or it failed, and goes on where it was after a while."""
-        keeper, error = self._keepers[key], self._tasks.pop(key).exception()
-        if error is None:
-            del self._keepers[key]
-            self._registry.pools.close_slot(keeper.worker_id)
-            return
-        log.error("the keeper of %s failed", keeper.worker_id, exc_info=error)
-        keeper.report(f"its keeper failed: {error!r}")
-
-        async def again() -> None:
-            await keeper.back_off()
-            await keeper.run()
-
-        self._tasks[key] = asyncio.create_task(again())
+        if problem and problem != self._save_problem:
+            log.error("the supervisor's state is not saved, trying again: %s", problem)
+        self._save_problem = problem
 
     async def _watch_ends(self) -> None:
-        """Hear of ranks that end, by Ray."""
+        """Pass on the ends of ranks."""
         watch = RankWatch()
         while True:
-            watched = [k.watched for k in self._keepers.values() if k.watched is not None]
-            for end in await self._ray_soon(partial(watch.wait, watched, LOOK_S)):
-                for keeper in self._keepers.values():
-                    keeper.rank_ended(end)
+            watched = [slot.watched for slot in self._slots.values() if slot.watched is not None]
+            for end in await self._short_call(partial(watch.wait, watched, LOOK_S)):
+                for slot in self._slots.values():
+                    slot.rank_ended(end)
 
-    async def _leave(self) -> None:
-        """The cluster is being shut down: end every replica at once."""
-        for keeper in self._keepers.values():
-            keeper.end_now()
+    async def _end_all(self) -> None:
+        """End every replica at once: the cluster shuts down."""
+        for slot in self._slots.values():
+            slot.end_now()
         if self._tasks:
             await asyncio.wait(self._tasks.values())
-        failed_over = [k.replica for k in self._keepers.values() if k.replica is not None]
-        unkept = self._adopted.values()  # stopped before they were given keepers
-        destroy = self._ground.replicas.destroy
-        await asyncio.gather(
-            *(self._ground.ray(partial(destroy, replica)) for replica in (*failed_over, *unkept))
-        )
-        await self._ground.ray(self._ground.replicas.clear)  # of pools that nobody told of again
+        replicas = self._context.replicas
+        # Slots whose run failed, and replicas that no slot has adopted yet.
+        left = [*self._running(), *self._adopted.values()]
+        await asyncio.gather(*(self._context.ray(partial(replicas.destroy, r)) for r in left))
+        await self._context.ray(replicas.clear)  # replicas of pools that were not added again
+
+    # --- replicas -------------------------------------------------------------------------------
+
+    async def _short_call(self, call: Callable[[], T]) -> T:
+        """Call Ray for something that returns soon, without waiting for longer calls."""
+        return await asyncio.get_running_loop().run_in_executor(self._short_calls, call)
+
+    def _running(self) -> list[Replica]:
+        return [slot.replica for slot in self._slots.values() if slot.replica is not None]
+
+    def _worker_config(self, name: ReplicaName) -> WorkerConfig:
+        cluster = self._registry.pools.settings(name.pool).config
+        config = worker_config(cluster, name.pool, name.worker_id, self._control)
+        if config.in_pod:  # it has all of the pod's cores, and logs where Ray's workers do
+            return config
+        engine = dataclasses.replace(config.engine, num_threads=self._threads_of(name.pool))
+        return dataclasses.replace(config, engine=engine, log_dir=str(self._run_dir))
+
+    def _threads_of(self, pool: str) -> int:
+        """Compute threads of a rank, with a replica in every slot."""
+        pools, slots = self._registry.pools.all_settings(), Counter(p for p, _ in self._slots)
+        engine = pools[pool].config.pool_engine(pool)
+        return num_threads_of(engine, num_ranks(pools, slots))
+
+    async def _divide_cores(self) -> None:
+        """Send every replica its share of the cores, if slots have come or gone."""
+        if self._cluster.runs_on == "pods":
+            return
+        running = self._running()
+        threads = {replica.name: self._threads_of(replica.name.pool) for replica in running}
+        for replica in running:
+            num_threads = threads[replica.name]
+            if self._num_threads.get(replica.name) != num_threads:
+                await self._short_call(
+                    partial(self._context.replicas.set_num_threads, replica, num_threads)
+                )
+        self._num_threads = threads
 
 
 class SupervisorActor:
-    """The Ray actor: a thread with the supervision's event loop, and calls into it."""
+    """The Ray actor: runs the supervision in a thread and answers calls about it."""
 
     def __init__(self, cluster: ClusterConfig, run_dir: str) -> None:
         set_up_logging(cluster.log_level, Path(run_dir) / "supervisor.log")
@@ -318,7 +329,7 @@ class SupervisorActor:
         except Exception as error:
             log.exception("the supervisor ends")
             if not self._address.done() and not self._is_successor:
-                self._address.set_exception(error)  # it never served: tell who started it
+                self._address.set_exception(error)  # it never served: report to its starter
                 return
             logging.shutdown()
             os._exit(1)  # Ray starts it again, and it adopts
@@ -327,3 +338,67 @@ class SupervisorActor:
         with self._door.open():
             self._supervision = Supervision(cluster, run_dir)
             await self._supervision.run(self._address.set_result)
+
+
+class SupervisorHandle:
+    """Starts, finds and stops the supervisor: a named Ray actor that outlives the caller. Every
+    method blocks on Ray, to which this process must be connected."""
+
+    def __init__(self, actor: Any) -> None:
+        self._actor = actor
+
+    @classmethod
+    def start(cls, config: ClusterConfig, run_dir: Path) -> Self:
+        """Have Ray start it, and restart it for ever. An existing one stays as it is."""
+        options = ray.remote(SupervisorActor).options(
+            name=NAME,
+            namespace=NAMESPACE,
+            lifetime="detached",
+            get_if_exists=True,
+            max_restarts=-1,
+            max_concurrency=4,
+            num_cpus=0,
+            resources=_HEAD,
+        )
+        return cls(options.remote(config, str(run_dir)))
+
+    @classmethod
+    def find(cls) -> Self | None:
+        try:
+            return cls(ray.get_actor(NAME, namespace=NAMESPACE))
+        except ValueError:
+            return None
+
+    def address(self, within_s: float = _ANSWER_WITHIN_S) -> str:
+        """The announced address of its control service. Raises UnavailableError."""
+        give_up_at = time.monotonic() + within_s
+        while True:
+            try:
+                left_s = max(0.0, give_up_at - time.monotonic())
+                address: str = ray.get(self._actor.address.remote(), timeout=left_s)
+                return address
+            except ActorUnavailableError as error:  # Ray is restarting it
+                if time.monotonic() > give_up_at:
+                    raise _not_there(error) from error
+                time.sleep(_ASK_AGAIN_S)
+            except RayError as error:
+                raise _not_there(error) from error
+
+    def pid(self) -> int:
+        """Its pid. Raises RayError while Ray restarts it."""
+        pid: int = ray.get(self._actor.pid.remote(), timeout=_ANSWER_WITHIN_S)
+        return pid
+
+    def stop(self, within_s: float = _ANSWER_WITHIN_S) -> bool:
+        """End every replica, then the supervisor. True: it confirmed that no replica is left."""
+        try:
+            ray.get(self._actor.stop.remote(), timeout=within_s)
+        except RayError:  # dead, or no answer: the end of Ray ends the rest
+            return False
+        self._actor.__ray_terminate__.remote()
+        return True
+
+
+def _not_there(error: RayError) -> UnavailableError:
+    cause = error.cause if isinstance(error, RayTaskError) else error
+    return UnavailableError(f"the supervisor does not start: {one_line(cause)}")

@@ -1,7 +1,7 @@
 """A worker process's configuration: picklable, so that it can be sent to a Ray actor.
 
-Each rank has its own GPU, the only one that it sees. Under Ray the rank's bundle holds a GPU and
-Ray sets CUDA_VISIBLE_DEVICES. Without Ray rank 0 sets it for all ranks, from its own.
+Each rank has its own GPU, the only one that it sees: its bundle holds one, and Ray sets
+CUDA_VISIBLE_DEVICES.
 """
 
 from __future__ import annotations
@@ -10,39 +10,18 @@ import dataclasses
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from baton.config.cluster import ClusterConfig, PoolConfig
+from baton.config.cluster import ClusterConfig
 from baton.config.decode import DecodeConfig
 from baton.config.engine import EngineConfig
 from baton.config.transfer import TransferConfig
 from baton.config.workers import RegistryConfig, WorkerSettings
-from baton.errors import ConfigError
 from cluster.node.pod import Pod
 from cluster.pools.role_plan import Role
 from engine import compute_threads
 
-VISIBLE = "CUDA_VISIBLE_DEVICES"
-
 
 def needs_gpu(engine: EngineConfig) -> bool:
     return engine.device == "cuda" and engine.backend != "fake"
-
-
-def rank_environments(
-    engine: EngineConfig, num_ranks: int, visible: str | None
-) -> list[dict[str, str]]:
-    """Each rank's own environment variables, for ranks without Ray.
-
-    `visible`: this process's CUDA_VISIBLE_DEVICES. Raises ConfigError if it names too few GPUs. A
-    single rank takes the first one, as torch does.
-    """
-    if num_ranks == 1 or not needs_gpu(engine):
-        return [{} for _ in range(num_ranks)]
-    if visible is None:
-        return [{VISIBLE: str(rank)} for rank in range(num_ranks)]
-    gpus = [gpu.strip() for gpu in visible.split(",") if gpu.strip()]
-    if len(gpus) < num_ranks:
-        raise ConfigError(f"{num_ranks} ranks need a GPU each; {VISIBLE} is {visible!r}")
-    return [{VISIBLE: gpu} for gpu in gpus[:num_ranks]]
 
 
 @dataclass(frozen=True)
@@ -91,29 +70,25 @@ class WorkerConfig:
 def worker_config(
     cluster: ClusterConfig, pool: str, worker_id: str, control_address: str
 ) -> WorkerConfig:
-    """The configuration of one replica of a pool. Raises ConfigError."""
-    wanted = cluster.pools.get(pool)
-    if wanted is None:
-        raise ConfigError(f"no pool {pool!r}; there are: {', '.join(cluster.pools)}", field="pools")
-    engine, in_pod = cluster.pool_engine(pool), cluster.runs_on == "pods"
-    if not in_pod:
-        num_ranks = sum(each.replicas * each.tensor_parallel for each in cluster.pools.values())
-        engine = dataclasses.replace(engine, num_threads=num_threads_of(engine, num_ranks))
+    """The configuration of one replica of a pool."""
+    shape, settings = cluster.pools[pool], cluster.worker
+    if shape.drain_timeout_s is not None:
+        settings = dataclasses.replace(settings, drain_timeout_s=shape.drain_timeout_s)
     return WorkerConfig(
         worker_id=worker_id,
         pool=pool,
-        role=Role(wanted.role),
+        role=Role(shape.role),
         model_name=cluster.model_name,
         model_path=cluster.model,
         model_revision=cluster.model_revision,
         tokenizer=cluster.tokenizer,
-        engine=engine,
+        engine=cluster.pool_engine(pool),
         transfer=cluster.transfer,
-        tp_size=wanted.tensor_parallel,
+        tp_size=shape.tensor_parallel,
         control_address=control_address,
-        in_pod=in_pod,
+        in_pod=cluster.runs_on == "pods",
         log_level=cluster.log_level,
-        settings=_settings_of(cluster, wanted),
+        settings=settings,
         decode=cluster.decode,
         registry=cluster.registry,
     )
@@ -130,12 +105,6 @@ def with_node_settings(config: WorkerConfig, pod: Pod | None, node_address: str)
     if pod is not None and pod.port:
         settings = dataclasses.replace(settings, port=pod.port)
     return dataclasses.replace(config, pod=pod, host=host, settings=settings)
-
-
-def _settings_of(cluster: ClusterConfig, pool: PoolConfig) -> WorkerSettings:
-    if pool.drain_timeout_s is None:
-        return cluster.worker
-    return dataclasses.replace(cluster.worker, drain_timeout_s=pool.drain_timeout_s)
 
 
 def num_threads_of(engine: EngineConfig, num_ranks: int) -> int:

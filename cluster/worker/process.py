@@ -1,46 +1,40 @@
-"""One worker process, with or without Ray.
+"""One rank's process under Ray: a thread with the rank, and an actor that answers calls about it.
 
-`python -m cluster.worker.process --config cluster.yaml --pool decode --control 127.0.0.1:7101` runs
-one replica: this process is rank 0 and starts the others. SIGTERM drains it, SIGINT ends it at
-once. Under Ray, `WorkerThread` runs the same in an actor's process.
+Only the actor's calls import Ray.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import dataclasses
 import logging
 import os
-import signal
-import subprocess
+import socket
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import uvloop
 
-from baton.config.cluster import load_config
-from baton.errors import ConfigError
 from cluster.errors import one_line
 from cluster.node.pod import Pod
 from cluster.worker.config import (
-    VISIBLE,
     RankPosition,
     WorkerConfig,
-    rank_environments,
     with_node_settings,
-    worker_config,
 )
 from cluster.worker.rank import OnFatal, build_rank, follow_rank0, listen
 from cluster.worker.worker import EngineStuckError, Worker
+from engine import compute_threads
+from kv_transfer.process import ProcessIdentity, own_identity
 
 log = logging.getLogger(__name__)
 
@@ -207,101 +201,79 @@ class WorkerThread:
         self._worker = worker
 
 
-# --- the command line ---------------------------------------------------------------------------
+# --- under Ray ----------------------------------------------------------------------------------
+
+MAX_CALLS = 8
+"""Calls that a rank answers concurrently."""
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    options = _parse(arguments)
-    worker_id = options.worker_id or f"{options.pool}-0"
-    try:
-        cluster = load_config(options.config)
-        config = worker_config(cluster, options.pool, worker_id, options.control)
-        config = with_node_settings(config, Pod.of(os.environ), config.host)
-    except ConfigError as error:
-        print(f"worker: {error.message}", file=sys.stderr)
-        return _CONFIG_STATUS
-    set_up_logging(config.log_level)
-    position = RankPosition(options.rank, config.tp_size, options.meet)
-    if position.size > 1 and position.rank == 0:
-        listening = listen(config.host)
-        meeting = f"{config.host}:{listening.getsockname()[1]}"
-        position = dataclasses.replace(position, meeting=meeting, listen_fd=listening.detach())
-    try:
-        if position.rank > 0:
-            follow_rank0(config, position, _end_process)
-        else:
-            own, *others = rank_environments(config.engine, position.size, os.environ.get(VISIBLE))
-            os.environ.update(own)  # before any code looks for GPUs
-            with _other_ranks(position, options, others):
-                uvloop.run(_serve_until_signalled(config, position))
-    except Exception:
-        log.exception("%s rank %d ends", worker_id, position.rank)
-        return 1
-    return 0
+@dataclass(frozen=True)
+class RankStatus:
+    """A rank's status, for a supervisor that finds it."""
+
+    process: ProcessIdentity
+    node_id: str
+    """Ray's id of its machine or pod."""
+    launched: bool
+    serves: bool
+    """Rank 0 has loaded and warmed up, so a healthy worker is in the registry."""
 
 
-def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m cluster.worker.process")
-    parser.add_argument("--config", required=True, help="the cluster's YAML file")
-    parser.add_argument("--pool", required=True, help="the pool this worker belongs to")
-    parser.add_argument("--control", required=True, metavar="HOST:PORT", help="the registry")
-    parser.add_argument("--worker-id", help="default: the pool's name and -0")
-    parser.add_argument("--rank", type=int, default=0, help=argparse.SUPPRESS)
-    parser.add_argument("--meet", default="", help=argparse.SUPPRESS)
-    return parser.parse_args(arguments)
+@dataclass(frozen=True)
+class RankExit:
+    """A rank has ended. `failure`: why; None: it left in order."""
+
+    failure: str | None
 
 
-async def _serve_until_signalled(config: WorkerConfig, position: RankPosition) -> None:
-    loop = asyncio.get_running_loop()
+class RankActor:
+    """Runs the worker in a thread and answers calls about it.
 
-    def ready(worker: Worker) -> None:
-        loop.add_signal_handler(signal.SIGTERM, worker.drain)
-        loop.add_signal_handler(signal.SIGINT, worker.stop)
+    No call may last long: Ray lets a call run on after its caller has died.
+    """
 
-    await serve_worker(config, position, ready, _end_process)
+    def __init__(self) -> None:
+        self._worker: WorkerThread | None = None
+        self._meeting: socket.socket | None = None
 
+    def status(self) -> RankStatus:
+        import ray
 
-def _end_process(error: BaseException) -> None:
-    log.critical("this rank failed", exc_info=error)
-    logging.shutdown()
-    os._exit(1)
+        worker, node_id = self._worker, ray.get_runtime_context().get_node_id()
+        serves = worker is not None and worker.serves
+        return RankStatus(own_identity(), node_id, worker is not None, serves)
 
+    def listen(self, host: str) -> int:
+        """On rank 0, before any launch: listen for the other ranks. Returns the port."""
+        self._meeting = listen(host)
+        port: int = self._meeting.getsockname()[1]
+        return port
 
-@contextlib.contextmanager
-def _other_ranks(
-    position: RankPosition, options: argparse.Namespace, environments: Sequence[dict[str, str]]
-) -> Iterator[None]:
-    """Run ranks > 0 as child processes. If one ends early, this process ends too."""
-    command = [sys.executable, "-m", "cluster.worker.process"]
-    command += ["--config", options.config, "--pool", options.pool, "--control", options.control]
-    command += ["--worker-id", options.worker_id or "", "--meet", position.meeting]
-    children = [
-        subprocess.Popen([*command, "--rank", str(rank)], env=os.environ | environment)
-        for rank, environment in enumerate(environments, start=1)
-    ]
-    leaving = threading.Event()
+    def launch(self, config: WorkerConfig, position: RankPosition) -> None:
+        """Start the rank, which registers itself. This process ends soon after the rank."""
+        import ray
 
-    def watch(child: subprocess.Popen[bytes]) -> None:
-        status = child.wait()
-        if not leaving.is_set():
-            log.error("a rank of this worker ended with status %d: ending too", status)
-            for other in children:
-                other.kill()
-            os._exit(1)
+        address: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+        config = with_node_settings(config, Pod.of(os.environ), address)
+        set_up_logging(config.log_level, config.log_file(position.rank))
+        if self._meeting is not None:
+            position = dataclasses.replace(position, listen_fd=self._meeting.detach())
+        self._worker = WorkerThread(config, position)
+        self._worker.start()
 
-    watchers = [threading.Thread(target=watch, args=(c,), daemon=True) for c in children]
-    for watcher in watchers:
-        watcher.start()
-    try:
-        yield
-    finally:
-        leaving.set()
-        for child, watcher in zip(children, watchers):
-            watcher.join(10.0)
-            if watcher.is_alive():
-                child.kill()
-                watcher.join()
+    def set_num_threads(self, num_threads: int) -> None:
+        """Compute with this many threads from the next step on."""
+        compute_threads.want(num_threads)
 
+    def leave(self) -> None:
+        """End the rank now, in order; its running requests are lost."""
+        if self._worker is not None:
+            self._worker.stop()
 
-if __name__ == "__main__":
-    sys.exit(main())
+    def wait_for_exit(self, timeout_s: float) -> RankExit | None:
+        """Wait for the rank's end; None after `timeout_s`."""
+        assert self._worker is not None, "launch comes first"
+        try:
+            return RankExit(self._worker.wait(timeout_s))
+        except TimeoutError:
+            return None

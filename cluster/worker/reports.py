@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 
 import grpc
 import grpc.aio
@@ -23,10 +22,10 @@ from baton import status
 from baton.errors import OtherModelError
 from baton.grpc_options import DIRECT, sends_pings
 from baton.v1 import control_pb2, control_pb2_grpc, worker_pb2
-from cluster.registry.fleet_wire import ROLES
+from cluster.registry.control_service import ROLES
 from cluster.worker.config import WorkerConfig
 from cluster.worker.rank import Rank
-from engine.api import Engine, EngineCapacity, EngineLoad
+from engine.api import EngineCapacity, EngineLoad
 from engine.request import EngineEvent, PrefilledEvent, TokenEvent
 
 log = logging.getLogger(__name__)
@@ -39,15 +38,6 @@ _CHANNEL_OPTIONS = (
     *sends_pings(5.0),
     *DIRECT,
 )
-
-
-@dataclass(frozen=True)
-class Heartbeat:
-    """The content of one heartbeat."""
-
-    progress: control_pb2.StepProgress
-    load: worker_pb2.WorkerLoad
-    draining: bool
 
 
 def worker_info(
@@ -99,15 +89,15 @@ def worker_load(load: EngineLoad, handoff_bytes_per_s: float) -> worker_pb2.Work
 class Registrar:
     """Keeps one worker registered at one control service.
 
-    `beat` returns the content of each heartbeat. `on_drain` is called when the registry asks the
-    worker to drain, possibly more than once.
+    `beat` returns each heartbeat, without the registration. `on_drain` is called when the registry
+    asks the worker to drain, possibly more than once.
     """
 
     def __init__(
         self,
         control_address: str,
         info: control_pb2.WorkerInfo,
-        beat: Callable[[], Heartbeat],
+        beat: Callable[[], control_pb2.RegisterRequest],
         on_drain: Callable[[], None],
         interval_s: float = 0.3,
     ) -> None:
@@ -151,18 +141,13 @@ class Registrar:
         return True
 
     async def _messages(self) -> AsyncIterator[control_pb2.RegisterRequest]:
-        worker: control_pb2.WorkerInfo | None = self._info
         with contextlib.suppress(asyncio.CancelledError):
+            beat = self._beat()
+            beat.worker.CopyFrom(self._info)
             while True:
-                beat = self._beat()
-                yield control_pb2.RegisterRequest(
-                    worker=worker,
-                    progress=beat.progress,
-                    load=beat.load,
-                    draining=beat.draining,
-                )
-                worker = None
+                yield beat
                 await asyncio.sleep(self._interval_s)
+                beat = self._beat()
 
 
 _GAUGES = {
@@ -244,17 +229,6 @@ def problems_of(parts: Mapping[str, Callable[[], None]]) -> list[str]:
     return problems
 
 
-@dataclass(frozen=True)
-class EngineCheck:
-    load: EngineLoad
-    problems: list[str]
-
-    @staticmethod
-    def of(engine: Engine) -> EngineCheck:
-        """Check the engine. Must run on its thread."""
-        return EngineCheck(engine.load(), problems_of({"engine": engine.check_integrity}))
-
-
 class TokenCount:
     """Counts the tokens that this worker's engine sampled: a token that runs twice counts twice."""
 
@@ -266,28 +240,3 @@ class TokenCount:
         for event in events:
             self.num_first += isinstance(event, PrefilledEvent)
             self.num_later += isinstance(event, TokenEvent)
-
-
-def report(
-    check: EngineCheck,
-    problems: list[str],
-    tokens: TokenCount,
-    num_open_leases: int,
-    num_open_handoffs: int,
-) -> worker_pb2.CheckIntegrityResponse:
-    """The answer of CheckIntegrity. `problems`: problems of the parts above the engine."""
-    load = check.load
-    return worker_pb2.CheckIntegrityResponse(
-        problems=check.problems + problems,
-        num_waiting=load.num_waiting,
-        num_running=load.num_running,
-        num_reserved=load.num_reserved,
-        num_exporting=load.num_exporting,
-        num_open_leases=num_open_leases,
-        num_open_handoffs=num_open_handoffs,
-        num_blocks_in_use=load.num_blocks - load.num_free_blocks,
-        num_quarantined_blocks=load.num_quarantined_blocks,
-        num_steps=load.num_steps,
-        num_first_tokens=tokens.num_first,
-        num_later_tokens=tokens.num_later,
-    )

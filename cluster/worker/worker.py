@@ -1,15 +1,15 @@
-"""Rank 0 of a replica as a server: engine thread, roles, services, standing in the registry.
+"""Rank 0 of a replica as a server: engine thread, roles, services, registration.
 
-1. `serve` starts the engine's thread, warms the engine up, mounts the role's services, registers.
-   The parts behind the services are those of both roles.
-2. It runs until `stop`, until a drain is over, or until a part of it fails; one that is told any
-   of these while it warms up opens nothing, and does not wait for a step that hangs.
-3. A drain: no new work, health says NOT_SERVING, what runs finishes, for `drain_timeout_s` at most;
-   routers take the last tokens; then every pool and table is checked. It asks nothing of the
-   registry.
+1. `serve` starts the engine's thread, warms the engine up, mounts the role's services and
+   registers. Every worker has the parts of both roles behind its services.
+2. It runs until `stop`, until a drain is over, or until a part fails. If any of these comes during
+   the warm-up, it opens nothing and does not wait for a step that hangs.
+3. A drain takes no new work and sets health to NOT_SERVING. Running requests finish, within
+   `drain_timeout_s`, and routers take the last tokens. Then every pool and table is checked. It
+   needs no registry.
 
-Nothing here may fail unnoticed: an error in a task or a callback of these parts is told to `fail`,
-and ends `serve` as the engine's own does.
+Nothing may fail unnoticed: an error in a task or callback of these parts goes to `fail`, and ends
+`serve` as an error of the engine does.
 """
 
 from __future__ import annotations
@@ -35,20 +35,16 @@ from cluster.node.pod import PodWorkers
 from cluster.pools.role_plan import Role
 from cluster.registry.registry import Progress
 from cluster.worker.config import WorkerConfig
-from cluster.worker.kv_feed import KvFeed
 from cluster.worker.rank import Rank
 from cluster.worker.reports import (
-    EngineCheck,
-    Heartbeat,
     Registrar,
     TokenCount,
     WorkerCollector,
     problems_of,
-    report,
     worker_info,
     worker_load,
 )
-from cluster.worker.service import WorkerService
+from cluster.worker.service import KvFeed, WorkerService
 from decode_worker.role import DecodeRole
 from decode_worker.service import DecodeService
 from engine.api import Engine, EngineLoad
@@ -64,8 +60,8 @@ from prefill_worker.service import PrefillService
 log = logging.getLogger(__name__)
 
 _SWEEP_S = 0.1
-_TAKEN_WITHIN_S = 5.0  # a router that takes nothing for so long is given up by a worker that leaves
-# Routers ping every few seconds, also while nothing is asked: that is how a dead host is noticed.
+_TAKEN_WITHIN_S = 5.0  # how long a leaving worker waits for a router that takes no tokens
+# Routers ping every few seconds even without calls, to notice a dead host.
 _SERVER_OPTIONS = (
     ("grpc.so_reuseport", 0),
     ("grpc.max_receive_message_length", WORKER_MESSAGE_BYTES),
@@ -74,15 +70,15 @@ _SERVER_OPTIONS = (
 
 
 class WorkerFailedError(RuntimeError):
-    """A part of the worker ended by an error; this process cannot serve any more."""
+    """A part of the worker failed; this process cannot serve any more."""
 
 
 class EngineStuckError(RuntimeError):
-    """A step does not end: what it uses cannot be closed, the process can only be ended."""
+    """A step does not end, so what it uses cannot be closed; the process must be ended."""
 
 
 class Worker:
-    """Owns rank 0's parts from the engine's thread upwards. Made on a running event loop."""
+    """Owns rank 0's parts from the engine's thread upwards. Create it on a running event loop."""
 
     def __init__(self, config: WorkerConfig, rank: Rank) -> None:
         loop = asyncio.get_running_loop()
@@ -95,7 +91,7 @@ class Worker:
         self._capacity = engine.capacity
         self.engine = EngineThread(engine, self._from_engine, self._engine_failed)
         self.feed = KvFeed(self.engine, loop)
-        # Both, whatever the role: mail for either is always read, only calls are not taken.
+        # Every worker has both: it always reads transfer messages for either role.
         self.exporter = Exporter(
             rank.transfer, fingerprint, self._send_to_sinks, self.engine_is_well, clock
         )
@@ -106,11 +102,11 @@ class Worker:
         self.ready = asyncio.Event()
         """Set once the server listens."""
         self.left = asyncio.Event()
-        """Set once it serves no more."""
+        """Set once it has stopped serving."""
         self._stopped = asyncio.Event()
         self._failure: Exception | None = None
         self._drain: asyncio.Task[None] | None = None
-        self._drained = asyncio.Event()  # what ran has ended, or its time is over
+        self._drained = asyncio.Event()  # running requests have ended, or their time is over
         self._tokens = TokenCount()
         self._load = worker_pb2.WorkerLoad()
         self._num_quarantined_bytes = 0
@@ -122,8 +118,8 @@ class Worker:
     # --- life -----------------------------------------------------------------------------------
 
     async def serve(self) -> None:
-        """Serve until stopped or drained. Raises OtherModelError when the registry refuses the
-        worker, WorkerFailedError, EngineStuckError, and whatever a step of the warm-up raises."""
+        """Serve until stopped or drained. Raises OtherModelError if the registry refuses the
+        worker, WorkerFailedError, EngineStuckError, and what a step of the warm-up raises."""
         self.engine.start()
         try:
             async with contextlib.AsyncExitStack() as stack:
@@ -138,7 +134,8 @@ class Worker:
             raise self._failure
 
     async def _warmed_up(self) -> bool:
-        """False: it is to leave; its first step may hang. Raises what a step raises."""
+        """Warm up. False: the worker must leave, and its first step may hang. Raises what a step
+        raises."""
         warming = asyncio.wrap_future(self.engine.call(lambda _: self._warm_up()))
         stopped = self._loop.create_task(self._stopped.wait())
         ends: set[asyncio.Future[Any]] = {warming, stopped}
@@ -152,11 +149,11 @@ class Worker:
                 end.cancel()
 
     def _warm_up(self) -> None:
-        """On the engine's thread, which has nothing else to do yet."""
+        """Runs on the engine's thread."""
         warm_up(self._config.engine, self.rank.runner, self.rank.transfer)
 
     async def _open(self, stack: contextlib.AsyncExitStack) -> None:
-        """Serve, and be known to; until the stack is left. At once, where the pod is closed."""
+        """Serve and register until the stack is left. In a closed pod, stop at once."""
         await stack.enter_async_context(self._server())
         if (port := self._config.settings.metrics_port) is not None:
             stack.enter_context(self._metrics(port))
@@ -165,7 +162,7 @@ class Worker:
             workers.add(info)
             stack.callback(workers.remove, info)
             if workers.is_closed:
-                log.info("%s leaves: its machine ends", self._config.worker_id)
+                log.info("%s leaves: its machine is about to end", self._config.worker_id)
                 self.stop()
                 return
         registrar = Registrar(
@@ -181,9 +178,9 @@ class Worker:
         log.info("%s serves at %s", self._config.worker_id, self.address)
 
     def fail(self, part: str, error: BaseException) -> None:
-        """A part has failed: the worker must end. `serve` raises the first error."""
+        """End the worker because a part has failed. `serve` raises the first error."""
         if self._failure is None:
-            if isinstance(error, OtherModelError):  # the registry's refusal, and no part's fault
+            if isinstance(error, OtherModelError):  # the registry refused it; no part failed
                 self._failure = error
             else:
                 log.critical("%s: %s failed", self._config.worker_id, part, exc_info=error)
@@ -192,7 +189,7 @@ class Worker:
         self._stopped.set()
 
     def _begin(self, name: str, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """A task that the worker cannot do without."""
+        """Start a task that the worker needs: its error fails the worker."""
         task = self._loop.create_task(work, name=name)
         task.add_done_callback(self._task_over)
         return task
@@ -209,12 +206,13 @@ class Worker:
             raise EngineStuckError(f"a step has not ended within {limit_s:g} s") from self._failure
 
     def stop(self) -> None:
-        """Leave now; what runs is lost."""
+        """Leave now; running requests are lost."""
         self._stopped.set()
 
     def drain(self, timeout_s: float | None = None) -> None:
-        """Take no new work, finish what runs, then leave: at once, where it does not serve yet.
-        Asked again, the least time told counts: a notice, say, cuts short a drain under way."""
+        """Take no new work, finish running requests, then leave. A worker that does not serve yet
+        leaves at once. Of repeated calls the shortest time counts: a spot notice shortens a drain.
+        """
         if not self.ready.is_set():
             self.stop()
             return
@@ -224,7 +222,7 @@ class Worker:
             self._loop.call_later(timeout_s, self._drained.set)
         if self._drain is None:
             log.info("%s drains", self._config.worker_id)
-            # Now, not with the task's first turn: a worker that is idle until then is not later.
+            # Not in the task, which starts later: by then new work could have come.
             self.prefill.begin_drain()
             self.decode.begin_drain()
             self._drain = self._begin("drain", self._drain_and_stop())
@@ -232,17 +230,17 @@ class Worker:
     async def _drain_and_stop(self) -> None:
         await self._health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
         await self._drained.wait()
-        # The registry hears of it, and a router that lost its session comes back for the end.
+        # Time for the registry to see the drain, and for a router that lost its session to attach.
         await asyncio.sleep(2 * self._config.settings.heartbeat_s)
         if self._is_idle():
             await self._last_tokens_taken()
-        # A leak shows here, in the exit status; an engine that does not answer, in `_stop_engine`.
-        books = await self.integrity(self._config.settings.leave_timeout_s)
-        assert not books.problems, list(books.problems)
+        # A leak gives an error exit status here. `_stop_engine` reports an engine that is stuck.
+        report = await self.integrity(self._config.settings.leave_timeout_s)
+        assert not report.problems, list(report.problems)
         self._stopped.set()
 
     async def _last_tokens_taken(self) -> None:
-        """Until every router has them, but for one that takes nothing."""
+        """Wait until every router has its tokens, but not for one that takes none."""
         give_up_at = self._loop.time() + _TAKEN_WITHIN_S
         while not self.decode.has_sent_all:
             if self._loop.time() > give_up_at:
@@ -301,7 +299,7 @@ class Worker:
     # --- the engine's thread --------------------------------------------------------------------
 
     def _from_engine(self, events: list[EngineEvent]) -> None:
-        """On the engine's thread: one wake-up of the event loop per step."""
+        """Runs on the engine's thread: wake the event loop once per step."""
         if events:
             self._loop.call_soon_threadsafe(self._dispatch, events)
 
@@ -315,20 +313,23 @@ class Worker:
         self._tokens.on_events(events)
 
     def _send_to_sinks(self, payload: bytes) -> None:
-        """The prefill that it is for follows at once: one step, not one before it, takes both."""
+        """Pass a message to the engine without waking it: its prefill follows at once, and one step
+        takes both."""
         self.engine.post(lambda engine: engine.send_to_sinks(payload), wakes=False)
 
-    # --- what others are told -------------------------------------------------------------------
+    # --- reports --------------------------------------------------------------------------------
 
     def info(self) -> control_pb2.WorkerInfo:
         return worker_info(self._config, self.rank, self._capacity, self.address)
 
-    def _beat(self) -> Heartbeat:
+    def _beat(self) -> control_pb2.RegisterRequest:
         self._ask_load()
-        return Heartbeat(self._progress(), self._load, self._drain is not None)
+        return control_pb2.RegisterRequest(
+            progress=self._progress(), load=self._load, draining=self._drain is not None
+        )
 
     def _progress(self) -> control_pb2.StepProgress:
-        step = self._step_under_way()
+        step = self._running_step()
         return control_pb2.StepProgress(
             num_steps=self.engine.num_steps,
             runnable=step.runnable,
@@ -336,25 +337,25 @@ class Worker:
             predicted_step_s=step.predicted_step_s,
         )
 
-    def _step_under_way(self) -> Progress:
-        # The engine goes on meanwhile: a prediction read after the time could be the next step's,
-        # and one that wakes after the time was read was not idle in a step.
+    def _running_step(self) -> Progress:
+        # The engine runs meanwhile, so the order matters. A prediction that is read after the time
+        # could be the next step's. An engine that wakes after the time was read was not in a step.
         runnable = self.engine.runnable
         predicted_step_s = self.engine.predicted_step_s
         idle_s = max(0.0, time.monotonic() - self.engine.last_step_at)
         return Progress(runnable, idle_s, predicted_step_s)
 
     def engine_is_well(self) -> bool:
-        """Whether the prompts here are being served: it has not failed, its step under way is not
-        stuck as the registry judges, and it has not been blocked for as long as one may take: what
-        it lacks could be held for prompts that wait elsewhere for what is held for these."""
-        judge, blocked_since = self._config.registry, self.engine.blocked_since
-        if self.engine.error is not None or self._step_under_way().is_stuck(judge):
+        """Whether prompts here make progress: the engine has not failed, its step is not stuck by
+        the registry's limits, and it has not been blocked for `stuck_after_s`. Two blocked workers
+        could each hold the blocks that the other waits for."""
+        limits, blocked_since = self._config.registry, self.engine.blocked_since
+        if self.engine.error is not None or self._running_step().is_stuck(limits):
             return False
-        return blocked_since is None or time.monotonic() - blocked_since < judge.stuck_after_s
+        return blocked_since is None or time.monotonic() - blocked_since < limits.stuck_after_s
 
     def _ask_load(self) -> None:
-        """Have the engine's thread tell its load between two steps; a stuck one tells nothing."""
+        """Ask the engine's thread for its load between two steps. A stuck one does not answer."""
         if self._load_asked:
             return
         self._load_asked = True
@@ -370,7 +371,7 @@ class Worker:
         self._load = worker_load(load, self.prefill.handoff_bytes_per_s)
 
     async def _load_now(self) -> worker_pb2.WorkerLoad:
-        """As the engine's thread tells it between two steps; waits for as long as a step takes."""
+        """The engine's load after the running step, however long that takes."""
         self._take_load(await asyncio.wrap_future(self.engine.call(lambda e: e.load())))
         return self._load
 
@@ -391,7 +392,7 @@ class Worker:
     # --- integrity ------------------------------------------------------------------------------
 
     def check_integrity(self) -> None:
-        """Raise AssertionError when a part above the engine holds something twice or for nobody."""
+        """Raise AssertionError if a part above the engine holds something twice or for nobody."""
         problems = problems_of(self._checks())
         assert not problems, problems
 
@@ -404,22 +405,33 @@ class Worker:
         }
 
     async def integrity(self, step_s: float | None = None) -> worker_pb2.CheckIntegrityResponse:
-        """What every part's check finds, on every rank, and what is held. `step_s`: how long the
-        engine's step under way may take. Raises EngineStoppedError, TimeoutError."""
+        """Run every part's checks, on every rank, and report what is held. `step_s`: how long the
+        engine's running step may take. Raises EngineStoppedError, TimeoutError."""
+
+        def check(engine: Engine) -> tuple[EngineLoad, list[str]]:
+            return engine.load(), problems_of({"engine": engine.check_integrity})
+
         on_ranks = await self.exporter.held_handoffs.problems()
-        engine = self.engine.call(EngineCheck.of)
-        books = await asyncio.wait_for(asyncio.wrap_future(engine), step_s)
-        return report(
-            books,
-            on_ranks + problems_of(self._checks()),
-            self._tokens,
-            self.leases.num_open_leases(),
-            self.exporter.num_open(),
+        checking = asyncio.wrap_future(self.engine.call(check))
+        load, in_engine = await asyncio.wait_for(checking, step_s)
+        return worker_pb2.CheckIntegrityResponse(
+            problems=in_engine + on_ranks + problems_of(self._checks()),
+            num_waiting=load.num_waiting,
+            num_running=load.num_running,
+            num_reserved=load.num_reserved,
+            num_exporting=load.num_exporting,
+            num_open_leases=self.leases.num_open_leases(),
+            num_open_handoffs=self.exporter.num_open(),
+            num_blocks_in_use=load.num_blocks - load.num_free_blocks,
+            num_quarantined_blocks=load.num_quarantined_blocks,
+            num_steps=load.num_steps,
+            num_first_tokens=self._tokens.num_first,
+            num_later_tokens=self._tokens.num_later,
         )
 
 
 async def _end(task: asyncio.Task[None] | None) -> None:
-    """Cancel a task and wait for it; what it raises is told by `_task_over`."""
+    """Cancel a task and wait for it. `_task_over` takes its error."""
     if task is not None:
         task.cancel()
         await asyncio.wait({task})

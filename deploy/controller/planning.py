@@ -10,9 +10,9 @@ from dataclasses import dataclass, field, replace
 from baton.config.planner import PlannerConfig
 from baton.v1 import control_pb2
 from cluster.planner.fleet_signals import FleetSignals, PoolBounds
+from cluster.planner.needs import PlannerState
 from cluster.planner.planner import PoolPlan, decide
 from cluster.planner.signals import PoolSignals
-from cluster.planner.state import PlannerState
 from deploy.api.worker_pool import RolePlan, WorkerPoolSpec
 from deploy.controller.kit.objects import Key
 

@@ -17,13 +17,13 @@ from baton.v1 import common_pb2, control_pb2, worker_pb2
 from cli.autoscale import Autoscaler
 from cluster.planner.fleet_signals import FleetSignals, PoolBounds
 from cluster.planner.measure import measure_demand
+from cluster.planner.needs import PlannerState
 from cluster.planner.planner import decide
 from cluster.planner.signals import PoolGaps, Signals, WorkerPhase, WorkerSignals
-from cluster.planner.state import PlannerState
 from cluster.pools.pool_settings import PoolSettings
 from cluster.pools.role_plan import Role
 from cluster.registry.control_service import Changes, serve
-from cluster.registry.pool_changes import PoolBacking, Unbacked
+from cluster.registry.pool_changes import PoolBacking
 from cluster.registry.registry import Progress, Registration, Registry
 from tests.cluster.pool_settings import settings_of
 
@@ -198,7 +198,7 @@ async def test_prompts_that_arrive_faster_than_one_worker_computes_get_more_work
     assert any("prefill" in reason and "tokens/s" in reason for reason in told)
 
 
-class SmallMachine(Unbacked):
+class SmallMachine(PoolBacking):
     """Has room for so many replicas of all pools together."""
 
     def __init__(self, num_replicas: int) -> None:

@@ -223,7 +223,7 @@ def test_what_the_file_sets_reaches_the_workers() -> None:
 def test_what_the_file_sets_reaches_the_supervisor_and_its_registry(tmp_path: Path) -> None:
     config = parse_config({"registry": {"gone_after_s": 40}, "supervisor": {"fence_after_s": 3}})
     supervision = Supervision(config, tmp_path)
-    registry = supervision._ground.registry
+    registry = supervision._context.registry
     assert registry.pools.settings("decode").config.supervisor == config.supervisor
     assert registry._config == config.registry
 

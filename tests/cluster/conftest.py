@@ -7,6 +7,7 @@ import contextlib
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import grpc.aio
 import numpy as np
@@ -88,7 +89,7 @@ def make_spec(
 
 @dataclass
 class Heard:
-    """What a mini router was told of one attempt."""
+    """What a mini router received of one attempt."""
 
     reserved: worker_pb2.Reserved | None = None
     rejected: worker_pb2.Rejected | None = None
@@ -98,7 +99,7 @@ class Heard:
     finished: int = 0
     num_messages: int = 0
     repeated: list[int] = field(default_factory=list)
-    """Indices of tokens that were told before."""
+    """Indices of tokens that had come before."""
 
     def take(self, index: int, token_ids: Sequence[int]) -> None:
         new = dict(enumerate(token_ids, index))
@@ -112,7 +113,7 @@ class Heard:
 
 
 class DecodeLink:
-    """A session with one decode worker: sends what it is told, books what it hears."""
+    """A session with one decode worker: sends requests and keeps what it receives."""
 
     def __init__(self, address: str, router_id: str) -> None:
         self._channel = grpc.aio.insecure_channel(address)
@@ -329,6 +330,19 @@ class Kit:
 @pytest.fixture(scope="session")
 def kit() -> Kit:
     return Kit()
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """An empty folder for a model."""
+    (folder := tmp_path / "model").mkdir()
+    return folder
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    (folder := tmp_path / "run").mkdir()
+    return folder
 
 
 @dataclass

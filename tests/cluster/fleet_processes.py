@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
-import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
@@ -15,9 +14,9 @@ from baton.config.cluster import load_config
 from baton.config.workers import RegistryConfig
 from baton.v1 import common_pb2, control_pb2
 from cluster.pools.pool_settings import own_settings
-from cluster.registry.control_service import Changes, serve
-from cluster.registry.fleet_wire import fleet_message
+from cluster.registry.control_service import Changes, fleet_message, serve
 from cluster.registry.registry import Registry
+from tests.cluster.worker_process import ROOT, command
 
 Happened = Callable[[control_pb2.WatchFleetResponse], bool]
 
@@ -32,9 +31,8 @@ class Fleet:
     async def start(self, pool: str, index: int) -> None:
         worker_id = f"{pool}-{index}"
         self.processes[worker_id] = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "cluster.worker.process", "--config", str(self.config),
-            "--pool", pool, "--control", self.control, "--worker-id", worker_id,
-        )  # fmt: skip
+            *command(self.config, pool, self.control, worker_id), cwd=ROOT
+        )
 
     def worker(self, worker_id: str) -> control_pb2.FleetWorker:
         fleet = fleet_message(self.registry.snapshot())

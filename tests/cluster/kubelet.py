@@ -8,11 +8,10 @@ import os
 import shutil
 import signal
 import threading
-from types import TracebackType
 from typing import Self
 
 from cluster.local.process_tree import Process, still_alive, wait_until_gone
-from cluster.supervisor.state import state_file
+from cluster.supervisor.run_dir import state_file
 from tests.cluster.pods import PodCluster
 from tests.cluster.ray_nodes import NodeProcess
 
@@ -24,8 +23,6 @@ class Kubelet:
     A thread looks which have ended."""
 
     def __init__(self, pods: PodCluster) -> None:
-        self.restarts: list[str] = []
-        """Of containers, by their pods' names; the head's is `head`."""
         self._pods = pods
         self._serving = self._beside_ray()
         self._seen: dict[int, set[Process]] = {}  # what containers' main processes had started
@@ -37,12 +34,7 @@ class Kubelet:
         self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._over.set()
         self._thread.join()
 
@@ -65,12 +57,10 @@ class Kubelet:
         if not self._runs(self._serving):  # the container's main process
             self._end_head()
             self._start_head()
-            self.restarts.append("head")
-        for name, pod in self._pods.pods.items():
+        for pod in self._pods.pods.values():
             if not self._runs(pod.node):
                 self._end(pod.node)
                 self._pods.start_again(pod)
-                self.restarts.append(name)
 
     def _runs(self, node: NodeProcess) -> bool:
         """Also sees what it has started: at its end nobody can tell any more."""
@@ -99,7 +89,7 @@ class Kubelet:
             self._end(node)
 
     def _beside_ray(self) -> NodeProcess:
-        pods, log = self._pods, f"serving-{len(self.restarts)}-{os.urandom(3).hex()}.log"
+        pods, log = self._pods, f"serving-{os.urandom(3).hex()}.log"
         serving = NodeProcess(pods.head_command(), pods.environment, pods.run_dir / log)
         pods.stack.callback(serving.kill)
         return serving

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from baton.config.cluster import ClusterConfig, parse_config
 from baton.control_client import ControlClient
+from cluster.registry.registry import Registry
 from cluster.supervisor.bundles import BundleNode
 from cluster.supervisor.replica import Replica, ReplicaName
 from cluster.supervisor.supervisor import Supervision
@@ -130,3 +131,7 @@ async def until(condition: Callable[[], object]) -> None:
     async with asyncio.timeout(10):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.01)
+
+
+def registry_of(supervision: Supervision) -> Registry:
+    return supervision._registry  # the wire has no call that registers a worker without a process

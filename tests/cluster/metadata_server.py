@@ -20,7 +20,7 @@ _LOOPBACK = "127.0.0.1"
 
 
 class MetadataServer:
-    """What one machine is told; `address` is its service's."""
+    """The metadata service as one machine sees it, at `address`."""
 
     def __init__(self, address: str) -> None:
         self.address = address
@@ -80,7 +80,7 @@ class MetadataServer:
             self._is_over = True
             self._changed.notify_all()
 
-    # --- what it is told ------------------------------------------------------------------------
+    # --- answers --------------------------------------------------------------------------------
 
     def reply(self, method: str, target: str, headers: dict[str, str]) -> Reply:
         with self._changed:
@@ -134,13 +134,13 @@ class MetadataServer:
             return HTTPStatus.OK, OWN_NAME, {}
         if path != "/metadata/scheduledevents":
             return HTTPStatus.NOT_FOUND, "", {}
-        told = {"DocumentIncarnation": len(self._events), "Events": self._events}
-        return HTTPStatus.OK, json.dumps(told), {}
+        reported = {"DocumentIncarnation": len(self._events), "Events": self._events}
+        return HTTPStatus.OK, json.dumps(reported), {}
 
 
 class Machines:
-    """Own what each machine is told: all ask one address, and each is known by the one that it asks
-    from. `address` is the service's."""
+    """Own every machine's answers. All ask one service at `address`, and each is known by its own
+    address."""
 
     def __init__(self, address: str) -> None:
         self.address = address
@@ -186,7 +186,7 @@ def serving_machines(host: str) -> Iterator[Machines]:
 
     server = ThreadingHTTPServer((host, 0), Handler)
     served = Machines(f"http://{host}:{server.server_port}")
-    thread = threading.Thread(target=server.serve_forever, name="metadata")
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,), name="metadata")
     thread.start()
     try:
         yield served

@@ -26,9 +26,8 @@ from baton.config.cluster import ClusterConfig
 from baton.config.workers import pod_resource
 from baton.control_client import ControlClient
 from baton.v1 import control_pb2
-from cluster.local.process_tree import Process
-from cluster.local.reaper import Reaper, watched_over
-from cluster.local.router_process import RouterProcess
+from cluster.local.bring_up import RouterProcess
+from cluster.local.process_tree import Process, Reaper, watched_over
 from cluster.node.pod import Pod
 from cluster.worker.rank import free_port
 from tests.cluster.ray_nodes import NodeProcess, start_head, start_worker

@@ -7,7 +7,7 @@ from baton.config.workers import SupervisorConfig
 from cluster.pools.pool_settings import PoolSettings, added_settings
 from cluster.pools.role_plan import Role
 
-TOLD = """
+ADDED_TEXT = """
 pools:
   decode-1b2c3:
     role: mixed
@@ -16,7 +16,7 @@ pools:
 """
 
 
-def told(text: str = TOLD) -> PoolSettings:
+def added_pool(text: str = ADDED_TEXT) -> PoolSettings:
     """Of a pool that AddPool brings."""
     return added_settings("decode-1b2c3", text)
 

@@ -32,11 +32,11 @@ class Redis:
         self, command: Sequence[str], environment: Mapping[str, str]
     ) -> tuple[list[str], dict[str, str]]:
         """The command and environment of a head whose state lies here."""
-        told = {
+        reported = {
             "RAY_REDIS_ADDRESS": self.address,
             "RAY_external_storage_namespace": self.namespace,
         }
-        return [*command, f"--redis-password={self.password}"], {**environment, **told}
+        return [*command, f"--redis-password={self.password}"], {**environment, **reported}
 
 
 @contextlib.contextmanager

@@ -1,5 +1,4 @@
-"""A pool that is told to a running cluster is one like the others, whatever becomes of the
-supervisor that was told."""
+"""A pool that is added to a running cluster is like the others, even after its supervisor ends."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ import pytest
 from baton.config.cluster import ClusterConfig, ControlConfig, PoolConfig
 from baton.control_client import ControlClient
 from baton.errors import AlreadyExistsError, ConfigError, InUseError
-from cluster.supervisor.state import state_file
+from cluster.supervisor.run_dir import state_file
 from cluster.worker.rank import free_port
 from tests.cluster.pods import PodCluster, running_head
 from tests.cluster.whole_cluster import Fleet, Site, fake_cluster, live_workers, running_site
@@ -39,8 +38,8 @@ def sizes(fleet: Fleet) -> dict[str, tuple[int, int]]:
 
 def places(fleet: Fleet, pool: str) -> dict[str, str]:
     """Pods by worker ids."""
-    (told,) = (each for each in fleet.pools if each.name == pool)
-    return {place.worker_id: place.pod_name for place in told.places}
+    (reported,) = (each for each in fleet.pools if each.name == pool)
+    return {place.worker_id: place.pod_name for place in reported.places}
 
 
 def incarnations(fleet: Fleet) -> dict[str, int]:
@@ -48,10 +47,8 @@ def incarnations(fleet: Fleet) -> dict[str, int]:
 
 
 def test_a_pool_that_was_added_serves_outlives_its_supervisor_and_leaves_nothing(
-    tmp_path: Path,
+    model: Path, run_dir: Path
 ) -> None:
-    (model := tmp_path / "model").mkdir()
-    (run_dir := tmp_path / "run").mkdir()
     config = fake_cluster(model, replicas=1)
     with (
         running_site(config, run_dir) as site,
@@ -92,11 +89,9 @@ def test_a_pool_that_was_added_serves_outlives_its_supervisor_and_leaves_nothing
         assert set(sizes(site.all_live())) == {"prefill", "decode"}  # it does not come back
 
 
-def test_on_pods_a_cluster_begins_without_pools_and_tells_where_each_replica_starts(
-    tmp_path: Path,
+def test_on_pods_a_cluster_begins_without_pools_and_reports_where_each_replica_starts(
+    model: Path, run_dir: Path
 ) -> None:
-    (model := tmp_path / "model").mkdir()
-    (run_dir := tmp_path / "run").mkdir()
     whole = dataclasses.replace(
         fake_cluster(model, replicas=1),
         runs_on="pods",
@@ -106,7 +101,7 @@ def test_on_pods_a_cluster_begins_without_pools_and_tells_where_each_replica_sta
         pods.serve()
         site = Site(cast(Any, pods), whole)
         assert sizes(site.wait_for(lambda seen: True)) == {}
-        tell_of_pools(pods, whole)
+        add_pools(pods, whole)
         site.wait_for(lambda seen: [p.pending_replicas for p in seen.pools] == [1, 1])
         pods.have(**{"prefill": 1, ADDED: 1})
         started = site.wait_for(lambda seen: places(seen, ADDED)[f"{ADDED}-0"])
@@ -124,7 +119,7 @@ def test_on_pods_a_cluster_begins_without_pools_and_tells_where_each_replica_sta
         os.kill(pods.supervisor().pid, signal.SIGKILL)
         lost = site.wait_for(lambda seen: not seen.pools and len(live_workers(seen)) == 2)
         assert incarnations(lost) == incarnations(serving)
-        tell_of_pools(pods, whole)
+        add_pools(pods, whole)
         again = site.wait_for(lambda seen: sizes(seen) == both and places(seen, ADDED))
         assert incarnations(again) == incarnations(serving)
         check_pods(pods, again)
@@ -133,10 +128,8 @@ def test_on_pods_a_cluster_begins_without_pools_and_tells_where_each_replica_sta
 
 
 def test_a_pool_whose_workers_load_another_model_says_so_and_the_others_serve(
-    tmp_path: Path,
+    model: Path, run_dir: Path
 ) -> None:
-    (model := tmp_path / "model").mkdir()
-    (run_dir := tmp_path / "run").mkdir()
     whole = dataclasses.replace(
         fake_cluster(model, replicas=1),
         runs_on="pods",
@@ -161,7 +154,7 @@ def test_a_pool_whose_workers_load_another_model_says_so_and_the_others_serve(
         assert list(live_workers(seen)) == ["prefill-0"]
 
 
-def tell_of_pools(pods: PodCluster, whole: ClusterConfig) -> None:
+def add_pools(pods: PodCluster, whole: ClusterConfig) -> None:
     """Of both, each by a file with that pool alone."""
     only = dataclasses.replace(whole, pools={"prefill": whole.pools["prefill"]})
     with ControlClient(pods.control_address) as control:

@@ -45,11 +45,11 @@ def registry_of(*pools: str) -> Registry:
 
 
 async def agreed(config: WorkerConfig) -> str:
-    told = await asyncio.to_thread(with_agreed_dtype, config, config.model_path)
-    assert told == dataclasses.replace(
-        config, engine=dataclasses.replace(config.engine, dtype=told.engine.dtype)
+    reported = await asyncio.to_thread(with_agreed_dtype, config, config.model_path)
+    assert reported == dataclasses.replace(
+        config, engine=dataclasses.replace(config.engine, dtype=reported.engine.dtype)
     )
-    return told.engine.dtype
+    return reported.engine.dtype
 
 
 async def test_the_first_worker_computes_in_its_own_dtype(
@@ -81,7 +81,7 @@ async def test_a_registry_that_is_not_there_yet_is_asked_again(
     control = f"127.0.0.1:{free_port('127.0.0.1')}"
     asking = asyncio.create_task(agreed(config_of(tmp_path, control)))
     await asyncio.wait({asking}, timeout=0.05)
-    registry = registry_of()  # which has yet to be told of the pool, too
+    registry = registry_of()  # which does not know the pool yet either
     async with serve(registry, Changes(), control):
         await asyncio.wait({asking}, timeout=0.05)
         registry.pools.add(added_settings("p", POOLS), 1)
@@ -112,9 +112,9 @@ def test_what_is_decided_or_computes_nothing_asks_nobody(
     assert with_agreed_dtype(config, config.model_path) is config
 
 
-@pytest.mark.parametrize(("backend", "told"), [("torch", "bfloat16"), ("fake", "")])
-def test_a_worker_tells_the_registry_what_it_computes_in(
-    backend: str, told: str, tmp_path: Path
+@pytest.mark.parametrize(("backend", "reported"), [("torch", "bfloat16"), ("fake", "")])
+def test_a_worker_registers_the_dtype_that_it_computes_in(
+    backend: str, reported: str, tmp_path: Path
 ) -> None:
     config = config_of(tmp_path, "127.0.0.1:1")
     config = dataclasses.replace(config, engine=EngineConfig(backend=backend))
@@ -123,7 +123,7 @@ def test_a_worker_tells_the_registry_what_it_computes_in(
     identity = WorkerIdentity("p-0", 1, (RankAddress(0, b"there", own_identity()),))
     loaded = SimpleNamespace(model=spec, identity=identity)
     capacity = EngineCapacity(4, 64, None, None)
-    assert worker_info(config, cast(Rank, loaded), capacity, "here:1").dtype == told
+    assert worker_info(config, cast(Rank, loaded), capacity, "here:1").dtype == reported
 
 
 async def test_a_rank_is_built_in_what_was_agreed(

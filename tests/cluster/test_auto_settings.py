@@ -31,13 +31,13 @@ def dtypes(config: ClusterConfig) -> list[str]:
 def test_all_pools_get_one_dtype_with_its_reason(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"torch_dtype": "float32"}))
     with AutoSettings(cluster(tmp_path, {}, {"dtype": "auto", "max_num_seqs": 3}), {}) as auto:
-        config, told = auto.result()
+        config, reported = auto.result()
     assert dtypes(config) == ["float32", "float32"]
     assert config.pool_engine("p").max_num_seqs == 3
-    assert told[1:] == ["computing in float32: the checkpoint's own dtype"]
+    assert reported[1:] == ["computing in float32: the checkpoint's own dtype"]
 
 
-def test_what_is_wrong_with_the_model_is_told(tmp_path: Path) -> None:
+def test_a_model_without_a_config_is_refused(tmp_path: Path) -> None:
     with (
         AutoSettings(cluster(tmp_path, {}, {}), {}) as auto,
         pytest.raises(ConfigError, match=r"config\.json is missing"),
@@ -47,8 +47,8 @@ def test_what_is_wrong_with_the_model_is_told(tmp_path: Path) -> None:
 
 def test_a_model_whose_folder_is_on_the_workers_pods_alone_is_left_to_them(tmp_path: Path) -> None:
     named = dataclasses.replace(cluster(tmp_path / "none", {}, {}), runs_on="pods")
-    config, told = choose_auto_settings(named)
-    assert (dtypes(config), told) == (["auto", "auto"], [])
+    config, reported = choose_auto_settings(named)
+    assert (dtypes(config), reported) == (["auto", "auto"], [])
 
 
 @pytest.mark.parametrize(
@@ -63,9 +63,9 @@ def test_what_is_said_explicitly_stays_and_starts_nothing(
     engine: dict[str, Any], prefill: dict[str, Any], found: list[str], tmp_path: Path
 ) -> None:
     with AutoSettings(cluster(tmp_path / "none", engine, prefill), {}) as auto:
-        config, told = auto.result()
+        config, reported = auto.result()
     assert dtypes(config) == found
-    assert told == []
+    assert reported == []
 
 
 @pytest.mark.parametrize(

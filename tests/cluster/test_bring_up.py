@@ -18,9 +18,8 @@ import pytest
 from baton.config.cluster import ClusterConfig
 from baton.config.workers import RegistryConfig
 from baton.errors import ConfigError, UnavailableError
-from cluster.local.bring_up import _wait_for_pools, up
-from cluster.local.process_tree import descendants, wait_until_gone
-from cluster.local.reaper import watched_over
+from cluster.local.bring_up import _build_kernels, _wait_for_pools, up
+from cluster.local.process_tree import descendants, wait_until_gone, watched_over
 from cluster.registry.control_service import Changes, serve
 from cluster.registry.registry import Registry
 from tests.cluster.pool_settings import settings_of
@@ -38,7 +37,7 @@ def too_small(folder: Path) -> ClusterConfig:
 
 
 def with_torch(config: ClusterConfig) -> ClusterConfig:
-    engine = dataclasses.replace(config.engine, backend="torch", dtype="float32")
+    engine = dataclasses.replace(config.engine, backend="torch", device="cpu", dtype="float32")
     return dataclasses.replace(config, engine=engine)
 
 
@@ -68,11 +67,9 @@ def no_transport(folder: Path) -> ClusterConfig:
         (no_transport, "libnowhere"),
     ],
 )
-def test_a_cluster_whose_workers_cannot_start_fails_soon_with_their_own_words(
-    tmp_path: Path, make: type, cause: str
+def test_a_cluster_whose_workers_cannot_start_fails_soon_with_their_error(
+    model: Path, run_dir: Path, make: type, cause: str
 ) -> None:
-    (model := tmp_path / "model").mkdir()
-    (run_dir := tmp_path / "run").mkdir()
     config, before, began_at = make(model), descendants(), time.monotonic()
     with pytest.raises(UnavailableError) as failure:
         up(config, run_dir=run_dir)
@@ -105,7 +102,7 @@ def test_a_cluster_on_pods_is_refused_here_before_anything_starts(tmp_path: Path
     assert descendants() == before
 
 
-def test_ray_that_cannot_start_is_told_in_a_line_and_leaves_no_process_behind(
+def test_ray_that_cannot_start_is_reported_on_one_line_and_leaves_no_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (deep := tmp_path / ("deep" * 30)).mkdir()
@@ -116,29 +113,18 @@ def test_ray_that_cannot_start_is_told_in_a_line_and_leaves_no_process_behind(
     assert wait_until_gone(descendants() - before, 5.0) == set()
 
 
-def test_a_user_is_told_that_no_compiler_is_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_compiler_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (empty := tmp_path / "no-programs").mkdir()
     monkeypatch.setenv("PATH", str(empty))
-    config, told = fake_cluster(tmp_path, replicas=1), []
-
-    def until_the_supervisor_starts(step: str) -> None:
-        if step == "starting the supervisor":
-            raise KeyboardInterrupt
-        told.append(step)
-
-    with pytest.raises(KeyboardInterrupt):
-        up(with_torch(config), until_the_supervisor_starts)
-    assert told[-2:] == [
+    config, reported = fake_cluster(tmp_path, replicas=1), []
+    _build_kernels(config, reported.append)  # the fake engine needs none
+    assert reported == []
+    _build_kernels(with_torch(config), reported.append)
+    assert reported == [
         "building the CPU kernels",
-        "torch's kernels have to do, several times slower "
+        "using torch's kernels, several times slower "
         "(NativeBuildError: no compiler (c++ or g++ or clang++) on this machine)",
     ]
-    told.clear()
-    with pytest.raises(KeyboardInterrupt):
-        up(config, until_the_supervisor_starts)
-    assert told == ["starting Ray"]  # the fake engine needs none
 
 
 def test_the_logs_stay_after_an_error_that_nobody_foresaw(
@@ -168,8 +154,7 @@ async def test_pools_that_are_not_live_in_time_are_named_with_the_setting() -> N
             await asyncio.to_thread(_wait_for_pools, control, print, 1.5)
 
 
-def test_kill_9_of_baton_up_leaves_no_process_behind(tmp_path: Path) -> None:
-    (model := tmp_path / "model").mkdir()
+def test_kill_9_of_baton_up_leaves_no_process_behind(tmp_path: Path, model: Path) -> None:
     file = tmp_path / "cluster.yaml"
     file.write_text(fake_cluster(model, replicas=1).to_yaml())
     process = subprocess.Popen(
@@ -192,32 +177,32 @@ def test_kill_9_of_baton_up_leaves_no_process_behind(tmp_path: Path) -> None:
 def test_the_reaper_ends_what_a_killed_process_leaves_even_if_it_does_not_listen(
     tmp_path: Path,
 ) -> None:
-    told = tmp_path / "pids"
+    reported = tmp_path / "pids"
     stubborn = (
         "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN);"
         "print('deaf', flush=True); time.sleep(100)"
     )
     script = f"""
 import json, os, pathlib, subprocess, sys, time
-from cluster.local.reaper import watched_over
+from cluster.local.process_tree import watched_over
 from cluster.registry.registry import Registry
 from cluster.pools.role_plan import Role
 with watched_over() as reaper:
     child = subprocess.Popen([sys.executable, "-c", {stubborn!r}], stdout=subprocess.PIPE,
                              start_new_session=True, env=os.environ | reaper.variables)
     child.stdout.readline()
-    pathlib.Path({str(told)!r} + ".new").write_text(json.dumps(child.pid))
-    os.rename({str(told)!r} + ".new", {str(told)!r})
+    pathlib.Path({str(reported)!r} + ".new").write_text(json.dumps(child.pid))
+    os.rename({str(reported)!r} + ".new", {str(reported)!r})
     time.sleep(100)
 """
     process = subprocess.Popen([sys.executable, "-c", script])
     give_up_at = time.monotonic() + 60
-    while not told.exists():
+    while not reported.exists():
         assert process.poll() is None
         assert time.monotonic() < give_up_at
         time.sleep(0.02)
     left = descendants(process.pid)
-    assert json.loads(told.read_text()) in {found.pid for found in left}
+    assert json.loads(reported.read_text()) in {found.pid for found in left}
     assert len(left) == 2  # the reaper too
     process.kill()
     process.wait()

@@ -21,8 +21,8 @@ from baton.status import from_rpc_error
 from baton.v1 import common_pb2, control_pb2, control_pb2_grpc, worker_pb2
 from cluster.registry.control_service import Changes, serve
 from cluster.registry.registry import Registry
-from cluster.registry.units import Unit, UnitList
-from cluster.worker.reports import Heartbeat, Registrar
+from cluster.registry.routers import Unit, UnitList
+from cluster.worker.reports import Registrar
 from tests.cluster.pool_settings import settings_of
 from tests.router.proxy import Proxy
 
@@ -42,6 +42,17 @@ def make_registry(config: RegistryConfig = PATIENT) -> Registry:
     return registry
 
 
+@contextlib.asynccontextmanager
+async def served(
+    registry: Registry | None = None, listen: str = "127.0.0.1:0"
+) -> AsyncIterator[tuple[str, control_pb2_grpc.ControlServiceAsyncStub]]:
+    async with (
+        serve(registry or make_registry(), Changes(), listen) as address,
+        grpc.aio.insecure_channel(address) as channel,
+    ):
+        yield address, control_pb2_grpc.ControlServiceStub(channel)
+
+
 def worker_info(
     worker_id: str = "decode-0",
     role: common_pb2.WorkerRole.ValueType = common_pb2.WORKER_ROLE_DECODE,
@@ -58,9 +69,9 @@ def worker_info(
     )
 
 
-def beat() -> Heartbeat:
-    return Heartbeat(
-        control_pb2.StepProgress(num_steps=3), worker_pb2.WorkerLoad(num_running=2), False
+def beat() -> control_pb2.RegisterRequest:
+    return control_pb2.RegisterRequest(
+        progress=control_pb2.StepProgress(num_steps=3), load=worker_pb2.WorkerLoad(num_running=2)
     )
 
 
@@ -119,49 +130,25 @@ async def states_of_next_messages(
 
 
 async def test_a_draining_worker_whose_stream_breaks_is_draining_still_and_when_back() -> None:
-    async with (
-        serve(make_registry(), Changes(), "127.0.0.1:0") as address,
-        grpc.aio.insecure_channel(address) as channel,
-    ):
-        stub = control_pb2_grpc.ControlServiceStub(channel)
+    async with served() as (_, stub):
         first = await registering(stub, draining=True)
         first.cancel()
-        assert await states_of_next_messages(stub, 3) == {DRAINING}
+        assert await states_of_next_messages(stub, 2) == {DRAINING}
         await registering(stub)
         assert await states_of_next_messages(stub, 2) == {DRAINING}
 
 
-async def test_the_end_of_a_former_stream_says_nothing_of_a_worker_that_has_registered_again() -> (
-    None
-):
-    async with (
-        serve(make_registry(), Changes(), "127.0.0.1:0") as address,
-        grpc.aio.insecure_channel(address) as channel,
-    ):
-        stub = control_pb2_grpc.ControlServiceStub(channel)
-        former = await registering(stub)
-        await registering(stub)
-        former.cancel()
-        assert await states_of_next_messages(stub, 3) == {LIVE}
-
-
-async def test_a_stream_ends_once_its_worker_has_registered_on_another() -> None:
-    async with (
-        serve(make_registry(), Changes(), "127.0.0.1:0") as address,
-        grpc.aio.insecure_channel(address) as channel,
-    ):
-        stub = control_pb2_grpc.ControlServiceStub(channel)
+async def test_a_second_stream_of_a_worker_ends_the_first_which_says_nothing_of_it() -> None:
+    async with served() as (_, stub):
         former = await registering(stub)
         await registering(stub)
         assert await asyncio.wait_for(former.read(), 10) is grpc.aio.EOF
+        former.cancel()
+        assert await states_of_next_messages(stub, 2) == {LIVE}
 
 
 async def test_a_registered_worker_is_seen_live_with_its_load_and_suspect_once_cut_off() -> None:
-    async with (
-        serve(make_registry(RegistryConfig()), Changes(), "127.0.0.1:0") as address,
-        grpc.aio.insecure_channel(address) as channel,
-    ):
-        stub = control_pb2_grpc.ControlServiceStub(channel)
+    async with served(make_registry(RegistryConfig())) as (address, stub):
         async with registered(address, asyncio.Event()):
             fleet = await fleet_where(stub, LIVE)
             assert fleet.workers[0].load.num_running == 2
@@ -178,7 +165,7 @@ async def live(stub: control_pb2_grpc.ControlServiceAsyncStub, count: int) -> No
             return
 
 
-async def test_a_worker_that_no_partner_shares_a_fingerprint_with_is_live_and_told_of_once(
+async def test_a_worker_that_no_partner_shares_a_fingerprint_with_is_live_and_logged_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     prefill = worker_info("prefill-0", common_pb2.WORKER_ROLE_PREFILL, b"one")
@@ -186,18 +173,16 @@ async def test_a_worker_that_no_partner_shares_a_fingerprint_with_is_live_and_to
     quick = dataclasses.replace(RegistryConfig(), silent_after_s=0.3)
     never = asyncio.Event()
     async with (
-        serve(Registry(quick, time.monotonic), Changes(), "127.0.0.1:0") as address,
-        grpc.aio.insecure_channel(address) as channel,
+        served(Registry(quick, time.monotonic)) as (address, stub),
         registered(address, never, prefill),
         registered(address, never, sound),
         asyncio.timeout(10),
     ):
-        stub = control_pb2_grpc.ControlServiceStub(channel)
         await live(stub, 2)
         async with registered(address, never, odd):
             await live(stub, 3)
-    told = [r.getMessage() for r in caplog.records if "pairs with none" in r.getMessage()]
-    assert told == [
+    reported = [r.getMessage() for r in caplog.records if "pairs with none" in r.getMessage()]
+    assert reported == [
         "decode-1 has another KV fingerprint than every prefill worker (prefill-0): it pairs with "
         "none; engine.dtype and engine.block_size must be the same in all pools"
     ]
@@ -208,11 +193,9 @@ async def test_a_worker_of_another_model_is_refused_by_name_and_gives_up(
 ) -> None:
     never = asyncio.Event()
     async with (
-        serve(make_registry(), Changes(), "127.0.0.1:0") as address,
-        grpc.aio.insecure_channel(address) as channel,
+        served() as (address, stub),
         registered(address, never, worker_info(model_fingerprint=b"one")),
     ):
-        stub = control_pb2_grpc.ControlServiceStub(channel)
         assert (await fleet_where(stub, LIVE)).model_fingerprint == b"one"
         other = worker_info("decode-1", model_fingerprint=b"other")
         refused = Registrar(address, other, beat, never.set, interval_s=0.05)
@@ -232,11 +215,8 @@ async def test_a_worker_of_another_model_is_refused_by_name_and_gives_up(
 
 async def test_a_call_that_never_says_who_registers_is_ended_by_a_typed_error() -> None:
     registry = Registry(RegistryConfig(register_within_s=0.2), time.monotonic)
-    async with (
-        serve(registry, Changes(), "127.0.0.1:0") as address,
-        grpc.aio.insecure_channel(address) as channel,
-    ):
-        call = control_pb2_grpc.ControlServiceStub(channel).Register()
+    async with served(registry) as (_, stub):
+        call = stub.Register()
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await asyncio.wait_for(call.read(), 10)
         error = from_rpc_error(caught.value)
@@ -245,11 +225,7 @@ async def test_a_call_that_never_says_who_registers_is_ended_by_a_typed_error() 
 
 
 async def test_a_drain_asked_of_the_registry_reaches_the_worker() -> None:
-    async with (
-        serve(make_registry(), Changes(), "127.0.0.1:0") as address,
-        grpc.aio.insecure_channel(address) as channel,
-    ):
-        stub = control_pb2_grpc.ControlServiceStub(channel)
+    async with served() as (address, stub):
         drained = asyncio.Event()
         async with registered(address, drained):
             await fleet_where(stub, LIVE)
@@ -258,32 +234,22 @@ async def test_a_drain_asked_of_the_registry_reaches_the_worker() -> None:
 
 
 async def test_a_registry_that_comes_back_empty_is_rebuilt_from_its_workers() -> None:
-    async with serve(make_registry(), Changes(), "127.0.0.1:0") as address:
+    async with served() as (address, _):
         pass
     async with registered(address, asyncio.Event()):
-        async with (
-            serve(make_registry(), Changes(), address),
-            grpc.aio.insecure_channel(address) as channel,
-        ):
-            await fleet_where(control_pb2_grpc.ControlServiceStub(channel), LIVE)
-        async with (
-            serve(make_registry(), Changes(), address),
-            grpc.aio.insecure_channel(address) as channel,
-        ):
-            await fleet_where(control_pb2_grpc.ControlServiceStub(channel), LIVE)
+        for _ in range(2):
+            async with served(listen=address) as (_, stub):
+                await fleet_where(stub, LIVE)
 
 
 @pytest.mark.full
 async def test_a_registry_whose_host_falls_silent_is_given_up_within_twice_the_keepalive(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    async with (
-        serve(make_registry(), Changes(), "127.0.0.1:0") as address,
-        grpc.aio.insecure_channel(address) as channel,
-    ):
+    async with served() as (address, stub):
         proxy = await Proxy.to(address)
         async with registered(proxy.address, asyncio.Event()):
-            await fleet_where(control_pb2_grpc.ControlServiceStub(channel), LIVE)
+            await fleet_where(stub, LIVE)
             proxy.freeze()
             async with asyncio.timeout(2 * 5.0 + 5.0):
                 while True:
@@ -293,35 +259,11 @@ async def test_a_registry_whose_host_falls_silent_is_given_up_within_twice_the_k
         await proxy.close()
 
 
-async def test_scaling_an_unknown_pool_names_the_pools_there_are() -> None:
-    async with (
-        serve(make_registry(), Changes(), "127.0.0.1:0") as address,
-        grpc.aio.insecure_channel(address) as channel,
-    ):
-        stub = control_pb2_grpc.ControlServiceStub(channel)
-        response = await stub.SetReplicas(control_pb2.SetReplicasRequest(pool="decode", replicas=4))
-        assert response.previous_replicas == 1
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await stub.SetReplicas(control_pb2.SetReplicasRequest(pool="decod", replicas=4))
-        assert caught.value.code() is grpc.StatusCode.NOT_FOUND
-        assert "there are: decode" in str(caught.value.details())
+async def test_a_drain_of_an_unknown_worker_is_refused_however_long_its_name() -> None:
+    async with served() as (_, stub):
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await stub.Drain(control_pb2.ControlServiceDrainRequest(worker_id="d" * 20_000))
         assert caught.value.code() is grpc.StatusCode.NOT_FOUND
-
-
-async def test_scaling_beyond_the_pools_max_replicas_is_refused_by_the_fields_name() -> None:
-    registry = make_registry()
-    async with serve(registry, Changes(), "127.0.0.1:0") as address:
-
-        def scale() -> None:
-            with ControlClient(address) as control:
-                control.set_replicas("decode", 5)
-
-        with pytest.raises(InvalidRequestError, match=r"between 0 and 4, .* not 5") as caught:
-            await asyncio.to_thread(scale)
-    assert caught.value.field == "replicas"
-    assert registry.pools.desired_replicas() == {"decode": 1}
 
 
 # --- units ----------------------------------------------------------------------------------------
@@ -331,25 +273,20 @@ def unit(code: str, share: float, address: str = "") -> control_pb2.Unit:
     return control_pb2.Unit(code=code, control_address=address, share=share)
 
 
-async def test_the_units_are_told_at_once_on_every_change_and_every_few_seconds(
+async def test_the_units_are_sent_on_every_change_and_every_few_seconds(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("cluster.registry.control_service.UNITS_EVERY_S", 0.3)
     registry = Registry(PATIENT, time.monotonic, units=UnitList(Unit("a")))
-    async with (
-        serve(registry, Changes(), "127.0.0.1:0") as address,
-        grpc.aio.insecure_channel(address) as channel,
-    ):
-        watch = control_pb2_grpc.ControlServiceStub(channel).WatchUnits(
-            control_pb2.WatchUnitsRequest(), timeout=20
-        )
+    async with served(registry) as (address, stub):
+        watch = stub.WatchUnits(control_pb2.WatchUnitsRequest(), timeout=20)
         messages = aiter(watch)
         assert list((await anext(messages)).units) == [unit("a", 1.0)]
         both = [unit("a", 0.75), unit("b", 0.25, "elsewhere:1")]
         with ControlClient(address) as client:
             await asyncio.to_thread(client.set_units, both)
-        while list((told := await anext(messages)).units) != both:
-            assert list(told.units) == [unit("a", 1.0)]
+        while list((reported := await anext(messages)).units) != both:
+            assert list(reported.units) == [unit("a", 1.0)]
         assert list((await anext(messages)).units) == both
         watch.cancel()
 

@@ -6,35 +6,28 @@ import contextlib
 import dataclasses
 import os
 import re
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import ray
 
 from baton.config.cluster import ClusterConfig, PoolConfig, parse_config
-from baton.config.engine import EngineConfig
 from baton.config.transfer import TransferConfig
 from baton.control_client import ControlClient
-from baton.errors import ConfigError
 from cli.main import main
 from cluster.errors import ReplicaError
 from cluster.local.bring_up import start_ray
-from cluster.local.reaper import watched_over
+from cluster.local.process_tree import watched_over
 from cluster.pools.pool_settings import num_ranks, own_settings
 from cluster.supervisor.bundles import rank_resources
-from cluster.supervisor.handle import SupervisorHandle
 from cluster.supervisor.replica import RayReplicas, ReplicaName
+from cluster.supervisor.supervisor import SupervisorHandle
 from cluster.worker.config import (
-    VISIBLE,
     WorkerConfig,
     num_threads_of,
-    rank_environments,
     worker_config,
 )
 from tests.cluster.whole_cluster import PROMPT, Site, fake_cluster, live_workers, run, running_site
@@ -94,10 +87,8 @@ def wait_for_threads(site: Site, log_file: Path, changes: list[tuple[int, int]])
 @pytest.mark.timeout(240)
 @pytest.mark.skipif(NUM_CORES < 2, reason="one core cannot be divided")
 def test_a_running_worker_gives_cores_away_when_its_pool_is_scaled_out_and_has_them_back_after(
-    tmp_path: Path,
+    model: Path, run_dir: Path
 ) -> None:
-    (model := tmp_path / "model").mkdir()
-    (run_dir := tmp_path / "run").mkdir()
     half = NUM_CORES // 2
     with running_site(mixed_cluster(model), run_dir) as site:
         scale(site, 2)
@@ -137,8 +128,8 @@ def ranks_on_gpus(folder: Path, tp_size: int) -> WorkerConfig:
 
 
 def visible_gpus(actor: Any) -> str:
-    told: str = ray.get(actor.__ray_call__.remote(lambda self: os.environ[VISIBLE]), timeout=30)
-    return told
+    visible = actor.__ray_call__.remote(lambda self: os.environ["CUDA_VISIBLE_DEVICES"])
+    return str(ray.get(visible, timeout=30))
 
 
 def test_only_a_rank_on_a_gpu_asks_for_one(tmp_path: Path) -> None:
@@ -211,53 +202,11 @@ def test_scaling_a_pool_beyond_the_gpus_is_refused_at_once_and_changes_nothing(
         began_at = time.monotonic()
         assert main(["scale", "decode", "3", "--control", address]) == 1
         assert time.monotonic() - began_at < 15
-        told = capsys.readouterr()
-        assert told.out == ""
-        assert "all pools together would need 3 GPUs, one for each rank; there are 2, 2" in told.err
+        reported = capsys.readouterr()
+        assert reported.out == ""
+        assert (
+            "all pools together would need 3 GPUs, one for each rank; there are 2, 2"
+            in reported.err
+        )
         with ControlClient(address) as control:
             assert [pool.desired_replicas for pool in control.fleet().pools] == [0, 0]
-
-
-SEEN = [
-    (None, ["0", "1"]),
-    ("3,5,7", ["3", "5"]),
-    ("GPU-a, GPU-b", ["GPU-a", "GPU-b"]),
-]
-
-
-@pytest.mark.parametrize(("visible", "seen"), SEEN)
-def test_each_rank_without_ray_sees_a_gpu_of_its_own(visible: str | None, seen: list[str]) -> None:
-    engine = EngineConfig(device="cuda")
-    assert [each[VISIBLE] for each in rank_environments(engine, 2, visible)] == seen
-    assert rank_environments(engine, 1, visible) == [{}]
-    assert rank_environments(EngineConfig(), 2, visible) == [{}, {}]
-
-
-@pytest.mark.parametrize("visible", ["", "0"])
-def test_ranks_without_ray_that_have_too_few_gpus_are_refused(visible: str) -> None:
-    with pytest.raises(ConfigError, match="2 ranks need a GPU each; CUDA_VISIBLE_DEVICES"):
-        rank_environments(EngineConfig(device="cuda"), 2, visible)
-
-
-def test_a_worker_process_starts_its_other_ranks_with_gpus_of_their_own(tmp_path: Path) -> None:
-    config = on_gpus(tmp_path)
-    pools = {name: dataclasses.replace(p, tensor_parallel=2) for name, p in config.pools.items()}
-    (file := tmp_path / "cluster.yaml").write_text(
-        dataclasses.replace(config, pools=pools).to_yaml()
-    )
-    command = [sys.executable, "-m", "cluster.worker.process", "--config", str(file)]
-    command += ["--pool", "decode", "--control", "127.0.0.1:1"]
-    loads_for_ever(tmp_path)
-    with subprocess.Popen(command, env=os.environ | {VISIBLE: "4,6"}) as process:
-        rank0, give_up_at = psutil.Process(process.pid), time.monotonic() + 60
-        ranks: list[psutil.Process] = []
-        try:
-            # A child has its parent's environment until it executes what it is to be.
-            while [rank.environ().get(VISIBLE) for rank in ranks] != ["6"]:
-                assert process.poll() is None
-                assert time.monotonic() < give_up_at
-                time.sleep(0.05)
-                ranks = rank0.children()
-        finally:
-            for left in (rank0, *ranks):
-                left.kill()

@@ -1,4 +1,4 @@
-"""A worker that is told to drain: what it refuses, what it finishes, and when it leaves."""
+"""A worker that is asked to drain: what it refuses, what it finishes, and when it leaves."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ async def test_a_draining_worker_refuses_finishes_and_leaves(kit: Any) -> None:
         await link.close()
 
 
-async def test_a_worker_told_to_drain_takes_no_call_that_is_read_in_the_same_turn(
+async def test_a_worker_asked_to_drain_takes_no_call_that_is_read_in_the_same_turn(
     kit: Any,
 ) -> None:
     """It might be idle just now, and so be taken for drained with that call on it."""
@@ -63,7 +63,9 @@ async def test_a_worker_told_to_drain_takes_no_call_that_is_read_in_the_same_tur
         assert refusal[0] is Refusal.DRAINING
 
 
-async def test_a_lease_that_is_served_is_told_so_also_by_a_worker_that_drains(kit: Any) -> None:
+async def test_a_lease_that_is_served_already_is_refused_as_such_also_while_draining(
+    kit: Any,
+) -> None:
     """Another router that asks for it waits for the handoff, and nothing is computed again."""
     async with (
         kit.running_worker("prefill-0", Role.PREFILL) as prefill,

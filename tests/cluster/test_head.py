@@ -25,9 +25,9 @@ def test_without_ray_it_says_what_to_do(tmp_path: Path, capsys: pytest.CaptureFi
     nobody = f"127.0.0.1:{free_port('127.0.0.1')}"
     options = ["--config", str(file), "--run-dir", str(tmp_path), "--ray-address", nobody]
     assert head.main([*options, "--ray-within", "0.1"]) == 3
-    told = capsys.readouterr().err
-    assert f"no Ray answers at {nobody} within 0.1 s" in told
-    assert "Start one here with `ray start --head`" in told
+    reported = capsys.readouterr().err
+    assert f"no Ray answers at {nobody} within 0.1 s" in reported
+    assert "Start one here with `ray start --head`" in reported
 
 
 def test_a_cluster_for_one_machine_is_not_served_on_a_ray_of_several(
@@ -39,32 +39,30 @@ def test_a_cluster_for_one_machine_is_not_served_on_a_ray_of_several(
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "reported"),
     [
         (["--run-dir", "x"], "give --config and --run-dir, or --end"),
         (["--config", "nowhere.yaml", "--run-dir", "x"], "nowhere.yaml: cannot be read"),
         (["--end", "--ray-address", "here"], "--ray-address must be HOST:PORT"),
     ],
 )
-def test_wrong_usage_is_told_before_ray_is_looked_for(
-    options: list[str], told: str, capsys: pytest.CaptureFixture[str]
+def test_wrong_usage_is_reported_before_ray_is_looked_for(
+    options: list[str], reported: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     try:
         status = head.main(options)
     except SystemExit as left:  # as argparse does
         status = int(str(left.code))
     assert status == 2
-    assert told in capsys.readouterr().err
+    assert reported in capsys.readouterr().err
 
 
 @pytest.mark.full
 @pytest.mark.cluster
 @pytest.mark.timeout(300)
 def test_a_head_that_leaves_ends_nothing_the_next_adopts_and_only_end_ends_replicas(
-    tmp_path: Path,
+    model: Path, run_dir: Path
 ) -> None:
-    (model := tmp_path / "model").mkdir()
-    (run_dir := tmp_path / "run").mkdir()
     config = dataclasses.replace(fake_cluster(model, replicas=1), runs_on="pods")
     with running_head(config, run_dir) as pods:
         serving = pods.serve()
@@ -90,11 +88,9 @@ def test_a_head_that_leaves_ends_nothing_the_next_adopts_and_only_end_ends_repli
 @pytest.mark.full
 @pytest.mark.cluster
 @pytest.mark.timeout(300)
-def test_a_supervisor_that_cannot_serve_is_told_and_the_next_head_starts_another(
-    tmp_path: Path,
+def test_a_supervisor_that_cannot_serve_is_reported_and_the_next_head_starts_another(
+    model: Path, run_dir: Path
 ) -> None:
-    (model := tmp_path / "model").mkdir()
-    (run_dir := tmp_path / "run").mkdir()
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         control = ControlConfig(port=port)
@@ -120,10 +116,8 @@ def test_a_supervisor_that_cannot_serve_is_told_and_the_next_head_starts_another
 @pytest.mark.cluster
 @pytest.mark.timeout(300)
 def test_a_head_whose_ray_has_ended_leaves_at_once_for_its_container_to_be_started_anew(
-    tmp_path: Path,
+    model: Path, run_dir: Path
 ) -> None:
-    (model := tmp_path / "model").mkdir()
-    (run_dir := tmp_path / "run").mkdir()
     config = dataclasses.replace(fake_cluster(model, replicas=1), runs_on="pods")
     with running_head(config, run_dir) as pods:
         serving = pods.serve()

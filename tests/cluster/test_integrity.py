@@ -30,7 +30,7 @@ async def books_of(worker: Worker) -> worker_pb2.CheckIntegrityResponse:
         return await stub.CheckIntegrity(worker_pb2.CheckIntegrityRequest(), timeout=10)
 
 
-async def test_books_show_what_a_handoff_holds_on_either_side_and_nothing_after_it(
+async def test_integrity_reports_what_a_handoff_holds_on_either_side_and_nothing_after_it(
     pair: Any, kit: Any
 ) -> None:
     spec = kit.make_spec("held")
@@ -52,7 +52,7 @@ async def test_books_show_what_a_handoff_holds_on_either_side_and_nothing_after_
     assert (await books_of(pair.decode)).num_first_tokens == 0
 
 
-async def test_a_part_whose_books_do_not_agree_is_named(pair: Any) -> None:
+async def test_a_part_whose_tables_do_not_agree_is_named(pair: Any) -> None:
     role = pair.decode.decode
     # Only a bug could make the tables disagree, so the test writes into them.
     role.runs._by_request["ghost"] = None  # a request that nobody runs
@@ -62,7 +62,7 @@ async def test_a_part_whose_books_do_not_agree_is_named(pair: Any) -> None:
     assert not (await books_of(pair.decode)).problems
 
 
-async def test_the_books_of_a_worker_cover_the_parts_of_both_roles(pair: Any) -> None:
+async def test_the_integrity_of_a_worker_covers_the_parts_of_both_roles(pair: Any) -> None:
     # Only a bug could leave a block here, so the test writes into the table.
     written = pair.prefill.leases._writable
     written[(0, 1)] = "ghost"  # a block of a lease that nobody gave
@@ -83,17 +83,17 @@ def fatal() -> tuple[threading.Event, list[BaseException]]:
 
 @pytest.mark.parametrize("kind", ["ucx", "memory"])
 @pytest.mark.parametrize("where", ["message", "flush"])
-def test_a_transfer_thread_that_fails_tells_why(
+def test_a_transfer_thread_that_fails_reports_why(
     kind: str, where: str, fatal: tuple[threading.Event, list[BaseException]]
 ) -> None:
-    told, errors = fatal
+    reported, errors = fatal
 
     def fails(*_: object) -> None:
         raise ArithmeticError("a fault in a callback")
 
     def on_fatal(error: BaseException) -> None:
         errors.append(error)
-        told.set()
+        reported.set()
 
     transport = make_transport(TransferConfig(transport=kind))
     transport.on_fatal = on_fatal
@@ -104,7 +104,7 @@ def test_a_transfer_thread_that_fails_tells_why(
         transport.send(itself, b"hello")
     else:
         transport.flush(itself, fails)
-    assert told.wait(10)
+    assert reported.wait(10)
     assert [str(error) for error in errors] == ["a fault in a callback"]
     transport.close()
 
@@ -119,7 +119,7 @@ class Serving:
     worker: Worker
     left: asyncio.Task[None]
     fatal: asyncio.Future[BaseException]
-    """What the process is told to end for."""
+    """The error for which the process must end."""
 
 
 @contextlib.asynccontextmanager
@@ -156,7 +156,7 @@ async def serving(
         await asyncio.wait({left})
 
 
-async def test_a_worker_whose_transfer_thread_fails_is_told_to_end_its_process(kit: Any) -> None:
+async def test_a_worker_whose_transfer_thread_fails_ends_its_process(kit: Any) -> None:
     def broken(result: FlushResult) -> None:
         raise ArithmeticError(f"{result} came at the wrong moment")
 
@@ -196,12 +196,12 @@ time.sleep(30)
 """
 
 
-async def test_the_process_of_a_worker_that_fails_tells_why_and_ends() -> None:
+async def test_the_process_of_a_worker_that_fails_reports_why_and_ends() -> None:
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-c", PROCESS, stdout=asyncio.subprocess.PIPE
     )
-    told, _ = await asyncio.wait_for(process.communicate(), 60)
-    assert b"WorkerFailedError: sweep failed: ArithmeticError" in told
+    reported, _ = await asyncio.wait_for(process.communicate(), 60)
+    assert b"WorkerFailedError: sweep failed: ArithmeticError" in reported
     assert process.returncode == 1
 
 

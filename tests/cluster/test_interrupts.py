@@ -62,13 +62,13 @@ def test_ctrl_c_lets_streams_finish_and_leaves_no_process_even_where_sigint_was_
 ) -> None:
     config = cluster(tmp_path, drain_timeout_s=60.0)
     with brought_up(config, tmp_path) as up, ThreadPoolExecutor(2) as threads:
-        address = up.until_told("is served at").split()[-1]
-        streams = streaming(threads, address, 600)
+        address = up.until_printed("is served at").split()[-1]
+        streams = streaming(threads, address, 300)
         up.ctrl_c()
-        up.until_told("stopping")
+        up.until_printed("stopping")
         for number, (_, running) in enumerate(streams):
             answer = running.result(90)
-            assert answer.ids == expected(config, PROMPT[number : number + 60], 600)
+            assert answer.ids == expected(config, PROMPT[number : number + 60], 300)
         assert up.status(60) == 0
 
 
@@ -76,27 +76,27 @@ def test_ctrl_c_lets_streams_finish_and_leaves_no_process_even_where_sigint_was_
 @pytest.mark.parametrize("part", ["raylet", "gcs_server"])
 def test_a_cluster_whose_ray_has_ended_is_closed_and_says_so(tmp_path: Path, part: str) -> None:
     with brought_up(cluster(tmp_path, drain_timeout_s=1.0), tmp_path) as up:
-        up.until_told("is served at")
+        up.until_printed("is served at")
         up.processes = descendants(up.process.pid)
         (lost,) = (process for process in up.processes if process.name == part)
         os.kill(lost.pid, signal.SIGKILL)
-        told = up.until_told(f"Ray's {part} ({lost.pid}) has ended")
+        reported = up.until_printed(f"Ray's {part} ({lost.pid}) has ended")
         assert up.status(60) == EXIT_UNAVAILABLE
-        logs = re.search(r"\(logs: (.*)\)", told)
-        assert logs is not None, told
+        logs = re.search(r"\(logs: (.*)\)", reported)
+        assert logs is not None, reported
         assert "decode-0.log" in os.listdir(logs[1])
         shutil.rmtree(logs[1])
-        assert "Traceback" not in "".join(up.told)
+        assert "Traceback" not in "".join(up.reported)
 
 
 @pytest.mark.full
-def test_ctrl_c_twice_ends_at_once_and_the_streams_are_told(tmp_path: Path) -> None:
+def test_ctrl_c_twice_ends_at_once_and_streams_end_as_unavailable(tmp_path: Path) -> None:
     config = cluster(tmp_path, drain_timeout_s=120.0, decode_step_s=0.05)
     with brought_up(config, tmp_path) as up, ThreadPoolExecutor(2) as threads:
-        address = up.until_told("is served at").split()[-1]
+        address = up.until_printed("is served at").split()[-1]
         streams = streaming(threads, address, 1500)
         up.ctrl_c()
-        up.until_told("stopping")
+        up.until_printed("stopping")
         began_at = time.monotonic()
         up.ctrl_c()
         for _, running in streams:
@@ -107,10 +107,10 @@ def test_ctrl_c_twice_ends_at_once_and_the_streams_are_told(tmp_path: Path) -> N
 
 
 @pytest.mark.full
-def test_streams_that_do_not_finish_in_time_are_told(tmp_path: Path) -> None:
+def test_streams_that_do_not_finish_in_time_end_as_unavailable(tmp_path: Path) -> None:
     config = cluster(tmp_path, drain_timeout_s=1.0, decode_step_s=0.05)
     with brought_up(config, tmp_path) as up, ThreadPoolExecutor(2) as threads:
-        address = up.until_told("is served at").split()[-1]
+        address = up.until_printed("is served at").split()[-1]
         streams = streaming(threads, address, 1500)
         up.ctrl_c()
         for _, running in streams:
@@ -128,8 +128,8 @@ def test_a_signal_at_any_step_of_the_start_leaves_nothing(
     tmp_path: Path, step: str, number: int
 ) -> None:
     with brought_up(cluster(tmp_path, drain_timeout_s=30.0), tmp_path) as up:
-        up.until_told(step)
+        up.until_printed(step)
         up.processes = descendants(up.process.pid)
         up.process.send_signal(number)
         assert up.status(60) == 130
-        assert "Traceback" not in "".join(up.told)
+        assert "Traceback" not in "".join(up.reported)

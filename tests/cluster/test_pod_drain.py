@@ -1,4 +1,4 @@
-"""Draining a pod whose workers run without Ray: streams finish, and what holds it is told."""
+"""Draining a pod whose workers run without Ray: streams finish, and it reports what holds it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ async def test_a_pod_that_is_not_drained_in_time_says_what_held_it(
 
 
 @pytest.mark.full
-async def test_a_worker_in_a_pod_that_hangs_is_told_as_what_holds_the_drain(
+async def test_a_worker_that_hangs_is_named_as_what_the_drain_waits_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kit: Any
 ) -> None:
     async with streaming(tmp_path, monkeypatch, kit, 600) as pod:

@@ -66,7 +66,7 @@ def test_a_prompt_is_prefilled_on_one_pod_and_decoded_on_another(site: PodSite) 
     site.all_sound()
 
 
-def test_a_place_without_a_pod_is_pending_and_live_soon_after_one_joins(site: PodSite) -> None:
+def test_a_slot_without_a_pod_is_pending_and_live_soon_after_one_joins(site: PodSite) -> None:
     before = site.settled(decode=1)
     num_pods = site.pods.num_of("decode")
     site.scale("decode", num_pods + 1)
@@ -83,7 +83,7 @@ def test_a_place_without_a_pod_is_pending_and_live_soon_after_one_joins(site: Po
 
 
 @pytest.mark.full
-def test_a_pod_that_drains_lets_its_streams_end_and_its_place_moves_to_another_pod(
+def test_a_pod_that_drains_lets_its_streams_end_and_its_slot_moves_to_another_pod(
     site: PodSite,
 ) -> None:
     site.pods.have(decode=2)
@@ -112,7 +112,7 @@ def finished(draining: subprocess.Popen[str]) -> str:
 
 
 @pytest.mark.full
-def test_scaling_in_drains_the_highest_place_while_streams_run_and_frees_its_pod(
+def test_scaling_in_drains_the_highest_slot_while_streams_run_and_frees_its_pod(
     site: PodSite,
 ) -> None:
     site.pods.have(decode=2)
@@ -170,7 +170,7 @@ def test_a_replica_never_lands_on_a_pod_of_another_pool_however_long_it_waits(
 
 
 @pytest.mark.full
-def test_a_pod_that_is_lost_without_a_drain_loses_no_token_and_its_place_moves(
+def test_a_pod_that_is_lost_without_a_drain_loses_no_token_and_its_slot_moves(
     site: PodSite,
 ) -> None:
     site.pods.have(decode=2)
@@ -184,9 +184,7 @@ def test_a_pod_that_is_lost_without_a_drain_loses_no_token_and_its_place_moves(
 
 
 @pytest.mark.full
-def test_a_pod_drains_without_rays_head(tmp_path: Path) -> None:
-    (model := tmp_path / "model").mkdir()
-    (run_dir := tmp_path / "run").mkdir()
+def test_a_pod_drains_without_rays_head(model: Path, run_dir: Path) -> None:
     config = dataclasses.replace(fake_cluster(model, replicas=1), runs_on="pods")
     with running_head(config, run_dir) as pods:
         pods.serve()
@@ -204,9 +202,9 @@ def test_a_pod_drains_without_rays_head(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_a_replica_of_two_ranks_fills_a_pod_that_has_room_for_both(tmp_path: Path) -> None:
-    (model := tmp_path / "model").mkdir()
-    (run_dir := tmp_path / "run").mkdir()
+def test_a_replica_of_two_ranks_fills_a_pod_that_has_room_for_both(
+    model: Path, run_dir: Path
+) -> None:
     config = random_cluster(model)
     pools = {name: dataclasses.replace(pool, replicas=1) for name, pool in config.pools.items()}
     pools["decode"] = dataclasses.replace(pools["decode"], tensor_parallel=2)
@@ -238,10 +236,8 @@ def may_have_own_pids() -> bool:
 @pytest.mark.full
 @pytest.mark.skipif(not may_have_own_pids(), reason="no process may have pids of its own here")
 def test_a_hung_replica_among_process_ids_of_its_own_is_ended_in_its_pod_and_that_is_proved(
-    tmp_path: Path,
+    model: Path, run_dir: Path
 ) -> None:
-    (model := tmp_path / "model").mkdir()
-    (run_dir := tmp_path / "run").mkdir()
     config = dataclasses.replace(
         fake_cluster(model, replicas=1),
         runs_on="pods",

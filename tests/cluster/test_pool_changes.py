@@ -23,7 +23,7 @@ from baton.errors import (
 from baton.v1 import control_pb2
 from cluster.pools.pool_settings import PoolSettings, added_settings
 from cluster.registry.control_service import Changes, serve
-from cluster.registry.pool_changes import PoolChanges, Unbacked
+from cluster.registry.pool_changes import PoolBacking, PoolChanges
 from cluster.registry.registry import Registration, Registry
 from tests.cluster.pool_settings import settings_of
 
@@ -52,9 +52,9 @@ async def test_a_pool_is_added_shrunk_and_removed_while_the_registry_serves() ->
     async with served(registry_of()) as control:
         for _ in range(2):  # the second changes nothing
             await asyncio.to_thread(control.add_pool, "decode-2", TEXT, 2)
-        told = (await pools_told(control))["decode-2"]
-        assert told.desired_replicas == 2
-        assert told.settings_digest == added_settings("decode-2", TEXT).digest
+        reported = (await pools_told(control))["decode-2"]
+        assert reported.desired_replicas == 2
+        assert reported.settings_digest == added_settings("decode-2", TEXT).digest
         assert await asyncio.to_thread(control.set_replicas, "decode-2", 0) == 2
         await asyncio.to_thread(control.remove_pool, "decode-2")
         assert list(await pools_told(control)) == ["decode"]
@@ -68,6 +68,8 @@ async def test_a_pool_is_added_shrunk_and_removed_while_the_registry_serves() ->
         (lambda c: c.add_pool("decode", TEXT.replace("-2", ""), 1), AlreadyExistsError, "pool"),
         (lambda c: c.add_pool("decode-2", TEXT, 5), InvalidRequestError, "replicas"),
         (lambda c: c.add_pool("decode-2", TEXT + "\nmodel: org/m", 1), ConfigError, "model"),
+        (lambda c: c.set_replicas("decode", 9), InvalidRequestError, "replicas"),
+        (lambda c: c.set_replicas("decod", 4), NotFoundError, "pool"),
         (lambda c: c.remove_pool("decode"), InUseError, "pool"),
         (lambda c: c.remove_pool("nobody"), NotFoundError, "pool"),
     ],
@@ -125,8 +127,8 @@ async def test_a_registry_that_lost_what_was_agreed_hears_it_of_the_workers_that
 # --- whoever starts the workers -------------------------------------------------------------------
 
 
-class Backing(Unbacked):
-    """Has room for so many replicas; books what it is told of the pools."""
+class Backing(PoolBacking):
+    """Has room for `room` replicas, and records the sizes that were saved."""
 
     def __init__(self, registry: Registry, room: int = 8) -> None:
         self.kept: list[dict[str, int]] = []
@@ -139,11 +141,11 @@ class Backing(Unbacked):
         if sum(replicas.values()) > self._room:
             raise NoCapacityError(f"no room for {pool.name}", field="replicas")
 
-    async def complete(self, told: PoolSettings) -> PoolSettings:
+    async def complete(self, reported: PoolSettings) -> PoolSettings:
         await asyncio.sleep(0)  # others have their turn
-        if told.config.runs_on == "pods":
+        if reported.config.runs_on == "pods":
             raise ConfigError("runs_on: must be machine", field="runs_on")
-        return told
+        return reported
 
     async def slots_known(self) -> None:
         await self.opened.wait()
@@ -186,11 +188,11 @@ class SlowBacking(Backing):
         self.begun = asyncio.Event()
         self.may_settle = asyncio.Event()
 
-    async def complete(self, told: PoolSettings) -> PoolSettings:
+    async def complete(self, reported: PoolSettings) -> PoolSettings:
         self.num_begun += 1
         self.begun.set()
         await self.may_settle.wait()
-        return await super().complete(told)
+        return await super().complete(reported)
 
 
 async def given_up(changes: PoolChanges, backing: SlowBacking, text: str = TEXT) -> None:

@@ -1,4 +1,4 @@
-"""The book of pools by itself."""
+"""The pool table by itself."""
 
 from __future__ import annotations
 
@@ -24,82 +24,82 @@ from cluster.pools.pool_settings import (
 )
 from cluster.pools.pool_table import PoolTable
 from cluster.pools.role_plan import Role
-from tests.cluster.pool_settings import TOLD, settings_of, told
+from tests.cluster.pool_settings import ADDED_TEXT, added_pool, settings_of
 
 
-def book_of(*pools: PoolSettings, replicas: int = 0) -> PoolTable:
-    book = PoolTable()
+def table_of(*pools: PoolSettings, replicas: int = 0) -> PoolTable:
+    table = PoolTable()
     for settings in pools:
-        book.add(settings, replicas)
-    return book
+        table.add(settings, replicas)
+    return table
 
 
-def coming_back(book: PoolTable, **live: int) -> list[str]:
-    book.set_live(live)
-    return [pool.name for pool in book.status() if pool.comes_back_for]
+def coming_back(table: PoolTable, **live: int) -> list[str]:
+    table.set_live(live)
+    return [pool.name for pool in table.status() if pool.comes_back_for]
 
 
 # --- pools that come back -------------------------------------------------------------------------
 
 
 def test_a_pool_comes_back_from_zero_until_its_first_worker_is_live() -> None:
-    book = book_of(settings_of("decode", Role.DECODE))
-    assert coming_back(book) == []  # it is away, and nobody wants it back
-    book.set_replicas("decode", 2)
-    assert coming_back(book) == coming_back(book) == ["decode"]
-    assert coming_back(book, decode=1) == []
-    assert coming_back(book) == []  # it has died
+    table = table_of(settings_of("decode", Role.DECODE))
+    assert coming_back(table) == []  # it is away, and nobody wants it back
+    table.set_replicas("decode", 2)
+    assert coming_back(table) == coming_back(table) == ["decode"]
+    assert coming_back(table, decode=1) == []
+    assert coming_back(table) == []  # it has died
 
 
 def test_a_role_has_yet_to_come_until_its_first_worker_is_live_or_fails_to_start() -> None:
     pools = settings_of("prefill", Role.PREFILL), settings_of("decode", Role.DECODE)
-    book = book_of(*pools, replicas=1)
-    assert coming_back(book) == ["prefill", "decode"]
-    assert coming_back(book, prefill=1) == ["decode"]
-    book.record_failure("decode", "decode-0", "no room", served=False)
-    assert coming_back(book) == []
+    table = table_of(*pools, replicas=1)
+    assert coming_back(table) == ["prefill", "decode"]
+    assert coming_back(table, prefill=1) == ["decode"]
+    table.record_failure("decode", "decode-0", "no room", served=False)
+    assert coming_back(table) == []
 
 
 def test_a_pool_that_fails_to_start_again_comes_back_no_more() -> None:
-    book = book_of(settings_of("decode", Role.DECODE))
-    coming_back(book)
-    book.set_replicas("decode", 1)
-    book.record_failure("decode", "decode-0", "no room", served=False)
-    assert coming_back(book) == []
+    table = table_of(settings_of("decode", Role.DECODE))
+    coming_back(table)
+    table.set_replicas("decode", 1)
+    table.record_failure("decode", "decode-0", "no room", served=False)
+    assert coming_back(table) == []
 
 
 def test_a_role_is_away_only_when_all_pools_are_that_can_do_it() -> None:
     """And another pool than the one that went may bring it back."""
-    book = book_of(settings_of("decode", Role.DECODE), settings_of("mixed", Role.MIXED))
-    book.set_replicas("mixed", 1)
-    coming_back(book, mixed=1)
-    book.set_replicas("decode", 1)
-    assert coming_back(book, mixed=1) == []
+    table = table_of(settings_of("decode", Role.DECODE), settings_of("mixed", Role.MIXED))
+    table.set_replicas("mixed", 1)
+    coming_back(table, mixed=1)
+    table.set_replicas("decode", 1)
+    assert coming_back(table, mixed=1) == []
     for name in ("mixed", "decode"):
-        book.set_replicas(name, 0)
-    coming_back(book)
-    book.add(settings_of("next", Role.DECODE), 1)
-    assert coming_back(book) == ["next"]
+        table.set_replicas(name, 0)
+    coming_back(table)
+    table.add(settings_of("next", Role.DECODE), 1)
+    assert coming_back(table) == ["next"]
 
 
 def test_a_mixed_pool_comes_back_for_the_roles_alone_that_were_away() -> None:
-    book = book_of(settings_of("mixed", Role.MIXED))
-    book.add(settings_of("decode", Role.DECODE), 1)
-    assert coming_back(book, decode=1) == []
-    book.set_replicas("mixed", 1)
-    assert coming_back(book, decode=1) == ["mixed"]
-    (mixed, decode) = book.status()
+    table = table_of(settings_of("mixed", Role.MIXED))
+    table.add(settings_of("decode", Role.DECODE), 1)
+    assert coming_back(table, decode=1) == []
+    table.set_replicas("mixed", 1)
+    assert coming_back(table, decode=1) == ["mixed"]
+    (mixed, decode) = table.status()
     assert (mixed.comes_back_for, decode.comes_back_for) == ((Role.PREFILL,), ())
 
 
-# --- settings that are told -----------------------------------------------------------------------
+# --- settings of added pools ----------------------------------------------------------------------
 
 
-def test_a_told_pool_is_made_of_its_own_file_and_known_by_its_text() -> None:
-    settings = told()
+def test_an_added_pool_is_made_of_its_own_file_and_known_by_its_text() -> None:
+    settings = added_pool()
     assert (settings.role, settings.shape.max_replicas) == (Role.MIXED, 4)
-    assert settings.digest == told().digest
-    assert settings.digest != told(text=TOLD + "\n").digest
+    assert settings.digest == added_pool().digest
+    assert settings.digest != added_pool(text=ADDED_TEXT + "\n").digest
 
 
 OTHER_MODELS = [
@@ -114,17 +114,19 @@ OTHER_MODELS = [
 def test_a_pool_of_another_model_is_refused_by_its_key(
     line: str, key: str, message: str, named_by: str
 ) -> None:
-    book = PoolTable()
+    table = PoolTable()
     if named_by == "the cluster's file":  # which may hold no pool
-        book.bind_model(ModelSource.of(ClusterConfig()))
+        table.bind_model(ModelSource.of(ClusterConfig()))
     else:
-        book.add(settings_of(), 1)
-    before = book.status()
+        table.add(settings_of(), 1)
+    before = table.status()
     with pytest.raises(ConfigError, match=f"^pool decode-1b2c3: {key}: {message}") as caught:
-        book.add(told(TOLD + line), 1)
+        table.add(added_pool(ADDED_TEXT + line), 1)
     assert (caught.value.field, caught.value.grpc_status) == (key, "INVALID_ARGUMENT")
-    assert book.status() == before
-    book.add(told(TOLD + f"model: {Path('models/demo').resolve()}"), 1)  # the same folder
+    assert table.status() == before
+    table.add(
+        added_pool(ADDED_TEXT + f"model: {Path('models/demo').resolve()}"), 1
+    )  # the same folder
 
 
 @pytest.mark.parametrize(
@@ -132,16 +134,16 @@ def test_a_pool_of_another_model_is_refused_by_its_key(
     [
         ("pools: {decode: {role: mixed}}", "pools", "no such pool; there are: decode"),
         ("pools: {decode-1b2c3: {role: mixed, engin: {}}}", "pools.decode-1b2c3.engin", "engine"),
-        (TOLD + "engine: {num_blocks: -1}", "engine.num_blocks", "not -1"),
-        (TOLD + "pools: {}", "pools", "pools"),
+        (ADDED_TEXT + "engine: {num_blocks: -1}", "engine.num_blocks", "not -1"),
+        (ADDED_TEXT + "pools: {}", "pools", "pools"),
         ("pools: [", None, "not valid YAML: line"),
     ],
 )
-def test_a_told_file_that_is_wrong_is_refused_by_the_key_at_fault(
+def test_a_wrong_file_of_an_added_pool_is_refused_by_the_key_at_fault(
     text: str, field: str | None, message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
-        told(text=text)
+        added_pool(text=text)
     assert caught.value.field == field
     assert caught.value.message.startswith("pool decode-1b2c3: ")
 
@@ -157,51 +159,51 @@ def test_on_pods_a_file_may_hold_a_prefill_pool_alone_or_none() -> None:
 # --- pools ----------------------------------------------------------------------------------------
 
 
-def test_a_pool_that_is_told_again_stays_as_it_is_and_other_settings_are_refused() -> None:
-    book = book_of(told(), replicas=2)
-    version = book.version
-    book.add(told(), 3)
-    assert (book.desired_replicas(), book.version) == ({"decode-1b2c3": 2}, version)
+def test_a_pool_that_is_added_again_stays_as_it_is_and_other_settings_are_refused() -> None:
+    table = table_of(added_pool(), replicas=2)
+    version = table.version
+    table.add(added_pool(), 3)
+    assert (table.desired_replicas(), table.version) == ({"decode-1b2c3": 2}, version)
     with pytest.raises(AlreadyExistsError) as caught:
-        book.add(told(text=TOLD + "log_level: debug"), 2)
+        table.add(added_pool(text=ADDED_TEXT + "log_level: debug"), 2)
     assert caught.value.field == "pool"
-    own = book_of(settings_of("decode-1b2c3"))
+    own = table_of(settings_of("decode-1b2c3"))
     with pytest.raises(AlreadyExistsError):
-        own.add(told(), 2)
+        own.add(added_pool(), 2)
 
 
 def test_a_new_pool_beyond_its_own_bound_is_refused_and_not_there() -> None:
-    book = PoolTable()
+    table = PoolTable()
     with pytest.raises(InvalidRequestError, match=r"between 0 and 4.* not 5") as caught:
-        book.add(told(), 5)
+        table.add(added_pool(), 5)
     assert caught.value.field == "replicas"
     with pytest.raises(NotFoundError, match="there are: none"):
-        book.settings("decode-1b2c3")
+        table.settings("decode-1b2c3")
 
 
-def test_a_pool_is_removed_only_without_a_size_a_place_or_a_worker() -> None:
-    book, name, worker = book_of(told(), replicas=1), "decode-1b2c3", "decode-1b2c3-0"
-    book.open_slot(name, worker)
+def test_a_pool_is_removed_only_without_a_size_a_slot_or_a_worker() -> None:
+    table, name, worker = table_of(added_pool(), replicas=1), "decode-1b2c3", "decode-1b2c3-0"
+    table.open_slot(name, worker)
     with pytest.raises(InUseError, match="has 1 replicas"):
-        book.remove(name)
-    book.set_replicas(name, 0)
+        table.remove(name)
+    table.set_replicas(name, 0)
     with pytest.raises(InUseError, match=f"still has workers: {worker}"):
-        book.remove(name)
-    book.close_slot(worker)
+        table.remove(name)
+    table.close_slot(worker)
     with pytest.raises(InUseError, match="workers: left-0"):
-        book.remove(name, workers=["left-0"])
-    book.record_failure(name, worker, "bad luck", served=False)
-    version = book.version
-    book.remove(name)
-    assert (book.status(), book.version) == ((), version + 1)
+        table.remove(name, workers=["left-0"])
+    table.record_failure(name, worker, "bad luck", served=False)
+    version = table.version
+    table.remove(name)
+    assert (table.status(), table.version) == ((), version + 1)
     with pytest.raises(NotFoundError):
-        book.remove(name)
-    book.add(told(), 1)
-    assert [(pool.last_error, pool.slots) for pool in book.status()] == [("", ())]
+        table.remove(name)
+    table.add(added_pool(), 1)
+    assert [(pool.last_error, pool.slots) for pool in table.status()] == [("", ())]
 
 
 def test_ranks_and_gpus_are_counted_by_every_pools_own_settings() -> None:
-    on_gpus = told(text=TOLD + "engine: {device: cuda}")
+    on_gpus = added_pool(text=ADDED_TEXT + "engine: {device: cuda}")
     pools = {"decode": settings_of("decode"), on_gpus.name: on_gpus}
     assert num_ranks(pools, {"decode": 3, on_gpus.name: 2}) == 3 + 2 * 2
     assert num_gpus_wanted(pools, {"decode": 3, on_gpus.name: 2}) == 2 * 2
@@ -211,24 +213,24 @@ def test_ranks_and_gpus_are_counted_by_every_pools_own_settings() -> None:
 # --- places ---------------------------------------------------------------------------------------
 
 
-def test_a_place_is_told_from_its_opening_with_its_pod_as_soon_as_it_has_one() -> None:
-    book = book_of(settings_of("decode"), replicas=2)
-    versions = [book.version]
+def test_a_slot_is_shown_from_its_opening_with_its_pod_as_soon_as_it_has_one() -> None:
+    table = table_of(settings_of("decode"), replicas=2)
+    versions = [table.version]
 
     def shown() -> list[tuple[str, str | None, bool]]:
-        versions.append(book.version)
-        (pool,) = book.status()
+        versions.append(table.version)
+        (pool,) = table.status()
         return [(each.worker_id, each.pod_name, each.is_pending) for each in pool.slots]
 
-    book.open_slot("decode", "decode-0")
+    table.open_slot("decode", "decode-0")
     assert shown() == [("decode-0", None, False)]
-    assert book.set_pending("decode-0")
-    assert not book.set_pending("decode-0")
+    assert table.set_pending("decode-0")
+    assert not table.set_pending("decode-0")
     assert shown() == [("decode-0", None, True)]
-    assert book.set_pod("decode-0", "pod-a")
-    assert not book.set_pod("decode-0", "pod-a")
+    assert table.set_pod("decode-0", "pod-a")
+    assert not table.set_pod("decode-0", "pod-a")
     assert shown() == [("decode-0", "pod-a", False)]
-    book.close_slot("decode-0")
+    table.close_slot("decode-0")
     assert shown() == []
     assert len(set(versions)) == len(versions)  # each is news
 
@@ -240,31 +242,31 @@ def torch_pool(name: str, dtype: str = "auto") -> PoolSettings:
     return added_settings(name, f"pools: {{{name}: {{role: mixed, engine: {{dtype: {dtype}}}}}}}")
 
 
-def dtypes(book: PoolTable) -> dict[str, str]:
-    pools = book.all_settings().items()
+def dtypes(table: PoolTable) -> dict[str, str]:
+    pools = table.all_settings().items()
     return {name: settings.config.pool_engine(name).dtype for name, settings in pools}
 
 
 def test_the_first_proposal_decides_for_all_pools() -> None:
-    book = book_of(torch_pool("p"), torch_pool("d"))
-    assert book.agree_dtype("p", "bfloat16") == "bfloat16"
-    assert book.agree_dtype("d", "float32") == "bfloat16"
-    assert dtypes(book) == {"p": "bfloat16", "d": "bfloat16"}
-    assert book.knows(torch_pool("p"))  # told again, it is the same pool
+    table = table_of(torch_pool("p"), torch_pool("d"))
+    assert table.agree_dtype("p", "bfloat16") == "bfloat16"
+    assert table.agree_dtype("d", "float32") == "bfloat16"
+    assert dtypes(table) == {"p": "bfloat16", "d": "bfloat16"}
+    assert table.knows(torch_pool("p"))  # added again, it is the same pool
 
 
 def test_a_pool_that_names_its_dtype_goes_before_a_proposal() -> None:
-    book = book_of(torch_pool("p"), torch_pool("d", dtype="float16"))
-    assert book.agree_dtype("p", "bfloat16") == "float16"
-    assert book.agree_dtype("d", "bfloat16") == "float16"
+    table = table_of(torch_pool("p"), torch_pool("d", dtype="float16"))
+    assert table.agree_dtype("p", "bfloat16") == "float16"
+    assert table.agree_dtype("d", "bfloat16") == "float16"
 
 
 def test_what_cannot_be_computed_in_is_no_answer() -> None:
-    book = book_of(torch_pool("p"))
+    table = table_of(torch_pool("p"))
     for dtype in ("auto", "int8", ""):
         with pytest.raises(InvalidRequestError) as caught:
-            book.agree_dtype("p", dtype)
+            table.agree_dtype("p", dtype)
         assert caught.value.field == "dtype"
     with pytest.raises(NotFoundError):
-        book.agree_dtype("nobody", "float32")
-    assert dtypes(book) == {"p": "auto"}
+        table.agree_dtype("nobody", "float32")
+    assert dtypes(table) == {"p": "auto"}

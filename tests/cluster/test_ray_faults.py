@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import os
 import signal
 import threading
@@ -56,24 +55,15 @@ _LOOK_S = 0.2
 # --- what stands around a cluster -----------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Look:
-    """At the fleet, as the supervisor tells it."""
-
-    at_s: float
-    answered: bool
-    whole: bool
-    """Every pool has its size."""
-
-
 @dataclass
 class Operator:
-    """Tells the supervisor of the pools, which stand in no file of the head's, whenever it does not
-    know them; notes how the fleet is."""
+    """Adds the pools, which are in no file of the head's, whenever the supervisor does not know
+    them. Notes whether the fleet is whole."""
 
     address: str
     config: ClusterConfig
-    looks: list[Look] = field(default_factory=list)
+    looks: list[tuple[float, bool]] = field(default_factory=list)
+    """(time, whether every pool had its size)."""
 
     def look(self) -> None:
         try:
@@ -81,25 +71,12 @@ class Operator:
                 fleet = control.fleet()
                 known = {pool.name for pool in fleet.pools}
                 for name in _SIZES.keys() - known:
-                    control.add_pool(name, self._text_of(name), _SIZES[name])
+                    text = dataclasses.replace(self.config, pools={name: _POOLS[name]}).to_yaml()
+                    control.add_pool(name, text, _SIZES[name])
+            whole = is_whole(fleet)
         except BatonError:
-            self.looks.append(Look(time.monotonic(), answered=False, whole=False))
-        else:
-            self.looks.append(Look(time.monotonic(), answered=True, whole=is_whole(fleet)))
-
-    def _text_of(self, pool: str) -> str:
-        return dataclasses.replace(self.config, pools={pool: _POOLS[pool]}).to_yaml()
-
-    def answered_again_after(self, since_s: float) -> float:
-        """Seconds until it answered, without a break since."""
-        return self._for_good(since_s, lambda look: look.answered)
-
-    def whole_again_after(self, since_s: float) -> float:
-        return self._for_good(since_s, lambda look: look.whole)
-
-    def _for_good(self, since_s: float, good: Callable[[Look], bool]) -> float:
-        bad = [look.at_s for look in self.looks if look.at_s >= since_s and not good(look)]
-        return max(bad, default=since_s) - since_s
+            whole = False
+        self.looks.append((time.monotonic(), whole))
 
 
 def is_whole(fleet: Fleet) -> bool:
@@ -108,26 +85,20 @@ def is_whole(fleet: Fleet) -> bool:
 
 @dataclass
 class Asker:
-    """A new request after the other."""
+    """Sends one new request after the other."""
 
     address: str
-    answered: list[float] = field(default_factory=list)
-    """When."""
+    num_answered: int = 0
     refused: Counter[str] = field(default_factory=Counter)
 
     def ask(self) -> None:
-        number = len(self.answered) % 200
+        number = self.num_answered % 200
         try:
             run(self.address, [5 + number, *PROMPT[:40]], 2)
         except BatonError as error:
             self.refused[type(error).__name__] += 1
         else:
-            self.answered.append(time.monotonic())
-
-    def longest_gap(self, since_s: float) -> float:
-        """Seconds without an answer."""
-        times = [since_s, *(at for at in self.answered if at > since_s)]
-        return max((b - a for a, b in itertools.pairwise(times)), default=0.0)
+            self.num_answered += 1
 
 
 @contextlib.contextmanager
@@ -170,14 +141,13 @@ class FaultySite(Site):
         """Workers of a Ray that is gone may still tell of themselves for a while."""
         give_up_at = time.monotonic() + _WHOLE_WITHIN_S
         since = time.monotonic()
-        while self.operator.looks[-1].at_s < since + _WHOLE_FOR_S or not self._whole_lately():
+        while self.operator.looks[-1][0] < since + _WHOLE_FOR_S or not self._whole_lately():
             assert time.monotonic() < give_up_at, self.operator.looks[-5:]
             time.sleep(_LOOK_S)
 
     def _whole_lately(self) -> bool:
         looks = self.operator.looks
-        lately = [look for look in looks if look.at_s > looks[-1].at_s - _WHOLE_FOR_S]
-        return all(look.whole for look in lately)
+        return all(whole for at_s, whole in looks if at_s > looks[-1][0] - _WHOLE_FOR_S)
 
 
 @contextlib.contextmanager
@@ -241,14 +211,9 @@ class Figures:
     """That ended with others."""
     failed: dict[str, int]
     """By error."""
-    longest_stream_s: float
-    new_requests_gap_s: float
-    """The longest time in which no new request was answered."""
     refused: dict[str, int]
-    supervisor_after_s: float
-    whole_after_s: float
+    """New requests, by error."""
     workers_kept: int
-    restarts: list[str]
 
 
 def measure(site: FaultySite, strike: Callable[[FaultySite], None]) -> Figures:
@@ -260,26 +225,21 @@ def measure(site: FaultySite, strike: Callable[[FaultySite], None]) -> Figures:
         asked = [threads.submit(run, address, p, _NUM_TOKENS, flowing.release) for p in prompts]
         for _ in range(2 * _NUM_STREAMS):
             assert flowing.acquire(timeout=60)
-        struck_at = time.monotonic()
         strike(site)
         ended = [_ended(stream) for stream in asked]
-        longest_s = time.monotonic() - struck_at
         site.wait_until_whole_for_long()
-    told = [outcome if isinstance(outcome, str) else outcome.ids for outcome in ended]
-    right = sum(ids == tokens for ids, tokens in zip(told, expected, strict=True))
-    failed = Counter(outcome for outcome in told if isinstance(outcome, str))
+    failed = Counter(outcome for outcome in ended if isinstance(outcome, str))
+    right = sum(
+        not isinstance(outcome, str) and outcome.ids == tokens
+        for outcome, tokens in zip(ended, expected, strict=True)
+    )
     after = site.incarnations()
     return Figures(
         right,
         _NUM_STREAMS - right - failed.total(),
         dict(failed),
-        longest_s,
-        site.asker.longest_gap(struck_at),
         dict(site.asker.refused),
-        site.operator.answered_again_after(struck_at),
-        site.operator.whole_again_after(struck_at),
         sum(after[name] == incarnation for name, incarnation in before.items()),
-        site.kubelet.restarts,
     )
 
 

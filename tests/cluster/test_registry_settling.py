@@ -12,7 +12,7 @@ import pytest
 
 from baton.clock import ManualClock
 from baton.config.workers import RegistryConfig, SupervisorConfig
-from cluster.registry.fleet_wire import fleet_message
+from cluster.registry.control_service import fleet_message
 from cluster.registry.pool_changes import PoolChanges
 from cluster.registry.registry import Registry
 from cluster.supervisor.supervisor import Supervision
@@ -21,6 +21,7 @@ from tests.cluster.memory_replicas import (
     MemoryReplicas,
     cluster_of,
     controlled,
+    registry_of,
     replica_of,
     supervised,
     until,
@@ -50,7 +51,7 @@ def test_a_registry_settles_for_as_long_as_a_worker_may_be_silent_and_be_well() 
     assert not settles(registry)
 
 
-def test_one_that_keeps_pools_settles_until_it_is_told_of_them_and_their_places_are_open() -> None:
+def test_a_registry_that_keeps_pools_settles_until_it_has_them_and_their_slots_are_open() -> None:
     registry, clock = make()
     pass_s(clock, registry, 10 * SILENT_S)
     assert settles(registry)
@@ -68,7 +69,7 @@ def test_a_pool_that_is_to_have_no_worker_is_waited_for_no_longer_than_others() 
 
 
 @pytest.mark.parametrize("ends_well", [True, False])
-def test_it_settles_while_a_worker_is_of_a_pool_that_it_has_yet_to_be_told_of(
+def test_a_registry_settles_while_a_worker_has_an_unknown_pool(
     ends_well: bool,
 ) -> None:
     registry, clock = make()
@@ -84,7 +85,7 @@ def test_it_settles_while_a_worker_is_of_a_pool_that_it_has_yet_to_be_told_of(
     assert not settles(registry)
 
 
-def test_it_settles_until_every_adopted_worker_has_told_how_it_stands_or_is_over() -> None:
+def test_a_registry_settles_until_every_adopted_worker_has_sent_a_heartbeat_or_ended() -> None:
     registry, clock = make()
     registry.pools.add(settings_of(), 2)
     for index in (0, 1):
@@ -114,7 +115,7 @@ async def test_a_pool_that_is_wanted_again_is_known_to_have_nothing_left_to_regi
     """Otherwise the snapshot would count as incomplete again, for a pool that has nothing left."""
     cluster = dataclasses.replace(cluster_of(0), registry=RegistryConfig(silent_after_s=0.4))
     async with supervised(MemoryReplicas(), cluster, tmp_path) as (supervision, _):
-        registry = supervision._registry  # the wire does not show its clock
+        registry = registry_of(supervision)
         await asyncio.wait_for(supervision.slots_known(), 10)
         await until(lambda: registry.now_s() > 0.4)
         registry.pools.set_replicas(POOL, 1)
@@ -133,7 +134,7 @@ async def test_a_restarted_supervisor_s_registry_settles_until_all_that_it_finds
     replicas.may_find.clear()
     cluster = dataclasses.replace(cluster_of(2), registry=RegistryConfig(silent_after_s=0.4))
     async with supervised(replicas, cluster, tmp_path) as (supervision, _):
-        registry = supervision._registry  # the wire does not show its clock
+        registry = registry_of(supervision)
         await until(lambda: registry.now_s() > 0.4)
         assert settles(registry)
         replicas.may_find.set()
@@ -159,31 +160,31 @@ def test_what_is_nearest_to_serving_stays_longest_then_the_lowest() -> None:
     staying = [place.index for place in registry.staying("decode")]
     assert staying == [3, 6, 4, 5, 1, 2, 0]  # live; served, silent; starting; pending
     registry.pools.set_leaving("decode-6")
-    (told,) = fleet_message(registry.snapshot()).pools
-    standings = {
-        place.worker_id: place.standing for place in told.places if place.HasField("standing")
+    (reported,) = fleet_message(registry.snapshot()).pools
+    stay_order = {
+        place.worker_id: place.standing for place in reported.places if place.HasField("standing")
     }
     assert [f"decode-{index}" for index in (3, 4, 5, 1, 2, 0)] == sorted(
-        standings, key=standings.__getitem__
+        stay_order, key=stay_order.__getitem__
     )
 
 
-def test_a_place_is_no_nearer_to_serving_for_an_adopted_worker_that_is_over() -> None:
+def test_a_slot_whose_adopted_worker_has_ended_is_as_far_from_serving_as_any_other() -> None:
     registry = Registry(RegistryConfig(forget_after_s=0), ManualClock().now_s)
-    book = registry.pools
-    book.add(settings_of(), 3)
-    book.open_slot("decode", "decode-0")
+    pools = registry.pools
+    pools.add(settings_of(), 3)
+    pools.open_slot("decode", "decode-0")
     for index in (1, 2):
-        book.open_slot("decode", f"decode-{index}", is_adopted=True)
+        pools.open_slot("decode", f"decode-{index}", is_adopted=True)
         serve(registry, "decode", index)
         registry.gone(f"decode-{index}", 1)
-        book.set_pod(f"decode-{index}", None)  # nothing is left there
+        pools.set_pod(f"decode-{index}", None)  # nothing is left there
     registry.refresh()  # and the registry has forgotten it
-    book.set_pending("decode-1")
+    pools.set_pending("decode-1")
     assert [place.index for place in registry.staying("decode")] == [0, 2, 1]
 
 
-def test_an_adopted_worker_is_waited_for_until_it_has_told_how_it_stands_or_is_over() -> None:
+def test_an_adopted_worker_is_awaited_until_its_first_heartbeat_or_its_end() -> None:
     registry = Registry(RegistryConfig(), ManualClock().now_s)
     registry.pools.add(settings_of(), 3)
     for index, is_adopted in enumerate((True, True, False)):
@@ -198,10 +199,6 @@ def test_an_adopted_worker_is_waited_for_until_it_has_told_how_it_stands_or_is_o
 
 def indices(supervision: Supervision) -> list[int]:
     return sorted(slot.index for slot in registry_of(supervision).pools.slots_of(POOL))
-
-
-def registry_of(supervision: Supervision) -> Registry:
-    return supervision._registry  # the wire has no call that registers a worker without a process
 
 
 async def test_a_pool_that_gets_smaller_keeps_the_worker_that_serves(tmp_path: Path) -> None:

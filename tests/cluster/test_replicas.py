@@ -20,11 +20,11 @@ from ray.util.placement_group import PlacementGroup
 from baton.config.transfer import TransferConfig
 from cluster.errors import ReplicaError
 from cluster.local.bring_up import start_ray
-from cluster.local.reaper import watched_over
-from cluster.supervisor.process_table import ReplicaProcesses
+from cluster.local.process_tree import watched_over
 from cluster.supervisor.replica import RankEnd, RankWatch, RayReplicas, Replica, ReplicaName
+from cluster.supervisor.run_dir import ReplicaProcesses
 from cluster.worker.config import WorkerConfig, worker_config
-from cluster.worker.rank_actor import MAX_CALLS
+from cluster.worker.process import MAX_CALLS
 from kv_transfer.process import ProcessIdentity, is_gone, own_identity
 from tests.cluster.whole_cluster import fake_cluster
 
@@ -105,7 +105,7 @@ def test_a_rank_that_leaves_in_good_order_has_not_failed(
     assert ends == [RankEnd(replica.name, 0, None)]
 
 
-def test_of_a_rank_that_is_ended_while_it_starts_ray_tells_nobody_that_it_died(
+def test_ray_reports_no_crash_of_a_rank_that_is_ended_while_it_starts(
     monkeypatch: pytest.MonkeyPatch, replicas: RayReplicas, config: WorkerConfig
 ) -> None:
     def not_launched(config: WorkerConfig, group: PlacementGroup, begun: Any) -> None:
@@ -123,9 +123,9 @@ def test_of_a_rank_that_is_ended_while_it_starts_ray_tells_nobody_that_it_died(
     assert is_gone(processes[0])
     start(replicas, config)
     os.kill(processes[1].pid, signal.SIGKILL)  # of which it tells
-    _, told = errors.poll(timeout=30)
-    assert told is not None, "not even of the one that was killed"
-    assert f"Worker PID: {processes[1].pid}" in told["error_message"]
+    _, reported = errors.poll(timeout=30)
+    assert reported is not None, "not even of the one that was killed"
+    assert f"Worker PID: {processes[1].pid}" in reported["error_message"]
 
 
 @pytest.mark.parametrize("listed", [True, False], ids=["listed", "forgotten by Ray"])
@@ -140,7 +140,7 @@ def test_a_stopped_rank_that_a_dead_supervisor_left_is_ended_by_the_next(
     assert is_gone(replica.processes[0])
 
 
-def test_of_two_generations_of_a_place_the_newest_is_adopted_and_the_other_ended(
+def test_the_newest_replica_of_a_slot_is_adopted_and_the_other_ended(
     tmp_path: Path, replicas: RayReplicas, config: WorkerConfig
 ) -> None:
     older, newer = start(replicas, config), start(replicas, config)
@@ -155,10 +155,10 @@ def test_a_rank_that_even_the_kernel_cannot_end_in_time_keeps_no_other_one_alive
 ) -> None:
     ranks = [subprocess.Popen(["sleep", "60"]) for _ in range(2)]
     first, second = (identity_of(rank.pid) for rank in ranks)
-    monkeypatch.setattr("cluster.supervisor.process_table._GONE_WITHIN_S", 0.2)
+    monkeypatch.setattr("cluster.supervisor.replica._GONE_WITHIN_S", 0.2)
     # In an uninterruptible call, say: no test can have the kernel hold a process on request.
     monkeypatch.setattr(
-        "cluster.supervisor.process_table.is_gone", lambda p: False if p == first else is_gone(p)
+        "cluster.supervisor.replica.is_gone", lambda p: False if p == first else is_gone(p)
     )
     try:
         assert not replicas.destroy(Replica(ReplicaName.new("decode", 0), {}, (first, second)))

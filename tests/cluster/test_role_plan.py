@@ -1,4 +1,4 @@
-"""A mixed pool's workers are split into roles, and routers are told which are in force."""
+"""A mixed pool's workers are split into roles, which the fleet shows."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def roles_of(registry: Registry) -> list[Role | None]:
     return [worker.active_role for worker in workers]
 
 
-def test_prefill_has_the_lowest_places_and_decode_the_highest() -> None:
+def test_prefill_has_the_lowest_slots_and_decode_the_highest() -> None:
     roles = active_roles(RolePlan(prefill=1, decode=2), WORKERS)
     assert [roles[name] for name in WORKERS] == [
         Role.PREFILL,
@@ -59,7 +59,7 @@ def test_from_three_to_one_to_one_to_three_two_workers_change() -> None:
     assert [name for name in WORKERS if before[name] != after[name]] == ["main-1", "main-2"]
 
 
-def test_the_registry_tells_the_roles_in_force_as_a_new_version() -> None:
+def test_a_change_of_roles_is_a_new_version_of_the_fleet() -> None:
     registry = registry_of()
     assert roles_of(registry) == [None] * 4
     version = registry.refresh()
@@ -77,7 +77,7 @@ def test_a_worker_that_leaves_takes_no_role_from_those_that_stay() -> None:
     assert roles_of(registry) == [None, Role.PREFILL, Role.DECODE, Role.DECODE]
 
 
-def test_the_one_that_can_do_both_leaves_and_the_others_do_both_in_its_place() -> None:
+def test_once_the_worker_with_both_roles_leaves_the_others_have_both() -> None:
     registry = registry_of(num_workers=3)
     registry.pools.set_role_plan("main", RolePlan(prefill=2))
     assert roles_of(registry) == [Role.PREFILL, Role.PREFILL, Role.MIXED]

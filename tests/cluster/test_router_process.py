@@ -14,8 +14,8 @@ import pytest
 
 from baton.config.router import TlsConfig
 from baton.errors import ConfigError
+from cluster.local.bring_up import RouterProcess, UnavailableError, with_health_port
 from cluster.local.process_tree import descendants, wait_until_gone
-from cluster.local.router_process import RouterError, RouterProcess, with_health_port
 from tests.certificates import Authority
 from tests.cluster.whole_cluster import fake_cluster
 
@@ -28,7 +28,7 @@ def router_at(listen: str, folder: Path) -> RouterProcess:
     return RouterProcess("127.0.0.1:1", file, listen, folder / "router.log", 30.0, {})
 
 
-def test_a_router_that_cannot_be_configured_so_is_not_tried_again_and_told_in_its_own_words(
+def test_a_router_with_a_wrong_configuration_is_not_tried_again_and_its_message_is_raised(
     tmp_path: Path,
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -76,13 +76,13 @@ def test_a_router_that_serves_tls_is_waited_for_at_its_port_for_health(tmp_path:
         router.close()
 
 
-def test_a_router_that_cannot_be_launched_is_told_and_tried_again(
+def test_a_router_that_cannot_be_launched_is_reported_and_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     python, real = tmp_path / "python", sys.executable
     monkeypatch.setattr(sys, "executable", str(python))
     router = router_at("127.0.0.1:0", tmp_path)
-    with pytest.raises(RouterError) as failure:
+    with pytest.raises(UnavailableError) as failure:
         router.start(0.1)
     assert f"could not be started: [Errno 2] No such file or directory: '{python}'" in str(
         failure.value

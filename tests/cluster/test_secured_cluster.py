@@ -61,16 +61,16 @@ def test_a_cluster_behind_tls_and_tokens_answers_those_who_have_them(tmp_path: P
     config = dataclasses.replace(config, router=routing)
     tls = Tls(ca_file=str(authority.ca))
     with brought_up(config, tmp_path) as up:
-        address = up.until_told("is served at").split()[-1]
-        up.until_told("try: baton generate --tls-ca FILE --token-file FILE ")
+        address = up.until_printed("is served at").split()[-1]
+        up.until_printed("try: baton generate --tls-ca FILE --token-file FILE ")
         shown = ("--tls-ca", str(authority.ca), "--token-file", str(token))
         answered = generate(address, *shown)
         assert answered.returncode == 0, answered.stderr
         assert answered.stdout.strip()
-        for options, told in ((shown[:2], "bearer token"), (shown[2:], "it may want TLS")):
+        for options, reported in ((shown[:2], "bearer token"), (shown[2:], "it may want TLS")):
             refused = generate(address, *options)
             assert refused.returncode != 0
-            assert told in " ".join(refused.stderr.split())
+            assert reported in " ".join(refused.stderr.split())
             assert "ssl_transport_security" not in refused.stderr
         with Client(address, tls=tls, token=token_in(str(token))) as client:
             events = list(

@@ -28,7 +28,7 @@ def seconds_left(notice: Notice | None) -> float:
     return (notice.ends_at - datetime.datetime.now(datetime.UTC)).total_seconds()
 
 
-def test_aws_tells_of_an_end_and_a_recommendation_to_rebalance_is_none(
+def test_aws_announces_an_end_and_a_recommendation_to_rebalance_is_none(
     served: MetadataServer,
 ) -> None:
     cloud = CLOUDS["aws"](served.address)
@@ -83,7 +83,7 @@ def test_azures_events_of_other_machines_and_kinds_are_no_notice(
     assert CLOUDS["azure"](served.address).poll() is None
 
 
-def test_azure_tells_when_this_machine_ends_until_it_begins_to(served: MetadataServer) -> None:
+def test_azure_announces_when_this_machine_ends(served: MetadataServer) -> None:
     cloud = CLOUDS["azure"](served.address)
     assert cloud.poll() is None
     served.announce("Terminate", OWN_NAME.upper(), "Sun, 22 Nov 2026 08:22:00 GMT")

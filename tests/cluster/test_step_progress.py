@@ -90,12 +90,12 @@ async def test_work_never_done_before_is_not_hung_and_work_that_was_is_found_hun
         await generated
 
         # A decode worker's first prompt of its own: all that it has done so far is to decode.
-        for request_id, told in (("b", LIVE), ("c", SUSPECT)):
+        for request_id, reported in (("b", LIVE), ("c", SUSPECT)):
             step, heard = HeldStep(decode), link.of(request_id)
             await link.reserve(make_spec(request_id))
             await until(step.begun.is_set)
             assert decode.engine.num_steps > 0
-            assert await state_told(hung(decode)) == told
+            assert await state_told(hung(decode)) == reported
             step.go_on.set()
             await link.until(partial(getattr, heard, "finished"))
         await router.close()

@@ -18,13 +18,14 @@ from baton.control_client import ControlClient
 from baton.errors import ConfigError, InUseError, OtherModelError
 from baton.v1 import common_pb2, control_pb2
 from cluster.registry.registry import Progress, Registration, Registry
-from cluster.supervisor.state import SupervisorState
+from cluster.supervisor.run_dir import SupervisorState
 from cluster.supervisor.supervisor import Supervision
 from tests.cluster.memory_replicas import (
     MODEL,
     MemoryReplicas,
     cluster_of,
     controlled,
+    registry_of,
     replica_of,
     supervised,
     until,
@@ -37,10 +38,6 @@ supervisor: {fence_after_s: 4}
 engine: {device: cpu, dtype: float32, num_blocks: 77}
 pools: {more: {role: mixed, tensor_parallel: 2}}
 """
-
-
-def registry_of(supervision: Supervision) -> Registry:
-    return supervision._registry  # the wire has no call that registers a worker without a process
 
 
 def slots_of(supervision: Supervision, pool: str) -> list[str]:

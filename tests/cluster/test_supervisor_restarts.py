@@ -12,7 +12,7 @@ import pytest
 from ray.exceptions import RayError
 
 from baton.config.workers import RegistryConfig, SupervisorConfig
-from cluster.worker.rank_actor import MAX_CALLS
+from cluster.worker.process import MAX_CALLS
 from tests.cluster.whole_cluster import (
     PROMPT,
     Site,
@@ -39,10 +39,8 @@ def wait_for_next_supervisor(site: Site, killed: int) -> int:
 
 
 def test_replicas_outlive_more_supervisors_than_a_rank_answers_calls_at_once(
-    tmp_path: Path,
+    model: Path, run_dir: Path
 ) -> None:
-    (model := tmp_path / "model").mkdir()
-    (run_dir := tmp_path / "run").mkdir()
     with running_site(fake_cluster(model, replicas=1), run_dir) as site:
         before = live_workers(site.all_live())
         supervisor = site.cluster.supervisor_pid()
@@ -62,10 +60,8 @@ def test_replicas_outlive_more_supervisors_than_a_rank_answers_calls_at_once(
 
 
 def test_a_supervisor_that_stood_still_for_longer_than_any_of_its_limits_kills_no_replica(
-    tmp_path: Path,
+    model: Path, run_dir: Path
 ) -> None:
-    (model := tmp_path / "model").mkdir()
-    (run_dir := tmp_path / "run").mkdir()
     config = dataclasses.replace(
         fake_cluster(model, replicas=2),
         registry=RegistryConfig(silent_after_s=1.0, gone_after_s=4.0),

@@ -1,41 +1,32 @@
-"""A worker's command line, port and metrics."""
+"""What a worker serves and registers: port, metrics, the model's text files, its capacity."""
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import socket
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import grpc
 import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from baton.config.engine import FakeEngineConfig
 from baton.config.workers import WorkerSettings
+from baton.text_files import TEXT_FILES
+from baton.v1 import common_pb2, router_pb2, worker_pb2, worker_pb2_grpc
 from cluster.pools.role_plan import Role
-from cluster.worker import process as worker_process
+from cluster.worker.process import RankActor
 from cluster.worker.rank import free_port
 from engine.api import Engine
 from engine.wire import read_spec
 from kv_transfer.layout import NULL_BLOCK
-
-
-@pytest.mark.parametrize(
-    ("text", "told"),
-    [
-        ("pools: {a: {role: mixed}, b: {role: decode}}", "no pool 'decod'; there are: a, b"),
-        ("modle: fake", "modle: unknown key; did you mean 'model'?"),
-    ],
-)
-def test_a_pool_that_is_not_there_or_a_wrong_file_is_told_in_a_line(
-    text: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (file := tmp_path / "cluster.yaml").write_text(text)
-    options = ["--config", str(file), "--pool", "decod", "--control", "127.0.0.1:1"]
-    assert worker_process.main(options) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.endswith(told)
+from tests.router.deployment import byte_files
+from tests.router.real_workers import Listed, router_over
 
 
 async def test_a_worker_listens_at_the_port_of_its_settings_and_so_does_the_next_at_once(
@@ -90,3 +81,92 @@ async def test_quarantined_memory_is_a_metric_in_bytes(kit: Any) -> None:
         await tell(num_bytes)
         await ask(lambda engine: engine.unquarantine(spec.request_id))
         await tell(0)
+
+
+async def pieces(address: str) -> list[worker_pb2.ReadTokenizerResponse]:
+    async with grpc.aio.insecure_channel(address) as channel:
+        stub = worker_pb2_grpc.WorkerServiceStub(channel)
+        return [piece async for piece in stub.ReadTokenizer(worker_pb2.ReadTokenizerRequest())]
+
+
+def written(folder: Path, **files: bytes) -> Path:
+    folder.mkdir()
+    for name, data in {**byte_files(), **files}.items():
+        (folder / name).write_bytes(data)
+    return folder
+
+
+async def test_files_come_whole_in_pieces_and_nothing_else_of_the_folder_does(
+    tmp_path: Path, kit: Any
+) -> None:
+    large = bytes(range(256)) * 10_000
+    files = {"tokenizer.json": large, "model.safetensors": b"weights"}
+    folder = written(tmp_path / "model", **files)
+    async with kit.running_worker("d", Role.DECODE, model_path=str(folder)) as worker:
+        reported = await pieces(worker.address)
+    assert max(len(piece.data) for piece in reported) == 1 << 20
+    found: dict[str, bytes] = {}
+    for piece in reported:
+        found[piece.name] = found.get(piece.name, b"") + piece.data
+    assert found == {**byte_files(), "tokenizer.json": large}
+    assert found.keys() <= set(TEXT_FILES)
+
+
+async def test_a_tokenizer_of_its_own_comes_beside_the_model_s_configuration(
+    tmp_path: Path, kit: Any
+) -> None:
+    model = written(tmp_path / "model", **{"config.json": b"{}"})
+    text = written(tmp_path / "text", **{"tokenizer.json": b"its own"})
+    names = {"model_path": str(model), "tokenizer": str(text)}
+    async with kit.running_worker("d", Role.DECODE, **names) as worker:
+        reported = {piece.name: piece.data for piece in await pieces(worker.address)}
+    assert (reported["tokenizer.json"], reported["config.json"]) == (b"its own", b"{}")
+
+
+async def test_a_worker_without_a_tokenizer_says_so(kit: Any, tmp_path: Path) -> None:
+    async with kit.running_worker("d", Role.DECODE, model_path=str(tmp_path)) as worker:
+        with pytest.raises(grpc.aio.AioRpcError, match=r"tokenizer\.json: missing") as refused:
+            await pieces(worker.address)
+    assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+async def test_a_request_without_max_tokens_runs_where_memory_holds_less_than_the_context(
+    kit: Any,
+) -> None:
+    small = dataclasses.replace(
+        kit.engine, num_blocks=20, fake=FakeEngineConfig(vocab_size=257, max_model_len=4096)
+    )
+    longest = 19 * 8 + 1
+    async with (
+        kit.running_worker("p0", Role.PREFILL, small) as prefill,
+        kit.running_worker("d0", Role.DECODE, small) as decode,
+    ):
+        listed = [Listed(worker, worker.address) for worker in (prefill, decode)]
+        async with router_over(*listed) as (router, client):
+            request = router_pb2.GenerateRequest(
+                token_ids=router_pb2.TokenIds(ids=range(20)),
+                sampling=common_pb2.SamplingParams(temperature=0.0, ignore_eos=True),
+                seed=7,
+            )
+            answers = await asyncio.gather(*(client.ask(request) for _ in range(2)))
+            assert router.fleet.num_bookings == 0
+        for answer in answers:
+            assert len(answer.ids) == longest - 20
+        assert answers[0].ids == answers[1].ids
+        await kit.nothing_held(prefill, decode)
+        info = decode.info()
+        assert (info.num_blocks, info.max_model_len, info.max_request_tokens) == (19, longest, 152)
+        assert info.max_held_tokens_per_request == 0
+
+
+def test_nobody_else_can_take_the_port_at_which_the_ranks_of_a_replica_meet() -> None:
+    """A second replica that starts just now would meet at the same one, and mix ranks up."""
+    actor = RankActor()
+    port = actor.listen("127.0.0.1")
+    try:
+        with pytest.raises(OSError, match="in use"), socket.create_server(("127.0.0.1", port)):
+            pass
+    finally:
+        # Without a launch nothing else closes the socket.
+        assert actor._meeting is not None
+        actor._meeting.close()

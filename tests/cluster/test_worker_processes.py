@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import sys
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -21,6 +20,7 @@ from baton.v1 import control_pb2, worker_pb2
 from cluster.registry.control_service import Changes, fleet_message, serve
 from cluster.registry.registry import Registry
 from tests.cluster.fleet_processes import Fleet, started
+from tests.cluster.worker_process import ROOT, command
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -175,9 +175,10 @@ async def test_a_worker_of_another_model_ends_and_says_why(fleet: Fleet, tmp_pat
     other = tmp_path / "other.yaml"
     other.write_text(CONFIG.replace("vocab_size: 50000", "vocab_size: 40000"))
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "cluster.worker.process", "--config", str(other), "--pool", "decode",
-        "--control", fleet.control, "--worker-id", "decode-9", stderr=asyncio.subprocess.PIPE,
-    )  # fmt: skip
+        *command(other, "decode", fleet.control, "decode-9"),
+        cwd=ROOT,
+        stderr=asyncio.subprocess.PIPE,
+    )
     _, said = await asyncio.wait_for(process.communicate(), 60)
     assert process.returncode == 1
     assert "OtherModelError: worker decode-9 loaded fake: its weights or" in said.decode()

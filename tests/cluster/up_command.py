@@ -40,16 +40,16 @@ class Up:
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),
         )
         self.processes: set[Process] = set()
-        self.told: list[str] = []
+        self.reported: list[str] = []
 
-    def until_told(self, text: str) -> str:
+    def until_printed(self, text: str) -> str:
         """The first line with this text; the test's time limit bounds the wait."""
         assert self.process.stdout is not None
         for line in self.process.stdout:
-            self.told.append(line)
+            self.reported.append(line)
             if text in line:
                 return line
-        raise AssertionError(self.told)
+        raise AssertionError(self.reported)
 
     def ctrl_c(self) -> None:
         """As a terminal does it: the whole group gets the signal."""

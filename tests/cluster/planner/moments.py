@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from baton.config.planner import PlannerConfig
+from cluster.planner.needs import PlannerState
 from cluster.planner.planner import Plan, decide
 from cluster.planner.signals import (
     PoolSignals,
@@ -14,7 +15,6 @@ from cluster.planner.signals import (
     WorkerPhase,
     WorkerSignals,
 )
-from cluster.planner.state import PlannerState
 from cluster.pools.role_plan import Role
 
 RATE = 1_000.0

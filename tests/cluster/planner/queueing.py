@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from cluster.planner.planner import Plan
 from cluster.planner.signals import (
@@ -22,6 +23,8 @@ from cluster.planner.signals import (
     WorkerSignals,
 )
 from cluster.pools.role_plan import Role
+
+TRACE = Path(__file__).parent / "azure2023_conv_10s.csv"
 
 
 @dataclass(frozen=True)

@@ -8,15 +8,13 @@ import bisect
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import pytest
 
 from baton.config.planner import PlannerConfig
 from tests.cluster.planner.moments import Planning
-from tests.cluster.planner.queueing import Arrival, Shape, Site
+from tests.cluster.planner.queueing import TRACE, Arrival, Shape, Site
 
-TRACE = Path(__file__).parent / "azure2023_conv_10s.csv"
 STEP_S = 0.5
 EVERY_S = 5.0
 FASTER = 2

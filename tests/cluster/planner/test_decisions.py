@@ -145,7 +145,7 @@ def test_prompts_whose_rate_nobody_knows_change_nothing() -> None:
     assert "no warm worker has reported its prefill rate yet" in planning.reason("prefill")
 
 
-def test_a_rate_stays_known_while_no_worker_can_tell_it() -> None:
+def test_a_rate_stays_known_while_no_worker_reports_it() -> None:
     planning = Planning()
     planning.see(moment(0.0, router(0.0), prefill_pool(0.0, 1), decode_pool(0.0, 1)))
     starting = prefill_pool(5.0, 1, num_live=0)
@@ -209,7 +209,7 @@ def test_nothing_changes_while_workers_may_have_yet_to_register() -> None:
 def test_of_a_short_panic_window_what_holds_up_a_caller_for_a_moment_is_no_gap(
     panic_window_s: float,
 ) -> None:
-    """It was refused something, looks again within 5 s, and fleets are told of once a second."""
+    """It was refused something, looks again within 5 s, and fleets are sent once a second."""
     config = PlannerConfig(panic_window_s=panic_window_s, stable_window_s=10.0, warm_up_s=0.0)
     planning, now_s = Planning(config), 0.0
     while now_s < 12.0:

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.config.planner import PlannerConfig
+from cluster.planner.needs import PlannerState
 from cluster.planner.planner import Plan, decide
 from cluster.planner.signals import (
     PoolGaps,
@@ -20,7 +21,6 @@ from cluster.planner.signals import (
     WorkerPhase,
     WorkerSignals,
 )
-from cluster.planner.state import PlannerState
 from cluster.pools.role_plan import Role, RolePlan
 from tests.cluster.planner.moments import decode_pool, prefill_pool, router
 
@@ -312,7 +312,7 @@ def test_more_load_never_means_fewer_workers(
 
 @MANY
 @given(MOMENTS, CONFIGS, SEEDS)
-def test_what_a_worker_told_too_long_ago_changes_nothing(
+def test_old_figures_of_a_worker_change_nothing(
     signals: Signals, config: PlannerConfig, seed: int
 ) -> None:
     old = NOW_S - 1_000.0
@@ -322,8 +322,8 @@ def test_what_a_worker_told_too_long_ago_changes_nothing(
         first, *rest = signals.pools
         return replace(signals, pools=(replace(first, workers=(*first.workers, silent)), *rest))
 
-    told = planned(with_old(made_worker(random.Random(seed))), config)[1]
-    assert told == planned(with_old(WorkerSignals("worker")), config)[1]
+    reported = planned(with_old(made_worker(random.Random(seed))), config)[1]
+    assert reported == planned(with_old(WorkerSignals("worker")), config)[1]
 
 
 @settings(max_examples=15, deadline=None)

@@ -60,14 +60,14 @@ def test_gaps_over_the_target_ask_for_workers_though_decode_steps_are_within_it(
     assert "ITL 65.0 ms over target 50 ms, 25.0 ms of it beside" in planning.reason("decode")
 
 
-def test_what_prompts_take_beside_the_streams_is_told_where_no_worker_mends_it() -> None:
+def test_gaps_that_more_workers_cannot_shorten_are_explained() -> None:
     planning = planned(at(0.0, pool(0.0), seen(0.0, 0.327)))
     assert planning.desired("decode") == 2
-    told = (
+    reported = (
         "ITL 327.0 ms over target 50 ms, 287.0 ms of it beside decode steps: more workers cannot "
         "mend that, steps of 50 ms need 1.6 workers"
     )
-    assert told in planning.reason("decode")
+    assert reported in planning.reason("decode")
 
 
 @dataclass
@@ -178,7 +178,7 @@ def test_too_few_gaps_say_nothing(num_gaps: int) -> None:
     assert "ITL 40.0 ms" in planning.reason("decode")
 
 
-def test_gaps_that_were_told_too_long_ago_say_nothing() -> None:
+def test_old_gaps_say_nothing() -> None:
     old = replace(seen(0.0, 0.327), measured_at_s=-20.0)
     planning = planned(at(0.0, pool(0.0), old, router(0.0)))
     assert "ITL 40.0 ms" in planning.reason("decode")

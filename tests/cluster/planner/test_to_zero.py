@@ -78,7 +78,7 @@ def test_a_pool_that_finds_no_machine_for_long_keeps_no_other_from_stopping() ->
     assert (planning.desired("prefill"), planning.desired("decode")) == (0, 0)
 
 
-def test_a_registry_that_has_just_started_tells_of_no_idleness() -> None:
+def test_a_registry_that_has_just_started_does_not_make_pools_idle() -> None:
     planning = Planning(ZERO)
     pools = prefill_pool(0.0, 1), decode_pool(0.0, 1)
     quiet(planning, pools, STABLE_S - 10.0)

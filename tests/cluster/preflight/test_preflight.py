@@ -12,28 +12,26 @@ import pytest
 
 from cluster.preflight import handoff
 from cluster.preflight.__main__ import main
-from cluster.preflight.check import (
+from cluster.preflight.handoff import Report, check_lanes, check_transports
+from cluster.preflight.machine import (
     Check,
     Outcome,
     Wanted,
     as_json,
     as_table,
-    failure,
-    has_failed,
-    ok,
-    warning,
-)
-from cluster.preflight.handoff import Report, check_lanes, check_transports
-from cluster.preflight.machine import (
     check_adapters,
     check_driver,
     check_memory,
     check_number,
     driver_version,
+    failure,
+    has_failed,
     huge_pages,
     locked_memory,
+    ok,
     shared_memory,
     torch_cuda,
+    warning,
 )
 from tests.cluster.preflight import made_up
 
@@ -58,7 +56,7 @@ def test_the_drivers_version_is_the_kernel_modules(tmp_path: Path, text: str) ->
     assert driver_version(tmp_path / "elsewhere") is None
 
 
-def test_a_driver_older_than_torchs_cuda_takes_is_told_with_both_versions() -> None:
+def test_a_driver_too_old_for_torchs_cuda_is_reported_with_both_versions() -> None:
     check = check_driver("535.129.03", "13.0", 0, GPUS)
     assert check.outcome is Outcome.FAILURE
     assert check.found == "535.129.03, torch is built for CUDA 13.0, which needs 580 or newer"
@@ -137,7 +135,7 @@ def test_capabilities_are_read_from_this_process(tmp_path: Path) -> None:
 # --- adapters -------------------------------------------------------------------------------------
 
 
-def test_eight_infiniband_adapters_that_are_up_are_told_in_order(tmp_path: Path) -> None:
+def test_infiniband_adapters_that_are_up_are_reported_in_order(tmp_path: Path) -> None:
     for number in range(11):
         made_up.port(tmp_path, f"mlx5_{number}")
     made_up.device(tmp_path)
@@ -241,9 +239,9 @@ def test_this_machine_hands_over_in_shared_memory_and_the_command_says_so(
 ) -> None:
     (tmp_path / "dev/shm").mkdir(parents=True)
     assert main(["--root", str(tmp_path), "--hugepages", "--json"]) == 1
-    told = json.loads(capsys.readouterr().out)
-    assert told["ok"] is False
-    found = {check["name"]: check for check in told["checks"]}
+    reported = json.loads(capsys.readouterr().out)
+    assert reported["ok"] is False
+    found = {check["name"]: check for check in reported["checks"]}
     assert found["huge pages"]["outcome"] == "failure"
     assert found["UCX"]["outcome"] == "ok"
     assert " GB/s over " in found["handoff"]["found"]
@@ -251,7 +249,7 @@ def test_this_machine_hands_over_in_shared_memory_and_the_command_says_so(
 
 
 @pytest.mark.full
-def test_a_library_that_is_not_there_is_told_in_a_line() -> None:
+def test_a_missing_library_is_reported_on_one_line() -> None:
     (check,) = handoff.check_handoff(Wanted(ucx_library="/no/libucp.so"), "cpu")
     assert check.outcome is Outcome.FAILURE
     assert "cannot load libucp (/no/libucp.so)" in check.found

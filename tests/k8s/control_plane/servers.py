@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from cluster.local.reaper import watched_over
+from cluster.local.process_tree import watched_over
 from tests.k8s.control_plane.assets import Assets
 from tests.k8s.control_plane.errors import ControlPlaneError
 from tests.k8s.control_plane.process import PortTakenError, Server, free_port

@@ -17,7 +17,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from cluster.local.reaper import MARK_VARIABLE
+from cluster.local.process_tree import MARK_VARIABLE
 from tests.k8s.kubelet.cgroups import Cgroup
 from tests.k8s.kubelet.entry import Entry
 from tests.k8s.kubelet.errors import ContainerError

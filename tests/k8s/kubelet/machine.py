@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from cluster.local.reaper import watched_over
+from cluster.local.process_tree import watched_over
 from tests.k8s.control_plane.assets import Assets, RunningCluster
 from tests.k8s.kubelet.cgroups import Cgroup, hierarchy, remove_group
 from tests.k8s.kubelet.errors import KernelError, NotPossibleError

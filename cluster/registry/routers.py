@@ -1,7 +1,8 @@
-"""The routers' reports of their queues and arrivals: the newest report of each router.
+"""What the registry keeps for routers: each one's newest report, and the units that they serve.
 
-Pure: it reads only a clock. A report is an opaque serialised message. A broken or silent call does
-not mean that its router has gone: it may be cut off from here and still serve its clients.
+Pure: it reads only a clock. A report is an opaque serialised message about queues and arrivals. A
+broken or silent call does not mean that its router has gone: it may be cut off from here and still
+serve its clients.
 
 A router has one call at a time, but a broken call may end here long after the next has begun. So
 calls are numbered as they begin, and an older call is ignored once a newer one has reported.
@@ -10,9 +11,12 @@ calls are numbered as they begin, and an older call is ignored once a newer one 
 from __future__ import annotations
 
 import enum
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from baton.clock import NowS
+from baton.errors import InvalidRequestError
 
 SILENT_AFTER_S = 5.0
 """After this silence a router's report is left out."""
@@ -103,3 +107,61 @@ class RouterReports:
 
     def _is_remembered(self, entry: RouterEntry) -> bool:
         return entry.heard_at > self._clock() - FORGOTTEN_AFTER_S
+
+
+# --- units --------------------------------------------------------------------------------------
+
+MAX_UNITS = 2
+_ROUNDING = 1e-6
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One complete version of a model."""
+
+    code: str = ""
+    control_address: str = ""
+    """host:port; empty: of the registry that was asked."""
+    share: float = 1.0
+    """Of the requests."""
+
+
+_LONE = Unit()
+
+
+class UnitList:
+    """Own the list, the oldest unit first."""
+
+    def __init__(self, own: Unit = _LONE, given: Sequence[Unit] = ()) -> None:
+        """`own`: the unit that this registry is part of. It is the only one until `set`."""
+        self._own = (own,)
+        self.given = tuple(given)
+        """As it was set; empty: nobody has."""
+
+    @property
+    def all(self) -> tuple[Unit, ...]:
+        return self.given or self._own
+
+    def set(self, units: Sequence[Unit]) -> None:
+        """Raises InvalidRequestError."""
+        _check(units)
+        self.given = tuple(units)
+
+
+def _check(units: Sequence[Unit]) -> None:
+    if not 1 <= len(units) <= MAX_UNITS:
+        raise InvalidRequestError(
+            f"units: 1 to {MAX_UNITS} are expected, not {len(units)}", field="units"
+        )
+    for index, unit in enumerate(units):
+        if unit.code in [other.code for other in units[:index]]:
+            raise InvalidRequestError(
+                f"units: two have the code {unit.code!r}", field=f"units[{index}].code"
+            )
+        if not 0 <= unit.share <= 1:  # nor is NaN
+            raise InvalidRequestError(
+                f"units: a share is from 0 to 1, not {unit.share}", field=f"units[{index}].share"
+            )
+    total = math.fsum(unit.share for unit in units)
+    if abs(total - 1) > _ROUNDING:
+        raise InvalidRequestError(f"units: the shares sum to {total}, not 1", field="units")
