@@ -12,8 +12,8 @@ import pytest
 
 from baton.control_client import ControlClient
 from baton.v1 import control_pb2
-from deploy.api.chart import CHART
-from tests.deploy.ray_schema import REAL_CRD, check_ray_cluster
+from deploy.api.generate import CHART
+from tests.deploy.schemas import REAL_CRD, check_ray_cluster
 from tests.k8s.control_plane.plane import ControlPlane
 from tests.k8s.kubelet.hosts import is_ready
 from tests.k8s.kubelet.kubelet import Kubelet

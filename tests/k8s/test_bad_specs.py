@@ -1,4 +1,4 @@
-"""Each spec that tests/deploy/api/test_rules.py knows to be bad, on a real API server beside a real
+"""Each spec that tests/deploy/api/specs.py knows to be bad, on a real API server beside a real
 operator: the server refuses it, or a condition reports it, by the name of its field.
 
 A server drops keys that it does not know: those are refused by kubectl, which asks it for a schema.
@@ -17,7 +17,7 @@ from deploy.controller.kit.errors import NotFoundError, StatusError
 from deploy.controller.kit.kube import Kube
 from deploy.controller.kit.objects import Key, Resource
 from deploy.controller.resources import SERVING_CLUSTERS, WORKER_POOLS
-from tests.deploy.api.test_rules import (
+from tests.deploy.api.specs import (
     BAD_CLUSTERS,
     BAD_NAMES,
     BAD_POOLS,

@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-from deploy.api.chart import CHART
 from deploy.api.crd import KINDS, SERVING_CLUSTER
+from deploy.api.generate import CHART
 from deploy.controller.kit.kube import Kube
 from deploy.controller.kit.objects import Key, Resource, Selection
 from deploy.controller.resources import (

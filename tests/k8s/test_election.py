@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from baton.clock import ManualClock
-from deploy.controller.kit.candidate import LEASES, Candidate, ElectionSettings
-from deploy.controller.kit.election import Elector
+from deploy.controller.kit.election import LEASES, Candidate, ElectionSettings, Elector
 from deploy.controller.kit.errors import WriteRefusedError
 from deploy.controller.kit.kube import Kube
 from deploy.controller.kit.objects import Key

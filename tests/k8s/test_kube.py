@@ -21,7 +21,7 @@ from deploy.controller.kit.errors import (
     NotFoundError,
     StatusError,
 )
-from deploy.controller.kit.kube import Kube, Preconditions
+from deploy.controller.kit.kube import Kube
 from deploy.controller.kit.objects import Key, Resource, Selection, key_of
 from deploy.controller.kit.watch_stream import WatchEventType, Window
 from tests.deploy.controller.things import CONFIG_MAPS, config_map
@@ -108,11 +108,10 @@ def test_what_a_schema_forbids_is_refused_with_the_field(kube: Kube, namespace: 
 def test_a_deletion_of_another_object_of_that_name_is_refused(kube: Kube, namespace: str) -> None:
     key = Key(namespace, "a")
     first = kube.create(CONFIG_MAPS, config_map(key))["metadata"]
-    kube.delete(CONFIG_MAPS, key, preconditions=Preconditions(uid=first["uid"]))
+    kube.delete(CONFIG_MAPS, key, uid=first["uid"])
     kube.create(CONFIG_MAPS, config_map(key))
-    for stale in (Preconditions(uid=first["uid"]), Preconditions(None, first["resourceVersion"])):
-        with pytest.raises(ConflictError, match="in the precondition"):
-            kube.delete(CONFIG_MAPS, key, preconditions=stale)
+    with pytest.raises(ConflictError, match="in the precondition"):
+        kube.delete(CONFIG_MAPS, key, uid=first["uid"])
     kube.get(CONFIG_MAPS, key)
 
 
