@@ -31,7 +31,7 @@ import numpy as np
 import uvloop
 
 from baton.config.transfer import TransferConfig
-from bench.table import markdown
+from bench.report import markdown
 from cluster.preflight.handoff import LoneRank, MemoryShape
 from kv_transfer.layout import BlockId
 from kv_transfer.lease import Lease, WorkerIdentity
