@@ -7,22 +7,26 @@ this needs no torch, ray or libucp.
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
 
-from baton.config import settings, yaml_file
-from baton.config.decode import DecodeConfig
+from baton.config import settings
 from baton.config.engine import EngineConfig
 from baton.config.planner import PlannerConfig
+from baton.config.ranges import NotNegative, Port, Ranged, between
 from baton.config.router import RouterConfig
 from baton.config.transfer import TransferConfig
-from baton.config.workers import RegistryConfig, SupervisorConfig, WorkerSettings
+from baton.config.workers import (
+    DecodeConfig,
+    RegistryConfig,
+    SupervisorConfig,
+    WorkerSettings,
+)
 from baton.errors import ConfigError
 
 Role = Literal["prefill", "decode", "mixed"]
@@ -31,7 +35,7 @@ _ANY_HOST = ("0.0.0.0", "::", "[::]")
 
 
 @dataclass(frozen=True)
-class PoolConfig:
+class PoolConfig(Ranged):
     """Workers of one role and one shape."""
 
     role: Role
@@ -41,53 +45,39 @@ class PoolConfig:
     min_replicas: int = 0
     """Fewest that `baton up --autoscale` keeps; 0 lets it stop the pool where
     `planner.scale_to_zero_after_s` says when."""
-    max_replicas: int = 64
+    max_replicas: Annotated[int, between(1, 1024)] = 64
     """What `baton scale` may ask for at most: each worker takes memory for weights and KV."""
-    tensor_parallel: int = 1
+    tensor_parallel: Annotated[int, between(1, 64)] = 1
     """Processes that one worker is made of; on cuda each has a GPU of its own."""
-    drain_timeout_s: float | None = None
+    drain_timeout_s: NotNegative | None = None
     """How long a leaving worker of this pool may finish what it runs. None:
     `worker.drain_timeout_s`."""
     engine: Mapping[str, Any] = field(default_factory=dict)
     """Engine settings of this pool that differ from the cluster's."""
 
     def __post_init__(self) -> None:
-        if not 1 <= self.max_replicas <= 1024:
-            raise ValueError(f"max_replicas must be between 1 and 1024, not {self.max_replicas}")
-        if not 0 <= self.replicas <= self.max_replicas:
-            raise ValueError(
-                f"replicas must be between 0 and max_replicas ({self.max_replicas}), "
-                f"not {self.replicas}"
-            )
-        if not 0 <= self.min_replicas <= self.max_replicas:
-            raise ValueError(
-                f"min_replicas must be between 0 and max_replicas ({self.max_replicas}), "
-                f"not {self.min_replicas}"
-            )
-        if self.drain_timeout_s is not None and not 0 <= self.drain_timeout_s < math.inf:
-            raise ValueError(
-                f"drain_timeout_s must not be negative, and finite, not {self.drain_timeout_s}"
-            )
-        if not 1 <= self.tensor_parallel <= 64:
-            raise ValueError(
-                f"tensor_parallel must be between 1 and 64, not {self.tensor_parallel}"
-            )
+        super().__post_init__()
+        for name in ("replicas", "min_replicas"):
+            if not 0 <= getattr(self, name) <= self.max_replicas:
+                raise ValueError(
+                    f"{name} must be between 0 and max_replicas ({self.max_replicas}), "
+                    f"not {getattr(self, name)}"
+                )
 
 
 @dataclass(frozen=True)
-class ControlConfig:
+class ControlConfig(Ranged):
     """Where the registry listens."""
 
     host: str = "127.0.0.1"
-    port: int = 7101
+    port: Port = 7101
     """0: any free port."""
     announced_host: str | None = None
     """The host by which workers and routers reach it, if that is not `host`: a Service of
     Kubernetes, say. None: `host`."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.port <= 65535:
-            raise ValueError(f"port must be between 0 and 65535, not {self.port}")
+        super().__post_init__()
         if self.announced_host == "":
             raise ValueError("announced_host must not be empty")
 
@@ -272,8 +262,8 @@ def _beside(around: Path, folder: str) -> str:
 def read_config(text: str, *, source: str) -> ClusterConfig:
     """Make a configuration from a cluster file's text; every error is a ConfigError."""
     try:
-        value = yaml_file.load(text)
-    except yaml_file.RepeatedKeyError as error:
+        value = settings.load_yaml(text)
+    except settings.RepeatedKeyError as error:
         raise ConfigError(f"{source}: {error}", field=error.key) from error
     except yaml.MarkedYAMLError as error:
         line = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""

@@ -6,12 +6,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from baton.config.decode import DecodeConfig
 from baton.config.engine import EngineTuning
 from baton.config.planner import PlannerTuning
 from baton.config.router import RouterConfig
 from baton.config.transfer import TransferConfig
-from baton.config.workers import RegistryConfig, SupervisorConfig, WorkerSettings
+from baton.config.workers import DecodeConfig, RegistryConfig, SupervisorConfig, WorkerSettings
 from deploy.api.checked import Checked
 
 OPERATORS: Mapping[str, tuple[str, ...]] = {

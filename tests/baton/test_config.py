@@ -51,7 +51,7 @@ def test_nothing_at_all_is_one_prefill_and_one_decode_worker_of_the_demo_model()
             {"router": {"lease_lead_s": float("nan")}},
             "router.lease_lead_s: must be a finite number",
         ),
-        ({"transfer": {"transport": "tcp"}}, "transfer.transport: must be ucx or memory"),
+        ({"transfer": {"transport": "tcp"}}, "transfer.transport: must be one of ucx, memory"),
         ({"control": {"port": 70000}}, "control.port: must be between 0 and 65535"),
         ({"log_level": "inf"}, "must be one of debug, info, warning, error, not 'inf'; did you"),
         ({"pools": []}, "pools: a mapping is expected"),
