@@ -143,6 +143,15 @@ def sampling_options(arguments: argparse.Namespace) -> GenerateOptions:
     return options
 
 
+def _request(prompt: str, arguments: argparse.Namespace) -> router_pb2.GenerateRequest:
+    """A request of the prompt as it is, or of a chat that begins with it."""
+    options = sampling_options(arguments)
+    if arguments.raw:
+        return build_request(prompt, **options)
+    options["chat"] = [{"role": "user", "content": prompt}]
+    return build_request(**options)
+
+
 def client_of(arguments: argparse.Namespace) -> Client:
     """Raises ConfigError for files that cannot be read."""
     given = (
@@ -194,13 +203,8 @@ def _read(read: Callable[[], str]) -> str:
 
 def generate(arguments: argparse.Namespace) -> int:
     prompt = _read(sys.stdin.read) if arguments.prompt == "-" else arguments.prompt
-    options = sampling_options(arguments)
     with client_of(arguments) as client:
-        if arguments.raw:
-            events = client.generate(prompt, **options)
-        else:
-            events = client.generate(chat=[{"role": "user", "content": prompt}], **options)
-        _, meter = stream_answer(events)
+        _, meter = stream_answer(client.run(_request(prompt, arguments)))
     if arguments.stats or render.err().is_terminal:
         render.err().print(meter.lines(), no_wrap=True)
     return 0
@@ -237,9 +241,10 @@ def _exchange(
     the router.
     """
     turns = [*history, {"role": "user", "content": line}]
-    events = client.generate(chat=turns, **sampling_options(arguments))
+    options = sampling_options(arguments)
+    options["chat"] = turns
     try:
-        text, meter = stream_answer(events)
+        text, meter = stream_answer(client.generate(**options))
     except BatonError as error:
         if isinstance(error, UnavailableError) and not sys.stdin.isatty():
             raise
@@ -266,14 +271,8 @@ def _enable_line_editing() -> None:
 
 
 def explain(arguments: argparse.Namespace) -> int:
-    options = sampling_options(arguments)
-    if arguments.raw:
-        request = build_request(arguments.prompt, **options)
-    else:
-        message = {"role": "user", "content": arguments.prompt}
-        request = build_request(chat=[message], **options)
     with client_of(arguments) as client:
-        explained = client.explain(request)
+        explained = client.explain(_request(arguments.prompt, arguments))
     if explained.unit:
         render.out().print(f"unit {explained.unit}", style="dim")
     if not explained.candidates:
