@@ -41,7 +41,7 @@ _COMMANDS = {
     "scale": "cli.operate",
     "drain": "cli.operate",
     "roles": "cli.operate",
-    "deploy": "cli.manifest",
+    "deploy": "cli.operate",
 }
 _PACKAGES = (
     "baton",

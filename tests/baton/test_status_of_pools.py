@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from baton.v1 import common_pb2, control_pb2
-from cli.fleets import Fleet, UnitFleet
-from cli.status import print_status
+from cli.status import Fleet, UnitFleet, print_status
 
 Capture = pytest.CaptureFixture[str]
 

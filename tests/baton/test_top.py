@@ -13,9 +13,8 @@ import pytest
 
 from baton.render import out
 from baton.v1 import common_pb2, control_pb2, worker_pb2
-from cli.fleets import Fleet, UnitFleet
 from cli.main import main
-from cli.status import busy_of, print_status, screen
+from cli.status import Fleet, UnitFleet, busy_of, print_status, screen
 from tests.baton.small_router import SmallControl
 from tests.baton.terminal import CTRL_C, Terminal
 

@@ -9,7 +9,7 @@ import grpc
 import grpc.aio
 import pytest
 
-from baton.text_files import TEXT_FILES
+from baton.model_folder import TEXT_FILES
 from baton.v1 import worker_pb2, worker_pb2_grpc
 from cluster.pools.role_plan import Role
 from tests.router.deployment import byte_files

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from baton.fetch.checkpoint import Fetcher
-from baton.fetch.errors import FetchError
+from baton.fetch.sources import FetchError
 
 SHARDS = {f"model-0000{i}-of-00002.safetensors": bytes([i]) * 3_000_000 for i in (1, 2)}
 LARGE = next(iter(SHARDS))

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.fetch.errors import FetchError
+from baton.fetch.sources import FetchError
 from tests.baton.fetch.checkpoint_server import CheckpointServer
 from tests.baton.fetch.nodes import (
     CHECKPOINT,
