@@ -13,9 +13,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from itertools import count, islice
 
-from baton.control_client import ControlClient
+from baton.control_client import NOTHING_SEEN, ControlClient, seen_by_clients
 from baton.errors import BatonError, DeadlineError
-from baton.seen_by_clients import NOTHING_SEEN, seen_by_clients
 from baton.v1 import control_pb2
 from deploy.controller.kit.objects import Key
 from deploy.controller.observed import (

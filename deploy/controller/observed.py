@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from baton.seen_by_clients import NOTHING_SEEN, SeenByClients
+from baton.control_client import NOTHING_SEEN, SeenByClients
 from baton.v1 import control_pb2
 from deploy.controller.kit.objects import Object
 from deploy.controller.manifests.common import COMPONENT_LABEL, POOL_LABEL, UNIT_LABEL

@@ -62,7 +62,7 @@ class Book:
 class SmallRouter(router_pb2_grpc.RouterServiceServicer):
     """`die_at`: this router is gone once that many tokens of a request are out; `fail` answers
     every request; `hold`: answers stay unfinished until it is set; `skip`: a token that is never
-    told; `aborts_its_own_only`: what it did not begin is NOT_FOUND."""
+    reported; `aborts_its_own_only`: what it did not begin is NOT_FOUND."""
 
     def __init__(
         self,

@@ -101,7 +101,7 @@ def test_a_router_that_stays_away_is_given_up_within_the_bound(
         list(client.generate("hello"))
 
 
-def test_an_address_without_a_router_is_told_at_once(connect: Connect) -> None:
+def test_an_address_without_a_router_is_reported_at_once(connect: Connect) -> None:
     address = free_address()
     with connect(address) as client, pytest.raises(UnavailableError, match=address):
         list(client.generate("hello"))
@@ -138,9 +138,7 @@ def test_a_router_that_is_silent_or_shuts_down_is_passed_over(book: Book, connec
                 ask(client)
 
 
-def test_a_servers_own_word_that_time_is_over_is_not_taken_for_silence(
-    book: Book, connect: Connect
-) -> None:
+def test_a_servers_own_deadline_is_not_taken_for_silence(book: Book, connect: Connect) -> None:
     late = SmallRouter(book, fail=DeadlineError("too late"))
     with (
         routers(late, SmallRouter(book)) as addresses,

@@ -29,10 +29,10 @@ class Node:
     def __init__(self, uri: str, folder: Path) -> None:
         self.uri, self.folder = uri, folder
         self.environment: dict[str, str] = {}
-        self.told: list[str] = []
+        self.reported: list[str] = []
 
     def fetch(self, *, text_only: bool = False) -> None:
-        fetcher = Fetcher(self.environment, self.told.append, pause_s=0)
+        fetcher = Fetcher(self.environment, self.reported.append, pause_s=0)
         fetcher.fetch(self.uri, self.folder, text_only)
 
     def refused(self) -> str:

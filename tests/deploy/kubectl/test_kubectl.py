@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from baton.v1 import control_pb2
-from cli.kubectl import ChoiceError, Target, chosen, heads, main, refusal, target
+from cli.kubectl import PluginError, Target, chosen, heads, main, refusal, target
 from cluster.local.process_tree import Process, descendants, wait_until_gone
 from tests.baton.small_router import Book, SmallControl, SmallRouter
 from tests.baton.terminal import default_signals
@@ -50,7 +50,7 @@ def test_the_only_cluster_is_meant_and_of_several_the_named_one() -> None:
 def test_what_cannot_be_chosen_is_told_with_what_to_do(
     clusters: tuple[str, ...], name: str | None, message: str, hint: str
 ) -> None:
-    with pytest.raises(ChoiceError) as told:
+    with pytest.raises(PluginError) as told:
         chosen([cluster(each) for each in clusters], name)
     assert told.value.message == message
     assert hint in told.value.hint
@@ -69,7 +69,7 @@ def test_an_endpoint_is_a_port_of_a_service() -> None:
 def test_a_cluster_that_does_not_tell_yet_is_to_be_described(
     endpoints: dict[str, str] | None,
 ) -> None:
-    with pytest.raises(ChoiceError, match="is not served yet") as told:
+    with pytest.raises(PluginError, match="is not served yet") as told:
         target(cluster("default", endpoints), "control")
     assert "describe servingcluster default" in told.value.hint
 
