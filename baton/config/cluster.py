@@ -158,33 +158,24 @@ class ClusterConfig:
             if pool.drain_timeout_s is not None:
                 drains_s[f"pools.{name}"] = pool.drain_timeout_s
         longest = max(drains_s, key=lambda part: drains_s[part])
-        if self.supervisor.drain_timeout_s <= drains_s[longest]:
-            raise ValueError(
-                f"supervisor.drain_timeout_s must be above {longest}.drain_timeout_s "
-                f"({drains_s[longest]}), not {self.supervisor.drain_timeout_s}"
-            )
-        fence_at_s = self.registry.silent_after_s + self.supervisor.fence_after_s
-        if self.registry.gone_after_s <= fence_at_s:
-            raise ValueError(
-                f"registry.gone_after_s must be above registry.silent_after_s + "
-                f"supervisor.fence_after_s ({fence_at_s:g}), not {self.registry.gone_after_s}"
-            )
-        if self.router.first_token_timeout_s <= self.registry.first_step_s:
-            raise ValueError(
-                f"router.first_token_timeout_s must be above registry.first_step_s "
-                f"({self.registry.first_step_s:g}), not {self.router.first_token_timeout_s:g}"
-            )
-        asked_until_s = self.router.reserve_timeout_s + self.router.max_timeout_s
-        if self.transfer.tombstone_s <= asked_until_s:
-            raise ValueError(
-                f"transfer.tombstone_s must be above router.reserve_timeout_s + "
-                f"router.max_timeout_s ({asked_until_s:g}), not {self.transfer.tombstone_s:g}"
-            )
-        if self.worker.heartbeat_s >= self.registry.silent_after_s:
-            raise ValueError(
-                f"worker.heartbeat_s must be below registry.silent_after_s "
-                f"({self.registry.silent_after_s}), not {self.worker.heartbeat_s}"
-            )
+        registry, router, supervisor = self.registry, self.router, self.supervisor
+        limits = (
+            ("supervisor.drain_timeout_s", supervisor.drain_timeout_s,
+             f"{longest}.drain_timeout_s", drains_s[longest]),
+            ("registry.silent_after_s", registry.silent_after_s,
+             "worker.heartbeat_s", self.worker.heartbeat_s),
+            ("registry.gone_after_s", registry.gone_after_s,
+             "registry.silent_after_s + supervisor.fence_after_s",
+             registry.silent_after_s + supervisor.fence_after_s),
+            ("router.first_token_timeout_s", router.first_token_timeout_s,
+             "registry.first_step_s", registry.first_step_s),
+            ("transfer.tombstone_s", self.transfer.tombstone_s,
+             "router.reserve_timeout_s + router.max_timeout_s",
+             router.reserve_timeout_s + router.max_timeout_s),
+        )  # fmt: skip
+        for name, seconds, other, bound_s in limits:
+            if seconds <= bound_s:
+                raise ValueError(f"{name} must be above {other} ({bound_s:g}), not {seconds:g}")
 
     @property
     def model_name(self) -> str:

@@ -180,7 +180,7 @@ async def autoscaling(
     report: Callable[[str], None], backing: PoolBacking | None = None
 ) -> AsyncIterator[Registry]:
     """A fleet of one prefill and one decode worker under that load."""
-    registry = Registry(RegistryConfig(), time.monotonic)
+    registry = Registry(RegistryConfig(silent_after_s=0.5), time.monotonic)  # resyncs for as long
     async with fleet_of(registry, BUSY, backing) as address:
         autoscaler = Autoscaler(address, BOUNDS, QUICK, report)
         autoscaler.start()

@@ -32,13 +32,6 @@ def router(book: Book) -> Iterator[str]:
     served.stop()
 
 
-@pytest.fixture
-def control() -> Iterator[str]:
-    server, address = SmallControl().serve()
-    yield address
-    server.stop(None).wait()
-
-
 Capture = pytest.CaptureFixture[str]
 
 
@@ -249,11 +242,8 @@ sys.exit(cli.main(["--version"]))
 
 
 def test_scaling_a_pool_whose_workers_do_not_start_says_why(capsys: Capture) -> None:
-    server, address = SmallControl(failing="out of memory").serve()
-    try:
+    with SmallControl(failing="out of memory").serve() as address:
         assert main(["scale", "decode", "2", "--control", address]) == 1
-    finally:
-        server.stop(None).wait()
     assert "the decode pool does not start: out of memory" in capsys.readouterr().err
 
 

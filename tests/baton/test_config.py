@@ -360,17 +360,17 @@ def test_the_transport_inside_one_process_is_refused_for_a_cluster_of_processes(
         (
             {"worker": {"drain_timeout_s": 90}},
             "supervisor.drain_timeout_s",
-            "must be above worker.drain_timeout_s (90.0), not 60.0",
+            "must be above worker.drain_timeout_s (90), not 60",
         ),
         (
             {"registry": {"silent_after_s": 0.2}},
-            "worker.heartbeat_s",
-            "must be below registry.silent_after_s (0.2), not 0.3",
+            "registry.silent_after_s",
+            "must be above worker.heartbeat_s (0.3), not 0.2",
         ),
         (
             {"supervisor": {"fence_after_s": 12}},
             "registry.gone_after_s",
-            "supervisor.fence_after_s (15), not 15.0",
+            "supervisor.fence_after_s (15), not 15",
         ),
         (
             {"registry": {"first_step_s": 150}},
@@ -388,7 +388,7 @@ def test_one_part_outlasts_another_where_it_must(value: object, key: str, proble
 
 def test_a_pools_own_drain_is_not_cut_short_either() -> None:
     pools = {"decode": {"role": "decode", "drain_timeout_s": 90}, "prefill": {"role": "prefill"}}
-    with pytest.raises(ConfigError, match=r"pools\.decode\.drain_timeout_s \(90\.0\)"):
+    with pytest.raises(ConfigError, match=r"pools\.decode\.drain_timeout_s \(90\)"):
         parse_config({"pools": pools})
     config = parse_config({"pools": pools, "supervisor": {"drain_timeout_s": 100}})
     drains = {

@@ -148,13 +148,6 @@ def test_status_says_which_pools_wait_for_pods(capsys: Capture) -> None:
     assert "prefill: " not in reported
 
 
-@pytest.fixture
-def control() -> Iterator[str]:
-    server, address = SmallControl().serve()
-    yield address
-    server.stop(None).wait()
-
-
 def test_the_command_shows_what_the_control_service_reports(control: str, capsys: Capture) -> None:
     assert main(["top", "--control", control]) == 0
     assert row_of(capsys.readouterr().out.splitlines(), "decode-0")["output"] == "588 tok/s"
@@ -169,11 +162,8 @@ def test_a_watch_goes_on_until_its_service_ends(capsys: Capture) -> None:
                 context.abort(grpc.StatusCode.UNAVAILABLE, "the service has ended")
             yield self.fleet()
 
-    server, address = Ends().serve()
-    try:
+    with Ends().serve() as address:
         assert main(["top", "--watch", "--control", address]) == 3
-    finally:
-        server.stop(None).wait()
     reported = capsys.readouterr()
     assert reported.out.count("Workers") == 2
     assert "the service has ended" in reported.err

@@ -93,9 +93,8 @@ def test_kubectls_words_come_with_what_to_do(words: str, hint: str) -> None:
 
 @pytest.fixture
 def control() -> Iterator[str]:
-    server, address = SmallControl().serve()
-    yield address
-    server.stop(None).wait()
+    with SmallControl().serve() as address:
+        yield address
 
 
 @pytest.fixture
@@ -201,14 +200,11 @@ def test_both_units_are_asked_and_one_that_is_not_reached_is_silent(
         control_pb2.Unit(code="b2x4z", control_address="b2x4z.svc:7101", share=0.75),
         control_pb2.Unit(code="k7mnp", control_address="k7mnp.svc:7101", share=0.25),
     ]
-    server, address = small.serve()
-    (folder / "upstream").write_text(address)
-    if not is_reached:
-        (folder / "refusal-default-k7mnp-head-svc").write_text("error: no pods are ready")
-    try:
+    with small.serve() as address:
+        (folder / "upstream").write_text(address)
+        if not is_reached:
+            (folder / "refusal-default-k7mnp-head-svc").write_text("error: no pods are ready")
         assert main(["status"]) == 0
-    finally:
-        server.stop(None).wait()
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["b2x4z", "75%", "1"] in lines
     assert ["k7mnp", "25%", "1" if is_reached else "silent"] in lines
