@@ -1,9 +1,12 @@
-"""What operators ask of the registry: the fleet, a pool's size, the units, a worker's drain."""
+"""What operators ask of the registry: the fleet, a pool's size, the units, a worker's drain.
+
+`seen_by_clients` reads one part of its answers: the latencies that routers report for each pool.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from types import TracebackType
+from dataclasses import dataclass
 from typing import Any, Self, cast
 
 import grpc
@@ -111,12 +114,7 @@ class ControlClient:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _call(self, method: str, request: Any, timeout_s: float | None = None) -> Any:
@@ -134,3 +132,43 @@ class ControlClient:
 
     def _silent(self, timeout_s: float) -> UnavailableError:
         return UnavailableError(f"no answer from {self._address} within {timeout_s:g} s")
+
+
+# --- what clients see -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SeenByClients:
+    """95th percentiles of the last minute, seconds; None: nothing was seen."""
+
+    ttft_s: float | None = None
+    """Of prompts that the pool prefilled."""
+    itl_s: float | None = None
+    """Of streams that it decodes."""
+
+    def worse(self, other: SeenByClients) -> SeenByClients:
+        """The higher of each figure, so that no client sees worse."""
+        return SeenByClients(_worse(self.ttft_s, other.ttft_s), _worse(self.itl_s, other.itl_s))
+
+
+NOTHING_SEEN = SeenByClients()
+
+
+def _worse(one: float | None, other: float | None) -> float | None:
+    known = [seconds for seconds in (one, other) if seconds is not None]
+    return max(known, default=None)
+
+
+def seen_by_clients(
+    routers: Iterable[control_pb2.ReportRouterRequest],
+) -> dict[str, SeenByClients]:
+    """The worst figures of each pool that a router reported."""
+    found: dict[str, SeenByClients] = {}
+    for router in routers:
+        for figures in router.pools:
+            seen = SeenByClients(
+                figures.ttft_p95_s if figures.HasField("ttft_p95_s") else None,
+                figures.itl_p95_s if figures.HasField("itl_p95_s") else None,
+            )
+            found[figures.pool] = found.get(figures.pool, NOTHING_SEEN).worse(seen)
+    return found

@@ -57,14 +57,11 @@ def build(recipe: Recipe, cache: Path | None = None) -> Path:
                 libraries[compiler] = folder / f"{recipe.name}-{_digest(sources, compiler)}.so"
             except NativeBuildError as error:
                 failures.append(str(error))
-        return _kept(libraries) or _built(recipe, libraries, failures)
+        # What the cache holds serves, even if a compiler fails now.
+        kept = next((library for library in libraries.values() if library.exists()), None)
+        return kept or _built(recipe, libraries, failures)
     except OSError as error:
         raise NativeBuildError(str(error)) from error
-
-
-def _kept(libraries: dict[str, Path]) -> Path | None:
-    """A library that the cache holds, even if a compiler failed."""
-    return next((library for library in libraries.values() if library.exists()), None)
 
 
 def _built(recipe: Recipe, libraries: dict[str, Path], failures: list[str]) -> Path:

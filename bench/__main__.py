@@ -15,8 +15,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from bench import machine
-from bench.table import markdown
+from bench import report
+from bench.report import markdown
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -39,7 +39,7 @@ def demo_section() -> str:
 
 
 def engine_section() -> str:
-    from bench import checkpoints, engine
+    from bench import engine, random_model
 
     rows = [
         [
@@ -49,7 +49,7 @@ def engine_section() -> str:
             f"{cell.ratio:.2f}",
             f"{cell.rounds}",
         ]
-        for model in checkpoints.SHAPES
+        for model in random_model.ON_DISK
         for cell in engine.measure(model, progress)
     ]
     header = ("random Qwen3, bf16", "Baton tokens/s", "transformers tokens/s", "ratio", "rounds")
@@ -63,13 +63,13 @@ def printed_by(module: str) -> str:
 
 
 def handoff_section() -> str:
-    """In a process of its own: it sets UCX's environment and ends its peers."""
+    """A process of its own: it sets UCX's environment and ends its peers."""
     progress("handoff GB/s beside memcpy")
     return f"## Handoff beside memcpy\n\n{printed_by('bench.handoff')}\n"
 
 
 def router_section() -> str:
-    """In a process of its own: it times placement, and gRPC leaves threads behind."""
+    """A process of its own: it times placement, and gRPC leaves threads behind."""
     from bench import router
 
     progress("router between a client and workers that cost nothing")
@@ -77,14 +77,14 @@ def router_section() -> str:
 
 
 def path_section() -> str:
-    from bench import checkpoints, path
+    from bench import path, random_model
 
     parts = [f"## Whole path\n\n{path.__doc__}"]
     demo = Path(__file__).parent.parent / "models" / "demo"
-    small = checkpoints.make("0.1B")
+    small = random_model.saved("0.1B")
     for title, folder, vocab in (
         ("models/demo", demo, 2000),
-        ("random Qwen3 0.1B", small, checkpoints.SHAPES["0.1B"].vocab_size),
+        ("random Qwen3 0.1B", small, random_model.SHAPES["0.1B"].vocab_size),
     ):
         rows = [row.cells() for row in path.measure(folder, vocab, progress)]
         parts.append(f"{title}\n\n{markdown(path.HEADER, rows)}\n")
@@ -120,10 +120,10 @@ def main(arguments: list[str] | None = None) -> None:
     command = "make bench" if not options.sections else f"python -m bench {' '.join(chosen)}"
     today = f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}"
     try:
-        output = begin(options.output, f"# Benchmarks of {today}\n\n{machine.describe(command)}\n")
+        output = begin(options.output, f"# Benchmarks of {today}\n\n{report.describe(command)}\n")
     except FileExistsError as error:
         parser.error(f"{error.filename} is there already; a run writes a file of its own")
-    if warning := machine.load_warning():
+    if warning := report.load_warning():
         say(warning)
     for number, name in enumerate(chosen, 1):
         say(f"[{number}/{len(chosen)}] {name}")

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
-from bench.table import markdown
+from bench.report import markdown
 
 RUNS = 3
 TARGET_S = 20.0

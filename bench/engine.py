@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from baton.config.engine import EngineConfig
-from bench import checkpoints
+from bench import random_model
 from engine.api import Engine
 from engine.build import load_lone_engine
 from engine.request import RequestId, RequestSpec, SamplingParams, TokenEvent
@@ -148,37 +148,29 @@ def alternate(ours: Callable[[], float], theirs: Callable[[], float]) -> tuple[f
     return statistics.median(columns[0]), statistics.median(columns[1]), rounds
 
 
-@contextmanager
-def both_sides(folder: Path) -> Iterator[tuple[BatonSide, TransformersSide]]:
-    baton, theirs = BatonSide(folder), TransformersSide(folder)
-    try:
-        yield baton, theirs
-    finally:
-        del baton, theirs
-        gc.collect()
-
-
 def measure(model: str, progress: Callable[[str], None]) -> list[Cell]:
     """All cells of one model."""
     progress(f"making the random {model} checkpoint (once)")
-    folder = checkpoints.make(model)
+    folder = random_model.saved(model)
     cells: list[Cell] = []
     progress(f"loading {model} twice")
-    with both_sides(folder) as (baton, theirs):
-        for length in PREFILL_LENGTHS:
-            progress(f"{model}: prefill {length}")
-            prompt = random_prompt(length, length)
-            ours_s, theirs_s, rounds = alternate(
-                partial(baton.prefill_s, prompt), partial(theirs.prefill_s, prompt)
-            )
-            name = f"prefill {length}"
-            cells.append(Cell(model, name, length / ours_s, length / theirs_s, rounds))
-        for batch in DECODE_BATCHES:
-            progress(f"{model}: decode batch {batch}")
-            prompts = [random_prompt(DECODE_CONTEXT, seed) for seed in range(batch)]
-            with baton.decoding(prompts) as ours, theirs.decoding(prompts) as other:
-                ours_s, theirs_s, rounds = alternate(ours, other)
-            tokens = batch * DECODE_STEPS
-            name = f"decode batch {batch}"
-            cells.append(Cell(model, name, tokens / ours_s, tokens / theirs_s, rounds))
+    baton, theirs = BatonSide(folder), TransformersSide(folder)
+    for length in PREFILL_LENGTHS:
+        progress(f"{model}: prefill {length}")
+        prompt = random_prompt(length, length)
+        ours_s, theirs_s, rounds = alternate(
+            partial(baton.prefill_s, prompt), partial(theirs.prefill_s, prompt)
+        )
+        name = f"prefill {length}"
+        cells.append(Cell(model, name, length / ours_s, length / theirs_s, rounds))
+    for batch in DECODE_BATCHES:
+        progress(f"{model}: decode batch {batch}")
+        prompts = [random_prompt(DECODE_CONTEXT, seed) for seed in range(batch)]
+        with baton.decoding(prompts) as ours, theirs.decoding(prompts) as other:
+            ours_s, theirs_s, rounds = alternate(ours, other)
+        tokens = batch * DECODE_STEPS
+        name = f"decode batch {batch}"
+        cells.append(Cell(model, name, tokens / ours_s, tokens / theirs_s, rounds))
+    del baton, theirs
+    gc.collect()
     return cells

@@ -15,7 +15,7 @@ import uvloop
 
 from baton.grpc_options import accepts_pings
 from baton.v1 import common_pb2, control_pb2, worker_pb2, worker_pb2_grpc
-from tests.router.deployment import Registry
+from tests.router.deployment import Registry, byte_files
 from tests.router.scripted_worker import BLOCK_SIZE, FINGERPRINT, MODEL
 
 STEP_S = 0.005  # a decode worker sends one message, a token for each of its requests, this often
@@ -77,6 +77,12 @@ class FreeWorker(
     ) -> AsyncIterator[worker_pb2.SubscribeKvResponse]:
         yield worker_pb2.SubscribeKvResponse(incarnation=1, sequence=1, snapshot=True)
         await asyncio.Event().wait()
+
+    async def ReadTokenizer(  # noqa: N802
+        self, request: worker_pb2.ReadTokenizerRequest, context: Context
+    ) -> AsyncIterator[worker_pb2.ReadTokenizerResponse]:
+        for name, data in byte_files().items():
+            yield worker_pb2.ReadTokenizerResponse(name=name, data=data)
 
     async def Prefill(  # noqa: N802
         self, request: worker_pb2.PrefillRequest, context: Context

@@ -31,7 +31,7 @@ import numpy as np
 import uvloop
 
 from baton.config.transfer import TransferConfig
-from bench.table import markdown
+from bench.report import markdown
 from cluster.preflight.handoff import LoneRank, MemoryShape
 from kv_transfer.layout import BlockId
 from kv_transfer.lease import FirstToken, Lease, WorkerIdentity
@@ -74,7 +74,7 @@ def shape(block_bytes: int, device: str = "cpu") -> MemoryShape:
 
 
 def scattered(seed: int, count: int) -> list[BlockId]:
-    """Block ids of which no two are neighbours, so that nothing coalesces; never the null block."""
+    """Block ids without neighbours, so that nothing coalesces; never the null block."""
     blocks = np.arange(1, NUM_REGIONS * BLOCKS_PER_REGION, 2)
     return [BlockId(int(b)) for b in np.random.default_rng(seed).permutation(blocks)[:count]]
 
@@ -174,7 +174,7 @@ class LocalCopy(Protocol):
 
 
 class Memcpy:
-    """Copies the same runs to the same places of a pool in this process, in one C call."""
+    """Copies the same runs to the same blocks of a pool in this process, in one C call."""
 
     def __init__(self, worker: LoneRank) -> None:
         self._copy = ctypes.CDLL(str(compiled(Path(__file__).with_name("copy_loop.c")))).copy_runs
@@ -307,34 +307,23 @@ def main() -> None:
     config = TransferConfig(
         ucx_library=options.library, native=not options.python_loop, checksum=options.checksum
     )
-    header = (
-        "blocks",
-        "memcpy GB/s",
-        "put GB/s",
-        "put/memcpy",
-        "handoff GB/s",
-        "handoff/memcpy",
-        "with answer/memcpy",
-        "exposed us",
-        "answer us",
-    )
     rows = []
     for num_runs, block_bytes in itertools.product(NUM_RUNS, BLOCK_BYTES):
         result = uvloop.run(measure(num_runs, block_bytes, options.rounds, config))
-        rows.append(
-            (
-                f"{num_runs:,} of {block_bytes >> 10} KiB",
-                f"{result.memcpy_gb_s:.1f}",
-                f"{result.put_gb_s:.1f}",
-                f"{result.put_gb_s / result.memcpy_gb_s:.2f}",
-                f"{result.handoff_gb_s:.1f}",
-                f"{result.handoff_gb_s / result.memcpy_gb_s:.2f}",
-                f"{result.answered_gb_s / result.memcpy_gb_s:.2f}",
-                f"{result.exposed_us:.0f}",
-                f"{result.answer_us:.0f}",
-            )
-        )
-    print(markdown(header, rows))
+        memcpy = result.memcpy_gb_s
+        cells = {
+            "blocks": f"{num_runs:,} of {block_bytes >> 10} KiB",
+            "memcpy GB/s": f"{memcpy:.1f}",
+            "put GB/s": f"{result.put_gb_s:.1f}",
+            "put/memcpy": f"{result.put_gb_s / memcpy:.2f}",
+            "handoff GB/s": f"{result.handoff_gb_s:.1f}",
+            "handoff/memcpy": f"{result.handoff_gb_s / memcpy:.2f}",
+            "with answer/memcpy": f"{result.answered_gb_s / memcpy:.2f}",
+            "exposed us": f"{result.exposed_us:.0f}",
+            "answer us": f"{result.answer_us:.0f}",
+        }
+        rows.append(cells)
+    print(markdown(list(rows[0]), [list(cells.values()) for cells in rows]))
     print(f"message there and back, progress threads alone: {notification_us(config):.0f} us")
 
 

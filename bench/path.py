@@ -58,58 +58,47 @@ class Sample:
         return t.ttft_ms - stages_ms
 
 
+OF_REQUESTS: dict[str, Callable[[Sample], float]] = {
+    "TTFT ms": lambda s: s.ttft_ms,
+    "beyond prefill ms": lambda s: s.beyond_prefill_ms,
+    "tokenize ms": lambda s: s.finished.timings.tokenize_ms,
+    "queue ms": lambda s: s.finished.timings.queue_ms,
+    "reserve ms": lambda s: s.finished.timings.reserve_ms,
+    "prefill queue ms": lambda s: s.finished.timings.prefill_queue_ms,
+    "prefill ms": lambda s: s.finished.timings.prefill_ms,
+    "rest ms": lambda s: s.rest_ms,
+    "client ms": lambda s: s.ttft_ms - s.finished.timings.ttft_ms,
+    "2nd token ms": lambda s: s.second_token_ms,
+    "ITL ms": lambda s: s.itl_ms,
+}
+OF_HANDOFFS: dict[str, Callable[[HandedOff], float]] = {
+    "KV MiB": lambda h: h.kv_bytes / 2**20,
+    "put ms": lambda h: h.put_ms,
+    "exposed ms": lambda h: h.exposed_ms,
+}
+HEADER = ("cluster", *OF_REQUESTS, *OF_HANDOFFS)
+
+
 @dataclass
 class PathRow:
-    """Medians of one prompt length on one cluster."""
+    """One prompt length on one cluster."""
 
     cluster: str
     prompt: int
     samples: list[Sample] = field(default_factory=list)
 
-    def median(self, value: Callable[[Sample], float]) -> str:
-        return f"{statistics.median(value(sample) for sample in self.samples):.2f}"
-
-    def handoff(self, value: Callable[[HandedOff], float]) -> str:
-        handoffs = [s.handed_off for s in self.samples if s.handed_off is not None]
-        return f"{statistics.median(value(h) for h in handoffs):.2f}" if handoffs else "-"
-
     def cells(self) -> list[str]:
+        """Medians; "-" where nothing was handed off."""
+        handoffs = [s.handed_off for s in self.samples if s.handed_off is not None]
         return [
             f"{self.cluster}, {self.prompt} tokens",
-            self.median(lambda s: s.ttft_ms),
-            self.median(lambda s: s.beyond_prefill_ms),
-            self.median(lambda s: s.finished.timings.tokenize_ms),
-            self.median(lambda s: s.finished.timings.queue_ms),
-            self.median(lambda s: s.finished.timings.reserve_ms),
-            self.median(lambda s: s.finished.timings.prefill_queue_ms),
-            self.median(lambda s: s.finished.timings.prefill_ms),
-            self.median(lambda s: s.rest_ms),
-            self.median(lambda s: s.ttft_ms - s.finished.timings.ttft_ms),
-            self.median(lambda s: s.second_token_ms),
-            self.median(lambda s: s.itl_ms),
-            self.handoff(lambda h: h.kv_bytes / 2**20),
-            self.handoff(lambda h: h.put_ms),
-            self.handoff(lambda h: h.exposed_ms),
+            *(_median(list(map(value, self.samples))) for value in OF_REQUESTS.values()),
+            *(_median(list(map(value, handoffs))) for value in OF_HANDOFFS.values()),
         ]
 
 
-HEADER = (
-    "cluster",
-    "TTFT ms",
-    "beyond prefill ms",
-    "tokenize ms",
-    "queue ms",
-    "reserve ms",
-    "prefill queue ms",
-    "prefill ms",
-    "rest ms",
-    "client ms",
-    "2nd token ms",
-    "ITL ms",
-    "KV MiB",
-    "put ms",
-    "exposed ms",
-)
+def _median(values: list[float]) -> str:
+    return f"{statistics.median(values):.2f}" if values else "-"
 
 
 def request(client: Client, prompt: np.ndarray) -> Sample:

@@ -1,10 +1,16 @@
-"""Random models made in memory: weights are drawn as the loader asks for them."""
+"""Random models: weights are drawn as the loader asks for them.
+
+`random_model` makes one in memory. `saved` writes one into a cache folder, never committed.
+"""
 
 from __future__ import annotations
 
+import json
+import os
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -83,6 +89,8 @@ SHAPES = {
     "0.6B": Shape(1024, 3072, 28, 16, 8, 128, 151936),
     "8B": Shape(4096, 12288, 36, 32, 8, 128, 151936, tie_word_embeddings=False),
 }
+ON_DISK = ("0.1B", "0.6B")
+"""Shapes that are measured beside transformers, which reads a folder."""
 
 
 def usual_weight(name: str, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
@@ -141,3 +149,39 @@ def random_model(
         eos_token_ids=frozenset(),
     )
     return spec, decoder
+
+
+# --- on disk --------------------------------------------------------------------------------------
+
+
+def saved(name: str) -> Path:
+    """Folder of the checkpoint with the shape `name`; written on first use."""
+    from safetensors.torch import save_file
+
+    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    folder = Path(base) / "baton" / "bench-models" / f"qwen3-{name}"
+    if (folder / "config.json").exists():
+        return folder
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors: dict[str, torch.Tensor] = {}
+
+    def keep(name: str, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+        tensors[name] = usual_weight(name, shape, generator).bfloat16()
+        return tensors[name]
+
+    shape = SHAPES[name]
+    random_model(shape.hf_config(), "bfloat16", torch.device("cpu"), weight_of=keep)
+    _save_tokenizer(shape, folder)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(shape.hf_config(), indent=1))
+    return folder
+
+
+def _save_tokenizer(shape: Shape, folder: Path) -> None:
+    """One word per token id, so that a router can serve the checkpoint."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = {f"w{token_id}": token_id for token_id in range(shape.vocab_size)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(folder / "tokenizer.json"))

@@ -32,14 +32,13 @@ import uvloop
 from baton.clock import LoopClock
 from baton.config.router import RouterConfig
 from baton.v1 import common_pb2, router_pb2, router_pb2_grpc, worker_pb2, worker_pb2_grpc
-from bench.table import markdown
+from bench.report import markdown
 from kv_transfer.block_hash import BlockHash
 from router.fleet.fleet import Fleet, WorkerState
 from router.fleet.worker_facts import WorkerFacts
 from router.placement.admission import Admission
 from router.placement.prefix_index import PrefixIndex
 from router.placement.ticket import PromptBlocks
-from tests.router.deployment import byte_model
 from tests.router.scripted_worker import FINGERPRINT, MODEL
 
 NUM_PROMPT_TOKENS = 400
@@ -72,9 +71,7 @@ async def process(*arguments: str) -> AsyncIterator[tuple[list[str], psutil.Proc
 
 def router_arguments(folder: Path, control: str, profile: str | None) -> tuple[str, ...]:
     config = folder / "cluster.yaml"
-    config.write_text(
-        f"model: {folder}\nserved_model_name: {MODEL}\nrouter:\n  local_prefill: never\n"
-    )
+    config.write_text(f"served_model_name: {MODEL}\nrouter:\n  local_prefill: never\n")
     how = ("-m", "router") if profile is None else ("-m", "cProfile", "-o", profile, "-m", "router")
     where = ("--control", control, "--config", str(config), "--listen", "127.0.0.1:0")
     return (*how, *where, "--log-level", "warning")
@@ -175,7 +172,6 @@ async def through_router(profile: str | None) -> tuple[list[float], Run, Run]:
     """Direct times, requests one by one, requests at once."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        byte_model(folder)
         async with process("-m", "bench.free_worker") as (addresses, _):
             control, prefill, decode = addresses
             before = await direct(prefill, decode)

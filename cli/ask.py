@@ -18,7 +18,6 @@ from baton.client.events import (
     Finished,
     FinishReason,
     HandedOff,
-    Migrated,
     Prefilled,
     Routed,
     Tokens,
@@ -26,7 +25,7 @@ from baton.client.events import (
 from baton.client.request_stream import GenerateOptions, build_request
 from baton.errors import BatonError, InvalidRequestError, UnavailableError
 from baton.v1 import router_pb2
-from cli.progress import Patience
+from cli.progress import spinner
 
 # --- what an answer cost --------------------------------------------------------------------------
 
@@ -52,7 +51,6 @@ class AnswerMeter:
         self._prefilled: Prefilled | None = None
         self._handed_off: HandedOff | None = None
         self._finished: Finished | None = None
-        self._num_migrations = 0
         self.num_tokens = 0
 
     def add(self, event: Event) -> None:
@@ -63,8 +61,6 @@ class AnswerMeter:
                 self._prefilled = event
             case HandedOff():
                 self._handed_off = event
-            case Migrated():
-                self._num_migrations += 1
             case Tokens():
                 self.num_tokens += len(event.ids)
             case Finished():
@@ -81,9 +77,9 @@ class AnswerMeter:
         """1 / TPOT, by the router's clock: output tokens after the first one over the seconds from
         the first token to the end. 0 before the end, and for fewer than two tokens.
 
-        TPOT (time per output token, the first excluded) is vLLM's (e2e - ttft) / (n - 1): every gap
-        after the first token counts, also that of the handoff. Arrival times here mean nothing: a
-        late reader gets many tokens at once.
+        TPOT (time per output token) is vLLM's (e2e - ttft) / (n - 1): every gap after the first
+        token counts, also that of the handoff. Arrival times here mean nothing, since a late reader
+        gets many tokens at once.
         """
         if self._finished is None:
             return 0.0
@@ -143,14 +139,19 @@ def sampling_options(arguments: argparse.Namespace) -> GenerateOptions:
     return options
 
 
+def _request(prompt: str, arguments: argparse.Namespace) -> router_pb2.GenerateRequest:
+    """A request of the prompt as it is, or of a chat that begins with it."""
+    options = sampling_options(arguments)
+    if arguments.raw:
+        return build_request(prompt, **options)
+    options["chat"] = [{"role": "user", "content": prompt}]
+    return build_request(**options)
+
+
 def client_of(arguments: argparse.Namespace) -> Client:
     """Raises ConfigError for files that cannot be read."""
-    given = (
-        arguments.tls_ca,
-        arguments.tls_cert,
-        arguments.tls_key,
-        arguments.tls_server_name,
-    )
+    named = ("tls_ca", "tls_cert", "tls_key", "tls_server_name")
+    given = [getattr(arguments, name) for name in named]
     tls = Tls(*given) if arguments.tls or any(given) else None
     token = token_in(arguments.token_file) if arguments.token_file else os.environ.get(TOKEN)
     return Client(arguments.router, tls=tls, token=token or None)
@@ -161,12 +162,12 @@ def stream_answer(events: Generator[Event, None, None]) -> tuple[str, AnswerMete
     request."""
     meter = AnswerMeter()
     pieces: list[str] = []
-    patience = Patience(render.err(), "waiting for the first token")
-    with contextlib.closing(events), patience:
+    waiting = spinner(render.err(), "waiting for the first token")
+    with contextlib.closing(events), waiting as stop_spinner:
         for event in events:
             meter.add(event)
             if isinstance(event, Tokens) and event.text:
-                patience.stop()
+                stop_spinner()
                 pieces.append(event.text)
                 sys.stdout.write(event.text)
                 sys.stdout.flush()
@@ -194,13 +195,8 @@ def _read(read: Callable[[], str]) -> str:
 
 def generate(arguments: argparse.Namespace) -> int:
     prompt = _read(sys.stdin.read) if arguments.prompt == "-" else arguments.prompt
-    options = sampling_options(arguments)
     with client_of(arguments) as client:
-        if arguments.raw:
-            events = client.generate(prompt, **options)
-        else:
-            events = client.generate(chat=[{"role": "user", "content": prompt}], **options)
-        _, meter = stream_answer(events)
+        _, meter = stream_answer(client.run(_request(prompt, arguments)))
     if arguments.stats or render.err().is_terminal:
         render.err().print(meter.lines(), no_wrap=True)
     return 0
@@ -237,9 +233,10 @@ def _exchange(
     the router.
     """
     turns = [*history, {"role": "user", "content": line}]
-    events = client.generate(chat=turns, **sampling_options(arguments))
+    options = sampling_options(arguments)
+    options["chat"] = turns
     try:
-        text, meter = stream_answer(events)
+        text, meter = stream_answer(client.generate(**options))
     except BatonError as error:
         if isinstance(error, UnavailableError) and not sys.stdin.isatty():
             raise
@@ -266,14 +263,8 @@ def _enable_line_editing() -> None:
 
 
 def explain(arguments: argparse.Namespace) -> int:
-    options = sampling_options(arguments)
-    if arguments.raw:
-        request = build_request(arguments.prompt, **options)
-    else:
-        message = {"role": "user", "content": arguments.prompt}
-        request = build_request(chat=[message], **options)
     with client_of(arguments) as client:
-        explained = client.explain(request)
+        explained = client.explain(_request(arguments.prompt, arguments))
     if explained.unit:
         render.out().print(f"unit {explained.unit}", style="dim")
     if not explained.candidates:

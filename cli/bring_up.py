@@ -16,15 +16,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import TYPE_CHECKING, Any, Self
 
 from baton import render
 from baton.config.cluster import ClusterConfig, load_config, parse_config
 from baton.config.router import RouterConfig
 from baton.errors import BatonError, ConfigError
-from baton.model_folder import with_model_folder
-from baton.text_files import find_text_files
+from baton.model_folder import find_text_files, with_model_folder
 from cli.progress import Steps
 from cluster.local.process_tree import Process, descendants, wait_until_gone
 
@@ -173,12 +172,7 @@ class Startup:
         self._catch()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 

@@ -3,11 +3,6 @@
 kubectl runs `kubectl-baton` as a plugin, and reaches the cluster for it: this module imports
 nothing of Kubernetes. Exit codes are those of `baton`, and 3 where no ServingCluster is found or
 reached.
-
-PluginError           what can go wrong before the ServingCluster is reached
-├── KubectlError      kubectl is missing, or refuses
-├── ChoiceError       there is no ServingCluster, or there are several
-└── ForwardError      kubectl reaches none of its pods
 """
 
 from __future__ import annotations
@@ -64,22 +59,16 @@ RIGHTS: Mapping[str, Sequence[str]] = {
 
 
 class PluginError(Exception):
+    """What can go wrong before the ServingCluster is reached."""
+
     def __init__(self, message: str, hint: str) -> None:
         """`hint`: what to do next, in a line."""
         super().__init__(message)
         self.message, self.hint = message, hint
 
 
-class KubectlError(PluginError):
-    pass
-
-
-class ChoiceError(PluginError):
-    pass
-
-
 class ForwardError(PluginError):
-    pass
+    """kubectl reaches none of the pods."""
 
 
 # --- which cluster --------------------------------------------------------------------------------
@@ -96,30 +85,30 @@ class Target:
 
 
 def chosen(clusters: Sequence[Mapping[str, Any]], name: str | None) -> Mapping[str, Any]:
-    """The cluster of this name; without one the only one. Raises ChoiceError."""
+    """The cluster of this name; without one the only one. Raises PluginError."""
     names = sorted(each["metadata"]["name"] for each in clusters)
     if not names:
-        raise ChoiceError(
+        raise PluginError(
             "no ServingCluster in this namespace",
             "-n NAMESPACE names another; `kubectl get servingclusters.baton.dev -A` lists all",
         )
     if name is None and len(names) > 1:
-        raise ChoiceError(f"there are several: {', '.join(names)}", "--cluster NAME says which")
+        raise PluginError(f"there are several: {', '.join(names)}", "--cluster NAME says which")
     found = [each for each in clusters if name in (None, each["metadata"]["name"])]
     if not found:
-        raise ChoiceError(f"no ServingCluster {name!r}", f"there are: {', '.join(names)}")
+        raise PluginError(f"no ServingCluster {name!r}", f"there are: {', '.join(names)}")
     return found[0]
 
 
 def target(cluster: Mapping[str, Any], endpoint: str) -> Target:
     """Where the cluster serves `endpoint`, control or grpc: HOST.NAMESPACE.svc:PORT in its status,
-    after grpcs:// where that is asked by TLS. Raises ChoiceError while it has none."""
+    after grpcs:// where that is asked by TLS. Raises PluginError while it has none."""
     metadata = cluster["metadata"]
     address = (cluster.get("status") or {}).get("endpoints", {}).get(endpoint, "")
     host, _, port = address.removeprefix(_BY_TLS).rpartition(":")
     service, _, rest = host.partition(".")
     if not port.isdecimal() or not service or not rest:
-        raise ChoiceError(
+        raise PluginError(
             f"ServingCluster {metadata['name']} is not served yet",
             f"`kubectl -n {metadata['namespace']} describe servingcluster {metadata['name']}` "
             "says what it waits for",
@@ -149,17 +138,17 @@ class Kubectl:
         self._command = [program, *flags]
 
     def serving_clusters(self) -> Sequence[Mapping[str, Any]]:
-        """The namespace's. Raises KubectlError."""
+        """The namespace's. Raises PluginError."""
         command = [*self._command, "get", "servingclusters.baton.dev", "--output", "json"]
         try:
             done = subprocess.run(
                 command, capture_output=True, text=True, timeout=_ANSWER_S, check=False
             )
         except FileNotFoundError as error:
-            raise KubectlError(_NOT_FOUND, _INSTEAD) from error
+            raise PluginError(_NOT_FOUND, _INSTEAD) from error
         except subprocess.TimeoutExpired as error:
             message = f"the API server does not answer within {_ANSWER_S:g} s"
-            raise KubectlError(message, "`kubectl cluster-info` asks for nothing else") from error
+            raise PluginError(message, "`kubectl cluster-info` asks for nothing else") from error
         if done.returncode:
             raise refusal(done.stderr)
         items: list[Mapping[str, Any]] = json.loads(done.stdout)["items"]
@@ -168,7 +157,7 @@ class Kubectl:
     @contextlib.contextmanager
     def forwarded(self, target: Target) -> Iterator[str]:
         """Forward a Service's port and yield its address on this machine. kubectl has ended when
-        the block ends. Raises KubectlError, ForwardError."""
+        the block ends. Raises PluginError."""
         command = [
             *(*self._command, "--namespace", target.namespace, "port-forward"),
             *("--pod-running-timeout", f"{_RUNNING_S}s", "--address", "127.0.0.1"),
@@ -180,14 +169,14 @@ class Kubectl:
                     command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors
                 )
             except FileNotFoundError as error:
-                raise KubectlError(_NOT_FOUND, _INSTEAD) from error
+                raise PluginError(_NOT_FOUND, _INSTEAD) from error
             try:
                 yield _address(process, errors, target)
             finally:
                 _end(process)
 
 
-def refusal(output: str) -> KubectlError:
+def refusal(output: str) -> PluginError:
     """The error in kubectl's output, and what to do about it."""
     lines = [line for line in output.splitlines() if line.strip()]
     said = lines[-1].removeprefix("error: ") if lines else "kubectl failed and printed nothing"
@@ -197,7 +186,7 @@ def refusal(output: str) -> KubectlError:
         hint = f"you need to {_rights()}"
     else:
         hint = "`kubectl cluster-info` shows whether kubectl reaches its cluster"
-    return KubectlError(said, hint)
+    return PluginError(said, hint)
 
 
 def _rights() -> str:

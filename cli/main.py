@@ -41,18 +41,11 @@ _COMMANDS = {
     "scale": "cli.operate",
     "drain": "cli.operate",
     "roles": "cli.operate",
-    "deploy": "cli.manifest",
+    "deploy": "cli.operate",
 }
 _PACKAGES = (
-    "baton",
-    "router",
-    "prefill_worker",
-    "decode_worker",
-    "kv_transfer",
-    "engine",
-    "cluster",
-    "deploy",
-    "cli",
+    *("baton", "router", "prefill_worker", "decode_worker", "kv_transfer"),
+    *("engine", "cluster", "deploy", "cli"),
 )
 
 
@@ -117,11 +110,21 @@ def _report(error: BatonError, arguments: argparse.Namespace) -> int:
     return EXIT_UNAVAILABLE if isinstance(error, UnavailableError) else EXIT_FAILED
 
 
+_ACCESS_HINTS: dict[type[BatonError], str] = {
+    UnauthenticatedError: "Name the file with your tenant's token by --token-file, or set "
+    "BATON_TOKEN.",
+    PermissionDeniedError: "Leave the tenant out, or take that tenant's token.",
+    HandshakeError: "--tls asks by TLS, --tls-ca FILE trusts an authority, --tls-cert and "
+    "--tls-key show your own certificate, --tls-server-name says whom the router's must name.",
+}
+"""What to do about TLS and tokens."""
+
+
 def _hint(error: BatonError, arguments: argparse.Namespace) -> str:
     """What to do next."""
     if arguments.command in ("up", "demo", "deploy"):
         return ""
-    if hint := _hint_of_access(error):
+    if hint := _ACCESS_HINTS.get(type(error)):
         return hint
     if isinstance(error, UnavailableError):
         if arguments.unreachable:
@@ -139,20 +142,6 @@ def _hint(error: BatonError, arguments: argparse.Namespace) -> str:
         return "Send the prompt as it is with `baton generate --raw`."
     if error.retry_after_s is not None:
         return f"Try again in {error.retry_after_s:g} s."
-    return ""
-
-
-def _hint_of_access(error: BatonError) -> str:
-    """What to do about TLS and tokens."""
-    if isinstance(error, UnauthenticatedError):
-        return "Name the file with your tenant's token by --token-file, or set BATON_TOKEN."
-    if isinstance(error, PermissionDeniedError):
-        return "Leave the tenant out, or take that tenant's token."
-    if isinstance(error, HandshakeError):
-        return (
-            "--tls asks by TLS, --tls-ca FILE trusts an authority, --tls-cert and --tls-key show "
-            "your own certificate, --tls-server-name says whom the router's must name."
-        )
     return ""
 
 

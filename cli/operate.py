@@ -1,4 +1,4 @@
-"""`baton scale`, `roles`, `drain`: what people change through the control service."""
+"""`baton scale`, `roles`, `drain` change a running cluster; `deploy` prints a manifest."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import yaml
+
 from baton import render
+from baton.config.cluster import ClusterConfig, load_config
 from baton.control_client import ControlClient
 from baton.errors import BatonError, DeadlineError, NotFoundError
 from baton.v1 import control_pb2
-from cli.fleets import Fleet
 from cli.progress import Steps
+from cli.status import Fleet
 from cluster.pools.role_plan import RolePlan
 
 _SERVING = (control_pb2.WORKER_STATE_LIVE, control_pb2.WORKER_STATE_SUSPECT)
@@ -120,3 +123,16 @@ def _wait(
                 f"{message}: not done after {timeout_s:g} s; the change goes on, see `baton status`"
             ) from error
     raise BatonError("the control service ended the watch; see `baton status`")
+
+
+def deploy(arguments: argparse.Namespace) -> int:
+    """Print a cluster file as a manifest for `kubectl apply -f -`."""
+    from deploy.api.write import secrets_to_make, serving_cluster
+
+    config = load_config(arguments.file) if arguments.file else ClusterConfig()
+    manifest = serving_cluster(config, arguments.name, arguments.namespace)
+    for command in secrets_to_make(config, arguments.name):
+        namespace = f" -n {arguments.namespace}" if arguments.namespace else ""
+        print(f"# first: {command}{namespace}")
+    print(yaml.safe_dump(manifest, sort_keys=False, allow_unicode=True), end="")
+    return 0

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from types import TracebackType
+from collections.abc import Callable, Iterator
 from typing import Self
 
 from rich.console import Console
@@ -67,12 +68,12 @@ class Steps:
         if self._message is None:
             return
         message, self._message = self._message, None
-        took_s = time.monotonic() - self._started
-        elapsed = f"{took_s:.1f} s" if took_s >= _SHOW_TENTHS_AFTER_S else ""
         if self._live is None:
             return
         self._live.stop()
         self._live = None
+        took_s = time.monotonic() - self._started
+        elapsed = f"{took_s:.1f} s" if took_s >= _SHOW_TENTHS_AFTER_S else ""
         mark, style = ("✗", "red") if failed else ("✓", "green")
         line = Text.assemble((mark, style), " ", message, " ", (elapsed, "dim"))
         self._console.print(line, highlight=False)
@@ -80,38 +81,17 @@ class Steps:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.done(failed=error is not None)
+    def __exit__(self, kind: object, *_: object) -> None:
+        self.done(failed=kind is not None)
 
 
-class Patience:
-    """A spinner for a wait that is usually short; leaves nothing behind. Terminals only."""
-
-    def __init__(self, console: Console, message: str) -> None:
-        self._live: Live | None = None
-        if console.is_terminal:
-            waiting = _Waiting(message, time.monotonic())
-            self._live = Live(waiting, console=console, transient=True, refresh_per_second=10)
-
-    def stop(self) -> None:
-        if self._live is not None:
-            self._live.stop()
-            self._live = None
-
-    def __enter__(self) -> Self:
-        if self._live is not None:
-            self._live.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.stop()
+@contextlib.contextmanager
+def spinner(console: Console, message: str) -> Iterator[Callable[[], None]]:
+    """A spinner for a wait that is usually short; leaves nothing behind. Terminals only. Yields
+    what ends it early."""
+    if not console.is_terminal:
+        yield lambda: None
+        return
+    waiting = _Waiting(message, time.monotonic())
+    with Live(waiting, console=console, transient=True, refresh_per_second=10) as live:
+        yield live.stop

@@ -23,7 +23,7 @@ from dataclasses import replace
 from typing import Any
 
 from baton.clock import Clock
-from baton.config.decode import DecodeConfig
+from baton.config.workers import DecodeConfig
 from baton.wire import ANY_ATTEMPT
 from decode_worker.request_log import (
     NoSessionError,

@@ -21,28 +21,25 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterator, Sequence
-from types import TracebackType
-from typing import Any, Self, TypeVar, Unpack, cast
+from typing import Any, ClassVar, Generic, Self, TypeVar, Unpack, cast
 
 import grpc
 import grpc.aio
 
 from baton import status
-from baton.client import router_calls
-from baton.client.connections import Connection
+from baton.client import routers as calls
 from baton.client.credentials import Tls, Token, metadata_of
 from baton.client.events import Event, Tokens
-from baton.client.request_stream import Chat, GenerateOptions, RequestStream, build_request
-from baton.client.router_calls import REFUSED_BY_GRPC, Call, Routers, Tries
+from baton.client.request_stream import GenerateOptions, RequestStream, build_request
+from baton.client.routers import REFUSED_BY_GRPC, Call, Connection, Routers, Tries
 from baton.errors import BatonError
 from baton.grpc_options import DIRECT, sends_pings
 from baton.v1 import control_pb2, router_pb2
 
 T = TypeVar("T")
+C = TypeVar("C")
 
 DEFAULT_ADDRESS = "127.0.0.1:7100"
-_RECONNECT_WITHIN_S = 10.0
-_CALL_TIMEOUT_S = 10.0
 _MAX_MESSAGE_BYTES = 64 << 20
 _KEEPALIVE_S = 5.0  # a router whose host hangs is given up within twice this
 _CHANNEL_OPTIONS = (
@@ -65,12 +62,10 @@ def _connector(channels: Any, tls: Tls | None) -> Callable[[str], Any]:
     return lambda address: channels.secure_channel(address, credentials, options=options)
 
 
-class Client:
-    """Several threads may share one. Addresses: one, several, or several in one text by commas.
-
-    `tls` None: plain text, in which others on the way could read a `token`. Raises ConfigError for
-    files that cannot be read.
-    """
+class _AnyClient(Generic[C]):
+    _channels: ClassVar[Any]
+    """grpc or grpc.aio."""
+    _event: ClassVar[Any]
 
     def __init__(
         self,
@@ -78,60 +73,58 @@ class Client:
         *,
         tls: Tls | None = None,
         token: Token | None = None,
-        reconnect_within_s: float = _RECONNECT_WITHIN_S,
-        call_timeout_s: float = _CALL_TIMEOUT_S,
+        reconnect_within_s: float = 10.0,
+        call_timeout_s: float = 10.0,
     ) -> None:
-        self._routers: Routers[grpc.Channel] = Routers(
-            addresses, reconnect_within_s, call_timeout_s, _connector(grpc, tls)
-        )
-        self._token, self._closed = token, threading.Event()
+        """`addresses`: one, several, or several in one text by commas. `tls` None: plain text, in
+        which others on the way could read a `token`. Raises ConfigError for files that cannot be
+        read."""
+        connect = _connector(self._channels, tls)
+        self._routers: Routers[C] = Routers(addresses, reconnect_within_s, call_timeout_s, connect)
+        self._token, self._closed = token, self._event()
+
+
+class Client(_AnyClient[grpc.Channel]):
+    """Several threads may share one."""
+
+    _channels: ClassVar[Any] = grpc
+    _event: ClassVar[Any] = threading.Event
 
     def generate(
-        self,
-        prompt: str | None = None,
-        *,
-        chat: Chat | None = None,
-        token_ids: Sequence[int] | None = None,
-        **options: Unpack[GenerateOptions],
+        self, prompt: str | None = None, **options: Unpack[GenerateOptions]
     ) -> Generator[Event, None, None]:
-        """Run one request; its events as they happen, ending with Finished.
+        """Run one request and yield its events as they happen, ending with Finished. `prompt`, or
+        instead of it the option `chat` or `token_ids`.
 
         Raises a BatonError: here for a request the wire cannot carry, while iterating for all else.
         """
-        return self.run(build_request(prompt, chat, token_ids, **options))
+        return self.run(build_request(prompt, **options))
 
     def run(self, request: router_pb2.GenerateRequest) -> Generator[Event, None, None]:
         """As `generate`, of a message made elsewhere; it needs a request_id."""
         return self._events(self._routers.stream(request))
 
-    def text(
-        self,
-        prompt: str | None = None,
-        *,
-        chat: Chat | None = None,
-        token_ids: Sequence[int] | None = None,
-        **options: Unpack[GenerateOptions],
-    ) -> str:
+    def text(self, prompt: str | None = None, **options: Unpack[GenerateOptions]) -> str:
         """The whole answer at once."""
-        events = self.generate(prompt, chat=chat, token_ids=token_ids, **options)
+        events = self.generate(prompt, **options)
         return "".join(event.text for event in events if isinstance(event, Tokens))
 
     def abort(self, request_id: str, tenant: str = "") -> None:
-        self._call(router_calls.abort(request_id, tenant))
+        self._call(calls.abort(request_id, tenant))
 
     def models(self) -> list[router_pb2.Model]:
-        return self._call(router_calls.models())
+        return self._call(calls.models())
 
     def tokenize(self, text: str, tenant: str = "") -> list[int]:
-        return self._call(router_calls.tokenize(text, tenant))
+        return self._call(calls.tokenize(text, tenant))
 
     def explain(self, request: router_pb2.GenerateRequest) -> router_pb2.ExplainRouteResponse:
         """Where a request would go, cheapest first; books nothing."""
-        return self._call(router_calls.explain(request))
+        return self._call(calls.explain(request))
 
     def fleet(self) -> control_pb2.WatchFleetResponse:
         """The fleet as the router sees it now."""
-        return self._call(router_calls.fleet())
+        return self._call(calls.fleet())
 
     def close(self) -> None:
         channels = self._routers.close()
@@ -142,12 +135,7 @@ class Client:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _events(self, stream: RequestStream) -> Generator[Event, None, None]:
@@ -228,69 +216,46 @@ class Client:
             stream.cancel()
 
 
-class AsyncClient:
+class AsyncClient(_AnyClient[grpc.aio.Channel]):
     """As `Client`, method for method, for one event loop; make it inside that loop."""
 
-    def __init__(
-        self,
-        addresses: str | Sequence[str] = DEFAULT_ADDRESS,
-        *,
-        tls: Tls | None = None,
-        token: Token | None = None,
-        reconnect_within_s: float = _RECONNECT_WITHIN_S,
-        call_timeout_s: float = _CALL_TIMEOUT_S,
-    ) -> None:
-        self._routers: Routers[grpc.aio.Channel] = Routers(
-            addresses, reconnect_within_s, call_timeout_s, _connector(grpc.aio, tls)
-        )
-        self._token, self._closed = token, asyncio.Event()
+    _channels: ClassVar[Any] = grpc.aio
+    _event: ClassVar[Any] = asyncio.Event
 
     def generate(
-        self,
-        prompt: str | None = None,
-        *,
-        chat: Chat | None = None,
-        token_ids: Sequence[int] | None = None,
-        **options: Unpack[GenerateOptions],
+        self, prompt: str | None = None, **options: Unpack[GenerateOptions]
     ) -> AsyncGenerator[Event, None]:
-        """Run one request; its events as they happen, ending with Finished.
+        """Run one request and yield its events as they happen, ending with Finished.
 
         Close the iterator (`contextlib.aclosing`) or cancel the task to abort the request.
         """
-        return self.run(build_request(prompt, chat, token_ids, **options))
+        return self.run(build_request(prompt, **options))
 
     def run(self, request: router_pb2.GenerateRequest) -> AsyncGenerator[Event, None]:
         """As `generate`, of a message made elsewhere; it needs a request_id."""
         return self._events(self._routers.stream(request))
 
-    async def text(
-        self,
-        prompt: str | None = None,
-        *,
-        chat: Chat | None = None,
-        token_ids: Sequence[int] | None = None,
-        **options: Unpack[GenerateOptions],
-    ) -> str:
+    async def text(self, prompt: str | None = None, **options: Unpack[GenerateOptions]) -> str:
         """The whole answer at once."""
-        events = self.generate(prompt, chat=chat, token_ids=token_ids, **options)
+        events = self.generate(prompt, **options)
         return "".join([event.text async for event in events if isinstance(event, Tokens)])
 
     async def abort(self, request_id: str, tenant: str = "") -> None:
-        await self._call(router_calls.abort(request_id, tenant))
+        await self._call(calls.abort(request_id, tenant))
 
     async def models(self) -> list[router_pb2.Model]:
-        return await self._call(router_calls.models())
+        return await self._call(calls.models())
 
     async def tokenize(self, text: str, tenant: str = "") -> list[int]:
-        return await self._call(router_calls.tokenize(text, tenant))
+        return await self._call(calls.tokenize(text, tenant))
 
     async def explain(self, request: router_pb2.GenerateRequest) -> router_pb2.ExplainRouteResponse:
         """Where a request would go, cheapest first; books nothing."""
-        return await self._call(router_calls.explain(request))
+        return await self._call(calls.explain(request))
 
     async def fleet(self) -> control_pb2.WatchFleetResponse:
         """The fleet as the router sees it now."""
-        return await self._call(router_calls.fleet())
+        return await self._call(calls.fleet())
 
     async def close(self) -> None:
         channels = self._routers.close()
@@ -301,12 +266,7 @@ class AsyncClient:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def _events(self, stream: RequestStream) -> AsyncGenerator[Event, None]:
@@ -339,7 +299,7 @@ class AsyncClient:
                             await asyncio.wait_for(self._closed.wait(), pause_s)
                 routers.answered(connection)
             except asyncio.CancelledError as error:
-                self._tell_if_closed(error)
+                self._raise_if_closed(error)
                 raise
             finally:
                 await self._abandon(stream, connection)
@@ -383,12 +343,12 @@ class AsyncClient:
             except grpc.aio.AioRpcError as error:
                 tries.failed(error)
             except asyncio.CancelledError as error:
-                self._tell_if_closed(error)
+                self._raise_if_closed(error)
                 raise
             else:
                 return tries.answered(answer)
 
-    def _tell_if_closed(self, error: BaseException) -> None:
+    def _raise_if_closed(self, error: BaseException) -> None:
         """Closing the client ends its calls as if their task were cancelled, which it is not."""
         task = asyncio.current_task()
         if isinstance(error, asyncio.CancelledError) and task is not None and not task.cancelling():

@@ -36,10 +36,17 @@ _LONGEST_PAUSE_S = 1.0
 _GRACE_S = 5.0  # the router's own DeadlineError comes first, and says more
 
 
+Chat = Sequence[Mapping[Literal["role", "content"], str]] | Sequence[Mapping[str, str]]
+
+
 class GenerateOptions(TypedDict, total=False):
-    """Options of `generate` beside the prompt. An option that is left out has the model's
+    """Options of `generate` beside a prompt of text. An option that is left out has the model's
     default."""
 
+    chat: Chat | None
+    """In place of the text."""
+    token_ids: Sequence[int] | None
+    """In place of the text."""
     model: str
     temperature: float
     top_k: int
@@ -68,19 +75,15 @@ _LISTS = frozenset({"stop", "stop_token_ids"})
 _REQUEST_FIELDS = frozenset(GenerateOptions.__annotations__) - _SAMPLING_FIELDS - _LISTS
 _LONGEST_TIMEOUT_S = (2**32 - 1) / 1e3
 
-Chat = Sequence[Mapping[Literal["role", "content"], str]] | Sequence[Mapping[str, str]]
-
 
 def build_request(
-    prompt: str | None = None,
-    chat: Chat | None = None,
-    token_ids: Sequence[int] | None = None,
-    **options: Unpack[GenerateOptions],
+    prompt: str | None = None, **options: Unpack[GenerateOptions]
 ) -> router_pb2.GenerateRequest:
     """A request of exactly one of a text, chat messages or token ids; it always has an id.
 
     Raises InvalidRequestError, naming the option, for what the wire cannot carry.
     """
+    chat, token_ids = options.pop("chat", None), options.pop("token_ids", None)
     given = [value for value in (prompt, chat, token_ids) if value is not None]
     if len(given) != 1:
         raise InvalidRequestError("give exactly one of prompt, chat and token_ids", field="prompt")
@@ -143,7 +146,7 @@ class RequestStream:
     ) -> None:
         self._request = request
         self._addresses = addresses
-        self._position = first_address % len(addresses)
+        self.address_index = first_address % len(addresses)
         self._reconnect_within_s = reconnect_within_s
         timeout_s = request.timeout_ms / 1e3 if request.timeout_ms else DEFAULT_TIMEOUT_S
         self._deadline = time.monotonic() + timeout_s
@@ -167,11 +170,7 @@ class RequestStream:
 
     @property
     def address(self) -> str:
-        return self._addresses[self._position]
-
-    @property
-    def address_index(self) -> int:
-        return self._position
+        return self._addresses[self.address_index]
 
     def call_timeout_s(self) -> float:
         return max(0.0, self._deadline - time.monotonic()) + _GRACE_S
@@ -210,7 +209,7 @@ class RequestStream:
         now = time.monotonic()
         problem = None if failure is None else status.from_rpc_error(failure, self.address)
         if failure is not None and problem is not None and not self._may_retry(failure, problem):
-            # Its router says so. A router that is too busy to look for it does not know.
+            # The router has ended it; one that is too busy to look for it cannot know.
             self.is_finished = not (self._was_taken and isinstance(problem, OverloadedError))
             raise problem
         if now >= self._deadline:
@@ -225,19 +224,19 @@ class RequestStream:
         pause_s = next(self._pauses) * random.uniform(0.5, 1.0)
         ends_at = min(self._deadline, self._lost_at + self._reconnect_within_s)
         if isinstance(problem, OverloadedError):
-            told_s = problem.retry_after_s or 0.0
-            left_s = ends_at - now - told_s
+            wait_s = problem.retry_after_s or 0.0
+            left_s = ends_at - now - wait_s
             if left_s < 0:
                 raise problem
             # A client that was sent away at once must not come back at once.
-            pause_s = max(pause_s, told_s + random.uniform(0.0, min(told_s / 2, left_s)))
+            pause_s = max(pause_s, wait_s + random.uniform(0.0, min(wait_s / 2, left_s)))
         if now > ends_at:
             why = "shuts down" if self.was_sent_away else "was lost"
             raise UnavailableError(
                 f"the router {why}, and none at {', '.join(self._addresses)} took request "
                 f"{self.request_id} over within {self._reconnect_within_s:g} s"
             )
-        self._position = (self._position + 1) % len(self._addresses)
+        self.address_index = (self.address_index + 1) % len(self._addresses)
         return pause_s
 
     def _may_retry(self, failure: status.RpcFailure, problem: BatonError) -> bool:

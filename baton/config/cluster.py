@@ -7,22 +7,26 @@ this needs no torch, ray or libucp.
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
 
-from baton.config import settings, yaml_file
-from baton.config.decode import DecodeConfig
+from baton.config import settings
 from baton.config.engine import EngineConfig
 from baton.config.planner import PlannerConfig
+from baton.config.ranges import NotNegative, Port, Ranged, between
 from baton.config.router import RouterConfig
 from baton.config.transfer import TransferConfig
-from baton.config.workers import RegistryConfig, SupervisorConfig, WorkerSettings
+from baton.config.workers import (
+    DecodeConfig,
+    RegistryConfig,
+    SupervisorConfig,
+    WorkerSettings,
+)
 from baton.errors import ConfigError
 
 Role = Literal["prefill", "decode", "mixed"]
@@ -31,7 +35,7 @@ _ANY_HOST = ("0.0.0.0", "::", "[::]")
 
 
 @dataclass(frozen=True)
-class PoolConfig:
+class PoolConfig(Ranged):
     """Workers of one role and one shape."""
 
     role: Role
@@ -41,53 +45,39 @@ class PoolConfig:
     min_replicas: int = 0
     """Fewest that `baton up --autoscale` keeps; 0 lets it stop the pool where
     `planner.scale_to_zero_after_s` says when."""
-    max_replicas: int = 64
+    max_replicas: Annotated[int, between(1, 1024)] = 64
     """What `baton scale` may ask for at most: each worker takes memory for weights and KV."""
-    tensor_parallel: int = 1
+    tensor_parallel: Annotated[int, between(1, 64)] = 1
     """Processes that one worker is made of; on cuda each has a GPU of its own."""
-    drain_timeout_s: float | None = None
+    drain_timeout_s: NotNegative | None = None
     """How long a leaving worker of this pool may finish what it runs. None:
     `worker.drain_timeout_s`."""
     engine: Mapping[str, Any] = field(default_factory=dict)
     """Engine settings of this pool that differ from the cluster's."""
 
     def __post_init__(self) -> None:
-        if not 1 <= self.max_replicas <= 1024:
-            raise ValueError(f"max_replicas must be between 1 and 1024, not {self.max_replicas}")
-        if not 0 <= self.replicas <= self.max_replicas:
-            raise ValueError(
-                f"replicas must be between 0 and max_replicas ({self.max_replicas}), "
-                f"not {self.replicas}"
-            )
-        if not 0 <= self.min_replicas <= self.max_replicas:
-            raise ValueError(
-                f"min_replicas must be between 0 and max_replicas ({self.max_replicas}), "
-                f"not {self.min_replicas}"
-            )
-        if self.drain_timeout_s is not None and not 0 <= self.drain_timeout_s < math.inf:
-            raise ValueError(
-                f"drain_timeout_s must not be negative, and finite, not {self.drain_timeout_s}"
-            )
-        if not 1 <= self.tensor_parallel <= 64:
-            raise ValueError(
-                f"tensor_parallel must be between 1 and 64, not {self.tensor_parallel}"
-            )
+        super().__post_init__()
+        for name in ("replicas", "min_replicas"):
+            if not 0 <= getattr(self, name) <= self.max_replicas:
+                raise ValueError(
+                    f"{name} must be between 0 and max_replicas ({self.max_replicas}), "
+                    f"not {getattr(self, name)}"
+                )
 
 
 @dataclass(frozen=True)
-class ControlConfig:
+class ControlConfig(Ranged):
     """Where the registry listens."""
 
     host: str = "127.0.0.1"
-    port: int = 7101
+    port: Port = 7101
     """0: any free port."""
     announced_host: str | None = None
     """The host by which workers and routers reach it, if that is not `host`: a Service of
     Kubernetes, say. None: `host`."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.port <= 65535:
-            raise ValueError(f"port must be between 0 and 65535, not {self.port}")
+        super().__post_init__()
         if self.announced_host == "":
             raise ValueError("announced_host must not be empty")
 
@@ -168,33 +158,24 @@ class ClusterConfig:
             if pool.drain_timeout_s is not None:
                 drains_s[f"pools.{name}"] = pool.drain_timeout_s
         longest = max(drains_s, key=lambda part: drains_s[part])
-        if self.supervisor.drain_timeout_s <= drains_s[longest]:
-            raise ValueError(
-                f"supervisor.drain_timeout_s must be above {longest}.drain_timeout_s "
-                f"({drains_s[longest]}), not {self.supervisor.drain_timeout_s}"
-            )
-        fence_at_s = self.registry.silent_after_s + self.supervisor.fence_after_s
-        if self.registry.gone_after_s <= fence_at_s:
-            raise ValueError(
-                f"registry.gone_after_s must be above registry.silent_after_s + "
-                f"supervisor.fence_after_s ({fence_at_s:g}), not {self.registry.gone_after_s}"
-            )
-        if self.router.first_token_timeout_s <= self.registry.first_step_s:
-            raise ValueError(
-                f"router.first_token_timeout_s must be above registry.first_step_s "
-                f"({self.registry.first_step_s:g}), not {self.router.first_token_timeout_s:g}"
-            )
-        asked_until_s = self.router.reserve_timeout_s + self.router.max_timeout_s
-        if self.transfer.tombstone_s <= asked_until_s:
-            raise ValueError(
-                f"transfer.tombstone_s must be above router.reserve_timeout_s + "
-                f"router.max_timeout_s ({asked_until_s:g}), not {self.transfer.tombstone_s:g}"
-            )
-        if self.worker.heartbeat_s >= self.registry.silent_after_s:
-            raise ValueError(
-                f"worker.heartbeat_s must be below registry.silent_after_s "
-                f"({self.registry.silent_after_s}), not {self.worker.heartbeat_s}"
-            )
+        registry, router, supervisor = self.registry, self.router, self.supervisor
+        limits = (
+            ("supervisor.drain_timeout_s", supervisor.drain_timeout_s,
+             f"{longest}.drain_timeout_s", drains_s[longest]),
+            ("registry.silent_after_s", registry.silent_after_s,
+             "worker.heartbeat_s", self.worker.heartbeat_s),
+            ("registry.gone_after_s", registry.gone_after_s,
+             "registry.silent_after_s + supervisor.fence_after_s",
+             registry.silent_after_s + supervisor.fence_after_s),
+            ("router.first_token_timeout_s", router.first_token_timeout_s,
+             "registry.first_step_s", registry.first_step_s),
+            ("transfer.tombstone_s", self.transfer.tombstone_s,
+             "router.reserve_timeout_s + router.max_timeout_s",
+             router.reserve_timeout_s + router.max_timeout_s),
+        )  # fmt: skip
+        for name, seconds, other, bound_s in limits:
+            if seconds <= bound_s:
+                raise ValueError(f"{name} must be above {other} ({bound_s:g}), not {seconds:g}")
 
     @property
     def model_name(self) -> str:
@@ -272,8 +253,8 @@ def _beside(around: Path, folder: str) -> str:
 def read_config(text: str, *, source: str) -> ClusterConfig:
     """Make a configuration from a cluster file's text; every error is a ConfigError."""
     try:
-        value = yaml_file.load(text)
-    except yaml_file.RepeatedKeyError as error:
+        value = settings.load_yaml(text)
+    except settings.RepeatedKeyError as error:
         raise ConfigError(f"{source}: {error}", field=error.key) from error
     except yaml.MarkedYAMLError as error:
         line = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Annotated, Literal
+
+from baton.config.ranges import Count, NotNegative, Port, Positive, Ranged, Whole, between
 
 LocalPrefill = Literal["auto", "never", "always"]
+
+_Fraction = Annotated[float, between(0, 1)]
+# gRPC counts milliseconds in 31 bits, and bytes.
+_Keepalive = Annotated[Positive, between(0, 86_400)]
+_MessageBytes = Annotated[int, between(1, (1 << 31) - 1)]
 
 
 @dataclass(frozen=True)
@@ -46,13 +52,13 @@ class AuthConfig:
 
 
 @dataclass(frozen=True)
-class RouterConfig:
+class RouterConfig(Ranged):
     """Limits, deadlines and cost weights of one router. All times are in seconds."""
 
     host: str = "127.0.0.1"
-    port: int = 7100
+    port: Port = 7100
     """0: any free port."""
-    metrics_port: int | None = None
+    metrics_port: Port | None = None
     """Prometheus metrics over HTTP; None: not served."""
     reuse_port: bool = False
     """Several router processes share one port."""
@@ -60,101 +66,101 @@ class RouterConfig:
     """None: plain text."""
     auth: AuthConfig | None = None
     """None: everyone may call, in any tenant's name."""
-    health_port: int | None = None
+    health_port: Port | None = None
     """A further port for the health service, in plain text and open to all: probes have no
     certificate. The router's own port serves health in any case. None: only there."""
 
-    max_queue: int = 4096
+    max_queue: Count = 4096
     """Requests waiting for a placement; more are refused as OVERLOADED."""
-    max_tokenizing: int = 4096
+    max_tokenizing: Count = 4096
     """Requests that may wait to be tokenized, which comes before the wait for a placement."""
-    max_tokenizing_bytes: int = 128 << 20
+    max_tokenizing_bytes: Count = 128 << 20
     """The same in bytes of their messages. A larger one is taken when it is alone."""
-    lease_lead_s: float = 0.5
+    lease_lead_s: NotNegative = 0.5
     """A prompt leaves the queue only when its prefill is predicted to start within this time."""
-    max_bypass_s: float = 1.0
+    max_bypass_s: NotNegative = 1.0
     """A request that has waited this long keeps the decode workers that it could use from
     others."""
-    fleet_wait_s: float = 10.0
+    fleet_wait_s: NotNegative = 10.0
     """How long a request waits while no usable worker takes it, without a break."""
-    overload_retry_s: float = 1.0
+    overload_retry_s: NotNegative = 1.0
     """The delay in `RetryInfo` of a refused request."""
 
-    max_attempts: int = 6
+    max_attempts: Count = 6
     """Tries of one request, the first included."""
-    max_dead_decode_workers: int = 2
+    max_dead_decode_workers: Count = 2
     """A request that was running on this many workers that died is refused as POISON."""
-    retry_burst: int = 1000
-    retry_per_s: float = 50.0
+    retry_burst: Whole = 1000
+    retry_per_s: NotNegative = 50.0
     """Fleet-wide retry budget: a bucket of `retry_burst`, refilled at `retry_per_s`."""
-    tenant_retry_burst: int = 500
-    tenant_retry_per_s: float = 25.0
-    retry_backoff_s: float = 0.05
+    tenant_retry_burst: Whole = 500
+    tenant_retry_per_s: NotNegative = 25.0
+    retry_backoff_s: NotNegative = 0.05
 
-    default_timeout_s: float = 600.0
+    default_timeout_s: Positive = 600.0
     """Deadline of a request that names none."""
-    max_timeout_s: float = 3600.0
-    reserve_timeout_s: float = 5.0
-    first_token_timeout_s: float = 150.0
+    max_timeout_s: Positive = 3600.0
+    reserve_timeout_s: Positive = 5.0
+    first_token_timeout_s: Positive = 150.0
     """Longest wait for a first token beyond the prediction by its worker's newest measure. It
     exceeds what the registry allows a step that nothing predicts (`registry.first_step_s`): a
     worker whose step hangs is SUSPECT long before."""
-    token_timeout_s: float = 30.0
+    token_timeout_s: Positive = 30.0
     """Longest gap between tokens before a request is moved. It stays if its worker is not SUSPECT
     and serves others meanwhile: it was preempted there, or its prompt waits its turn."""
-    suspect_silence_s: float = 1.5
+    suspect_silence_s: NotNegative = 1.5
     """The same on a worker that the registry calls SUSPECT: stuck or silent itself."""
-    reattach_timeout_s: float = 1.0
+    reattach_timeout_s: NotNegative = 1.0
     """How long a lost session may take to come back before its requests go elsewhere."""
-    handoff_report_wait_s: float = 0.25
+    handoff_report_wait_s: NotNegative = 0.25
     """How long a finished request waits for its handoff's figures."""
-    resume_window_s: float = 30.0
+    resume_window_s: NotNegative = 30.0
     """How long a request runs on after its client vanished, and how long a finished one is
     remembered."""
-    max_remembered_bytes: int = 256 << 20
+    max_remembered_bytes: Whole = 256 << 20
     """Output of finished requests that is remembered; beyond it the oldest is forgotten first."""
-    attach_timeout_s: float = 3.0
+    attach_timeout_s: NotNegative = 3.0
     """Longest search for a request that another router started."""
-    drain_timeout_s: float = 30.0
+    drain_timeout_s: NotNegative = 30.0
 
-    keepalive_s: float = 2.0
+    keepalive_s: _Keepalive = 2.0
     """Ping interval to workers; a host that does not answer for as long again is lost."""
-    registry_silence_s: float = 5.0
+    registry_silence_s: Positive = 5.0
     """The registry reports about once a second. After this long without a report the router asks
     anew."""
-    connect_timeout_s: float = 5.0
-    reconnect_min_s: float = 0.1
-    reconnect_max_s: float = 2.0
-    eject_s: float = 2.0
+    connect_timeout_s: Positive = 5.0
+    reconnect_min_s: Positive = 0.1
+    reconnect_max_s: Positive = 2.0
+    eject_s: NotNegative = 2.0
     """A worker that failed a request gets nothing for this long while others can serve."""
-    max_message_bytes: int = 32 << 20
-    max_session_backlog: int = 4096
+    max_message_bytes: _MessageBytes = 32 << 20
+    max_session_backlog: Count = 4096
     """Unsent session messages to one worker before it counts as hung."""
 
     local_prefill: LocalPrefill = "auto"
     """auto, never or always: may a decode worker prefill by itself."""
-    local_prefill_weight: float = 2.0
+    local_prefill_weight: NotNegative = 2.0
     """A second of prefill on a decode worker costs this many seconds, since streams stall behind
     it."""
-    default_prefill_tokens_per_s: float = 2000.0
+    default_prefill_tokens_per_s: Positive = 2000.0
     """Prefill rate of every worker until the first one of a model reports its own."""
-    default_decode_step_s: float = 0.02
-    explore_share: float = 1 / 64
+    default_decode_step_s: Positive = 0.02
+    explore_share: _Fraction = 1 / 64
     """Share of placements that do not trust old measures of a worker's speed."""
-    trust_rates_s: float = 30.0
+    trust_rates_s: NotNegative = 30.0
     """How long these trust a measure. A worker with an older one counts as the best."""
-    default_handoff_bytes_per_s: float = 2e9
-    handoff_overhead_s: float = 0.002
+    default_handoff_bytes_per_s: Positive = 2e9
+    handoff_overhead_s: NotNegative = 0.002
     """Fixed cost of a handoff: a reservation and an acknowledgement."""
-    handoff_overlap: float = 0.9
+    handoff_overlap: _Fraction = 0.9
     """Share of a move that can hide behind the prefill, and of the prefill it can hide behind."""
-    decode_horizon_tokens: int = 32
+    decode_horizon_tokens: Whole = 32
     """Tokens over which a decode worker's load counts when workers are compared."""
-    decode_growth_tokens: int = 128
+    decode_growth_tokens: Whole = 128
     """Output tokens for which room is set aside on a decode worker, at most `max_tokens`."""
-    prediction_ttl_s: float = 5.0
+    prediction_ttl_s: NotNegative = 5.0
     """How long a placed prompt's blocks count as cached before the worker's events say so."""
-    max_predictions: int = 200_000
+    max_predictions: Whole = 200_000
 
     def timeout_s(self, named_s: float | None) -> float:
         """How long a request with this timeout, or with none, may take."""
@@ -169,60 +175,9 @@ class RouterConfig:
         )
 
     def __post_init__(self) -> None:
-        modes = get_args(LocalPrefill)
-        if self.local_prefill not in modes:
-            raise ValueError(f"local_prefill must be one of {modes}, not {self.local_prefill!r}")
-        for name, value in vars(self).items():
-            if isinstance(value, int | float):
-                _check_number(name, value)
+        super().__post_init__()
         if self.reconnect_min_s > self.reconnect_max_s:
             raise ValueError(
                 f"reconnect_min_s must be at most reconnect_max_s ({self.reconnect_max_s}), "
                 f"not {self.reconnect_min_s}"
             )
-
-
-_AT_LEAST_1 = (
-    "max_queue",
-    "max_tokenizing",
-    "max_tokenizing_bytes",
-    "max_attempts",
-    "max_dead_decode_workers",
-    "max_message_bytes",
-    "max_session_backlog",
-)
-_ABOVE_0 = (
-    "default_prefill_tokens_per_s",
-    "default_decode_step_s",
-    "default_handoff_bytes_per_s",
-    "default_timeout_s",
-    "max_timeout_s",
-    "reserve_timeout_s",
-    "first_token_timeout_s",
-    "token_timeout_s",
-    "keepalive_s",
-    "registry_silence_s",
-    "connect_timeout_s",
-    "reconnect_min_s",
-    "reconnect_max_s",
-)
-_AT_MOST = {
-    "port": 65535,
-    "metrics_port": 65535,
-    "health_port": 65535,
-    "handoff_overlap": 1,
-    "explore_share": 1,
-    "keepalive_s": 86_400,  # gRPC counts milliseconds in 31 bits, and bytes
-    "max_message_bytes": (1 << 31) - 1,
-}
-
-
-def _check_number(name: str, value: float) -> None:
-    if name in _AT_LEAST_1 and value < 1:
-        raise ValueError(f"{name} must be at least 1, not {value}")
-    if name in _ABOVE_0 and value <= 0:
-        raise ValueError(f"{name} must be above 0, not {value}")
-    if name in _AT_MOST and not 0 <= value <= _AT_MOST[name]:
-        raise ValueError(f"{name} must be between 0 and {_AT_MOST[name]}, not {value}")
-    if not 0 <= value < math.inf:
-        raise ValueError(f"{name} must not be negative, and finite, not {value}")

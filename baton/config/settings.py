@@ -1,4 +1,4 @@
-"""Nested frozen dataclasses from a YAML mapping, for any such classes, with errors that help.
+"""Nested frozen dataclasses from YAML, for any such classes, with errors that help.
 
 Every mistake is a ConfigError with the file, the dotted key and, for a misspelt key, the nearest
 valid one. What a value may be comes from the dataclass: field types here, ranges in its own
@@ -15,6 +15,8 @@ import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
+
+import yaml
 
 from baton.errors import ConfigError
 
@@ -60,6 +62,38 @@ def unknown_key(name: str, valid: Sequence[str]) -> str:
     near = difflib.get_close_matches(name, valid, n=1, cutoff=0.5)
     hint = f"did you mean {near[0]!r}?" if near else f"valid keys: {', '.join(sorted(valid))}"
     return f"unknown key; {hint}"
+
+
+# --- YAML ---------------------------------------------------------------------------------------
+
+
+class RepeatedKeyError(yaml.YAMLError):
+    """`key` is given in two lines (counted from 1) of one mapping."""
+
+    def __init__(self, key: str, first_line: int, line: int) -> None:
+        super().__init__(f"{key} is given twice, in lines {first_line} and {line}")
+        self.key = key
+
+
+class _Loader(yaml.SafeLoader):
+    """Check keys as written. A key that `<<` merges in may be given again."""
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        lines: dict[str, int] = {}
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                continue
+            line = key.start_mark.line + 1
+            if key.value in lines:
+                raise RepeatedKeyError(key.value, lines[key.value], line)
+            lines[key.value] = line
+        return node
+
+
+def load_yaml(text: str) -> Any:
+    """The value in a text. Raises yaml.YAMLError, such as RepeatedKeyError."""
+    return yaml.load(text, Loader=_Loader)
 
 
 # --- reading ------------------------------------------------------------------------------------

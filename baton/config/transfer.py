@@ -3,50 +3,38 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from baton.config.ranges import Positive, Ranged, at_least
+
+Checksum = Literal["off", "sampled", "always"]
 
 
 @dataclass(frozen=True)
-class TransferConfig:
+class TransferConfig(Ranged):
     """How KV moves and how long either side waits for the other."""
 
-    transport: str = "ucx"
+    transport: Literal["ucx", "memory"] = "ucx"
     """ucx, or memory: workers inside one interpreter."""
     ucx_library: str = "wheel"
     """wheel (libucx-cu12), system (the linker's libucp.so.0), or the path of a libucp."""
-    checksum: str = "off"
+    checksum: Checksum = "off"
     """off, sampled (every 16th block) or always."""
-    renew_within_s: float = 10.0
+    renew_within_s: Annotated[float, at_least(0.001)] = 10.0  # whole ms in a lease
     """A lease is fenced when its writer is silent for this long."""
-    ack_timeout_s: float = 10.0
+    ack_timeout_s: Positive = 10.0
     """Longest wait for a handoff's answer after the last bytes for its receiver left, and for a
     broken handoff to drain."""
-    tombstone_s: float = 4000.0
+    tombstone_s: Positive = 4000.0
     """How long a fenced or finished lease is remembered: longer than any `Prefill` call that names
     it can be under way. About 150 bytes a handoff: 60 MB where a worker hands off 100 a second.
     """
-    keepalive_s: float = 1.0
+    keepalive_s: Positive = 1.0
     """How often UCX asks whether a peer's process still runs."""
-    drain_poll_s: float = 0.05
+    drain_poll_s: Positive = 0.05
     """First pause between attempts to prove that a fenced writer has stopped; doubles up to 1 s."""
     native: bool = True
     """Post batches from compiled code; False, or no compiler: from Python."""
-
-    def __post_init__(self) -> None:
-        if self.transport not in ("ucx", "memory"):
-            raise ValueError(f"transport must be ucx or memory, not {self.transport!r}")
-        if self.checksum not in ("off", "sampled", "always"):
-            raise ValueError(f"checksum must be off, sampled or always, not {self.checksum!r}")
-        for name in (
-            "renew_within_s",
-            "ack_timeout_s",
-            "tombstone_s",
-            "keepalive_s",
-            "drain_poll_s",
-        ):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be positive, not {getattr(self, name)!r}")
-        if not self.renew_within_s >= 0.001:  # a lease carries it in whole milliseconds
-            raise ValueError(f"renew_within_s must be at least 0.001, not {self.renew_within_s!r}")
 
     @property
     def checksum_stride(self) -> int:

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from baton.fetch.checkpoint import Fetcher
-from baton.fetch.errors import FetchError
+from baton.fetch.sources import FetchError
 
 
 def main() -> int:

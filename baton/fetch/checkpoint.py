@@ -26,8 +26,7 @@ from baton.fetch.checkpoint_files import (
     wanted_files,
 )
 from baton.fetch.download import Download, Progress, Report
-from baton.fetch.errors import CACHE, FetchError
-from baton.fetch.sources import S3Source, Source, WebSource
+from baton.fetch.sources import CACHE, FetchError, S3Source, Source, WebSource
 
 # --- the node's folder ----------------------------------------------------------------------------
 

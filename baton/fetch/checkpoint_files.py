@@ -10,8 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from baton.fetch.errors import FetchError, ForbiddenError, NotThereError
-from baton.fetch.sources import Source
+from baton.fetch.sources import FetchError, ForbiddenError, NotThereError, Source
 
 CONFIG = "config.json"
 TEXT_FILES = (

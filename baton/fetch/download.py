@@ -16,8 +16,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from baton.fetch.checkpoint_files import WantedFile
-from baton.fetch.errors import CutOffError, FetchError, ForbiddenError, NotThereError
-from baton.fetch.sources import Content, Source
+from baton.fetch.sources import (
+    Content,
+    CutOffError,
+    FetchError,
+    ForbiddenError,
+    NotThereError,
+    Source,
+)
 from baton.render import num_bytes
 
 Report = Callable[[str], None]

@@ -1,4 +1,11 @@
-"""Where a checkpoint lies: a folder on an https server, or of a bucket in S3."""
+"""Where a checkpoint lies: a folder on an https server, or of a bucket in S3. Why it cannot be
+fetched:
+
+FetchError              a person has to change something; names the field
+├── NotThereError       the source has no such file
+├── ForbiddenError      the source wants other credentials; or it has no such file and does not say
+└── CutOffError         the source, or the way to it, failed: worth another try
+"""
 
 from __future__ import annotations
 
@@ -17,11 +24,57 @@ from urllib.error import HTTPError, URLError
 from urllib.parse import quote
 from urllib.request import Request, urlopen
 
-from baton.fetch.errors import CutOffError, FetchError, ForbiddenError, of_status
+from baton.errors import BatonError
 
 TIMEOUT_S = 60.0
 """A connection on which nothing comes for this long is cut off."""
 CHUNK_BYTES = 1 << 20
+
+
+URI = "spec.model.uri"
+CREDENTIALS = "spec.model.credentialsSecretName"
+CACHE = "weights cache"
+
+
+class FetchError(BatonError):
+    def __init__(self, message: str, *, field: str = URI) -> None:
+        super().__init__(message, field=field)
+
+    def __str__(self) -> str:
+        return f"{self.field}: {self.message}"
+
+
+class NotThereError(FetchError):
+    pass
+
+
+class ForbiddenError(FetchError):
+    def __init__(self, message: str) -> None:
+        super().__init__(message, field=CREDENTIALS)
+
+
+class CutOffError(FetchError):
+    pass
+
+
+def _of_status(status: int, where: str) -> FetchError:
+    """The error of an HTTP status other than success for the file at `where`."""
+    if status in (404, 410):
+        return NotThereError(
+            f"{where} is not there (HTTP {status}): the URI is the folder that holds config.json"
+        )
+    if status in (401, 403):
+        return ForbiddenError(
+            f"{where} may not be read (HTTP {status}): name a Secret whose keys are "
+            "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY for s3, BEARER_TOKEN for https; some "
+            "sources also answer so where there is no such file"
+        )
+    if status in (408, 425, 429) or status >= 500:
+        return CutOffError(f"{where}: HTTP {status}")
+    return FetchError(f"{where}: HTTP {status}")
+
+
+# --- a source -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -95,7 +148,7 @@ def _opened(request: Request, where: str) -> http.client.HTTPResponse:
         if error.code == 416 and request.has_header("Range"):  # it has become shorter
             request.remove_header("Range")
             return _opened(request, where)
-        raise of_status(error.code, where) from error
+        raise _of_status(error.code, where) from error
     except URLError as error:
         if isinstance(error.reason, ssl.SSLCertVerificationError):
             raise FetchError(
@@ -227,7 +280,7 @@ def _translated(where: str) -> Iterator[None]:
     try:
         yield
     except ClientError as error:
-        raise of_status(_status(error), where) from error
+        raise _of_status(_status(error), where) from error
     except HTTPClientError as error:
         raise CutOffError(f"{where}: {error}") from error
     except BotoCoreError as error:

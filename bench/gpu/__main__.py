@@ -3,9 +3,10 @@
     python -m bench.gpu [--part tests|speed|transfer] [--device cuda|cpu] [--out FOLDER]
 
 Needs Linux, Python 3.12, torch with CUDA, numpy, safetensors and pytest; no Ray, gRPC or network.
-`transfer` also needs libucx and protobuf, and names what is missing. Each part is a process of its
-own that takes 8 minutes at most. It prints its tables as they come, and writes PART.json and
-PART.md into `--out`. `--device cpu` runs the same code in small sizes, as the project's tests do.
+`transfer` also needs libucx and protobuf, and names what is missing. Without `--part` each part
+runs as a process of its own, for 8 minutes at most. A part prints its tables as they come, and
+writes PART.json and PART.md into `--out`. `--device cpu` runs the same code in small sizes, as the
+project's tests do.
 
 Exit status: 0, all ran; 1, a test or a part failed; 2, something could not run here and is named.
 """
@@ -13,23 +14,100 @@ Exit status: 0, all ran; 1, a test or a part failed; 2, something could not run 
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import sys
+import tempfile
+import traceback
+import xml.etree.ElementTree as ET
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
+
+from bench import report as reporting
+from bench.gpu import speed, transfer
+from bench.report import Report
 from engine.auto_choice import why_no_gpu
 
-PARTS = ("tests", "speed", "transfer")
 PART_S = 480.0
+_TESTS_S = 470.0
 _ROOT = Path(__file__).parents[2]
 
 
-def run_part(part: str, device: str, out: Path | None) -> int:
-    """The part's exit status; 1 where its time is over."""
-    command = [sys.executable, "-m", "bench.gpu.part", part, device]
+def run_tests(device: torch.device, report: Report) -> None:
+    """`tests/engine/gpu`, without plugins. One row a file; pytest prints the failures."""
+    with tempfile.TemporaryDirectory() as folder:
+        results = Path(folder) / "results.xml"
+        command = [
+            *(sys.executable, "-m", "pytest", "-c", str(Path(__file__).with_name("pytest.ini"))),
+            *("--rootdir", str(_ROOT), "-m", "gpu", "--device", device.type),
+            *("--junit-xml", str(results), "tests/engine/gpu"),
+        ]
+        environment = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+        try:
+            done = subprocess.run(
+                command, cwd=_ROOT, env=environment, timeout=_TESTS_S, check=False
+            )
+        except subprocess.TimeoutExpired:
+            report.failed = True
+            report.leave_out(f"the tests were not over after {_TESTS_S:g} s")
+            return
+        report.failed = done.returncode != 0
+        if results.exists():
+            rows = _test_rows(results)
+            report.add("tests/engine/gpu", ("file", "passed", "failed", "skipped", "s"), rows)
+
+
+def _test_rows(results: Path) -> list[tuple[str, ...]]:
+    counts: dict[str, list[float]] = {}  # passed, failed, skipped, seconds
+    for case in ET.parse(results).iter("testcase"):
+        file = case.get("classname", "").removeprefix("tests.engine.gpu.")
+        row = counts.setdefault(file, [0, 0, 0, 0.0])
+        outcomes = {child.tag for child in case}
+        row[1 if outcomes & {"failure", "error"} else 2 if "skipped" in outcomes else 0] += 1
+        row[3] += float(case.get("time", 0))
+    return [
+        (file, *(f"{count:.0f}" for count in row[:3]), f"{row[3]:.1f}")
+        for file, row in sorted(counts.items())
+    ]
+
+
+PARTS = {"tests": run_tests, "speed": speed.run, "transfer": transfer.run}
+
+
+def describe(device: torch.device, part: str) -> str:
+    lines = [reporting.describe(f"python -m bench.gpu --part {part} --device {device}")]
+    lines.append(f"- torch: {torch.__version__}, CUDA {torch.version.cuda or 'none'}")
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        gib = properties.total_memory / (1 << 30)
+        lines.append(f"- GPU: {properties.name}, {gib:.0f} GiB, driver {reporting.gpu_driver()}")
+    return "\n".join(lines)
+
+
+def run_here(part: str, device: torch.device, folder: Path | None) -> int:
+    """The part's exit status. Tables that were measured before an error are written."""
+    report = Report(part, describe(device, part))
+    print(f"## {part}\n\n{report.machine}", flush=True)
+    try:
+        PARTS[part](device, report)
+    except Exception:  # noqa: BLE001 - a part's outermost frame
+        traceback.print_exc()
+        report.failed = True
+    finally:
+        if folder is not None:
+            report.write(folder)
+    if report.failed:
+        return 1
+    return 2 if report.left_out else 0
+
+
+def run_apart(part: str, device: str, out: Path | None) -> int:
+    """The exit status of a process that runs the part; 1 where its time is over."""
+    command = [sys.executable, "-m", "bench.gpu", "--part", part, "--device", device]
     if out is not None:
-        command.append(str(out.resolve()))
+        command += ["--out", str(out.resolve())]
     try:
         return subprocess.run(command, cwd=_ROOT, timeout=PART_S, check=False).returncode
     except subprocess.TimeoutExpired:
@@ -50,11 +128,10 @@ def main(arguments: list[str], no_gpu: Callable[[], str | None] = why_no_gpu) ->
     if options.device == "cuda" and (reason := no_gpu()) is not None:
         print(f"no GPU to measure: {reason}. `--device cpu` runs in small", file=sys.stderr)
         return 2
-    parts = [options.part] if options.part else PARTS
-    statuses = {run_part(part, options.device, options.out) for part in parts}
-    if statuses - {0, 2}:
-        return 1
-    return max(statuses)
+    if options.part:
+        return run_here(options.part, torch.device(options.device), options.out)
+    statuses = {run_apart(part, options.device, options.out) for part in PARTS}
+    return 1 if statuses - {0, 2} else max(statuses)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -22,9 +22,8 @@ import torch
 from torch._C._autograd import DeviceType
 
 from baton.config.engine import Dtype, EngineConfig
-from bench.gpu.report import Report
-from bench.gpu.timing import CACHE_BYTES, device_s, host_s, wait_for
 from bench.random_model import SHAPES, Shape, random_model
+from bench.report import Report
 from engine.api import LocalDeviceMemory
 from engine.attention.native_kernels import pick_kernels
 from engine.attention.paged_kv import PagedKv
@@ -44,6 +43,14 @@ _BLOCK_SIZE = 16
 _PART_S = 440.0
 _ROUNDS = 5
 _STEPS = 8
+_LEAST_RUNS = 10
+_LONG_RUN_S = 0.3
+_HEAD_START_CYCLES = 20_000_000
+"""About 10 ms: the host asks for all runs of a round while the device still waits."""
+_CACHE_BYTES = 256 << 20
+"""No device's cache holds as much. Works that are timed in turn should touch this much together."""
+
+Work = Callable[[], object]
 
 
 @dataclass(frozen=True)
@@ -146,6 +153,52 @@ def ceilings(device: torch.device, sizes: Sizes) -> tuple[float, float]:
     return 2 * sizes.copy_bytes / copy_s / 1e9, 2 * n**3 / product_s
 
 
+# --- timing ---------------------------------------------------------------------------------------
+
+
+def wait_for(device: torch.device) -> None:
+    """Return once the device has done all that was asked of it."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def device_s(works: Sequence[Work], device: torch.device) -> float:
+    """Median seconds of one work, all of them in turn, by the device's own clock; on a CPU by
+    ours. The works do the same over different memory, so that no cache helps."""
+    first_s = [host_s(work, device) for work in (*works, works[0])][-1]
+    if first_s > _LONG_RUN_S:
+        return host_s(works[0], device)
+    return statistics.median(_round_s(works, device) for _ in range(_ROUNDS))
+
+
+def host_s(work: Work, device: torch.device) -> float:
+    """Seconds until the device has done it, by the host's clock."""
+    wait_for(device)
+    start = time.perf_counter()
+    work()
+    wait_for(device)
+    return time.perf_counter() - start
+
+
+def _round_s(works: Sequence[Work], device: torch.device) -> float:
+    num_runs = max(_LEAST_RUNS, len(works))
+    if device.type != "cuda":
+        return host_s(lambda: _run(works, num_runs), device) / num_runs
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    torch.cuda._sleep(_HEAD_START_CYCLES)  # type: ignore[no-untyped-call]
+    begin.record()
+    _run(works, num_runs)
+    end.record()
+    end.synchronize()
+    elapsed_ms: float = begin.elapsed_time(end)
+    return elapsed_ms / 1e3 / num_runs
+
+
+def _run(works: Sequence[Work], num_runs: int) -> None:
+    for number in range(num_runs):
+        works[number % len(works)]()
+
+
 # --- kernels --------------------------------------------------------------------------------------
 
 
@@ -187,7 +240,7 @@ def _kernels(
 
 def _num_copies(device: torch.device, num_bytes: int) -> int:
     """So many buffers of this size that no cache holds them; on a CPU one, which is quick."""
-    return 1 if device.type == "cpu" else -(-CACHE_BYTES // num_bytes)
+    return 1 if device.type == "cpu" else -(-_CACHE_BYTES // num_bytes)
 
 
 def _product_s(device: torch.device, num_rows: int, width_in: int, width_out: int) -> float:

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from bench.gpu.report import Report
-from bench.gpu.timing import device_s
+from bench.gpu.speed import device_s
+from bench.report import Report
 
 if TYPE_CHECKING:
     from bench.handoff import Result

@@ -11,10 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from baton.config.cluster import ClusterConfig
-from baton.config.decode import DecodeConfig
 from baton.config.engine import EngineConfig
 from baton.config.transfer import TransferConfig
-from baton.config.workers import RegistryConfig, WorkerSettings
+from baton.config.workers import DecodeConfig, RegistryConfig, WorkerSettings
 from cluster.node.pod import Pod
 from cluster.pools.role_plan import Role
 from engine import compute_threads

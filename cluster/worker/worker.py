@@ -29,7 +29,7 @@ from grpc_health.v1.health import aio as health_aio
 from baton.clock import LoopClock
 from baton.errors import OtherModelError
 from baton.grpc_options import WORKER_MESSAGE_BYTES, accepts_pings
-from baton.text_files import find_text_files
+from baton.model_folder import find_text_files
 from baton.v1 import control_pb2, worker_pb2, worker_pb2_grpc
 from cluster.node.pod import PodWorkers
 from cluster.pools.role_plan import Role

@@ -8,12 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from baton.config import settings
-from baton.config.decode import DecodeConfig
 from baton.config.engine import EngineConfig, EngineSettings, EngineTuning
 from baton.config.planner import PlannerConfig, PlannerTargets, PlannerTuning
 from baton.config.router import RouterConfig
 from baton.config.transfer import TransferConfig
-from baton.config.workers import RegistryConfig, SupervisorConfig, WorkerSettings
+from baton.config.workers import DecodeConfig, RegistryConfig, SupervisorConfig, WorkerSettings
 from baton.errors import ConfigError
 from deploy.api.checked import Checked, Rule, bounded
 from deploy.api.naming import (

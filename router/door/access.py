@@ -17,7 +17,7 @@ import grpc
 import grpc.aio
 import yaml
 
-from baton.config import yaml_file
+from baton.config import settings
 from baton.config.router import AuthConfig, RouterConfig, TlsConfig
 from baton.errors import ConfigError, UnauthenticatedError
 
@@ -203,12 +203,12 @@ def _texts(path: Path) -> Iterator[tuple[str, str]]:
             for file in _files(path):
                 yield file.name, file.read_text(encoding="ascii")
             return
-        value = yaml_file.load(path.read_text(encoding="utf-8"))
+        value = settings.load_yaml(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise _wrong(f"{error.filename or path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise _wrong(f"{path}: what is in it is no text") from error
-    except yaml_file.RepeatedKeyError as error:
+    except settings.RepeatedKeyError as error:
         raise _wrong(f"{path}: {error.key} stands there twice") from error
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # its words may quote a token
         raise _wrong(f"{path}: not valid YAML") from error

@@ -20,7 +20,7 @@ import grpc.aio
 
 from baton.config.router import RouterConfig
 from baton.errors import ConfigError, UnavailableError
-from baton.text_files import TEXT_FILES
+from baton.model_folder import TEXT_FILES
 from baton.v1 import control_pb2, control_pb2_grpc, worker_pb2, worker_pb2_grpc
 from router.fleet.worker_link import Backoff, channel_to
 from router.router import Router

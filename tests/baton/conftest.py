@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
 from baton import render
 from baton.client import Client
 from tests.baton.both_clients import Connect, LoopedClient
-from tests.baton.small_router import Book
+from tests.baton.small_router import Book, SmallControl
 
 
 @pytest.fixture(autouse=True)
@@ -27,3 +29,10 @@ def connect(request: pytest.FixtureRequest) -> Connect:
 @pytest.fixture
 def book() -> Book:
     return Book()
+
+
+@pytest.fixture
+def control() -> Iterator[str]:
+    """The address of a control service."""
+    with SmallControl().serve() as address:
+        yield address

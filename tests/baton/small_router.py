@@ -42,7 +42,7 @@ def answer(seed: int, num_tokens: int) -> str:
 
 @contextlib.contextmanager
 def silent_address() -> Iterator[str]:
-    """Connections are taken there, and never a word is said."""
+    """Accepts connections and never answers."""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         sock.listen()
@@ -62,7 +62,7 @@ class Book:
 class SmallRouter(router_pb2_grpc.RouterServiceServicer):
     """`die_at`: this router is gone once that many tokens of a request are out; `fail` answers
     every request; `hold`: answers stay unfinished until it is set; `skip`: a token that is never
-    told; `aborts_its_own_only`: what it did not begin is NOT_FOUND."""
+    reported; `aborts_its_own_only`: what it did not begin is NOT_FOUND."""
 
     def __init__(
         self,
@@ -211,12 +211,17 @@ class SmallControl(control_pb2_grpc.ControlServiceServicer):
         self._drained: set[str] = set()
         self._changed = threading.Condition()
 
-    def serve(self) -> tuple[grpc.Server, str]:
+    @contextlib.contextmanager
+    def serve(self) -> Iterator[str]:
+        """Yield its address."""
         server = grpc.server(ThreadPoolExecutor(4), options=accepts_pings())
         control_pb2_grpc.add_ControlServiceServicer_to_server(self, server)  # type: ignore
         port = server.add_insecure_port("127.0.0.1:0")
         server.start()
-        return server, f"127.0.0.1:{port}"
+        try:
+            yield f"127.0.0.1:{port}"
+        finally:
+            server.stop(None).wait()
 
     def fleet(self) -> control_pb2.WatchFleetResponse:
         num_started = min(1, self._replicas) if self.failing else self._replicas

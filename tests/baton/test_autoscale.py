@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
-from itertools import pairwise
 
 import pytest
 
@@ -29,7 +29,7 @@ from tests.cluster.pool_settings import settings_of
 
 BOUNDS = {"prefill": PoolBounds(1, 4), "decode": PoolBounds(1, 4)}
 QUICK = PlannerConfig(
-    panic_window_s=2.0, stable_window_s=4.0, warm_up_s=0.0, scale_in_hold_s=0.0, catch_up_s=10.0
+    panic_window_s=0.5, stable_window_s=1.0, warm_up_s=0.0, scale_in_hold_s=0.0, catch_up_s=10.0
 )
 LOAD = worker_pb2.WorkerLoad(
     num_blocks=100, num_free_blocks=75, num_running=2, num_reserved=1, prefill_tokens_per_s=1000.0
@@ -61,7 +61,7 @@ def worker_of(taken: Signals) -> WorkerSignals:
     return worker
 
 
-def test_the_registrys_words_become_signals_with_the_times_they_lack() -> None:
+def test_the_registrys_report_becomes_signals_with_the_times_they_lack() -> None:
     signals = FleetSignals()
     signals.take(fleet(control_pb2.WORKER_STATE_STARTING), BOUNDS, 10.0)
     signals.take(fleet(control_pb2.WORKER_STATE_LIVE), BOUNDS, 12.0)
@@ -75,22 +75,22 @@ def test_the_registrys_words_become_signals_with_the_times_they_lack() -> None:
     assert worker.itl_s is None
 
 
-def test_what_clients_saw_of_a_pool_comes_with_its_router_s_words() -> None:
-    told = fleet(control_pb2.WORKER_STATE_LIVE)
+def test_what_clients_saw_of_a_pool_comes_with_its_router_s_report() -> None:
+    reported = fleet(control_pb2.WORKER_STATE_LIVE)
     seen = [
         control_pb2.PoolFigures(pool="decode", num_recent_gaps=300, recent_itl_p95_s=0.25),
         control_pb2.PoolFigures(pool="prefill", ttft_p95_s=0.5),
     ]
-    told.routers.add(router_id="router-1", pools=seen)
-    (router,) = FleetSignals().take(told, BOUNDS, 10.0).routers
+    reported.routers.add(router_id="router-1", pools=seen)
+    (router,) = FleetSignals().take(reported, BOUNDS, 10.0).routers
     assert router.gaps == (PoolGaps("decode", 300, 0.25),)
 
 
-def test_a_registry_that_settles_is_told_of() -> None:
-    told = fleet(control_pb2.WORKER_STATE_LIVE)
-    assert not FleetSignals().take(told, BOUNDS, 10.0).settles
-    told.settles = True
-    assert FleetSignals().take(told, BOUNDS, 10.0).settles
+def test_a_registry_that_settles_is_reported() -> None:
+    reported = fleet(control_pb2.WORKER_STATE_LIVE)
+    assert not FleetSignals().take(reported, BOUNDS, 10.0).settles
+    reported.settles = True
+    assert FleetSignals().take(reported, BOUNDS, 10.0).settles
 
 
 def test_a_worker_that_has_yet_to_register_again_is_the_one_that_was_live_before() -> None:
@@ -109,20 +109,20 @@ def test_a_worker_that_has_yet_to_register_again_is_the_one_that_was_live_before
 
 
 def test_a_router_that_is_silent_is_one_that_was_not_heard_of() -> None:
-    told = fleet(control_pb2.WORKER_STATE_LIVE)
-    told.routers.add(router_id="router-1", requests_per_s=2.5)
-    told.silent_routers.add(router_id="router-2", silent_s=3.0)
-    heard, silent = FleetSignals().take(told, BOUNDS, 10.0).routers
+    reported = fleet(control_pb2.WORKER_STATE_LIVE)
+    reported.routers.add(router_id="router-1", requests_per_s=2.5)
+    reported.silent_routers.add(router_id="router-2", silent_s=3.0)
+    heard, silent = FleetSignals().take(reported, BOUNDS, 10.0).routers
     assert (heard.router_id, heard.measured_at_s) == ("router-1", 10.0)
     assert (silent.router_id, silent.measured_at_s) == ("router-2", None)
     assert silent.silent_s == pytest.approx(3.0)
-    taken = FleetSignals().take(told, BOUNDS, 10.0)
+    taken = FleetSignals().take(reported, BOUNDS, 10.0)
     assert taken.routers_silent_s == 0.0
     demand = measure_demand(taken, QUICK)
     assert demand is not None
     assert (demand.requests_per_s, demand.unheard_factor) == (2.5, 2.0)
-    del told.routers[:]
-    taken = FleetSignals().take(told, BOUNDS, 10.0)
+    del reported.routers[:]
+    taken = FleetSignals().take(reported, BOUNDS, 10.0)
     _, plan = decide(PlannerState(), taken, QUICK)
     assert "no router was heard of for 3 s" in plan.pools["decode"].reason
 
@@ -131,7 +131,7 @@ def test_a_router_that_is_silent_is_one_that_was_not_heard_of() -> None:
 async def fleet_of(
     registry: Registry, report: control_pb2.ReportRouterRequest, backing: PoolBacking | None = None
 ) -> AsyncIterator[str]:
-    """A prefill and a decode worker and a router that keep telling; the registry's address."""
+    """A prefill and a decode worker and a router that keep reporting; the registry's address."""
     streams = []
     for name, role in (("prefill", Role.PREFILL), ("decode", Role.DECODE)):
         registry.pools.add(settings_of(name, role, max_replicas=4), 1)
@@ -140,18 +140,24 @@ async def fleet_of(
         mine = Registration(ref.worker_id, 1, name, info.SerializeToString())
         streams.append(registry.register(mine))
 
+    # A size that changes makes the registry report at every beat, not once a second.
+    registry.pools.add(settings_of("idle", Role.DECODE, max_replicas=1), 0)
+    changes = Changes()
+
     async def beat() -> None:
-        while True:
+        for number in itertools.count():
             for stream in streams:
                 assert stream is not None
                 progress = Progress(False, 0.0, None)
                 registry.heartbeat(stream, progress, LOAD.SerializeToString(), False)
             registry.routers.report(report.router_id, report.SerializeToString(), 0)
-            await asyncio.sleep(0.2)
+            registry.pools.set_replicas("idle", number % 2)
+            changes.announce()
+            await asyncio.sleep(0.1)
 
     beating = asyncio.create_task(beat())
     try:
-        async with serve(registry, Changes(), "127.0.0.1:0", backing) as address:
+        async with serve(registry, changes, "127.0.0.1:0", backing) as address:
             yield address
     finally:
         beating.cancel()
@@ -171,12 +177,12 @@ BUSY = control_pb2.ReportRouterRequest(
 
 @asynccontextmanager
 async def autoscaling(
-    tell: Callable[[str], None], backing: PoolBacking | None = None
+    report: Callable[[str], None], backing: PoolBacking | None = None
 ) -> AsyncIterator[Registry]:
     """A fleet of one prefill and one decode worker under that load."""
-    registry = Registry(RegistryConfig(), time.monotonic)
+    registry = Registry(RegistryConfig(silent_after_s=0.5), time.monotonic)  # resyncs for as long
     async with fleet_of(registry, BUSY, backing) as address:
-        autoscaler = Autoscaler(address, BOUNDS, QUICK, tell)
+        autoscaler = Autoscaler(address, BOUNDS, QUICK, report)
         autoscaler.start()
         try:
             async with asyncio.timeout(20):
@@ -191,22 +197,22 @@ async def until_prefill_has(registry: Registry, replicas: int) -> None:
 
 
 async def test_prompts_that_arrive_faster_than_one_worker_computes_get_more_workers() -> None:
-    told: list[str] = []
-    async with autoscaling(told.append) as registry:
+    reported: list[str] = []
+    async with autoscaling(reported.append) as registry:
         await until_prefill_has(registry, 3)
     assert registry.pools.desired_replicas()["prefill"] <= 4
-    assert any("prefill" in reason and "tokens/s" in reason for reason in told)
+    assert any("prefill" in reason and "tokens/s" in reason for reason in reported)
 
 
 class SmallMachine(PoolBacking):
-    """Has room for so many replicas of all pools together."""
+    """Has room for `num_replicas` of both pools together."""
 
     def __init__(self, num_replicas: int) -> None:
         self.num_replicas = num_replicas
         self.num_refused = 0
 
     async def check_room(self, pool: PoolSettings, replicas: Mapping[str, int]) -> None:
-        if sum(replicas.values()) > self.num_replicas:
+        if replicas["prefill"] + replicas["decode"] > self.num_replicas:
             self.num_refused += 1
             raise NoCapacityError(f"no room for {replicas[pool.name]} replicas of {pool.name}")
 
@@ -214,21 +220,22 @@ class SmallMachine(PoolBacking):
 async def test_a_pool_that_is_to_be_larger_than_the_machine_gets_the_room_that_there_is(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    told: list[str] = []
+    reported: list[str] = []
     machine = SmallMachine(3)
-    async with autoscaling(told.append, machine) as registry:
+    async with autoscaling(reported.append, machine) as registry:
         await until_prefill_has(registry, 2)
         num_refused = machine.num_refused
         while machine.num_refused < num_refused + 4:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
-    assert registry.pools.desired_replicas() == {"prefill": 2, "decode": 1}
-    assert any(reason.endswith("; room for 2") for reason in told)
+    desired = registry.pools.desired_replicas()
+    assert (desired["prefill"], desired["decode"]) == (2, 1)
+    assert any(reason.endswith("; room for 2") for reason in reported)
     warned = [each.getMessage() for each in caplog.records if "no room" in each.getMessage()]
     assert 0 < len(warned) < machine.num_refused
-    assert all(former != text for former, text in pairwise(warned))
+    assert all(former != text for former, text in itertools.pairwise(warned))
 
 
-async def test_a_refusal_is_told_again_once_the_pool_has_been_what_it_was_to_be(
+async def test_a_refusal_is_reported_again_once_the_pool_has_been_what_it_was_to_be(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     machine = SmallMachine(2)
@@ -253,11 +260,11 @@ async def test_a_refusal_is_told_again_once_the_pool_has_been_what_it_was_to_be(
 async def test_a_fault_of_the_autoscalers_own_is_logged_and_it_goes_on(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    told: list[str] = []
+    reported: list[str] = []
 
     def closed_at_first(reason: str) -> None:
-        told.append(reason)
-        if len(told) == 1:
+        reported.append(reason)
+        if len(reported) == 1:
             raise BrokenPipeError("nobody reads what is said")
 
     async with autoscaling(closed_at_first) as registry:

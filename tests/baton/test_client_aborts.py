@@ -18,7 +18,7 @@ from tests.baton.small_router import Book, SmallRouter
 
 
 class BusyRouter(SmallRouter):
-    """It looks for no request, and ends whichever it is told to."""
+    """It looks for no request, and ends any that it is asked to."""
 
     def Abort(self, request: router_pb2.AbortRequest, context: Any) -> router_pb2.AbortResponse:  # noqa: N802
         self.fail = None

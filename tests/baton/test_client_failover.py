@@ -26,30 +26,25 @@ from tests.baton.small_router import Book, SmallRouter, answer, silent_address
 from tests.router.proxy import Proxy
 
 
-@pytest.mark.parametrize("seed", [None, 11])
-def test_a_request_outlives_its_router_without_losing_or_repeating_a_token(
-    book: Book, connect: Connect, seed: int | None
+@pytest.mark.parametrize(
+    ("seed", "deaths"),
+    [(None, [4]), (11, [4]), (None, [0, 3, 5])],
+    ids=["drawn", "given", "thrice"],
+)
+def test_a_request_outlives_its_routers_without_losing_or_repeating_a_token(
+    book: Book, connect: Connect, seed: int | None, deaths: list[int]
 ) -> None:
     options = {} if seed is None else {"seed": seed}
-    dying, next_one = SmallRouter(book, die_at=4), SmallRouter(book)
-    with routers(dying, next_one) as addresses, connect(addresses) as client:
+    dying = [SmallRouter(book, die_at=index) for index in deaths]
+    with routers(*dying, SmallRouter(book)) as addresses, connect(addresses) as client:
         events = list(client.generate("hello", max_tokens=9, **options))
     (used,) = book.seeds.values()
     assert indices_of(events) == list(range(9))
     assert text_of(events) == answer(used, 9)
-    first, second = book.requests
-    assert (second.request_id, second.seed) == (first.request_id, used)
-    assert second.resume_from_index == 4
+    first, *others = book.requests
     assert not first.HasField("resume_from_index")
-
-
-def test_a_request_outlives_router_after_router(book: Book, connect: Connect) -> None:
-    dying = [SmallRouter(book, die_at=index) for index in (0, 3, 5)]
-    with routers(*dying, SmallRouter(book)) as addresses, connect(addresses) as client:
-        events = list(client.generate("hello", max_tokens=8))
-    (used,) = book.seeds.values()
-    assert indices_of(events) == list(range(8))
-    assert text_of(events) == answer(used, 8)
+    assert [request.resume_from_index for request in others] == deaths
+    assert {(request.request_id, request.seed) for request in others} == {(first.request_id, used)}
 
 
 def test_a_request_leaves_a_router_whose_host_hangs(
@@ -101,7 +96,7 @@ def test_a_router_that_stays_away_is_given_up_within_the_bound(
         list(client.generate("hello"))
 
 
-def test_an_address_without_a_router_is_told_at_once(connect: Connect) -> None:
+def test_an_address_without_a_router_is_reported_at_once(connect: Connect) -> None:
     address = free_address()
     with connect(address) as client, pytest.raises(UnavailableError, match=address):
         list(client.generate("hello"))
@@ -138,9 +133,7 @@ def test_a_router_that_is_silent_or_shuts_down_is_passed_over(book: Book, connec
                 ask(client)
 
 
-def test_a_servers_own_word_that_time_is_over_is_not_taken_for_silence(
-    book: Book, connect: Connect
-) -> None:
+def test_a_servers_own_deadline_is_not_taken_for_silence(book: Book, connect: Connect) -> None:
     late = SmallRouter(book, fail=DeadlineError("too late"))
     with (
         routers(late, SmallRouter(book)) as addresses,

@@ -51,7 +51,7 @@ def test_nothing_at_all_is_one_prefill_and_one_decode_worker_of_the_demo_model()
             {"router": {"lease_lead_s": float("nan")}},
             "router.lease_lead_s: must be a finite number",
         ),
-        ({"transfer": {"transport": "tcp"}}, "transfer.transport: must be ucx or memory"),
+        ({"transfer": {"transport": "tcp"}}, "transfer.transport: must be one of ucx, memory"),
         ({"control": {"port": 70000}}, "control.port: must be between 0 and 65535"),
         ({"log_level": "inf"}, "must be one of debug, info, warning, error, not 'inf'; did you"),
         ({"pools": []}, "pools: a mapping is expected"),
@@ -160,7 +160,7 @@ def is_text(kind: Any) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("word", "told"),
+    ("word", "reported"),
     [
         ("no", "false: YAML reads no and off so unless they are quoted"),
         ("off", "false: YAML reads no and off so unless they are quoted"),
@@ -168,8 +168,8 @@ def is_text(kind: Any) -> bool:
         ("on", "true: YAML reads yes and on so unless they are quoted"),
     ],
 )
-def test_a_word_that_yaml_takes_for_true_or_false_is_told_where_text_is_wanted(
-    word: str, told: str, tmp_path: Path
+def test_a_word_that_yaml_takes_for_true_or_false_is_reported_where_text_is_wanted(
+    word: str, reported: str, tmp_path: Path
 ) -> None:
     keys = {
         f"{section}.{name}" if section else name
@@ -184,11 +184,11 @@ def test_a_word_that_yaml_takes_for_true_or_false_is_told_where_text_is_wanted(
         with pytest.raises(ConfigError) as caught:
             load_config(file)
         assert caught.value.field == key
-        assert caught.value.message.endswith(f", not {told}")
+        assert caught.value.message.endswith(f", not {reported}")
         assert "did you mean" not in caught.value.message
 
 
-def test_a_pool_that_yaml_takes_for_true_or_false_is_told(tmp_path: Path) -> None:
+def test_a_pool_that_yaml_takes_for_true_or_false_is_reported(tmp_path: Path) -> None:
     (file := tmp_path / "cluster.yaml").write_text("pools: {on: {role: mixed}}")
     with pytest.raises(ConfigError) as caught:
         load_config(file)
@@ -210,10 +210,10 @@ def test_what_the_file_sets_reaches_the_workers() -> None:
             "log_level": "debug",
         }
     )
-    told = worker_config(config, "decode", "decode-0", "127.0.0.1:1")
-    assert (told.settings, told.decode) == (config.worker, config.decode)
-    assert (told.settings.drain_timeout_s, told.settings.metrics_port) == (7.0, None)
-    assert (told.decode.orphan_ttl_s, told.transfer, told.log_level) == (
+    reported = worker_config(config, "decode", "decode-0", "127.0.0.1:1")
+    assert (reported.settings, reported.decode) == (config.worker, config.decode)
+    assert (reported.settings.drain_timeout_s, reported.settings.metrics_port) == (7.0, None)
+    assert (reported.decode.orphan_ttl_s, reported.transfer, reported.log_level) == (
         5.0,
         config.transfer,
         "debug",
@@ -349,3 +349,65 @@ def test_any_dataclass_can_be_read_and_written() -> None:
 def test_the_transport_inside_one_process_is_refused_for_a_cluster_of_processes() -> None:
     with pytest.raises(ConfigError, match=r"transfer\.transport: must be ucx"):
         parse_config({"transfer": {"transport": "memory"}})
+
+
+# --- times that must fit each other ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("value", "key", "problem"),
+    [
+        (
+            {"worker": {"drain_timeout_s": 90}},
+            "supervisor.drain_timeout_s",
+            "must be above worker.drain_timeout_s (90), not 60",
+        ),
+        (
+            {"registry": {"silent_after_s": 0.2}},
+            "registry.silent_after_s",
+            "must be above worker.heartbeat_s (0.3), not 0.2",
+        ),
+        (
+            {"supervisor": {"fence_after_s": 12}},
+            "registry.gone_after_s",
+            "supervisor.fence_after_s (15), not 15",
+        ),
+        (
+            {"registry": {"first_step_s": 150}},
+            "router.first_token_timeout_s",
+            "must be above registry.first_step_s (150), not 150",
+        ),
+    ],
+)
+def test_one_part_outlasts_another_where_it_must(value: object, key: str, problem: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_config(value)
+    assert caught.value.field == key
+    assert problem in caught.value.message
+
+
+def test_a_pools_own_drain_is_not_cut_short_either() -> None:
+    pools = {"decode": {"role": "decode", "drain_timeout_s": 90}, "prefill": {"role": "prefill"}}
+    with pytest.raises(ConfigError, match=r"pools\.decode\.drain_timeout_s \(90\)"):
+        parse_config({"pools": pools})
+    config = parse_config({"pools": pools, "supervisor": {"drain_timeout_s": 100}})
+    drains = {
+        pool: worker_config(config, pool, f"{pool}-0", "127.0.0.1:1").settings.drain_timeout_s
+        for pool in pools
+    }
+    assert drains == {"decode": 90.0, "prefill": 30.0}
+
+
+@pytest.mark.parametrize(
+    ("section", "name", "seconds"),
+    [("transfer", "tombstone_s", 3605), ("router", "max_timeout_s", 3995)],
+)
+def test_a_lease_is_remembered_for_longer_than_any_call_can_name_it(
+    section: str, name: str, seconds: int
+) -> None:
+    config = parse_config({section: {name: seconds + (1 if section == "transfer" else -1)}})
+    assert config.transfer.tombstone_s > config.router.max_timeout_s
+    with pytest.raises(ConfigError) as caught:
+        parse_config({section: {name: seconds}})
+    assert caught.value.field == "transfer.tombstone_s"
+    assert "must be above router.reserve_timeout_s + router.max_timeout_s" in caught.value.message

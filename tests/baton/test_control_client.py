@@ -1,4 +1,4 @@
-"""What asks the registry, when the registry's host vanishes without a word."""
+"""What asks the registry, when the registry's host vanishes."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ def test_a_registry_whose_host_vanished_is_lost_within_two_pings_and_heard_again
     quick = {"grpc.keepalive_time_ms", "grpc.keepalive_timeout_ms", "grpc.http2.ping_timeout_ms"}
     options = [(name, 200 if name in quick else n) for name, n in control_module._CHANNEL_OPTIONS]
     monkeypatch.setattr(control_module, "_CHANNEL_OPTIONS", options)
-    server, address = SmallControl().serve()
-    try:
-        with proxied(address) as (before, then), ControlClient(before) as control:
-            fleets = control.watch_fleet(10.0)
-            assert len(next(fleets).workers) == 1
-            then(Proxy.strand)
-            with pytest.raises(UnavailableError):
-                list(fleets)
-            assert len(control.fleet().workers) == 1
-    finally:
-        server.stop(None).wait()
+    with (
+        SmallControl().serve() as address,
+        proxied(address) as (before, then),
+        ControlClient(before) as control,
+    ):
+        fleets = control.watch_fleet(10.0)
+        assert len(next(fleets).workers) == 1
+        then(Proxy.strand)
+        with pytest.raises(UnavailableError):
+            list(fleets)
+        assert len(control.fleet().workers) == 1

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -83,30 +81,6 @@ def test_the_demo_answers_hits_the_cache_and_leaves_nothing_behind(cluster_file:
     assert cached[2] > 200  # the notes, asked about a second time
     assert len(re.findall(r"prefill-0 +decode-0 ", shown)) == len(FOR_ANY_MODEL)
     assert re.search(r"none of its \d+ processes is left", shown)
-
-
-@pytest.mark.full
-@pytest.mark.cluster
-@pytest.mark.timeout(180)
-def test_a_cluster_that_is_up_answers_commands_and_ends_on_sigterm(cluster_file: Path) -> None:
-    with subprocess.Popen(
-        [*BATON, "up", "-f", str(cluster_file)], stdout=subprocess.PIPE, text=True
-    ) as process:
-        try:
-            assert process.stdout is not None
-            router = process.stdout.readline().split()[-1]
-            control = process.stdout.readline().split(";")[0].split()[-1]
-            addresses = {**os.environ, "BATON_ROUTER": router, "BATON_CONTROL": control}
-            for command in (["status"], ["generate", "hi", "--max-tokens", "4"], ["explain", "x"]):
-                done = subprocess.run(
-                    [*BATON, *command], env=addresses, capture_output=True, timeout=60
-                )
-                assert done.returncode == 0, done.stderr.decode()
-                assert done.stdout.strip()
-            process.send_signal(signal.SIGTERM)
-            assert process.wait(timeout=90) == 0
-        finally:
-            process.send_signal(signal.SIGINT)
 
 
 def test_a_models_own_prompts_are_asked(tmp_path: Path) -> None:

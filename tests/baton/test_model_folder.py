@@ -65,7 +65,7 @@ def test_a_name_on_the_hub_becomes_its_folder_in_the_cache_and_stays_its_name(ca
     assert announced == [f"fetching {NAME} from the Hugging Face hub"]
 
 
-def test_a_model_that_cannot_be_fetched_is_told_before_anything_starts(cache: Path) -> None:
+def test_a_model_that_cannot_be_fetched_is_reported_before_anything_starts(cache: Path) -> None:
     steps = Steps(Console(file=(shown := io.StringIO()), width=200))
     config = parse_config({"model": NAME, "control": {"port": 0}, "router": {"port": 0}})
     refusal = f"{NAME} is no folder, nor can it be had from the Hugging Face hub"
@@ -75,7 +75,7 @@ def test_a_model_that_cannot_be_fetched_is_told_before_anything_starts(cache: Pa
     assert "Ray" not in shown.getvalue()
 
 
-def test_only_what_is_read_is_fetched_and_it_is_told_how_much_has_come(
+def test_only_what_is_read_is_fetched_and_it_is_reported_how_much_has_come(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("HF_HUB_OFFLINE")
@@ -173,36 +173,33 @@ def test_what_a_pod_has_fetched_its_workers_find_without_the_hub(
     arguments = ("--name", NAME, "--revision", "v2")
     with SmallHub(NAME, FILES, revision="v2") as hub:
         process = in_a_pod(*arguments, HF_HUB_OFFLINE="0", HF_ENDPOINT=hub.address)
-        told, errors = process.communicate(timeout=60)
+        reported, errors = process.communicate(timeout=60)
     assert process.returncode == 0, errors
-    assert "3.0 MB of 3.0 MB" in told.splitlines()
+    assert "3.0 MB of 3.0 MB" in reported.splitlines()
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     folder = find_model(NAME, "v2", CONFIG.engine)
     assert (Path(folder) / "model-00001-of-00001.safetensors").read_bytes() == WEIGHTS
     again = in_a_pod(*arguments)  # offline
-    told, errors = again.communicate(timeout=60)
-    assert (again.returncode, told.splitlines()[-1]) == (0, f"it is in {folder}"), errors
+    reported, errors = again.communicate(timeout=60)
+    assert (again.returncode, reported.splitlines()[-1]) == (0, f"it is in {folder}"), errors
 
 
-def test_a_pod_that_cannot_have_its_model_ends_with_the_reason(cache: Path) -> None:
-    process = in_a_pod("--name", NAME)
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 1
-    assert f"cannot fetch the model: {NAME} is no folder, nor can it be had" in errors
-
-
-def test_a_folder_of_the_pods_image_is_asked_of_no_hub(cache: Path) -> None:
-    process = in_a_pod("--name", "models/demo")  # as a name on the hub would be
-    told, errors = process.communicate(timeout=60)
-    assert (process.returncode, told) == (0, "models/demo is there\n"), errors
-
-
-def test_a_folder_without_a_model_ends_the_pods_start(cache: Path, tmp_path: Path) -> None:
-    process = in_a_pod("--name", str(tmp_path))
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 1
-    assert errors == f"cannot fetch the model: {tmp_path} holds no config.json\n"
+@pytest.mark.parametrize(
+    ("name", "status", "output"),
+    [
+        (NAME, 1, f"cannot fetch the model: {NAME} is no folder, nor can it be had"),
+        ("/", 1, "cannot fetch the model: / holds no config.json"),
+        ("models/demo", 0, "models/demo is there"),  # though it could be a name on the hub
+    ],
+)
+def test_a_pod_starts_with_a_folder_of_its_image_and_ends_without_a_model(
+    name: str, status: int, output: str, cache: Path
+) -> None:
+    process = in_a_pod("--name", name)
+    reported, errors = process.communicate(timeout=60)
+    assert process.returncode == status
+    assert (errors if status else reported).startswith(output)
 
 
 def test_a_pod_that_is_ended_does_not_wait_for_a_file_that_is_still_coming(cache: Path) -> None:
@@ -233,7 +230,7 @@ def test_a_home_folder_is_found_from_the_command_line_and_from_a_file(
     assert read_config(None, "~/weights").model == str(tmp_path / "weights")
 
 
-def test_how_far_a_step_has_come_is_told_on_its_line() -> None:
+def test_how_far_a_step_has_come_is_reported_on_its_line() -> None:
     for is_terminal in (True, False):
         console = Console(file=(shown := io.StringIO()), force_terminal=is_terminal, width=60)
         with Steps(console) as steps:

@@ -1,4 +1,4 @@
-"""The ports that `baton up` is told to listen on, looked at before it starts anything."""
+"""`baton up` checks the ports that it is to listen on before it starts anything."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Capture = pytest.CaptureFixture[str]
         ("worker.metrics_port", {}),
     ],
 )
-def test_up_tells_of_any_port_that_is_taken_before_it_starts_anything(
+def test_up_names_any_port_that_is_taken_before_it_starts_anything(
     key: str, setting: dict[str, object], tmp_path: Path, capsys: Capture
 ) -> None:
     section, _, name = key.partition(".")
@@ -62,7 +62,7 @@ def test_up_tells_of_any_port_that_is_taken_before_it_starts_anything(
         ),
     ],
 )
-def test_up_tells_which_two_settings_name_one_port_before_it_starts_anything(
+def test_up_names_which_two_settings_name_one_port_before_it_starts_anything(
     text: str, keys: str, tmp_path: Path, capsys: Capture
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -85,7 +85,7 @@ def test_up_lets_two_hosts_have_the_same_port(tmp_path: Path, capsys: Capture) -
 
 
 @pytest.mark.parametrize("name", ["port", "metrics_port"])
-def test_up_tells_that_workers_of_one_machine_cannot_share_a_port(
+def test_up_says_that_workers_of_one_machine_cannot_share_a_port(
     name: str, tmp_path: Path, capsys: Capture
 ) -> None:
     (file := tmp_path / "cluster.yaml").write_text(f"worker: {{{name}: 9100}}\n")

@@ -6,7 +6,7 @@ import grpc
 import pytest
 
 from baton import status
-from baton.client.events import Tokens
+from baton.client.events import Logprobs, Tokens, from_response
 from baton.client.request_stream import RequestStream, build_request
 from baton.errors import (
     AlreadyExistsError,
@@ -14,6 +14,7 @@ from baton.errors import (
     InvalidRequestError,
     OverloadedError,
 )
+from baton.v1 import common_pb2
 from baton.v1.router_pb2 import GenerateResponse, Routed
 from baton.v1.router_pb2 import Tokens as TokensMessage
 
@@ -146,3 +147,13 @@ def test_a_new_request_whose_id_is_taken_is_refused_at_once() -> None:
     with pytest.raises(AlreadyExistsError):
         stream.lost(Refused(AlreadyExistsError("sent before with another body")))
     assert stream.is_finished
+
+
+def test_a_token_of_which_no_logprobs_are_known_has_none() -> None:
+    known = common_pb2.Logprobs(
+        logprob=-0.5, rank=1, top=[common_pb2.TokenLogprob(id=7, logprob=-0.5)]
+    )
+    message = TokensMessage(index=3, ids=[7, 8], logprobs=[known, common_pb2.Logprobs()])
+    event = from_response(GenerateResponse(tokens=message))
+    assert isinstance(event, Tokens)
+    assert event.logprobs == (Logprobs(-0.5, 1, ((7, -0.5),)), None)

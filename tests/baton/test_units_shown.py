@@ -12,8 +12,8 @@ from baton.config.workers import RegistryConfig
 from baton.control_client import ControlClient
 from baton.errors import UnavailableError
 from baton.v1 import control_pb2
-from cli.fleets import Fleets
 from cli.main import main
+from cli.status import Fleets
 from cluster.registry.control_service import Changes, serve
 from cluster.registry.registry import Registry
 from tests.cluster.pool_settings import settings_of

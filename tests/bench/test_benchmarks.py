@@ -11,21 +11,21 @@ from pathlib import Path
 import pytest
 
 from bench import __main__ as every
-from bench import checkpoints, demo, engine, handoff, machine, path, router
-from bench.table import markdown
+from bench import demo, engine, handoff, path, random_model, report, router
+from bench.report import markdown
 
 DEMO_MODEL = Path(__file__).parents[2] / "models" / "demo"
 
 
-@pytest.mark.parametrize(("load", "is_told"), [(0.0, False), (0.6, True)])
+@pytest.mark.parametrize(("load", "is_loud"), [(0.0, False), (0.6, True)])
 def test_a_result_says_loudly_that_other_work_ran_beside_it(
-    monkeypatch: pytest.MonkeyPatch, load: float, is_told: bool
+    monkeypatch: pytest.MonkeyPatch, load: float, is_loud: bool
 ) -> None:
     cores = len(os.sched_getaffinity(0))
     monkeypatch.setattr(os, "getloadavg", lambda: (load * cores, 0.0, 0.0))
-    told = machine.describe("make bench")
-    assert ("OTHER WORK RAN BESIDE THIS" in told) == is_told
-    assert told.startswith("> **OTHER WORK") == is_told
+    printed = report.describe("make bench")
+    assert ("OTHER WORK RAN BESIDE THIS" in printed) == is_loud
+    assert printed.startswith("> **OTHER WORK") == is_loud
 
 
 def test_a_cell_whose_rounds_are_long_gets_fewer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,9 +72,9 @@ def test_a_run_writes_a_file_of_its_own_and_touches_none_that_is_there(
 @pytest.mark.timeout(120)
 def test_the_handoff_is_measured_beside_memcpy() -> None:
     command = [sys.executable, "-m", "bench.handoff", "--rounds", "1"]
-    told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    assert re.match(r"\| blocks +\| memcpy GB/s \| put GB/s \| put/memcpy \| handoff GB/s", told)
-    rows = numbers_of(told)
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert re.match(r"\| blocks +\| memcpy GB/s \| put GB/s \| put/memcpy \| handoff GB/s", printed)
+    rows = numbers_of(printed)
     assert len(rows) == len(handoff.NUM_RUNS) * len(handoff.BLOCK_BYTES)
     for memcpy, put, put_share, whole, whole_share, answered_share, exposed_us, answer_us in rows:
         assert 0 < answered_share <= whole_share
@@ -82,7 +82,7 @@ def test_the_handoff_is_measured_beside_memcpy() -> None:
         assert min(memcpy, exposed_us, answer_us) > 0
         assert put / memcpy == pytest.approx(put_share, rel=0.1)
         assert whole / memcpy == pytest.approx(whole_share, rel=0.1)
-    assert re.search(r"there and back, progress threads alone: [1-9]\d* us$", told.strip())
+    assert re.search(r"there and back, progress threads alone: [1-9]\d* us$", printed.strip())
 
 
 @pytest.mark.full
@@ -120,16 +120,17 @@ def test_the_stages_of_the_whole_path_add_up_to_the_first_token(
         assert all(stage >= 0 for stage in stages)
         prefill = stages[4]
         assert beyond_prefill == pytest.approx(ttft - prefill, abs=0.1)
-    assert disaggregated[5] > 0, "the prefill worker's own queue is told"
+    assert disaggregated[5] > 0, "the prefill worker's own queue counts"
 
 
 @pytest.mark.full
+@pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated:FutureWarning")
 def test_the_engine_is_measured_beside_transformers(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    tiny = checkpoints.Shape(64, 128, 2, 4, 2, 16, 512)
+    tiny = random_model.Shape(64, 128, 2, 4, 2, 16, 512)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(checkpoints, "SHAPES", {"tiny": tiny})
+    monkeypatch.setattr(random_model, "SHAPES", {"tiny": tiny})
     monkeypatch.setattr(engine, "PREFILL_LENGTHS", (64,))
     monkeypatch.setattr(engine, "DECODE_BATCHES", (1, 3))
     monkeypatch.setattr(engine, "LARGEST_TOKEN_ID", 500)
@@ -146,6 +147,6 @@ def test_the_stages_of_a_demo_add_up_to_its_first_token() -> None:
     assert [name for name in run.stages if "Ray" in name or "router" in name or "model" in name]
     assert sum(run.stages.values()) == pytest.approx(run.first_token_s)
     assert 0 < run.weights_s < run.first_token_s
-    told = demo.table([run])
+    printed = demo.table([run])
     for name in (*run.stages, "of these: weights", "to the first token", "target of 20 s"):
-        assert name in told
+        assert name in printed

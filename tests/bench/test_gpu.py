@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from bench.gpu import __main__ as gpu
-from bench.gpu import part, speed
-from bench.gpu.report import Report
+from bench.gpu import speed
+from bench.report import Report
 from tests.bare_machine import bare_environment
 
 ROOT = Path(__file__).parents[2]
@@ -103,12 +103,12 @@ def test_a_part_that_fails_keeps_its_tables_and_no_other_part_from_running(
             rows.append(("copy", "1"))
             raise RuntimeError("the device is gone")
 
-    monkeypatch.setitem(part.RUN, "speed", fails)
-    assert part.main("speed", "cpu", str(tmp_path)) == 1
+    monkeypatch.setitem(gpu.PARTS, "speed", fails)
+    assert gpu.run_here("speed", torch.device("cpu"), tmp_path) == 1
     report = json.loads((tmp_path / "speed.json").read_text())
     assert report["failed"]
     assert [table["rows"] for table in report["tables"]] == [[["copy", "1"]]]
     statuses = {"tests": 1, "speed": 2, "transfer": 0}
-    monkeypatch.setattr(gpu, "run_part", lambda name, device, out: statuses.pop(name))
+    monkeypatch.setattr(gpu, "run_apart", lambda name, device, out: statuses.pop(name))
     assert gpu.main(["--device", "cpu"]) == 1
     assert not statuses

@@ -13,10 +13,9 @@ import grpc.aio
 import numpy as np
 import pytest
 
-from baton.config.decode import DecodeConfig
 from baton.config.engine import EngineConfig, FakeEngineConfig
 from baton.config.transfer import TransferConfig
-from baton.config.workers import RegistryConfig, WorkerSettings
+from baton.config.workers import DecodeConfig, RegistryConfig, WorkerSettings
 from baton.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from cluster.pools.role_plan import Role
 from cluster.worker.config import RankPosition, WorkerConfig

@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.clock import ManualClock
-from baton.config.decode import DecodeConfig
-from baton.config.workers import RegistryConfig, WorkerSettings
+from baton.config.workers import DecodeConfig, RegistryConfig, WorkerSettings
 from baton.errors import InvalidRequestError, NotFoundError, OtherModelError
 from cluster.registry.registry import Progress, Registration, Registry, Stream, WorkerState
 from tests.cluster.pool_settings import settings_of

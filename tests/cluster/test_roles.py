@@ -10,7 +10,7 @@ import grpc.aio
 import numpy as np
 import pytest
 
-from baton.config.decode import DecodeConfig
+from baton.config.workers import DecodeConfig
 from baton.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from cluster.pools.role_plan import Role
 

@@ -17,7 +17,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.config.engine import FakeEngineConfig
 from baton.config.workers import WorkerSettings
-from baton.text_files import TEXT_FILES
+from baton.model_folder import TEXT_FILES
 from baton.v1 import common_pb2, router_pb2, worker_pb2, worker_pb2_grpc
 from cluster.pools.role_plan import Role
 from cluster.worker.process import RankActor

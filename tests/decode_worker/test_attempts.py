@@ -10,7 +10,7 @@ import grpc
 import grpc.aio
 import pytest
 
-from baton.config.decode import DecodeConfig
+from baton.config.workers import DecodeConfig
 from baton.errors import InvalidRequestError
 from baton.status import from_rpc_error
 from baton.v1 import common_pb2, worker_pb2

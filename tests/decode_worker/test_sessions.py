@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.config.decode import DecodeConfig
+from baton.config.workers import DecodeConfig
 from baton.errors import DeadlineError
 from baton.status import from_rpc_error
 from baton.v1 import worker_pb2, worker_pb2_grpc

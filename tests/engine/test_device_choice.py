@@ -125,5 +125,5 @@ def test_a_cpu_has_256_mib(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("fraction", [0.0, 1.1])
 def test_a_utilization_out_of_range_is_refused(fraction: float) -> None:
-    with pytest.raises(ValueError, match=r"gpu_memory_utilization must be more than 0"):
+    with pytest.raises(ValueError, match=r"gpu_memory_utilization must be above 0"):
         EngineConfig(gpu_memory_utilization=fraction)

@@ -48,11 +48,8 @@ def test_a_service_without_pods_is_reported_in_kubectls_own_words(plugin: Plugin
 
 
 def test_it_asks_an_address_as_baton_does(plugin: Plugin) -> None:
-    server, address = SmallControl().serve()
-    try:
+    with SmallControl().serve() as address:
         done = plugin("status", "--address", address)
-    finally:
-        server.stop(None).wait()
     assert done.returncode == 0, done.stderr
     assert "decode-0" in done.stdout
 

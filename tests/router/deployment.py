@@ -19,7 +19,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from baton.clock import Clock
 from baton.config.router import RouterConfig
 from baton.grpc_options import accepts_pings
-from baton.text_files import find_text_files
+from baton.model_folder import find_text_files
 from baton.v1 import (
     common_pb2,
     control_pb2,

@@ -11,7 +11,7 @@ import grpc
 import grpc.aio
 import pytest
 
-from baton.config.decode import DecodeConfig
+from baton.config.workers import DecodeConfig
 from baton.v1 import common_pb2
 from cluster.pools.role_plan import Role
 from cluster.worker.worker import Worker

@@ -17,7 +17,7 @@ from tokenizers import (
     trainers,
 )
 
-from baton.text_files import find_text_files
+from baton.model_folder import find_text_files
 from router.text import TextModel
 
 SENTENCES = [

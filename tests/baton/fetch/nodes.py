@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from baton.fetch.checkpoint import Fetcher
-from baton.fetch.errors import FetchError
+from baton.fetch.sources import FetchError
 
 SHARDS = {f"model-0000{i}-of-00002.safetensors": bytes([i]) * 3_000_000 for i in (1, 2)}
 LARGE = next(iter(SHARDS))
@@ -29,10 +29,10 @@ class Node:
     def __init__(self, uri: str, folder: Path) -> None:
         self.uri, self.folder = uri, folder
         self.environment: dict[str, str] = {}
-        self.told: list[str] = []
+        self.reported: list[str] = []
 
     def fetch(self, *, text_only: bool = False) -> None:
-        fetcher = Fetcher(self.environment, self.told.append, pause_s=0)
+        fetcher = Fetcher(self.environment, self.reported.append, pause_s=0)
         fetcher.fetch(self.uri, self.folder, text_only)
 
     def refused(self) -> str:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.fetch.errors import FetchError
+from baton.fetch.sources import FetchError
 from tests.baton.fetch.checkpoint_server import CheckpointServer
 from tests.baton.fetch.nodes import (
     CHECKPOINT,
@@ -58,7 +58,7 @@ def test_a_checkpoints_files_come_once_to_a_node_and_no_others(
     server.asked.clear()
     node.fetch()
     assert server.asked == []
-    assert node.told[-1].endswith("is there")
+    assert node.reported[-1].endswith("is there")
 
 
 def test_a_single_file_of_weights_needs_no_index(server: CheckpointServer, node: Node) -> None:
@@ -74,7 +74,7 @@ def test_of_two_pods_of_a_node_one_fetches(server: CheckpointServer, node: Node)
         first = pods.submit(node.fetch)
         assert server.stopped.wait(WITHIN_S)
         second = pods.submit(other.fetch)
-        assert eventually(lambda: other.told)[0].startswith("waiting for another pod")
+        assert eventually(lambda: other.reported)[0].startswith("waiting for another pod")
         server.goes_on.set()
         first.result(WITHIN_S)
         second.result(WITHIN_S)
@@ -151,12 +151,12 @@ def test_a_file_that_is_not_what_its_checksum_says_is_fetched_anew(
 
 
 @pytest.mark.parametrize("name", ["Repr-Digest", "x-amz-checksum-sha256"])
-def test_a_checksum_that_the_server_tells_is_kept_also_across_a_cut(
+def test_a_checksum_that_the_server_reports_is_kept_also_across_a_cut(
     server: CheckpointServer, node: Node, name: str
 ) -> None:
     digest = base64.b64encode(hashlib.sha256(CHECKPOINT[LARGE]).digest()).decode()
-    told = f"sha-256=:{digest}:" if name == "Repr-Digest" else digest
-    server.headers[f"m/{LARGE}"] = {name: told}
+    reported = f"sha-256=:{digest}:" if name == "Repr-Digest" else digest
+    server.headers[f"m/{LARGE}"] = {name: reported}
     server.cuts[f"m/{LARGE}"] = [1_000_000]
     node.fetch()
     assert node.files() == CHECKPOINT

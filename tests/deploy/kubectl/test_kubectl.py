@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from baton.v1 import control_pb2
-from cli.kubectl import ChoiceError, Target, chosen, heads, main, refusal, target
+from cli.kubectl import PluginError, Target, chosen, heads, main, refusal, target
 from cluster.local.process_tree import Process, descendants, wait_until_gone
 from tests.baton.small_router import Book, SmallControl, SmallRouter
 from tests.baton.terminal import default_signals
@@ -50,7 +50,7 @@ def test_the_only_cluster_is_meant_and_of_several_the_named_one() -> None:
 def test_what_cannot_be_chosen_is_told_with_what_to_do(
     clusters: tuple[str, ...], name: str | None, message: str, hint: str
 ) -> None:
-    with pytest.raises(ChoiceError) as told:
+    with pytest.raises(PluginError) as told:
         chosen([cluster(each) for each in clusters], name)
     assert told.value.message == message
     assert hint in told.value.hint
@@ -69,7 +69,7 @@ def test_an_endpoint_is_a_port_of_a_service() -> None:
 def test_a_cluster_that_does_not_tell_yet_is_to_be_described(
     endpoints: dict[str, str] | None,
 ) -> None:
-    with pytest.raises(ChoiceError, match="is not served yet") as told:
+    with pytest.raises(PluginError, match="is not served yet") as told:
         target(cluster("default", endpoints), "control")
     assert "describe servingcluster default" in told.value.hint
 
@@ -93,9 +93,8 @@ def test_kubectls_words_come_with_what_to_do(words: str, hint: str) -> None:
 
 @pytest.fixture
 def control() -> Iterator[str]:
-    server, address = SmallControl().serve()
-    yield address
-    server.stop(None).wait()
+    with SmallControl().serve() as address:
+        yield address
 
 
 @pytest.fixture
@@ -201,14 +200,11 @@ def test_both_units_are_asked_and_one_that_is_not_reached_is_silent(
         control_pb2.Unit(code="b2x4z", control_address="b2x4z.svc:7101", share=0.75),
         control_pb2.Unit(code="k7mnp", control_address="k7mnp.svc:7101", share=0.25),
     ]
-    server, address = small.serve()
-    (folder / "upstream").write_text(address)
-    if not is_reached:
-        (folder / "refusal-default-k7mnp-head-svc").write_text("error: no pods are ready")
-    try:
+    with small.serve() as address:
+        (folder / "upstream").write_text(address)
+        if not is_reached:
+            (folder / "refusal-default-k7mnp-head-svc").write_text("error: no pods are ready")
         assert main(["status"]) == 0
-    finally:
-        server.stop(None).wait()
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["b2x4z", "75%", "1"] in lines
     assert ["k7mnp", "25%", "1" if is_reached else "silent"] in lines

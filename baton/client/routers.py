@@ -1,12 +1,17 @@
-"""The decisions of both clients: calls, the order of routers, failed tries.
+"""The decisions of both clients: calls, connections, the order of routers, failed tries.
 
-`Client` and `AsyncClient` hold connections and wait; every decision is made here and, for a
-stream, in `request_stream`. The one is not built upon the other: grpc.aio in a second event loop
-of a process disturbs the first (grpc issue 25364).
+`Client` and `AsyncClient` open channels and wait. Every decision is made here and, for a stream, in
+`request_stream`. The one client is not built upon the other: grpc.aio in a second event loop of a
+process disturbs the first (grpc issue 25364).
+
+An address may stand for several routers (a Kubernetes Service), and a channel stays with the one
+that it has reached. When that router shuts down, the address's next call uses a new connection. The
+old one is closed after its last call.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, cast
@@ -14,10 +19,9 @@ from typing import Any, Generic, TypeVar, cast
 import grpc.aio
 
 from baton import status
-from baton.client.connections import Connection, Connections
 from baton.client.request_stream import RequestStream
 from baton.errors import BatonError, NotFoundError, UnavailableError
-from baton.v1 import control_pb2, router_pb2
+from baton.v1 import control_pb2, router_pb2, router_pb2_grpc
 
 T = TypeVar("T")
 C = TypeVar("C")
@@ -62,6 +66,74 @@ def explain(request: router_pb2.GenerateRequest) -> Call[router_pb2.ExplainRoute
 def fleet() -> Call[control_pb2.WatchFleetResponse]:
     message = router_pb2.RouterServiceWatchFleetRequest()
     return Call("WatchFleet", message, lambda answer: answer.fleet, takes_first=True)
+
+
+class Connection(Generic[C]):
+    """One channel, written by `Connections` alone."""
+
+    def __init__(self, address_index: int, channel: C) -> None:
+        self.address_index, self.channel = address_index, channel
+        # The generated stub serves both kinds of channel; its types speak of asyncio alone.
+        self.stub: Any = router_pb2_grpc.RouterServiceStub(cast(grpc.aio.Channel, channel))
+        self.num_calls = 0
+        self.is_over = False
+
+
+class Connections(Generic[C]):
+    """Own which channel leads to each address. Threads may share one."""
+
+    def __init__(self, addresses: Sequence[str], connect: Callable[[str], C]) -> None:
+        self._addresses, self._connect = addresses, connect
+        self._lock = threading.Lock()
+        self._current = [
+            Connection(index, connect(address)) for index, address in enumerate(addresses)
+        ]
+        self._left: list[Connection[C]] = []  # calls run on them still
+        self._is_closed = False
+
+    def current(self, address_index: int) -> Connection[C]:
+        return self._current[address_index]
+
+    def in_turn(self, first: Connection[C], with_left: bool) -> list[Connection[C]]:
+        """`first`, then the connections to the addresses after it. `with_left`: then also old
+        connections whose calls still run."""
+        with self._lock:
+            at = first.address_index
+            left = self._left if with_left else []
+            turn = [first, *self._current[at:], *self._current[:at], *left]
+        return list(dict.fromkeys(turn))
+
+    def begin(self, connection: Connection[C]) -> Connection[C]:
+        """Note a call over this connection or its successor."""
+        with self._lock:
+            if connection.is_over:
+                connection = self._current[connection.address_index]
+            connection.num_calls += 1
+            return connection
+
+    def end(self, connection: Connection[C]) -> C | None:
+        """Note a call's end. Returns the channel if no call needs it any more."""
+        with self._lock:
+            connection.num_calls -= 1
+            if connection.num_calls or connection not in self._left:
+                return None
+            self._left.remove(connection)
+            connection.is_over = True
+            return connection.channel
+
+    def leave(self, connection: Connection[C]) -> None:
+        """Note that the router there shuts down. Calls that still run keep the connection."""
+        with self._lock:
+            at = connection.address_index
+            if self._current[at] is connection and not self._is_closed:
+                self._left.append(connection)
+                self._current[at] = Connection(at, self._connect(self._addresses[at]))
+
+    def close(self) -> list[C]:
+        """Returns all channels to close. No further one is opened."""
+        with self._lock:
+            self._is_closed = True
+            return [connection.channel for connection in (*self._current, *self._left)]
 
 
 class Routers(Generic[C]):

@@ -1,4 +1,4 @@
-"""`baton top`: what a fleet comes to, and how it is shown."""
+"""`baton top` and `baton status`: what a fleet comes to, and how it is shown."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import pytest
 
 from baton.render import out
 from baton.v1 import common_pb2, control_pb2, worker_pb2
-from cli.fleets import Fleet, UnitFleet
 from cli.main import main
-from cli.status import busy_of, print_status, screen
+from cli.status import Fleet, UnitFleet, busy_of, print_status, screen
 from tests.baton.small_router import SmallControl
 from tests.baton.terminal import CTRL_C, Terminal
 
+Capture = pytest.CaptureFixture[str]
 LIVE = control_pb2.WORKER_STATE_LIVE
 PREFILL, DECODE = common_pb2.WORKER_ROLE_PREFILL, common_pb2.WORKER_ROLE_DECODE
 
@@ -108,7 +108,7 @@ def test_an_idle_worker_gives_nothing_whatever_it_has_learned() -> None:
     assert (idle.decode_step_s, idle.output_tokens_per_s, idle.kv_use) == (None, 0.0, None)
 
 
-def test_the_tables_align_and_tell_what_waits() -> None:
+def test_the_tables_align_and_show_what_waits() -> None:
     lines = shown(fleet())
     assert row_of(lines, "decode") == {
         "live": "2 of 4", "pending": "2", "TTFT": "-", "ITL": "35.0 ms", "KV used": "60%",
@@ -117,11 +117,11 @@ def test_the_tables_align_and_tell_what_waits() -> None:
     prefill = row_of(lines, "prefill")
     assert (prefill["TTFT"], prefill["queued"], prefill["pending"]) == ("480 ms", "900 tok", "-")
     assert row_of(lines, "decode-1")["output"] == "200 tok/s"
-    assert row_of(lines, "decode-2")["running"] == "0", "what one that has gone told is history"
-    (told,) = [line for line in lines if line.startswith("routers 1")]
-    assert "arriving 2.0 requests/s" in told
-    assert "waiting for prefill 4" in told
-    assert "held" not in told
+    assert row_of(lines, "decode-2")["running"] == "0", "a worker that has gone is idle"
+    (reported,) = [line for line in lines if line.startswith("routers 1")]
+    assert "arriving 2.0 requests/s" in reported
+    assert "waiting for prefill 4" in reported
+    assert "held" not in reported
     assert any("held, for want of workers, 5" in line for line in shown(fleet(num_held=5)))
 
 
@@ -131,38 +131,29 @@ def test_the_busiest_worker_of_a_pool_stands_first() -> None:
     assert names == ["prefill-0", "decode-1", "decode-0", "decode-2"]
 
 
-def test_a_fleet_without_routers_and_workers_is_told_as_one() -> None:
+def test_a_fleet_without_routers_and_workers_is_reported_as_one() -> None:
     assert "no router reports" in shown(Fleet())
 
 
-def test_a_router_that_is_silent_is_told_beside_those_that_report() -> None:
-    told = fleet()
-    told.silent_routers.add(router_id="router-2", silent_s=40.2)
-    assert any("routers 1 · silent 1, for 40 s · arriving" in line for line in shown(told))
+def test_a_router_that_is_silent_is_reported_beside_those_that_report() -> None:
+    reported = fleet()
+    reported.silent_routers.add(router_id="router-2", silent_s=40.2)
+    assert any("routers 1 · silent 1, for 40 s · arriving" in line for line in shown(reported))
 
 
-def test_status_says_which_pools_wait_for_pods(capsys: pytest.CaptureFixture[str]) -> None:
+def test_status_says_which_pools_wait_for_pods(capsys: Capture) -> None:
     print_status([UnitFleet("", 1.0, fleet())])
-    told = capsys.readouterr().out
-    assert "decode: 2 wait for a pod with room" in told
-    assert "prefill: " not in told
+    reported = capsys.readouterr().out
+    assert "decode: 2 wait for a pod with room" in reported
+    assert "prefill: " not in reported
 
 
-@pytest.fixture
-def control() -> Iterator[str]:
-    server, address = SmallControl().serve()
-    yield address
-    server.stop(None).wait()
-
-
-def test_the_command_shows_what_the_control_service_tells(
-    control: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_shows_what_the_control_service_reports(control: str, capsys: Capture) -> None:
     assert main(["top", "--control", control]) == 0
     assert row_of(capsys.readouterr().out.splitlines(), "decode-0")["output"] == "588 tok/s"
 
 
-def test_a_watch_goes_on_until_its_service_ends(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_watch_goes_on_until_its_service_ends(capsys: Capture) -> None:
     asked = itertools.count()
 
     class Ends(SmallControl):
@@ -171,14 +162,11 @@ def test_a_watch_goes_on_until_its_service_ends(capsys: pytest.CaptureFixture[st
                 context.abort(grpc.StatusCode.UNAVAILABLE, "the service has ended")
             yield self.fleet()
 
-    server, address = Ends().serve()
-    try:
+    with Ends().serve() as address:
         assert main(["top", "--watch", "--control", address]) == 3
-    finally:
-        server.stop(None).wait()
-    told = capsys.readouterr()
-    assert told.out.count("Workers") == 2
-    assert "the service has ended" in told.err
+    reported = capsys.readouterr()
+    assert reported.out.count("Workers") == 2
+    assert "the service has ended" in reported.err
 
 
 @pytest.mark.full
@@ -189,3 +177,55 @@ def test_on_a_terminal_a_watch_draws_anew_and_ctrl_c_ends_it(control: str) -> No
             terminal.wait_for(r"decode-0 +decode +live +50%")
         terminal.type(CTRL_C)
         assert terminal.exit_status() == 0
+
+
+# --- `baton status` ------------------------------------------------------------------------------
+
+
+def pool(name: str, **places: str) -> control_pb2.PoolStatus:
+    """`places`: pods by worker ids."""
+    return control_pb2.PoolStatus(
+        name=name,
+        role=DECODE,
+        desired_replicas=2,
+        live_replicas=1,
+        places=[
+            control_pb2.PoolPlace(worker_id=name, pod_name=pod) for name, pod in places.items()
+        ],
+    )
+
+
+def status_lines(
+    capsys: Capture,
+    *pools: control_pb2.PoolStatus,
+    registered: str = "",
+    fingerprint: bytes = b"",
+) -> list[list[str]]:
+    """The words of each line."""
+    ref = common_pb2.WorkerRef(worker_id=registered)
+    workers = [control_pb2.FleetWorker(info=control_pb2.WorkerInfo(ref=ref))] if registered else []
+    fleet = Fleet(pools=pools, workers=workers, model_fingerprint=fingerprint)
+    print_status([UnitFleet("", 1.0, fleet)])
+    return [line.split() for line in capsys.readouterr().out.splitlines()]
+
+
+def test_each_pool_is_shown_with_its_role_and_size(capsys: Capture) -> None:
+    lines = status_lines(capsys, pool("prefill"), pool("decode"))
+    assert ["pool", "role", "live"] in lines
+    assert ["decode", "decode", "1", "of", "2"] in lines
+
+
+@pytest.mark.parametrize(("fingerprint", "lines"), [(b"", []), (b"\x1f\xa0", ["1fa0"])])
+def test_the_model_that_serves_is_shown_once_a_worker_has_registered(
+    capsys: Capture, fingerprint: bytes, lines: list[str]
+) -> None:
+    found = status_lines(capsys, pool("decode"), fingerprint=fingerprint)
+    assert [words[-1] for words in found if "fingerprint" in words] == lines
+
+
+def test_a_replica_that_starts_is_shown_with_its_pod_until_its_worker_registers(
+    capsys: Capture,
+) -> None:
+    placed = pool("decode", one="pod-a", two="pod-b", three="")
+    starting = [line for line in status_lines(capsys, placed, registered="one") if "starts" in line]
+    assert starting == [["two", "starts", "on", "pod", "pod-b"]]
