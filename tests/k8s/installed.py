@@ -67,8 +67,8 @@ class Installed(Seen):
         """More of the chart's values."""
         self._spec: dict[str, Any] = {}
 
-    def install(self, **spec: Any) -> None:
-        self._spec = spec
+    def install(self, rollout: Mapping[str, Any] | None = None, **spec: Any) -> None:
+        self._spec = {"rollout": {"interval": "10s"} | dict(rollout or {}), **spec}
         self._helm("install", "--skip-crds")
 
     def serve(

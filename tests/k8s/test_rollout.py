@@ -19,10 +19,12 @@ from baton.client import AsyncClient
 from baton.client.events import Routed, Tokens
 from baton.errors import BatonError
 from baton.v1 import common_pb2, router_pb2, router_pb2_grpc
+from deploy.controller.manifests.pods import WORKER_CONTAINER
 from tests.engine import checkpoints
 from tests.engine.families import VOCAB
 from tests.k8s.installed import DECODE_STEP_S, Installed, on_pods, router_address
 from tests.k8s.kubelet.kubelet import Kubelet
+from tests.k8s.kubelet.machine import image_environment
 from tests.k8s.operating import eventually
 from tests.k8s.streaming import asking, said_alone, streaming, tokens_of, wait_nothing_held
 
@@ -245,11 +247,10 @@ class Finder(importlib.abc.MetaPathFinder):
         run = spec.loader.exec_module
         def exec_module(module):
             run(module)
-            whole, calls = module.PrefillService.Prefill, [0]
+            whole = module.PrefillService.Prefill
             async def prefill(service, request, context):
-                calls[0] += 1
-                if calls[0] % 5 == 0:
-                    raise RuntimeError("every fifth fails")
+                if int.from_bytes(request.spec.token_ids[:4], "little") % 5 == 0:
+                    raise RuntimeError("this prompt fails")
                 async for response in whole(service, request, context):
                     yield response
             module.PrefillService.Prefill = prefill
@@ -261,11 +262,19 @@ sys.meta_path.insert(0, Finder())
 
 
 def failing(kubelet: Kubelet) -> dict[str, Any]:
-    """Workers whose every fifth prefill fails, by a module that their interpreters load."""
+    """A unit that fails every fifth prompt: its workers' interpreters load a module from a claim."""
     folder = kubelet.claim("faults")
     (folder / "sitecustomize.py").write_text(_FAILS)
     (folder / "sitecustomize.py").chmod(0o644)
-    return {"pools": {"prefill": {"env": [{"name": "PYTHONPATH", "value": str(folder)}]}}}
+    path = f"/faults:{image_environment()['PYTHONPATH']}"
+    container = {
+        "name": WORKER_CONTAINER,
+        "env": [{"name": "PYTHONPATH", "value": path}],
+        "volumeMounts": [{"name": "faults", "mountPath": "/faults", "readOnly": True}],
+    }
+    volume = {"name": "faults", "persistentVolumeClaim": {"claimName": "faults"}}
+    template = {"spec": {"containers": [container], "volumes": [volume]}}
+    return {"pools": {"prefill": {"podTemplate": template}}}
 
 
 @pytest.mark.parametrize("fault", ["never ready", "fails", "slow"])
