@@ -262,7 +262,7 @@ sys.meta_path.insert(0, Finder())
 
 
 def failing(kubelet: Kubelet) -> dict[str, Any]:
-    """A unit that fails every fifth prompt: its workers' interpreters load a module from a claim."""
+    """Every fifth prompt fails: the workers' interpreters load a module from a claim."""
     folder = kubelet.claim("faults")
     (folder / "sitecustomize.py").write_text(_FAILS)
     (folder / "sitecustomize.py").chmod(0o644)
