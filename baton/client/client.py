@@ -296,7 +296,8 @@ class AsyncClient(_AnyClient[grpc.aio.Channel]):
                     if not stream.is_finished:
                         pause_s = routers.lost(stream, connection, failure)
                         with contextlib.suppress(TimeoutError):
-                            await asyncio.wait_for(self._closed.wait(), pause_s)
+                            async with asyncio.timeout(pause_s):
+                                await self._closed.wait()
                 routers.answered(connection)
             except asyncio.CancelledError as error:
                 self._raise_if_closed(error)

@@ -55,7 +55,8 @@ class Changes:
     async def wait(self, timeout_s: float) -> None:
         """Return on the next announcement, or after `timeout_s`."""
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._changed.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):  # `wait_for` of Python 3.11 may lose a cancel
+                await self._changed.wait()
 
 
 class ControlService(control_pb2_grpc.ControlServiceServicer):
