@@ -53,8 +53,9 @@ class Volumes:
         if (empty := volume.get("emptyDir")) is not None:
             parent = self._memory if empty.get("medium") == "Memory" else self._folder
             return _made(parent / volume["name"], 0o777, group)
+        files = self._files(volume, values, token)  # may raise, and be tried again
         path = _made(self._folder / volume["name"], 0o755, group)
-        for name, text in self._files(volume, values, token).items():
+        for name, text in files.items():
             file = path / name
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(text)
