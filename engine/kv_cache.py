@@ -7,17 +7,17 @@ Life of a request's blocks:
    windowed group that is its span only: the blocks that a step's tokens and their windows lie in.
    `place_lease` does so for KV that another worker computes, and leaves who waits first its room.
 3. `grow` adds blocks as the output gets longer.
-4. `computed` names full blocks once their KV exists (they become shareable) and lets go of blocks
-   that every later token's window has left: the table then has the null block there, and as many
-   of the prompt's later blocks are acquired.
+4. `computed` makes full blocks shareable once their KV exists. It releases blocks that have left
+   every window: their table entries become null blocks, and as many later prompt blocks are
+   acquired.
 5. `free` gives everything back, or `quarantine` what a late writer could still touch.
 
 A block whose content is cached already under another id gives way to that twin, so that a request
 always holds a cached block together with the cached blocks before it.
 
-A block that a window leaves is not free while another request holds it too; so a prompt may come
-to lack blocks of its span (`num_ready_tokens`) and wait. That ends: the other one is not past the
-block, so it does not wait for this one, and the block is free when it leaves in turn.
+A block that leaves one request's window is free only when no other request holds it. A prompt may
+wait for that (`num_ready_tokens`). The wait ends: the other request still needs the block, so it
+cannot be waiting for this prompt.
 
 `KvEventLog` has what became and ceased to be shareable, in order: a router's index follows it.
 """

@@ -1,12 +1,12 @@
 """Decide what each step computes, and record what came of it.
 
-A request advances `num_computed_tokens` towards `num_tokens`, whatever it is made of: a step gives
-each running request the tokens it lacks within the step's budget, decodes (which lack one) first,
-then prompts in chunks, then waiting requests. Order is priority, then arrival.
+A request advances `num_computed_tokens` towards `num_tokens`. Each step gives running requests the
+tokens that they lack, within its budget: first decodes (one token each), then prompts in chunks,
+then waiting requests. Order is priority, then arrival.
 
-1. `add`, `add_prefill`: waiting. It holds nothing until a step can place all of its known tokens
-   (in a windowed layer group: those that a window and one step see at once), so that a prompt that
-   starts can always finish.
+1. `add`, `add_prefill`: waiting. A waiting request holds no blocks until a step can place all its
+   known tokens, so a prompt that starts can finish. In a windowed layer group only the window and
+   one step's tokens count.
 2. running: the next token is sampled when nothing is left to compute. A decode that finds no block
    preempts the newest running request, which waits again and is recomputed (from the prefix cache,
    as far as it is still there).

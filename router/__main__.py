@@ -64,8 +64,8 @@ async def serve(config: ClusterConfig, control: str, listen: str) -> int:
 
 
 def serve_metrics(config: RouterConfig, metrics: RouterMetrics) -> WSGIServer | None:
-    """Raises ConfigError when their port is taken. As gRPC takes it, 0.0.0.0 is all that there is,
-    IPv6, too."""
+    """0.0.0.0 means all addresses, IPv6 included, as in gRPC. Raises ConfigError if the port is
+    taken."""
     if config.metrics_port is None:
         return None
     is_any = config.host == "0.0.0.0" and socket.has_dualstack_ipv6()

@@ -1,9 +1,8 @@
 """The router of one unit: everything but the gRPC server and the door, composed.
 
 Owns the table of requests. A request is known by (tenant, request id); clients attach to it and
-leave it. One that its client named lives on without clients for `resume_window_s`, and is
-remembered as long after its end; one that the router named ends with its last client, since nobody
-could ask for it again.
+leave it. If the client named the request, it runs on without clients for `resume_window_s`, and
+its output is kept as long after its end. Otherwise it ends with its last client.
 """
 
 from __future__ import annotations

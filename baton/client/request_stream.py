@@ -3,8 +3,8 @@ output: `Client` and `AsyncClient` share it.
 
 1. `request()`: the message to send, to the router at `address`.
 2. `absorb(response)`: what is new in a response; what was seen before a reconnect is dropped.
-3. `lost(failure)`: how long to pause before step 1 is taken again, at the next address, with the
-   router's seed and the first index not seen; or the error that ends the request.
+3. `lost(failure)`: the pause before step 1 is taken at the next address, with the router's seed and
+   the first index not seen; or the error that ends the request.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ from cluster.local.process_tree import (
 )
 from cluster.pools.pool_settings import AutoSettings, num_gpus_wanted, own_settings
 from cluster.worker.rank import free_port
-from engine.attention.native_kernels import KERNELS
+from engine.attention.recipe import KERNELS
 
 log = logging.getLogger(__name__)
 

@@ -41,6 +41,7 @@ from enum import StrEnum
 from deploy.controller.units import Unit, difference
 
 _ROUTERS_HEAR_S = 10.0
+_CLEARLY_FAILED = 3
 
 
 class State(StrEnum):
@@ -357,16 +358,20 @@ class _Pair:
     def _retire(self, record: Record) -> Step:
         """The coming unit has all requests. The former keeps a worker of each pool for its
         streams, and until the coming unit is judged: it may yet get its requests back."""
-        figures, spent_s = self.former.figures, self.now.now_s - record.since_s
+        now, figures = self.now, self.former.figures
+        spent_s = now.now_s - record.since_s
         num_active = 0 if figures is None else figures.num_active
         code, strategy = self.former.unit.code, self.now.strategy
         # Routers hear of the last share within seconds: streams of the moment before count, too.
         runs = spent_s < _ROUTERS_HEAR_S or (num_active > 0 and spent_s < strategy.max_timeout_s)
         awaits = not _can_judge(self.coming.figures, strategy) and spent_s < strategy.interval_s
-        keeps = runs or awaits
-        reason = f"unit {code} runs its last {num_active} requests"
-        if not runs:
-            reason = f"unit {code} stays until unit {self.coming.unit.code} is judged"
+        # One that is still short of workers gets them as the former goes.
+        awaits = awaits and all(self.coming.pool(n).live >= size for n, size in now.totals.items())
+        has_begun_to_go = not any(pool.size for pool in self.former.pools.values())
+        keeps = (runs or awaits) and not has_begun_to_go
+        reason = f"unit {code} stays until unit {self.coming.unit.code} is judged"
+        if num_active or not awaits:
+            reason = f"unit {code} runs its last {num_active} requests"
         step = self._both(State.RETIRING, reason, record, keeps_former=keeps)
         if keeps or any(step.plans[0].sizes.values()):
             return step
@@ -460,16 +465,19 @@ def judge(former: Figures | None, coming: Figures | None, strategy: Strategy) ->
     - Failures: it fails `max_failures` more of its requests than the former one does.
     - Gaps: its median gap between tokens is `max_slowdown` times the former one's.
 
-    A unit that ended fewer than `min_requests` is not judged, nor compared with.
+    A unit that ended fewer than `min_requests` is not judged, nor compared with. Where there is
+    nothing to compare with, fewer than `_CLEARLY_FAILED` failures count as none.
     """
     if coming is None or not _can_judge(coming, strategy):
         return ""
-    is_known = _can_judge(former, strategy)
-    usual = former.num_failed / former.num_ended if former is not None and is_known else 0.0
     failed = coming.num_failed / coming.num_ended
+    if former is None or not _can_judge(former, strategy):
+        is_worse = failed > strategy.max_failures and coming.num_failed >= _CLEARLY_FAILED
+        return f"{failed:.0%} of its requests fail" if is_worse else ""
+    usual = former.num_failed / former.num_ended
     if failed > usual + strategy.max_failures:
         return f"{failed:.0%} of its requests fail, {usual:.0%} of the former unit's"
-    usual_s = former.itl_s if former is not None and is_known else None
+    usual_s = former.itl_s
     if usual_s and coming.itl_s and coming.itl_s > strategy.max_slowdown * usual_s:
         ratio = coming.itl_s / usual_s
         return f"its gaps between tokens are {ratio:.1f} times the former unit's"

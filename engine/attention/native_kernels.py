@@ -9,34 +9,17 @@ import ctypes
 import functools
 import logging
 from ctypes import POINTER, Structure, byref, c_float, c_int, c_int64, c_void_p
-from pathlib import Path
 
 import torch
 
-from baton.native_build import NativeBuildError, Recipe, build
+from baton.native_build import NativeBuildError, build
 from engine.attention.kernels import AttentionShape, HeadNorms, Kernels, Rotation
 from engine.attention.paged_kv import LayerKv
+from engine.attention.recipe import KERNELS
 from engine.attention.torch_kernels import TorchKernels
 from engine.step_batch import GroupBatch, StepBatch
 
 log = logging.getLogger(__name__)
-
-_SOURCES = Path(__file__).parent / "native"
-KERNELS = Recipe(
-    "kernels",
-    sources=tuple(sorted(_SOURCES.glob("*.cpp"))),
-    flags=(
-        "-O3",
-        "-march=native",
-        "-std=c++17",
-        "-fopenmp",
-        "-fno-math-errno",
-        "-shared",
-        "-fPIC",
-    ),
-    compilers=("c++", "g++", "clang++"),
-    headers=tuple(sorted(_SOURCES.glob("*.h"))),
-)
 
 
 @functools.cache

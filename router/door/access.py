@@ -207,9 +207,9 @@ def _texts(path: Path) -> Iterator[tuple[str, str]]:
     except OSError as error:
         raise _wrong(f"{error.filename or path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise _wrong(f"{path}: what is in it is no text") from error
+        raise _wrong(f"{path}: not a text file") from error
     except settings.RepeatedKeyError as error:
-        raise _wrong(f"{path}: {error.key} stands there twice") from error
+        raise _wrong(f"{path}: key {error.key} is given twice") from error
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # its words may quote a token
         raise _wrong(f"{path}: not valid YAML") from error
     if not isinstance(value, Mapping):

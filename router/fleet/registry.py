@@ -274,7 +274,7 @@ async def keep_reporting(
 def waiting_requests(
     tickets: Sequence[Ticket], fleet: Fleet, config: RouterConfig, now_s: float
 ) -> list[Waiting]:
-    """Who waits, and for what: without room at a decode worker a prefill would be in vain."""
+    """Who waits, and for what: a prefill is useless without room at a decode worker."""
     arrays = fleet.arrays
     decodes = arrays.usable & arrays.can_decode
     prefills = arrays.usable & arrays.can_prefill

@@ -293,8 +293,8 @@ class Admission:
     def _reserve(
         self, reserved: Bools, ticket: Ticket, best: Placement | None, limits: Reach
     ) -> None:
-        """Keep room for a request that was overtaken for long enough: at the worker that it will
-        use once its prefill can start, or at all that it could use."""
+        """Reserve room for a request that was overtaken too long: at its chosen worker or, if none
+        is chosen, at every worker that could take it."""
         if best is not None:
             reserved[best.decode_slot] = True
         else:

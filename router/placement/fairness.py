@@ -35,7 +35,7 @@ class FairShare:
         return max(self._served, self._next.get(tenant, 0.0))
 
     def charge(self, tenant: str, work: float) -> None:
-        """The tenant has asked for `work`, or has got this much beyond what it asked for."""
+        """The tenant has asked for `work`, or was served so much more than it asked for."""
         self._next[tenant] = self.stamp(tenant) + work
         if len(self._next) > self._sweep_at:
             self._sweep()
@@ -104,14 +104,8 @@ class FairLine:
         self._fair = FairShare()
         self._tenants: dict[str, _Tenant] = {}
         self._num_running = 0
-
-    @property
-    def num_requests(self) -> int:
-        return sum(tenant.num_requests for tenant in self._tenants.values())
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(tenant.num_bytes for tenant in self._tenants.values())
+        self.num_requests = self.num_bytes = 0
+        """Of those that wait or run."""
 
     @asynccontextmanager
     async def turn(self, tenant: str) -> AsyncIterator[None]:
@@ -137,6 +131,8 @@ class FairLine:
         entry = self._tenants.setdefault(tenant, _Tenant())
         entry.waiting[turn] = None
         entry.num_bytes += num_bytes
+        self.num_requests += 1
+        self.num_bytes += num_bytes
         self._start_next()
         try:
             await turn.begins
@@ -158,6 +154,8 @@ class FairLine:
         else:
             return
         entry.num_bytes -= turn.num_bytes
+        self.num_requests -= 1
+        self.num_bytes -= turn.num_bytes
         if not entry.num_requests:
             del self._tenants[turn.tenant]
         self._start_next()
@@ -182,6 +180,9 @@ class FairLine:
     def _to_shed(self, tenant: str, num_bytes: int) -> list[Turn]:
         """The requests that make room for a new one. Raises OverloadedError if that is the new one
         itself."""
+        has_room = self.num_requests < self._max_requests
+        if not self.num_requests or (has_room and self.num_bytes + num_bytes <= self._max_bytes):
+            return []
         left = {name: (t.num_requests, t.num_bytes) for name, t in self._tenants.items()}
         newest = {name: reversed(entry.waiting) for name, entry in self._tenants.items()}
         num_left, bytes_left = self.num_requests, self.num_bytes
@@ -208,8 +209,9 @@ class FairLine:
         return max(num_requests / self._max_requests, num_bytes / self._max_bytes)
 
     def _overloaded(self) -> OverloadedError:
+        size = "" if math.isinf(self._max_bytes) else f" of {self.num_bytes} bytes"
         return OverloadedError(
-            f"{self.num_requests} requests wait to be {self._purpose}",
+            f"{self.num_requests} requests{size} wait to be {self._purpose}",
             retry_after_s=self._retry_after_s,
         )
 

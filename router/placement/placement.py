@@ -369,8 +369,8 @@ def earliest_first_token_s(
 
     It takes the best worker for the prompt itself and, for `ahead_tokens` (prompt tokens of the
     requests before it in line), all workers together. Held workers, decode room and transfers are
-    left out: they only add to it. A prefill worker whose rate is not learned yet may be the fast
-    one, so the result is None; a decode worker that never prefilled counts as the fastest of all.
+    left out: they only add to it. None while a prefill worker's rate is unknown: it may be the
+    fastest. A decode worker that never prefilled counts as fast as the fastest.
     """
     here = fleet.usable & (fleet.kv_class == query.kv_class)
     prefill = here & fleet.can_prefill & (policy.local_prefill != "always")

@@ -66,8 +66,8 @@ class _Samples:
 
 
 class Recent:
-    """Own samples of what was measured within `window_s`: each stands for as many as its second
-    had for one that was kept."""
+    """Own samples of the last `window_s`. Each second keeps a few, and each kept sample is weighted
+    by how many that second had."""
 
     def __init__(self, window_s: float) -> None:
         self._spans = Spans(window_s, _Samples)

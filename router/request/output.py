@@ -186,8 +186,7 @@ class OutputReader:
 def sendable_logprobs(
     known: Sequence[TokenLogprobs], spec: worker_pb2.RequestSpec, max_message_bytes: int
 ) -> Sequence[TokenLogprobs]:
-    """Of all tokens put out so far; none where they and the request might be too large for a
-    message between this router, with its own limit, and a worker: that would cost every request of
-    the worker's session."""
+    """Log-probabilities of all tokens so far. Empty if they could make the message to the worker
+    too large: that would break the session for all its requests."""
     num_bytes = spec.ByteSize() + sum(one.ByteSize() for one in known)
     return known if num_bytes <= min(max_message_bytes, WORKER_MESSAGE_BYTES) // 2 else ()

@@ -33,10 +33,8 @@ class Patience:
         self._timer: Timer | None = None
 
     def expect(self, what: str, limit: Limit, *workers: WorkerEntry) -> None:
-        """Note progress. The next one must come within the limit. A limit that may grow is computed
-        again once it is over. The wait may be for any of `workers`. If nothing comes, the worker
-        whose time was over first is named; of equals the first.
-        """
+        """Restart the wait, for any of `workers`. A limit that may grow is computed again when it
+        is over. If nothing comes, the worker whose limit ended first is named."""
         self._workers, self._what = workers, what
         self._since_s, self._limit = self._clock.now_s(), limit
         self.review()

@@ -258,8 +258,8 @@ class RequestRun:
     async def _resume(self) -> bool:
         """Attach to the request where it runs; True when it finished there.
 
-        Raises NotResumableError or UnavailableError when it runs nowhere and it is not, or not yet,
-        known how it would go on, OverloadedError when too many are looked for.
+        Raises NotResumableError if it cannot be continued, UnavailableError if that is not known
+        yet, OverloadedError if too many searches wait.
         """
         parsed, parts = self.arrival.parsed, self._parts
         num_tokens = len(parsed.token_ids)  # what is cached of it where it runs is not known here

@@ -51,8 +51,8 @@ class StopScanner:
         self._stopped: str | None = None
 
     def push(self, text: str, *, may_stop: bool = True) -> Scanned:
-        """`may_stop` False: a stop string that ends in this text is none; one that begins in it
-        and ends in a later one still is."""
+        """With `may_stop` False, a stop string that ends in this text is ignored. One that begins
+        here and ends later still counts."""
         if self._stopped is not None:
             return Scanned("", self._stopped)
         if not self._patterns:

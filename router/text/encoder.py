@@ -114,7 +114,7 @@ class SegmentEncoder:
         """A rendered chat: nothing is added; what `mark` breaks is encoded as ordinary text."""
         if mark is None and not self._segmentable:
             return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
-        if self._segmentable or STAND_IN in text:  # the latter nobody means: safe is enough
+        if self._segmentable or STAND_IN in text:  # nobody means a stand-in
             return self._encode_segments(text, mark)
         assert mark is not None
         pieces = self._special.split(text)

@@ -7,6 +7,8 @@ import dataclasses
 import logging
 import platform
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -18,8 +20,9 @@ from hypothesis import strategies as st
 
 from baton.native_build import build
 from engine.attention.kernels import AttentionShape, HeadNorms, Kernels, Rotation
-from engine.attention.native_kernels import KERNELS, NativeKernels, native_library, pick_kernels
+from engine.attention.native_kernels import NativeKernels, native_library, pick_kernels
 from engine.attention.paged_kv import LayerKv
+from engine.attention.recipe import KERNELS
 from engine.attention.torch_kernels import TorchKernels
 from engine.models.rope import RopeConfig, RotaryTable
 from engine.request import RequestId, ScheduledSeq
@@ -345,3 +348,12 @@ def test_without_a_compiler_torch_serves_and_one_line_says_so(
         "no native attention kernels, using torch's: "
         "no compiler (c++ or g++ or clang++) on this machine"
     ]
+
+
+def test_the_kernels_are_built_without_torch() -> None:
+    """`baton up` builds them in a process that stays small."""
+    script = "import sys, cluster.local.bring_up; print('torch' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "False\n"

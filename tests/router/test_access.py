@@ -321,7 +321,7 @@ def test_a_key_that_is_taken_away_while_it_is_read_leaves_what_was_read_before(
     [
         ("", "green has no token"),
         ("two\none", "green and red have the same token"),
-        ("caf\xe9", "is no text"),
+        ("caf\xe9", "not a text file"),
         ("semi;colon", "green: a token is made of"),
     ],
 )
@@ -340,7 +340,7 @@ def test_tokens_that_cannot_be_are_refused_at_the_start(
     [
         ("[red, blue]", "a mapping from tenants to tokens"),
         ("red: 123", "put them into quotes"),
-        ("red: one\nred: two", "red stands there twice"),
+        ("red: one\nred: two", "key red is given twice"),
         ("red: 'secret", "not valid YAML$"),
         ("red: 2024-13-45", "not valid YAML$"),
         ("red: 0x_", "not valid YAML$"),

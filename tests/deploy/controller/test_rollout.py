@@ -324,6 +324,16 @@ def test_the_former_unit_goes_when_its_streams_have_ended_and_the_other_is_judge
     assert expected_s <= world.now_s - since_s <= expected_s + 15.0
 
 
+def test_a_former_unit_that_goes_is_not_called_back_by_a_lull() -> None:
+    world = retiring()
+    world.units["xxxxx"].figures = Figures(10)
+    while any(world.units["bcdfg"].sizes.values()):
+        world.turn()
+    world.units["xxxxx"].figures = Figures(9)
+    while "bcdfg" in world.units:
+        assert not any(world.turn().plans[0].sizes.values())
+
+
 def test_a_unit_of_the_same_model_goes_back_if_it_fails_once_it_has_all_requests() -> None:
     world = retiring()
     world.units["xxxxx"].figures = Figures(20, 4)
@@ -352,7 +362,9 @@ def test_pods_of_a_former_unit_are_waited_for() -> None:
     [
         (None, None, ""),
         (Figures(50, 0), Figures(9, 9), ""),
-        (None, Figures(20, 4), "20% of its requests fail, 0% of the former unit's"),
+        (None, Figures(20, 4), "20% of its requests fail"),
+        (Figures(9, 9), Figures(10, 2), ""),
+        (Figures(50, 0), Figures(10, 1), "10% of its requests fail, 0% of the former unit's"),
         (Figures(50, 10), Figures(20, 4), ""),
         (Figures(50, 0, 0.01), Figures(20, 0, 0.02), ""),
         (Figures(5, 0, 0.01), Figures(20, 0, 0.09), ""),
