@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from baton.client import AsyncClient
+from baton.client.events import Tokens
 from tests.k8s.installed import (
     PREFILL_AND_TWO_DECODE,
     Installed,
@@ -19,7 +20,7 @@ from tests.k8s.installed import (
 )
 from tests.k8s.kubelet.kubelet import Kubelet
 from tests.k8s.operating import eventually
-from tests.k8s.streaming import prompt_of, tokens_of
+from tests.k8s.streaming import prompt_of
 
 pytestmark = on_pods(900)
 
@@ -34,11 +35,22 @@ PATIENT: dict[str, dict[str, Any]] = {
 """Nobody ends a worker that hangs."""
 
 
-async def ask(address: str) -> list[int]:
-    """How many tokens each of some streams got."""
+async def ask(address: str, begun: list[int]) -> list[int]:
+    """How many tokens each of some streams got. `begun`: those that have some."""
+
+    async def stream(client: AsyncClient, number: int) -> int:
+        num_tokens = 0
+        async for event in client.generate(
+            token_ids=prompt_of(number), max_tokens=NUM_TOKENS, ignore_eos=True
+        ):
+            if isinstance(event, Tokens):
+                if not num_tokens:
+                    begun.append(number)
+                num_tokens += len(event.ids)
+        return num_tokens
+
     async with AsyncClient(address) as client:
-        asked = [tokens_of(client, prompt_of(number), NUM_TOKENS) for number in range(NUM_STREAMS)]
-        return [len(ids) for ids in await asyncio.gather(*asked)]
+        return await asyncio.gather(*(stream(client, number) for number in range(NUM_STREAMS)))
 
 
 def check(installed: Installed, kubelet: Kubelet, workers: Mapping[str, str]) -> None:
@@ -66,9 +78,10 @@ def test_a_worker_that_hangs_in_its_drain_is_reported_with_what_holds_it(
 ) -> None:
     decode = PREFILL_AND_TWO_DECODE["decode"] | {"drainTimeout": DRAIN_TIMEOUT}
     installed.serve(PREFILL_AND_TWO_DECODE | {"decode": decode}, advanced=PATIENT)
-    workers = workers_of(kubelet, "decode")
+    workers, begun = workers_of(kubelet, "decode"), list[int]()
     with ThreadPoolExecutor(1) as thread:
-        asking = thread.submit(asyncio.run, ask(router_address(kubelet)))
+        asking = thread.submit(asyncio.run, ask(router_address(kubelet), begun))
+        eventually(lambda: len(begun) == NUM_STREAMS, "all streams run")
         installed.scale("decode", 1)
         check(installed, kubelet, workers)
         assert asking.result(300) == [NUM_TOKENS] * NUM_STREAMS, "streams go on elsewhere"
