@@ -56,7 +56,7 @@ async def ask(address: str, begun: list[int]) -> list[int]:
 def check(installed: Installed, kubelet: Kubelet, workers: Mapping[str, str]) -> None:
     (drain,) = eventually(installed.draining, "one drains")
     pod = workers[drain["worker"]]
-    (pid,) = kubelet.container(pod).pids("ray::RankActor.")
+    (pid,) = kubelet.container(pod).pids("ray::RankActor")
     os.kill(pid, signal.SIGSTOP)
     try:
         held = lambda: [each for each in installed.draining() if "heldBy" in each]  # noqa: E731

@@ -130,8 +130,8 @@ class ContainerRun:
         self._process.kill()
 
     def pids(self, program: str) -> list[int]:
-        """Its processes of that name, as `ps -o comm` shows it."""
-        return [pid for pid in self._group.pids if _name_of(pid) == program]
+        """Its processes whose name, as `ps -o comm` shows it, begins so."""
+        return [pid for pid in self._group.pids if (_name_of(pid) or "").startswith(program)]
 
     def end(self) -> None:
         """Kill it at once; nothing of it is left on return."""
