@@ -1,5 +1,5 @@
 """One request's life as its client keeps it, across routers that come and go. Does no input or
-output: `Client` and `AsyncClient` share it.
+output.
 
 1. `request()`: the message to send, to the router at `address`.
 2. `absorb(response)`: what is new in a response; what was seen before a reconnect is dropped.
