@@ -126,7 +126,16 @@ def test_a_split_that_leaves_no_worker_for_a_role_is_reported_as_not_in_force(
 def test_status_shows_pools_and_workers(control: str, capsys: Capture) -> None:
     assert main(["status", "--control", control]) == 0
     shown = capsys.readouterr().out
-    for part in ("Pools", "decode-0", "live", "50% of 1024", "8,123 tok/s", "5.1 ms", "4.2 GB/s"):
+    for part in (
+        "Pools",
+        "decode-0",
+        "live",
+        "50%",
+        "0 of 1024 blocks",
+        "8,123 tok/s",
+        "5.1 ms",
+        "4.2 GB/s",
+    ):
         assert part in shown
 
 
