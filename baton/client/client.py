@@ -12,9 +12,9 @@ connection even to the same address, which may stand for several routers. A shor
 next address when one does not answer. Errors are those of `baton.errors`. Leaving a stream early
 aborts its request.
 
-`Client` runs the coroutines of an `AsyncClient` whose every step blocks its thread. They never wait,
-so they need no event loop. A loop of its own would not do: grpc.aio in a second loop of a process
-disturbs the first (grpc issue 25364).
+`Client` runs the coroutines of an `AsyncClient` whose every step blocks its thread. They never
+wait, so they need no event loop. A loop of its own would not do: grpc.aio in a second loop of a
+process disturbs the first (grpc issue 25364).
 
     Client("router.example:7100", tls=Tls(ca_file="ca.crt"), token=token_in("token"))
 """
