@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Self
 
-from rich.console import Group
+from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
@@ -137,7 +137,7 @@ _WORKER_COLUMNS = (
 
 def _tables(units: Sequence[UnitFleet], between: Text) -> Group:
     """All units, pools and workers; `between` stands between pools and workers."""
-    parts = [_table("Pools", _POOL_COLUMNS, units, _pool_rows), between]
+    parts: list[RenderableType] = [_table("Pools", _POOL_COLUMNS, units, _pool_rows), between]
     if len(units) > 1:
         parts.insert(0, _units_table(units))
     if any(fleet.workers for _, fleet in _answering(units)):

@@ -40,7 +40,6 @@ _GIB = 1 << 30
 _DTYPE: Dtype = "bfloat16"
 _TORCH_DTYPE = torch.bfloat16
 _BLOCK_SIZE = 16
-_PART_S = 440.0
 _ROUNDS = 5
 _STEPS = 8
 _LEAST_RUNS = 10
@@ -104,25 +103,10 @@ def tera(a_second: float) -> str:
     return f"{a_second / 1e12:.3g}"
 
 
-class NoTimeLeftError(RuntimeError):
-    """The part's time is over: what is left of it is left out."""
-
-
-class Deadline:
-    def __init__(self) -> None:
-        self._ends_at = time.monotonic() + _PART_S
-
-    def check(self) -> None:
-        """Raises NoTimeLeftError."""
-        if time.monotonic() >= self._ends_at:
-            raise NoTimeLeftError(f"what comes after {_PART_S:g} s of this part")
-
-
 def run(device: torch.device, report: Report) -> None:
     if device.type == "cpu":
         torch.set_num_threads(1)  # the test machine's other cores are busy
     sizes = WHOLE if device.type == "cuda" else SMALL
-    deadline = Deadline()
     copy_gb_s, product_flops = ceilings(device, sizes)
     report.add(
         "Ceilings",
@@ -132,13 +116,9 @@ def run(device: torch.device, report: Report) -> None:
             (f"bf16 product of {sizes.product} cubed, TFLOP/s", tera(product_flops)),
         ],
     )
-    try:
-        _kernels(device, sizes, report, copy_gb_s, product_flops)
-        for name in sizes.models:
-            deadline.check()
-            measure_model(name, device, sizes, report, deadline)
-    except NoTimeLeftError as error:
-        report.leave_out(str(error))
+    _kernels(device, sizes, report, copy_gb_s, product_flops)
+    for name in sizes.models:
+        measure_model(name, device, sizes, report)
 
 
 def ceilings(device: torch.device, sizes: Sizes) -> tuple[float, float]:
@@ -299,9 +279,7 @@ def _batch(device: torch.device, sequences: list[tuple[int, int]], counts: list[
 # --- models ---------------------------------------------------------------------------------------
 
 
-def measure_model(
-    name: str, device: torch.device, sizes: Sizes, report: Report, deadline: Deadline
-) -> None:
+def measure_model(name: str, device: torch.device, sizes: Sizes, report: Report) -> None:
     """Prefill and decode of one model, or why it cannot be run."""
     longest = max(*sizes.prefills, sizes.context + 256) + _BLOCK_SIZE
     shape = replace(SHAPES[name], max_position_embeddings=longest)
@@ -332,7 +310,6 @@ def measure_model(
     header = ("prompt", "ms to the first token", "tokens/s", "TFLOP/s of products")
     with report.table(f"{name}: prefill", header) as rows:
         for length in sizes.prefills:
-            deadline.check()
             samples = [_prefill_s(engine, device, length, seed) for seed in range(_ROUNDS + 1)][1:]
             seconds = statistics.median(samples)
             flops = shape.prefill_flops(length) / seconds
@@ -343,7 +320,6 @@ def measure_model(
     )
     with report.table(f"{name}: decode at context {sizes.context}", columns) as rows:
         for batch in sizes.batches:
-            deadline.check()
             rows.append(_decode_row(engine, device, shape, batch, sizes.context))
 
 

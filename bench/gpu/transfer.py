@@ -6,40 +6,17 @@ by UCX (cuda_ipc where it serves), and every byte is counted at the end.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
+import uvloop
 
+from baton.config.transfer import TransferConfig
+from bench import handoff
 from bench.gpu.speed import device_s
 from bench.report import Report
-
-if TYPE_CHECKING:
-    from bench.handoff import Result
-    from cluster.preflight.handoff import LoneRank
-    from kv_transfer.layout import BlockId
-
-_NEEDED = {"libucx": "libucx-cu12", "google.protobuf": "protobuf", "uvloop": "uvloop"}
-"""Modules, and the wheels that bring them."""
-
-
-def missing() -> list[str]:
-    """Wheels that the part needs and this machine lacks."""
-    found = []
-    for module, wheel in _NEEDED.items():
-        try:
-            spec = importlib.util.find_spec(module)
-        except ImportError:
-            spec = None
-        if spec is None:
-            found.append(wheel)
-    if not found:
-        try:
-            importlib.import_module("baton.v1.transfer_pb2")
-        except Exception as error:  # noqa: BLE001 - protobuf's VersionError is no ImportError
-            found.append(f"a newer protobuf ({error})")
-    return found
+from cluster.preflight.handoff import LoneRank
+from kv_transfer.layout import BlockId
 
 
 class DeviceCopy:
@@ -57,11 +34,6 @@ class DeviceCopy:
 
 
 def run(device: torch.device, report: Report) -> None:
-    if lacking := missing():
-        report.leave_out(f"transfer: this machine lacks {', '.join(lacking)}: carry the wheels")
-        return
-    from bench import handoff
-
     on_gpu = device.type == "cuda"
     sizes = (
         [(runs, size) for runs in handoff.NUM_RUNS for size in handoff.BLOCK_BYTES]
@@ -76,11 +48,7 @@ def run(device: torch.device, report: Report) -> None:
     report.add(f"Handoffs between two processes, KV on {device}", header, rows)
 
 
-def _measure(device: torch.device, num_runs: int, block_bytes: int, rounds: int) -> Result:
-    import uvloop
-
-    from baton.config.transfer import TransferConfig
-    from bench import handoff
+def _measure(device: torch.device, num_runs: int, block_bytes: int, rounds: int) -> handoff.Result:
 
     def copy_of(worker: LoneRank) -> handoff.LocalCopy:
         if device.type == "cpu":
@@ -91,7 +59,7 @@ def _measure(device: torch.device, num_runs: int, block_bytes: int, rounds: int)
     return uvloop.run(handoff.measure(num_runs, block_bytes, rounds, TransferConfig(), on, copy_of))
 
 
-def _row(result: Result) -> tuple[str, ...]:
+def _row(result: handoff.Result) -> tuple[str, ...]:
     return (
         f"{result.num_runs:,} of {result.block_bytes >> 10} KiB",
         f"{result.memcpy_gb_s:.1f}",

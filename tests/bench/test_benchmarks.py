@@ -82,7 +82,6 @@ def test_the_handoff_is_measured_beside_memcpy() -> None:
         assert min(memcpy, exposed_us, answer_us) > 0
         assert put / memcpy == pytest.approx(put_share, rel=0.1)
         assert whole / memcpy == pytest.approx(whole_share, rel=0.1)
-    assert re.search(r"there and back, progress threads alone: [1-9]\d* us$", printed.strip())
 
 
 @pytest.mark.full
@@ -94,7 +93,7 @@ async def test_the_router_is_measured_between_workers_that_cost_nothing(
     for name, value in {**small, "FLEETS": (10,), "NUM_PLACEMENTS": 5}.items():
         monkeypatch.setattr(router, name, value)
     alone, together, placement = map(
-        numbers_of, (await router.report(None)).replace("\n\n", "\f").split("\f")
+        numbers_of, (await router.report()).replace("\n\n", "\f").split("\f")
     )
     assert [len(row) for row in alone] == [2, 2, 1, 2]
     (direct, _), (through, _), (added,), _ = alone
