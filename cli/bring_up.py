@@ -12,7 +12,6 @@ import itertools
 import os
 import signal
 import socket
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -117,6 +116,7 @@ def _check_free(wanted: _Wanted) -> None:
 
 
 if TYPE_CHECKING:
+    from cli.autoscale import Autoscaler
     from cluster.local.bring_up import RunningCluster
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -200,12 +200,8 @@ def check_all_gone(processes: set[Process]) -> None:
         raise BatonError(f"still running after {_GONE_WITHIN_S:g} s: {named}")
 
 
-@contextlib.contextmanager
-def autoscaled(config: ClusterConfig, cluster: RunningCluster, wanted: bool) -> Iterator[None]:
-    """Let the pools follow the load during the block. Every change is printed with its reason."""
-    if not wanted:
-        yield
-        return
+def _autoscaler(config: ClusterConfig, cluster: RunningCluster) -> Autoscaler:
+    """Lets the pools follow the load. Every change is printed with its reason."""
     from cli.autoscale import Autoscaler
     from cluster.planner.fleet_signals import PoolBounds
 
@@ -214,12 +210,7 @@ def autoscaled(config: ClusterConfig, cluster: RunningCluster, wanted: bool) -> 
         for name, pool in config.pools.items()
     }
     report = partial(render.out().print, markup=False)
-    autoscaler = Autoscaler(cluster.control_address, bounds, config.planner, report)
-    autoscaler.start()
-    try:
-        yield
-    finally:
-        autoscaler.stop()
+    return Autoscaler(cluster.control_address, bounds, config.planner, report)
 
 
 def _first_question(router: RouterConfig) -> str:
@@ -246,7 +237,8 @@ def up(arguments: argparse.Namespace) -> int:
                 out.print(f"[bold]{config.model_name}[/bold] is served at {cluster.router_address}")
                 out.print(f"control service at {cluster.control_address}; ctrl-C ends the cluster")
                 out.print(f"try: {_first_question(config.router)}", style="dim", markup=False)
-                with autoscaled(config, cluster, arguments.autoscale):
+                wanted = arguments.autoscale
+                with _autoscaler(config, cluster) if wanted else contextlib.nullcontext():
                     cluster.wait()
             processes = descendants()
             drain_s = config.router.drain_timeout_s

@@ -124,8 +124,7 @@ class SmallRouter(router_pb2_grpc.RouterServiceServicer):
 
     def _refuse(self, context: Any) -> None:
         if self.fail is not None:
-            context.set_trailing_metadata(status.status_metadata(self.fail))
-            context.abort(status.status_code(self.fail), self.fail.message)
+            _end(context, self.fail)
 
     def _seed(self, request: router_pb2.GenerateRequest) -> int:
         known = self._book.seeds.get(request.request_id)
@@ -160,9 +159,7 @@ class SmallRouter(router_pb2_grpc.RouterServiceServicer):
     def Abort(self, request: router_pb2.AbortRequest, context: Any) -> router_pb2.AbortResponse:  # noqa: N802
         self._refuse(context)
         if self._aborts_its_own_only and request.request_id not in self._begun:
-            error = NotFoundError("no such request here")
-            context.set_trailing_metadata(status.status_metadata(error))
-            context.abort(status.status_code(error), error.message)
+            _end(context, NotFoundError("no such request here"))
         self.aborted.append(request.request_id)
         self._book.aborted.append(request.request_id)
         return router_pb2.AbortResponse()
@@ -198,6 +195,11 @@ class SmallRouter(router_pb2_grpc.RouterServiceServicer):
     def WatchFleet(self, request: Any, context: Any) -> Iterator[Any]:  # noqa: N802
         self._refuse(context)
         yield router_pb2.RouterServiceWatchFleetResponse(fleet=SmallControl().fleet())
+
+
+def _end(context: Any, error: BatonError) -> None:
+    context.set_trailing_metadata(status.status_metadata(error))
+    context.abort(status.status_code(error), error.message)
 
 
 class SmallControl(control_pb2_grpc.ControlServiceServicer):

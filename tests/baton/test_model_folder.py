@@ -25,11 +25,11 @@ from engine.build import find_model
 from tests.baton.small_hub import SmallHub, fill_cache
 
 NAME = "baton-test/tiny"
-WEIGHTS = b"w" * 3_000_000
+LARGE, WEIGHTS = "model-00001-of-00001.safetensors", b"w" * 3_000_000
 FILES = {
     "config.json": b"{}",
     "tokenizer.json": b"{ }",
-    "model-00001-of-00001.safetensors": WEIGHTS,
+    LARGE: WEIGHTS,
     "model.safetensors.index.json": b"{  }",
 }
 OTHERS = {
@@ -82,7 +82,7 @@ def test_only_what_is_read_is_fetched_and_it_is_reported_how_much_has_come(
     with SmallHub(NAME, FILES | OTHERS) as hub:
         monkeypatch.setenv("HF_ENDPOINT", hub.address)
         config, _, details = resolved(CONFIG)
-    assert sorted(hub.asked) == sorted(FILES)
+    assert sorted(hub.sent()) == sorted(FILES)
     folder = Path(config.model)
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == FILES
     assert details[-1] == "3.0 MB of 3.0 MB"
@@ -97,7 +97,7 @@ def test_an_interrupt_does_not_wait_for_a_file_that_is_still_coming(
     monkeypatch.delenv("HF_HUB_OFFLINE")
     before = descendants()
     with SmallHub(NAME, FILES) as hub:
-        hub.goes_on.clear()
+        hub.stop_half_way(LARGE)
         monkeypatch.setenv("HF_ENDPOINT", hub.address)
         with pytest.raises(KeyboardInterrupt):
             with_model_folder(CONFIG, lambda text: None, interrupted)
@@ -137,7 +137,7 @@ def test_the_choice_of_a_dtype_fetches_the_revisions_config_and_no_weights(
     ):
         settled, _ = decision.result()
     assert settled.engine.dtype == "float32"
-    assert hub.asked == ["config.json"]
+    assert hub.sent() == ["config.json"]
 
 
 def test_a_workers_engine_has_the_revision_that_its_cluster_names(
@@ -179,7 +179,7 @@ def test_what_a_pod_has_fetched_its_workers_find_without_the_hub(
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     folder = find_model(NAME, "v2", CONFIG.engine)
-    assert (Path(folder) / "model-00001-of-00001.safetensors").read_bytes() == WEIGHTS
+    assert (Path(folder) / LARGE).read_bytes() == WEIGHTS
     again = in_a_pod(*arguments)  # offline
     reported, errors = again.communicate(timeout=60)
     assert (again.returncode, reported.splitlines()[-1]) == (0, f"it is in {folder}"), errors
@@ -204,7 +204,7 @@ def test_a_pod_starts_with_a_folder_of_its_image_and_ends_without_a_model(
 
 def test_a_pod_that_is_ended_does_not_wait_for_a_file_that_is_still_coming(cache: Path) -> None:
     with SmallHub(NAME, FILES) as hub:
-        hub.goes_on.clear()
+        hub.stop_half_way(LARGE)
         process = in_a_pod("--name", NAME, HF_HUB_OFFLINE="0", HF_ENDPOINT=hub.address)
         assert process.stdout is not None
         while " of 3.0 MB" not in process.stdout.readline():

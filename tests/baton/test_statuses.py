@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import os
 import sys
@@ -10,8 +11,9 @@ from typing import Any
 
 import grpc
 import pytest
+from rich.console import Console
 
-from baton.render import out
+from baton.render import out, print_table
 from baton.v1 import common_pb2, control_pb2, worker_pb2
 from cli.main import main
 from cli.status import Fleet, UnitFleet, status_screen, top_screen
@@ -159,6 +161,16 @@ def test_on_a_terminal_a_watch_draws_anew_and_ctrl_c_ends_it(control: str) -> No
             terminal.wait_for(r"decode-0 +decode +live +50%")
         terminal.type(CTRL_C)
         assert terminal.exit_status() == 0
+
+
+def test_a_table_that_is_too_wide_says_how_many_columns_it_leaves_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    console = Console(file=(shown := io.StringIO()), width=60)
+    monkeypatch.setattr("baton.render.out", lambda: console)
+    for columns in (["name"] * 3, ["a name of thirty letters, so it"] * 3):
+        print_table("Pools", columns, [columns])
+    assert shown.getvalue().count("(2 more columns do not fit)") == 1
 
 
 # --- `baton status` ------------------------------------------------------------------------------

@@ -60,7 +60,7 @@ def test_a_part_runs_where_little_but_torch_is_installed(
     run = run_on_cpu(name, tmp_path, bare_environment(tmp_path))
     assert run.returncode == 0, run.stdout + run.stderr
     text = (tmp_path / f"{name}.md").read_text()
-    assert run.stdout.endswith(text)
+    assert all(f"### {title}\n" in run.stdout for title in titles)
     _, *tables = text.split("\n### ")
     assert [table.partition("\n")[0] for table in tables] == titles
     assert all(len(rows_of(table)) >= 1 for table in tables)
