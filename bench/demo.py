@@ -15,11 +15,10 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from bench.report import markdown
+from bench.report import markdown, progress
 
 RUNS = 3
 TARGET_S = 20.0
@@ -99,12 +98,12 @@ def _weights_s(folder: Path) -> float:
     return max(float(found) for log in logs for found in _READY.findall(log))
 
 
-def measure(progress: Callable[[str], None], runs: int = RUNS) -> list[Run]:
+def measure() -> list[Run]:
     progress("baton demo, not counted")
     run_once()
     result = []
-    for number in range(1, runs + 1):
-        progress(f"baton demo, run {number} of {runs}")
+    for number in range(1, RUNS + 1):
+        progress(f"baton demo, run {number} of {RUNS}")
         result.append(run_once())
     return result
 
@@ -122,3 +121,7 @@ def table(runs: list[Run]) -> str:
 def _row(name: str, seconds: list[float]) -> list[str]:
     each = " ".join(f"{value:.1f}" for value in seconds)
     return [name, f"{statistics.median(seconds):.1f}", each]
+
+
+if __name__ == "__main__":
+    print(f"{__doc__}\n{table(measure())}")

@@ -1,4 +1,4 @@
-"""What a benchmark writes: the machine that it ran on, and tables in Markdown."""
+"""What a benchmark reports: how far it is, the machine that it runs on, tables in Markdown."""
 
 from __future__ import annotations
 
@@ -6,9 +6,22 @@ import datetime
 import os
 import platform
 import subprocess
+import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+
+_BEGAN = time.monotonic()
+
+
+def say(line: str) -> None:
+    print(f"{time.monotonic() - _BEGAN:5.0f} s  {line}", file=sys.stderr, flush=True)
+
+
+def progress(message: str) -> None:
+    say(f"  {message} ...")
+
 
 # --- the machine ----------------------------------------------------------------------------------
 

@@ -273,4 +273,4 @@ async def report() -> str:
 
 
 if __name__ == "__main__":
-    print(uvloop.run(report()))
+    print(f"{__doc__}\n{uvloop.run(report())}")

@@ -39,7 +39,7 @@ class _Wanted:
     key: str
     host: str
     port: int
-    may_share: bool = False
+    may_share: bool
 
 
 def check_ports(config: ClusterConfig) -> None:
@@ -68,20 +68,18 @@ def _wanted(config: ClusterConfig) -> list[_Wanted]:
                 "0 gives each a free one",
                 field=key,
             )
-    wanted = [
-        _Wanted("control.port", control.host, control.port),
-        _Wanted("router.port", router.host, router.port, router.reuse_port),
+    wanted = (
+        ("control.port", control.host, control.port, False),
+        ("router.port", router.host, router.port, router.reuse_port),
+        ("router.metrics_port", router.host, router.metrics_port, False),
+        ("router.health_port", router.host, router.health_port, router.reuse_port),
+        *((key, "127.0.0.1", port, False) for key, port in of_workers.items()),
+    )
+    return [
+        _Wanted(key, host, port, may_share)
+        for key, host, port, may_share in wanted
+        if port is not None
     ]
-    if router.metrics_port is not None:
-        wanted.append(_Wanted("router.metrics_port", router.host, router.metrics_port))
-    if router.health_port is not None:
-        wanted.append(
-            _Wanted("router.health_port", router.host, router.health_port, router.reuse_port)
-        )
-    wanted += [
-        _Wanted(key, "127.0.0.1", port) for key, port in of_workers.items() if port is not None
-    ]
-    return wanted
 
 
 def _meet(host: str, other: str) -> bool:

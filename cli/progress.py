@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Callable, Iterator
 from typing import Self
 
 from rich.console import Console
 from rich.live import Live
 from rich.spinner import Spinner
+from rich.status import Status
 from rich.table import Table
 from rich.text import Text
 
@@ -85,13 +84,6 @@ class Steps:
         self.done(failed=kind is not None)
 
 
-@contextlib.contextmanager
-def spinner(console: Console, message: str) -> Iterator[Callable[[], None]]:
-    """A spinner for a wait that is usually short; leaves nothing behind. Terminals only. Yields
-    what ends it early."""
-    if not console.is_terminal:
-        yield lambda: None
-        return
-    waiting = _Waiting(message, time.monotonic())
-    with Live(waiting, console=console, transient=True, refresh_per_second=10) as live:
-        yield live.stop
+def spinner(console: Console, message: str) -> Status:
+    """For a wait that is usually short; leaves nothing behind. Shown on a terminal alone."""
+    return console.status(message, spinner_style="cyan")

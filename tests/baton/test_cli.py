@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from baton.client.events import Finished, FinishReason, Timings, Tokens, Usage
+from baton.client.events import Finished, FinishReason, Timings, Usage
 from baton.errors import InvalidRequestError
-from cli.ask import AnswerMeter
+from cli.ask import tokens_per_s
 from cli.main import main
 from tests.baton.small_router import Book, SmallControl, SmallRouter, answer
 
@@ -80,16 +80,11 @@ def test_what_an_answer_cost_is_reported_in_aligned_columns(router: str, capsys:
 
 
 def test_speed_is_one_over_tpot_however_the_tokens_arrive() -> None:
-    meter = AnswerMeter()
-    for index, ids in [(0, (1,)), (1, (2, 3, 4, 5, 6))]:  # the handoff was slow: one burst
-        meter.add(Tokens(index, ids, "text"))
-    assert meter.tokens_per_s == 0.0
     timings = Timings(*[0.0] * len(dataclasses.fields(Timings)))
     timings = dataclasses.replace(timings, ttft_ms=100.0, e2e_ms=1100.0, itl_ms=0.1)
-    meter.add(Finished(FinishReason.LENGTH, Usage(10, 6, 0), timings))
-    assert meter.num_tokens == 6
-    assert meter.tokens_per_s == 5.0
-    assert "5.0 tok/s" in meter.lines().plain
+    for num_tokens, speed in ((6, 5.0), (1, 0.0)):
+        usage = Usage(10, num_tokens, 0)
+        assert tokens_per_s(Finished(FinishReason.LENGTH, usage, timings)) == speed
 
 
 def test_chat_remembers_both_sides_and_can_start_over(
