@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Self, cast
+from typing import Any, cast
 
 import grpc
 import grpc.aio
@@ -31,7 +32,7 @@ _CHANNEL_OPTIONS = (
 _ADD_POOL_TIMEOUT_S = 90.0  # a dtype may have to be chosen, by a process that reads torch first
 
 
-class ControlClient:
+class ControlClient(contextlib.AbstractContextManager["ControlClient"]):
     """Errors are those of `baton.errors`."""
 
     def __init__(
@@ -106,9 +107,6 @@ class ControlClient:
     def close(self) -> None:
         self._channel.close()
 
-    def __enter__(self) -> Self:
-        return self
-
     def __exit__(self, *_: object) -> None:
         self.close()
 
@@ -145,29 +143,22 @@ class SeenByClients:
     itl_s: float | None = None
     """Of streams that it decodes."""
 
-    def worse(self, other: SeenByClients) -> SeenByClients:
-        """The higher of each figure, so that no client sees worse."""
-        return SeenByClients(_worse(self.ttft_s, other.ttft_s), _worse(self.itl_s, other.itl_s))
-
 
 NOTHING_SEEN = SeenByClients()
-
-
-def _worse(one: float | None, other: float | None) -> float | None:
-    known = [seconds for seconds in (one, other) if seconds is not None]
-    return max(known, default=None)
 
 
 def seen_by_clients(
     routers: Iterable[control_pb2.ReportRouterRequest],
 ) -> dict[str, SeenByClients]:
     """The worst figures of each pool that a router reported."""
-    found: dict[str, SeenByClients] = {}
+    by_pool: dict[str, list[control_pb2.PoolFigures]] = {}
     for router in routers:
         for figures in router.pools:
-            seen = SeenByClients(
-                figures.ttft_p95_s if figures.HasField("ttft_p95_s") else None,
-                figures.itl_p95_s if figures.HasField("itl_p95_s") else None,
-            )
-            found[figures.pool] = found.get(figures.pool, NOTHING_SEEN).worse(seen)
-    return found
+            by_pool.setdefault(figures.pool, []).append(figures)
+    return {
+        pool: SeenByClients(
+            max((each.ttft_p95_s for each in all_ if each.HasField("ttft_p95_s")), default=None),
+            max((each.itl_p95_s for each in all_ if each.HasField("itl_p95_s")), default=None),
+        )
+        for pool, all_ in by_pool.items()
+    }

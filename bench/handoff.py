@@ -64,6 +64,25 @@ class Result:
     answer_us: float
     lanes: tuple[str, ...]
 
+    def cells(self) -> tuple[str, ...]:
+        copy = self.memcpy_gb_s
+        return (
+            f"{self.num_runs:,} of {self.block_bytes >> 10} KiB",
+            f"{copy:.1f}",
+            *(f"{self.put_gb_s:.1f}", f"{self.put_gb_s / copy:.2f}"),
+            *(f"{self.handoff_gb_s:.1f}", f"{self.handoff_gb_s / copy:.2f}"),
+            *(f"{self.answered_gb_s / copy:.2f}", f"{self.exposed_us:.0f}"),
+            f"{self.answer_us:.0f}",
+        )
+
+
+def header_of(copy: str) -> tuple[str, ...]:
+    """Names of `Result.cells`; `copy`: what handoffs are measured beside."""
+    return (
+        *("blocks", f"{copy} GB/s", "put GB/s", f"put/{copy}", "handoff GB/s", f"handoff/{copy}"),
+        *(f"with answer/{copy}", "exposed us", "answer us"),
+    )
+
 
 def shape(block_bytes: int, device: str = "cpu") -> MemoryShape:
     return MemoryShape(block_bytes, BLOCKS_PER_REGION, NUM_LAYERS, NUM_REGIONS, device)
@@ -257,23 +276,11 @@ def main() -> None:
     parser.add_argument("--checksum", default="off", choices=("off", "sampled", "always"))
     options = parser.parse_args()
     config = TransferConfig(checksum=options.checksum)
-    rows = []
-    for num_runs, block_bytes in itertools.product(NUM_RUNS, BLOCK_BYTES):
-        result = uvloop.run(measure(num_runs, block_bytes, options.rounds, config))
-        memcpy = result.memcpy_gb_s
-        cells = {
-            "blocks": f"{num_runs:,} of {block_bytes >> 10} KiB",
-            "memcpy GB/s": f"{memcpy:.1f}",
-            "put GB/s": f"{result.put_gb_s:.1f}",
-            "put/memcpy": f"{result.put_gb_s / memcpy:.2f}",
-            "handoff GB/s": f"{result.handoff_gb_s:.1f}",
-            "handoff/memcpy": f"{result.handoff_gb_s / memcpy:.2f}",
-            "with answer/memcpy": f"{result.answered_gb_s / memcpy:.2f}",
-            "exposed us": f"{result.exposed_us:.0f}",
-            "answer us": f"{result.answer_us:.0f}",
-        }
-        rows.append(cells)
-    print(markdown(list(rows[0]), [list(cells.values()) for cells in rows]))
+    rows = [
+        uvloop.run(measure(num_runs, block_bytes, options.rounds, config)).cells()
+        for num_runs, block_bytes in itertools.product(NUM_RUNS, BLOCK_BYTES)
+    ]
+    print(markdown(header_of("memcpy"), rows))
 
 
 if __name__ == "__main__":

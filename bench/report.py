@@ -36,18 +36,13 @@ def _cpu() -> dict[str, str]:
     return {name.strip(): value.strip() for name, _, value in lines}
 
 
-def _first_line(*command: str) -> str:
+def first_line(*command: str) -> str:
     """What a program prints; empty where the machine lacks it."""
     try:
         answer = subprocess.run(command, capture_output=True, text=True, check=False)
     except FileNotFoundError:
         return ""
     return answer.stdout.strip().partition("\n")[0]
-
-
-def gpu_driver() -> str:
-    """The NVIDIA driver's version; empty where there is none."""
-    return _first_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
 
 
 def load_warning() -> str:
@@ -79,7 +74,7 @@ def describe(command: str) -> str:
             f"- machine: {name}, {os.cpu_count()} cores, {gib:.0f} GiB, {' '.join(features)}",
             f"- CPU: {kind}",
             f"- load average before the run: {load}",
-            f"- commit: {_first_line('git', 'describe', '--always', '--dirty') or 'unknown'}",
+            f"- commit: {first_line('git', 'describe', '--always', '--dirty') or 'unknown'}",
         )
     )
 

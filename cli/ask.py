@@ -224,7 +224,7 @@ def explain(arguments: argparse.Namespace) -> int:
         ">cached at prefill", ">at decode",
     )  # fmt: skip
     rows = [_candidate_row(candidate) for candidate in explained.candidates]
-    render.print_table("Candidates, cheapest first", columns, rows)
+    render.out().print(render.table("Candidates, cheapest first", columns, rows))
     return 0
 
 

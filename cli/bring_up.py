@@ -11,7 +11,6 @@ import dataclasses
 import itertools
 import os
 import signal
-import socket
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -29,7 +28,7 @@ from cluster.local.process_tree import Process, descendants, wait_until_gone
 # --- the ports that a configuration takes ---------------------------------------------------------
 
 
-_ANY_HOST = {"0.0.0.0", "::"}
+_ANY_HOST = {"0.0.0.0", "::", "[::]"}
 
 
 @dataclass(frozen=True)
@@ -83,18 +82,7 @@ def _wanted(config: ClusterConfig) -> list[_Wanted]:
 
 
 def _meet(host: str, other: str) -> bool:
-    """Whether one address is among those of both hosts."""
-    addresses, others = _addresses(host), _addresses(other)
-    return bool(addresses & others or (addresses | others) & _ANY_HOST)
-
-
-def _addresses(host: str) -> set[str]:
-    """Empty for an unknown name, which `_check_free` reports."""
-    try:
-        found = socket.getaddrinfo(host.strip("[]"), None, flags=socket.AI_PASSIVE)
-    except OSError:
-        return set()
-    return {str(target[0]) for *_, target in found}
+    return host == other or bool({host, other} & _ANY_HOST)
 
 
 def _check_free(wanted: _Wanted) -> None:

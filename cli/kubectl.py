@@ -179,14 +179,11 @@ def refusal(output: str) -> PluginError:
     if "the server doesn't have a resource type" in said:
         hint = "install Baton's chart there, or name another cluster with --context"
     elif "orbidden" in said:
-        hint = f"you need to {_rights()}"
+        rights = (f"{' and '.join(verbs)} {what}" for what, verbs in RIGHTS.items())
+        hint = f"you need to {', '.join(rights)}"
     else:
         hint = "`kubectl cluster-info` shows whether kubectl reaches its cluster"
     return PluginError(said, hint)
-
-
-def _rights() -> str:
-    return ", ".join(f"{' and '.join(verbs)} {what}" for what, verbs in RIGHTS.items())
 
 
 def _address(process: subprocess.Popen[bytes], errors: IO[bytes], target: Target) -> str:
@@ -268,7 +265,8 @@ def _reached(options: argparse.Namespace, endpoint: str) -> Iterator[list[str]]:
     if options.address:
         yield [_OPTIONS[endpoint], options.address]
         return
-    kubectl = Kubectl(_kubectl_flags(options))
+    given = {name: getattr(options, name) for name in ("kubeconfig", "context", "namespace")}
+    kubectl = Kubectl([f"--{name}={value}" for name, value in given.items() if value])
     cluster = chosen(kubectl.serving_clusters(), options.cluster)
     there = target(cluster, endpoint)
     units = heads(cluster) if options.command in _OF_ALL_UNITS else {}
@@ -296,11 +294,6 @@ def _all_forwarded(kubectl: Kubectl, units: Mapping[str, Target]) -> Iterator[di
         if not addresses:
             raise errors[0]
         yield addresses
-
-
-def _kubectl_flags(options: argparse.Namespace) -> list[str]:
-    given = {name: getattr(options, name) for name in ("kubeconfig", "context", "namespace")}
-    return [f"--{name}={value}" for name, value in given.items() if value]
 
 
 def _hint(options: argparse.Namespace) -> str:

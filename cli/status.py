@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Self
 
 from rich.console import Group, RenderableType
 from rich.live import Live
@@ -49,7 +48,7 @@ class UnitFleet:
         return None if self.fleet is None else sum(pool.live_replicas for pool in self.fleet.pools)
 
 
-class Fleets:
+class Fleets(contextlib.AbstractContextManager["Fleets"]):
     """Ask the control services of all units, again and again over the same connections."""
 
     def __init__(self, control: str, reached: Mapping[str, str] | None = None) -> None:
@@ -73,15 +72,9 @@ class Fleets:
             for unit, answer in zip(units, answers, strict=True)
         ]
 
-    def close(self) -> None:
+    def __exit__(self, *_: object) -> None:
         for client in self._clients.values():
             client.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _units(self) -> Sequence[control_pb2.Unit]:
         """The list, and units that can be reached and get no requests yet."""

@@ -80,7 +80,7 @@ def _connector(channels: Any, tls: Tls | None) -> Callable[[str], Any]:
 # --- for event loops ------------------------------------------------------------------------------
 
 
-class AsyncClient:
+class AsyncClient(contextlib.AbstractAsyncContextManager["AsyncClient"]):
     """As `Client`, method for method, for one event loop; make it inside that loop."""
 
     _channels: ClassVar[Any] = grpc.aio
@@ -159,9 +159,6 @@ class AsyncClient:
         self._closed.set()
         for channel in self._connections.close():
             await self._close_channel(channel)
-
-    async def __aenter__(self) -> Self:
-        return self
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
@@ -365,7 +362,7 @@ class _BlockingClient(AsyncClient):
         channel.close()
 
 
-class Client:
+class Client(contextlib.AbstractContextManager["Client"]):
     """Several threads may share one."""
 
     def __init__(
@@ -423,9 +420,6 @@ class Client:
 
     def close(self) -> None:
         _now(self._client.close())
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

@@ -24,7 +24,7 @@ from baton.fetch.checkpoint_files import (
     unpack,
     wanted_files,
 )
-from baton.fetch.download import Download, Progress, Report
+from baton.fetch.download import Download, Report
 from baton.fetch.sources import CACHE, FetchError, S3Source, Source, WebSource
 
 # --- the node's folder ----------------------------------------------------------------------------
@@ -139,14 +139,13 @@ class Fetcher:
         return WebSource(uri, self._environment.get("BEARER_TOKEN"))
 
     def _fetch_all(self, source: Source, wanted: Wanted, folder: Path) -> None:
-        progress = Progress(self._report, wanted.weights_bytes)
-        download = Download(source, folder, progress, self._pause_s)
+        download = Download(source, folder, self._report, wanted.weights_bytes, self._pause_s)
         with concurrent.futures.ThreadPoolExecutor(_AT_ONCE) as threads:
             under_way = [threads.submit(download.fetch, file) for file in wanted.files]
             try:
                 for each in concurrent.futures.as_completed(under_way):
                     each.result()
             except BaseException:
-                progress.is_over.set()
+                download.is_over.set()
                 threads.shutdown(wait=False, cancel_futures=True)
                 raise

@@ -91,7 +91,9 @@ def describe(device: torch.device, part: str) -> str:
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         gib = properties.total_memory / (1 << 30)
-        lines.append(f"- GPU: {properties.name}, {gib:.0f} GiB, driver {reporting.gpu_driver()}")
+        ask = "nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"
+        driver = reporting.first_line(*ask)
+        lines.append(f"- GPU: {properties.name}, {gib:.0f} GiB, driver {driver}")
     return "\n".join(lines)
 
 

@@ -118,7 +118,11 @@ def run(device: torch.device, report: Report) -> None:
     )
     _kernels(device, sizes, report, copy_gb_s, product_flops)
     for name in sizes.models:
-        measure_model(name, device, sizes, report)
+        torch.cuda.empty_cache()
+        try:
+            measure_model(name, device, sizes, report)
+        except torch.OutOfMemoryError as error:
+            report.leave_out(f"{name} does not fit: {error}")
 
 
 def ceilings(device: torch.device, sizes: Sizes) -> tuple[float, float]:
@@ -280,21 +284,10 @@ def _batch(device: torch.device, sequences: list[tuple[int, int]], counts: list[
 
 
 def measure_model(name: str, device: torch.device, sizes: Sizes, report: Report) -> None:
-    """Prefill and decode of one model, or why it cannot be run."""
+    """Prefill and decode of one model. Raises torch.OutOfMemoryError."""
     longest = max(*sizes.prefills, sizes.context + 256) + _BLOCK_SIZE
     shape = replace(SHAPES[name], max_position_embeddings=longest)
     num_tokens = max(max(sizes.batches) * (sizes.context + 256), 2 * longest)
-    kv_bytes = num_tokens * shape.kv_bytes_per_token(_TORCH_DTYPE.itemsize)
-    needed = 2 * shape.num_parameters + kv_bytes + kv_bytes // shape.num_hidden_layers + 4 * _GIB
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-        free = torch.cuda.mem_get_info()[0]
-        if free < needed:
-            report.leave_out(
-                f"{name} needs {needed / _GIB:.1f} GiB, {free / _GIB:.1f} GiB of the GPU are free:"
-                f" {(needed - free) / _GIB:.1f} GiB are missing"
-            )
-            return
     config = EngineConfig(
         dtype=_DTYPE,
         device="cuda" if device.type == "cuda" else "cpu",

@@ -18,6 +18,8 @@ from bench.report import Report
 from cluster.preflight.handoff import LoneRank
 from kv_transfer.layout import BlockId
 
+SIZES = [(runs, size) for runs in handoff.NUM_RUNS for size in handoff.BLOCK_BYTES]
+
 
 class DeviceCopy:
     """A copy of as many bytes between two buffers on the device."""
@@ -34,36 +36,20 @@ class DeviceCopy:
 
 
 def run(device: torch.device, report: Report) -> None:
-    on_gpu = device.type == "cuda"
-    sizes = (
-        [(runs, size) for runs in handoff.NUM_RUNS for size in handoff.BLOCK_BYTES]
-        if on_gpu
-        else [(handoff.NUM_RUNS[0], handoff.BLOCK_BYTES[0])]
-    )
-    rows = [_row(_measure(device, *size, rounds=15 if on_gpu else 2)) for size in sizes]
-    header = (
-        *("blocks", "local copy GB/s", "put GB/s", "of the copy", "handoff GB/s", "of the copy"),
-        *("exposed us", "answer us", "over"),
-    )
+    if device.type == "cuda":
+        sizes, rounds, on = SIZES, 15, f"cuda:{torch.cuda.current_device()}"
+    else:
+        sizes, rounds, on = SIZES[:1], 2, "cpu"
+    rows = []
+    for num_runs, block_bytes in sizes:
+
+        def copy_of(worker: LoneRank, block_bytes: int = block_bytes) -> handoff.LocalCopy:
+            if device.type == "cpu":
+                return handoff.Memcpy(worker)
+            return DeviceCopy(worker, block_bytes, handoff.NUM_LAYERS)
+
+        measuring = handoff.measure(num_runs, block_bytes, rounds, TransferConfig(), on, copy_of)
+        result = uvloop.run(measuring)
+        rows.append((*result.cells(), " ".join(result.lanes)))
+    header = (*handoff.header_of("copy"), "over")
     report.add(f"Handoffs between two processes, KV on {device}", header, rows)
-
-
-def _measure(device: torch.device, num_runs: int, block_bytes: int, rounds: int) -> handoff.Result:
-
-    def copy_of(worker: LoneRank) -> handoff.LocalCopy:
-        if device.type == "cpu":
-            return handoff.Memcpy(worker)
-        return DeviceCopy(worker, block_bytes, handoff.NUM_LAYERS)
-
-    on = "cpu" if device.type == "cpu" else f"cuda:{torch.cuda.current_device()}"
-    return uvloop.run(handoff.measure(num_runs, block_bytes, rounds, TransferConfig(), on, copy_of))
-
-
-def _row(result: handoff.Result) -> tuple[str, ...]:
-    return (
-        f"{result.num_runs:,} of {result.block_bytes >> 10} KiB",
-        f"{result.memcpy_gb_s:.1f}",
-        *(f"{result.put_gb_s:.1f}", f"{result.put_gb_s / result.memcpy_gb_s:.2f}"),
-        *(f"{result.handoff_gb_s:.1f}", f"{result.handoff_gb_s / result.memcpy_gb_s:.2f}"),
-        *(f"{result.exposed_us:.0f}", f"{result.answer_us:.0f}", " ".join(result.lanes)),
-    )

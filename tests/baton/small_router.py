@@ -95,7 +95,12 @@ class SmallRouter(router_pb2_grpc.RouterServiceServicer):
         self._begun.add(request.request_id)
         self._refuse(context)
         seed = self._seed(request)
-        yield self._routed(request.request_id, seed)
+        workers = {"prefill_worker": "prefill-0", "decode_worker": "decode-0"}
+        yield router_pb2.GenerateResponse(
+            routed=router_pb2.Routed(
+                request_id=request.request_id, seed=seed, num_prompt_tokens=212, **workers
+            )
+        )
         yield router_pb2.GenerateResponse(prefilled=router_pb2.Prefilled(ttft_ms=12.5))
         yield router_pb2.GenerateResponse(
             handed_off=router_pb2.HandedOff(kv_bytes=2_000_000, put_ms=0.5, exposed_ms=1.0)
@@ -113,7 +118,13 @@ class SmallRouter(router_pb2_grpc.RouterServiceServicer):
             )
         if self._hold is not None:
             assert self._hold.wait(30), "the answer was held for ever"
-        yield self._finished(num_tokens)
+        usage = router_pb2.Usage(
+            num_prompt_tokens=212, num_output_tokens=num_tokens, num_cached_tokens=192
+        )
+        timings = router_pb2.Timings(ttft_ms=12.5, itl_ms=5.0, e2e_ms=112.5)
+        reason = common_pb2.FINISH_REASON_LENGTH
+        finished = router_pb2.Finished(reason=reason, usage=usage, timings=timings)
+        yield router_pb2.GenerateResponse(finished=finished)
 
     def _die(self, context: Any) -> None:
         """Have the server gone before this answer is over: its client sees a lost connection."""
@@ -132,29 +143,6 @@ class SmallRouter(router_pb2_grpc.RouterServiceServicer):
             known = request.seed if request.HasField("seed") else next(self._book.drawn)
             self._book.seeds[request.request_id] = known
         return known
-
-    def _routed(self, request_id: str, seed: int) -> router_pb2.GenerateResponse:
-        return router_pb2.GenerateResponse(
-            routed=router_pb2.Routed(
-                request_id=request_id,
-                seed=seed,
-                prefill_worker="prefill-0",
-                decode_worker="decode-0",
-                reason="cheapest",
-                num_prompt_tokens=212,
-            )
-        )
-
-    def _finished(self, num_tokens: int) -> router_pb2.GenerateResponse:
-        return router_pb2.GenerateResponse(
-            finished=router_pb2.Finished(
-                reason=common_pb2.FINISH_REASON_LENGTH,
-                usage=router_pb2.Usage(
-                    num_prompt_tokens=212, num_output_tokens=num_tokens, num_cached_tokens=192
-                ),
-                timings=router_pb2.Timings(ttft_ms=12.5, itl_ms=5.0, e2e_ms=112.5),
-            )
-        )
 
     def Abort(self, request: router_pb2.AbortRequest, context: Any) -> router_pb2.AbortResponse:  # noqa: N802
         self._refuse(context)

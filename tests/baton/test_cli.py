@@ -229,21 +229,6 @@ def test_the_installed_command_prints_the_version_of_the_project() -> None:
     )
 
 
-def test_the_version_of_what_is_not_installed_is_an_error() -> None:
-    script = """
-import sys
-from cli import main as cli
-from baton import render
-sys.path = [path for path in sys.path if "site-packages" not in path]
-sys.exit(cli.main(["--version"]))
-"""
-    reported = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60
-    )
-    assert reported.returncode == 2, reported.stderr
-    assert "baton: baton-serve is not installed, so it has no version" in reported.stderr
-
-
 def test_scaling_a_pool_whose_workers_do_not_start_says_why(capsys: Capture) -> None:
     with SmallControl(failing="out of memory").serve() as address:
         assert main(["scale", "decode", "2", "--control", address]) == 1
@@ -302,28 +287,27 @@ def test_interrupting_an_answer_aborts_it_and_exits_quietly(book: Book) -> None:
     assert book.aborted == [book.requests[0].request_id]
 
 
-def test_asking_imports_neither_torch_nor_ray_nor_the_tokenizer(router: str) -> None:
-    script = (
-        "import sys; from cli.main import main; "
-        f"main(['generate', 'hi', '--router', {router!r}]); "
-        "print([m for m in ('torch', 'ray', 'tokenizers', 'numpy', 'engine') if m in sys.modules])"
-    )
+@pytest.mark.parametrize(
+    ("code", "unwanted"),
+    [
+        (
+            "from cli.main import main; main(['generate', 'hi', '--router', ROUTER])",
+            ["torch", "ray", "tokenizers", "numpy", "engine"],
+        ),
+        ("import router.__main__", ["torch", "ray", "transformers"]),
+        ("import deploy.controller.__main__", ["torch", "ray", "transformers"]),
+    ],
+    ids=["asking", "router", "operator"],
+)
+def test_nobody_imports_what_is_large_and_not_needed(
+    router: str, code: str, unwanted: list[str]
+) -> None:
+    script = f"{code.replace('ROUTER', repr(router))}; import sys; "
+    script += f"print([name for name in {unwanted} if name in sys.modules])"
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=True
     )
     assert done.stdout.splitlines()[-1] == "[]"
-
-
-@pytest.mark.parametrize("module", ["router.__main__", "deploy.controller.__main__"])
-def test_routers_and_the_operator_import_no_torch(module: str) -> None:
-    script = (
-        f"import sys, {module}; "
-        "print([m for m in ('torch', 'ray', 'transformers') if m in sys.modules])"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True
-    )
-    assert done.stdout == "[]\n"
 
 
 def test_a_command_whose_packages_are_not_installed_says_which_extra_has_them() -> None:

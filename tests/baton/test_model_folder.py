@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import io
 import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -51,6 +53,17 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "hub"
 
 
+@contextlib.contextmanager
+def online(
+    monkeypatch: pytest.MonkeyPatch, files: dict[str, bytes], revision: str = "main"
+) -> Iterator[SmallHub]:
+    """A hub that is asked by this process and by those that it starts."""
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    with SmallHub(NAME, files, revision=revision) as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub.address)
+        yield hub
+
+
 def resolved(config: ClusterConfig) -> tuple[ClusterConfig, list[str], list[str]]:
     announced: list[str] = []
     details: list[str] = []
@@ -78,9 +91,7 @@ def test_a_model_that_cannot_be_fetched_is_reported_before_anything_starts(cache
 def test_only_what_is_read_is_fetched_and_it_is_reported_how_much_has_come(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv("HF_HUB_OFFLINE")
-    with SmallHub(NAME, FILES | OTHERS) as hub:
-        monkeypatch.setenv("HF_ENDPOINT", hub.address)
+    with online(monkeypatch, FILES | OTHERS) as hub:
         config, _, details = resolved(CONFIG)
     assert sorted(hub.sent()) == sorted(FILES)
     folder = Path(config.model)
@@ -94,11 +105,9 @@ def test_an_interrupt_does_not_wait_for_a_file_that_is_still_coming(
     def interrupted(text: str) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.delenv("HF_HUB_OFFLINE")
     before = descendants()
-    with SmallHub(NAME, FILES) as hub:
+    with online(monkeypatch, FILES) as hub:
         hub.stop_half_way(LARGE)
-        monkeypatch.setenv("HF_ENDPOINT", hub.address)
         with pytest.raises(KeyboardInterrupt):
             with_model_folder(CONFIG, lambda text: None, interrupted)
         assert descendants() == before
@@ -107,9 +116,7 @@ def test_an_interrupt_does_not_wait_for_a_file_that_is_still_coming(
 def test_a_revision_is_what_the_hub_is_asked_for(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv("HF_HUB_OFFLINE")
-    with SmallHub(NAME, FILES, revision="v2") as hub:
-        monkeypatch.setenv("HF_ENDPOINT", hub.address)
+    with online(monkeypatch, FILES, revision="v2"):
         config, announced, _ = resolved(dataclasses.replace(CONFIG, model_revision="v2"))
         assert announced == [f"fetching {NAME} (v2) from the Hugging Face hub"]
         assert (Path(config.model) / "config.json").read_bytes() == b"{}"
@@ -128,11 +135,10 @@ def test_a_revision_of_what_is_not_on_the_hub_is_refused(tmp_path: Path) -> None
 def test_the_choice_of_a_dtype_fetches_the_revisions_config_and_no_weights(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv("HF_HUB_OFFLINE")
     files = FILES | {"config.json": b'{"dtype": "float32"}'}
     config = parse_config({"model": NAME, "model_revision": "v2", "engine": {"device": "cpu"}})
     with (
-        SmallHub(NAME, files, revision="v2") as hub,
+        online(monkeypatch, files, revision="v2") as hub,
         AutoSettings(config, {"HF_ENDPOINT": hub.address}) as decision,
     ):
         settled, _ = decision.result()

@@ -13,7 +13,7 @@ import grpc
 import pytest
 from rich.console import Console
 
-from baton.render import out, print_table
+from baton.render import out, table
 from baton.v1 import common_pb2, control_pb2, worker_pb2
 from cli.main import main
 from cli.status import Fleet, UnitFleet, status_screen, top_screen
@@ -81,17 +81,8 @@ def row_of(lines: list[str], name: str) -> dict[str, str]:
     (line,) = [line for line in lines if line.startswith(f"{name} ")]
     header = next(each for each in reversed(lines[: lines.index(line)]) if "KV used" in each)
     cells = {}
-    for column in (
-        "live",
-        "pending",
-        "TTFT",
-        "ITL",
-        "KV used",
-        "running",
-        "queued",
-        "step",
-        "output",
-    ):
+    columns = "live", "pending", "TTFT", "ITL", "KV used", "running", "queued", "step", "output"
+    for column in columns:
         end = header.find(f" {column} ") + 1 + len(column)
         if end > len(column):
             cells[column] = line[:end].rpartition("  ")[2].strip()
@@ -169,7 +160,7 @@ def test_a_table_that_is_too_wide_says_how_many_columns_it_leaves_out(
     console = Console(file=(shown := io.StringIO()), width=60)
     monkeypatch.setattr("baton.render.out", lambda: console)
     for columns in (["name"] * 3, ["a name of thirty letters, so it"] * 3):
-        print_table("Pools", columns, [columns])
+        console.print(table("Pools", columns, [columns]))
     assert shown.getvalue().count("(2 more columns do not fit)") == 1
 
 

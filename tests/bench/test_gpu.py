@@ -85,16 +85,13 @@ def test_a_machine_without_a_gpu_is_refused(capsys: pytest.CaptureFixture[str]) 
     assert "no GPU to measure: the driver is too old" in capsys.readouterr().err
 
 
-def test_a_model_that_does_not_fit_is_left_out_with_how_much_is_missing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (20 << 30, 24 << 30))
-    report = Report("speed", "")
-    speed.measure_model("8B", torch.device("cuda"), speed.WHOLE, report)
-    (why,) = report.left_out
-    assert why.startswith("8B needs ")
-    assert why.endswith("GiB are missing")
+def test_a_model_that_does_not_fit_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def too_large(*_: object) -> None:
+        raise torch.OutOfMemoryError("20 GiB are missing")
+
+    monkeypatch.setattr(speed, "random_model", too_large)
+    speed.run(torch.device("cpu"), report := Report("speed", ""))
+    assert report.left_out == ["tiny does not fit: 20 GiB are missing"]
 
 
 def test_a_part_that_fails_keeps_its_tables_and_no_other_part_from_running(
