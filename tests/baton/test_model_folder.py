@@ -20,7 +20,6 @@ from baton.errors import ConfigError
 from baton.model_folder import with_model_folder
 from cli.bring_up import Startup, read_config
 from cli.progress import Steps
-from cluster.local.process_tree import descendants
 from cluster.pools.pool_settings import AutoSettings
 from cluster.worker.config import worker_config
 from engine.build import find_model
@@ -97,20 +96,6 @@ def test_only_what_is_read_is_fetched_and_it_is_reported_how_much_has_come(
     folder = Path(config.model)
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == FILES
     assert details[-1] == "3.0 MB of 3.0 MB"
-
-
-def test_an_interrupt_does_not_wait_for_a_file_that_is_still_coming(
-    cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def interrupted(text: str) -> None:
-        raise KeyboardInterrupt
-
-    before = descendants()
-    with online(monkeypatch, FILES) as hub:
-        hub.stop_half_way(LARGE)
-        with pytest.raises(KeyboardInterrupt):
-            with_model_folder(CONFIG, lambda text: None, interrupted)
-        assert descendants() == before
 
 
 def test_a_revision_is_what_the_hub_is_asked_for(
