@@ -5,15 +5,16 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Self, cast
+from typing import Any, cast
 
 import grpc
 import grpc.aio
 
 from baton import status
-from baton.errors import BatonError, DeadlineError, InvalidRequestError, UnavailableError
+from baton.errors import InvalidRequestError, UnavailableError
 from baton.grpc_options import DIRECT, sends_pings
 from baton.v1 import control_pb2, control_pb2_grpc
 
@@ -31,7 +32,7 @@ _CHANNEL_OPTIONS = (
 _ADD_POOL_TIMEOUT_S = 90.0  # a dtype may have to be chosen, by a process that reads torch first
 
 
-class ControlClient:
+class ControlClient(contextlib.AbstractContextManager["ControlClient"]):
     """Errors are those of `baton.errors`."""
 
     def __init__(
@@ -44,10 +45,10 @@ class ControlClient:
         self._call_timeout_s = call_timeout_s
 
     def fleet(self) -> control_pb2.WatchFleetResponse:
-        try:
-            return next(self.watch_fleet(self._call_timeout_s))
-        except DeadlineError as error:
-            raise self._silent(self._call_timeout_s) from error
+        answer: control_pb2.WatchFleetResponse = self._call(
+            "WatchFleet", control_pb2.WatchFleetRequest(), is_stream=True
+        )
+        return answer
 
     def watch_fleet(self, timeout_s: float) -> Iterator[control_pb2.WatchFleetResponse]:
         """Yield the whole fleet on every change. Raises DeadlineError after `timeout_s`."""
@@ -93,13 +94,8 @@ class ControlClient:
 
     def units(self) -> Sequence[control_pb2.Unit]:
         """The units that routers send requests to, with their shares: the oldest first."""
-        call = self._stub.WatchUnits(control_pb2.WatchUnitsRequest(), timeout=self._call_timeout_s)
-        try:
-            return list(next(iter(call)).units)
-        except grpc.RpcError as error:
-            raise self._failure(error, self._call_timeout_s) from error
-        finally:
-            call.cancel()
+        answer = self._call("WatchUnits", control_pb2.WatchUnitsRequest(), is_stream=True)
+        return list(answer.units)
 
     def set_units(self, units: Iterable[control_pb2.Unit]) -> None:
         """Set the list of units that routers read: the oldest first."""
@@ -111,27 +107,28 @@ class ControlClient:
     def close(self) -> None:
         self._channel.close()
 
-    def __enter__(self) -> Self:
-        return self
-
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _call(self, method: str, request: Any, timeout_s: float | None = None) -> Any:
+    def _call(
+        self, method: str, request: Any, timeout_s: float | None = None, is_stream: bool = False
+    ) -> Any:
+        """The answer. `is_stream`: the first one of a stream."""
         timeout_s = self._call_timeout_s if timeout_s is None else timeout_s
         try:
-            return getattr(self._stub, method)(request, timeout=timeout_s)
+            answer = getattr(self._stub, method)(request, timeout=timeout_s)
+            if not is_stream:
+                return answer
+            try:
+                return next(answer)
+            finally:
+                answer.cancel()
         except grpc.RpcError as error:
-            raise self._failure(error, timeout_s) from error
-
-    def _failure(self, error: grpc.RpcError, timeout_s: float) -> BatonError:
-        failure = cast(status.RpcFailure, error)
-        if status.is_out_of_time(failure):
-            return self._silent(timeout_s)
-        return status.from_rpc_error(failure, self._address)
-
-    def _silent(self, timeout_s: float) -> UnavailableError:
-        return UnavailableError(f"no answer from {self._address} within {timeout_s:g} s")
+            failure = cast(status.RpcFailure, error)
+            if status.is_out_of_time(failure):
+                silent = f"no answer from {self._address} within {timeout_s:g} s"
+                raise UnavailableError(silent) from error
+            raise status.from_rpc_error(failure, self._address) from error
 
 
 # --- what clients see -----------------------------------------------------------------------------
@@ -146,29 +143,22 @@ class SeenByClients:
     itl_s: float | None = None
     """Of streams that it decodes."""
 
-    def worse(self, other: SeenByClients) -> SeenByClients:
-        """The higher of each figure, so that no client sees worse."""
-        return SeenByClients(_worse(self.ttft_s, other.ttft_s), _worse(self.itl_s, other.itl_s))
-
 
 NOTHING_SEEN = SeenByClients()
-
-
-def _worse(one: float | None, other: float | None) -> float | None:
-    known = [seconds for seconds in (one, other) if seconds is not None]
-    return max(known, default=None)
 
 
 def seen_by_clients(
     routers: Iterable[control_pb2.ReportRouterRequest],
 ) -> dict[str, SeenByClients]:
     """The worst figures of each pool that a router reported."""
-    found: dict[str, SeenByClients] = {}
+    by_pool: dict[str, list[control_pb2.PoolFigures]] = {}
     for router in routers:
         for figures in router.pools:
-            seen = SeenByClients(
-                figures.ttft_p95_s if figures.HasField("ttft_p95_s") else None,
-                figures.itl_p95_s if figures.HasField("itl_p95_s") else None,
-            )
-            found[figures.pool] = found.get(figures.pool, NOTHING_SEEN).worse(seen)
-    return found
+            by_pool.setdefault(figures.pool, []).append(figures)
+    return {
+        pool: SeenByClients(
+            max((each.ttft_p95_s for each in all_ if each.HasField("ttft_p95_s")), default=None),
+            max((each.itl_p95_s for each in all_ if each.HasField("itl_p95_s")), default=None),
+        )
+        for pool, all_ in by_pool.items()
+    }

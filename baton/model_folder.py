@@ -98,16 +98,18 @@ OF_MODEL = ("config.json", "generation_config.json")
 TEXT_FILES = (*OF_TOKENIZER, *OF_MODEL)
 
 
-def find_text_files(
-    model: str | Path, revision: str | None = None, tokenizer: str | None = None
-) -> list[Path]:
-    """The text files of a folder, or of a `revision` of a model on the hub, fetched when needed.
+def find_text_files(model: str | Path, tokenizer: str | None = None) -> list[Path]:
+    """The text files of a model's folder.
 
     `tokenizer`: a folder or a name on the hub, from which tokenizer, special tokens and chat
     template are taken instead. Raises ConfigError where there is no tokenizer.
     """
-    root = _find(model, revision, "model")
-    text = root if tokenizer is None else _find(tokenizer, None, "tokenizer")
+    root = Path(model)
+    if not root.is_dir():
+        raise ConfigError(
+            f"{model}: no such model folder, and not a name on the Hugging Face hub", field="model"
+        )
+    text = root if tokenizer is None else _tokenizer_folder(tokenizer)
     if not (text / OF_TOKENIZER[0]).is_file():
         raise ConfigError(
             f"{text / OF_TOKENIZER[0]}: missing; routers need the tokenizers library's file: set "
@@ -118,31 +120,25 @@ def find_text_files(
     return [path for path in paths if path.is_file()]
 
 
-def _find(model: str | Path, revision: str | None, field: str) -> Path:
+def _tokenizer_folder(tokenizer: str) -> Path:
     """The folder itself, or where the Hugging Face hub's files of that name lie (fetched once)."""
-    if Path(model).is_dir():
-        return Path(model)
-    if not is_hub_name(str(model)):
-        raise ConfigError(
-            f"{model}: no such {field} folder, and not a name on the Hugging Face hub", field=field
-        )
+    if Path(tokenizer).is_dir():
+        return Path(tokenizer)
+    problem = f"{tokenizer}: no such tokenizer folder"
+    if not is_hub_name(tokenizer):
+        problem += ", and not a name on the Hugging Face hub"
+        raise ConfigError(problem, field="tokenizer")
     try:
-        import huggingface_hub
+        from huggingface_hub import snapshot_download
+
+        return Path(snapshot_download(tokenizer, allow_patterns=list(OF_TOKENIZER)))
     except ImportError as error:
         raise ConfigError(
-            f"{model}: no such {field} folder; to fetch it, install huggingface_hub", field=field
+            f"{problem}; to fetch it, install huggingface_hub", field="tokenizer"
         ) from error
-    try:
-        return Path(
-            huggingface_hub.snapshot_download(
-                str(model), revision=revision, allow_patterns=list(TEXT_FILES)
-            )
-        )
     except (OSError, ValueError) as error:  # the hub's own errors are among these
-        named = f"{model}, revision {revision}" if revision else model
-        raise ConfigError(
-            f"{named}: cannot be fetched from the Hugging Face hub: {error}", field=field
-        ) from error
+        problem = f"{tokenizer}: cannot be fetched from the Hugging Face hub: {error}"
+        raise ConfigError(problem, field="tokenizer") from error
 
 
 # --- a pod's init container -----------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """Native code: compiled for this machine at first use, and kept in the user's cache.
 
-A file's name is a digest of sources, flags, compiler and CPU, so that a home folder shared by
+A file's name is a digest of sources, flags, C library and CPU, so that a home folder shared by
 unequal machines never serves one the other's code. Files in the cache are loaded as code, so it
 must be a folder that nobody else can write to. Standard library only.
 """
@@ -21,7 +21,6 @@ from pathlib import Path
 log = logging.getLogger(__name__)
 
 _COMPILE_TIMEOUT_S = 300.0
-_VERSION_TIMEOUT_S = 30.0
 
 
 class NativeBuildError(Exception):
@@ -50,31 +49,23 @@ def build(recipe: Recipe, cache: Path | None = None) -> Path:
         raise NativeBuildError(f"no compiler ({' or '.join(recipe.compilers)}) on this machine")
     try:
         folder = cache_folder() if cache is None else _own(cache)
-        sources = _digest_of_sources(recipe)
-        libraries, failures = {}, []
-        for compiler in compilers:
-            try:
-                libraries[compiler] = folder / f"{recipe.name}-{_digest(sources, compiler)}.so"
-            except NativeBuildError as error:
-                failures.append(str(error))
-        # What the cache holds serves, even if a compiler fails now.
-        kept = next((library for library in libraries.values() if library.exists()), None)
-        return kept or _built(recipe, libraries, failures)
+        library = folder / f"{recipe.name}-{_digest(recipe)}.so"
+        if not library.exists():
+            _compile_with_any(recipe, compilers, library)
     except OSError as error:
         raise NativeBuildError(str(error)) from error
+    return library
 
 
-def _built(recipe: Recipe, libraries: dict[str, Path], failures: list[str]) -> Path:
-    """Compile with the first compiler that succeeds. Raises NativeBuildError with all failures,
-    those of `--version` first."""
+def _compile_with_any(recipe: Recipe, compilers: list[str], library: Path) -> None:
+    """Compile with the first compiler that succeeds. Raises NativeBuildError with all failures."""
     log.info("compiling %s for this machine (once; a few seconds)", recipe.name)
-    for compiler, library in libraries.items():
+    failures = []
+    for compiler in compilers:
         try:
-            _compile(recipe, compiler, library)
+            return _compile(recipe, compiler, library)
         except NativeBuildError as error:
             failures.append(str(error))
-        else:
-            return library
     raise NativeBuildError("; ".join(failures))
 
 
@@ -112,40 +103,31 @@ def _compile(recipe: Recipe, compiler: str, library: Path) -> None:
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         built = Path(folder) / library.name
         command = [compiler, *recipe.flags, *map(str, recipe.sources), "-o", str(built)]
-        done = _run(command, _COMPILE_TIMEOUT_S)
+        try:
+            done = subprocess.run(
+                command, capture_output=True, timeout=_COMPILE_TIMEOUT_S, check=False
+            )
+        except subprocess.TimeoutExpired as error:
+            raise NativeBuildError(f"{compiler} took more than {_COMPILE_TIMEOUT_S:g} s") from error
+        except OSError as error:
+            raise NativeBuildError(f"{compiler} does not run: {error}") from error
         if done.returncode:
             said = done.stderr.decode(errors="replace").strip()
             raise NativeBuildError(f"{compiler} failed: {said[-2000:]}")
         os.replace(built, library)  # atomic: another process may be doing the same
 
 
-def _digest_of_sources(recipe: Recipe) -> bytes:
-    """Digest of the sources, headers, flags and CPU."""
-    digest = hashlib.blake2b()
+def _digest(recipe: Recipe) -> str:
+    """Digest of the sources, headers and flags, and of the machine that the library is for."""
+    digest = hashlib.blake2b(digest_size=12)
     for path in (*recipe.sources, *recipe.headers):
         digest.update(path.name.encode() + path.read_bytes())
-    for part in (" ".join(recipe.flags).encode(), _cpu()):
-        digest.update(part + b"\0")
-    return digest.digest()
+    for part in (*recipe.flags, *platform.libc_ver(), *_cpu()):
+        digest.update(part.encode() + b"\0")
+    return digest.hexdigest()
 
 
-def _digest(sources: bytes, compiler: str) -> str:
-    """Raises NativeBuildError where the compiler does not run."""
-    version = _run([compiler, "--version"], _VERSION_TIMEOUT_S).stdout
-    return hashlib.blake2b(sources + version, digest_size=12).hexdigest()
-
-
-def _run(command: list[str], timeout_s: float) -> subprocess.CompletedProcess[bytes]:
-    """Raises NativeBuildError where it cannot be run, or takes longer."""
-    try:
-        return subprocess.run(command, capture_output=True, timeout=timeout_s, check=False)
-    except subprocess.TimeoutExpired as error:
-        raise NativeBuildError(f"{command[0]} took more than {timeout_s:g} s") from error
-    except OSError as error:
-        raise NativeBuildError(f"{command[0]} does not run: {error}") from error
-
-
-def _cpu() -> bytes:
+def _cpu() -> list[str]:
     """What -march=native depends on."""
     lines = [platform.machine()]
     info = Path("/proc/cpuinfo")
@@ -153,4 +135,4 @@ def _cpu() -> bytes:
         wanted = ("flags", "Features", "cpu family", "model\t", "CPU part")
         first = info.read_text().split("\n\n", 1)[0]
         lines += [line for line in first.splitlines() if line.startswith(wanted)]
-    return "\n".join(lines).encode()
+    return lines

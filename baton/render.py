@@ -32,10 +32,6 @@ def _console(*, stderr: bool) -> Console:
     )
 
 
-def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    out().print(table(title, columns, rows))
-
-
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Group:
     """Columns whose name begins with ">" are flushed right. Where the terminal is too narrow, the
     last columns are left out, and the title says how many: put what matters first."""

@@ -15,12 +15,10 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO
 
-from bench.report import markdown
+from bench.report import markdown, progress
 
 RUNS = 3
 TARGET_S = 20.0
@@ -43,38 +41,32 @@ class _Watch:
     def __init__(self) -> None:
         self._began = time.perf_counter()
         self._marks: list[tuple[str, float]] = [("imports", 0.0)]
-        self.errors = ""
-        self.first_token = threading.Event()
+        self.shown = ""
         self.run = Run()
 
-    def read_announcements(self, stream: IO[bytes]) -> None:
-        for line in stream:
-            text = line.decode(errors="replace")
-            self.errors += text
-            if text.rstrip().endswith("...") and not self.first_token.is_set():
-                name = text.rstrip(". \n").partition(":")[0]
-                if name != self._marks[-1][0]:
-                    self._marks.append((name, self._elapsed()))
+    def read(self, piece: bytes) -> bool:
+        """Whether the first token has come with it."""
+        self.shown += piece.decode(errors="replace")
+        if self.run.first_token_s:
+            return False
+        now_s = time.perf_counter() - self._began
+        for name in self._stages()[len(self._marks) - 1 :]:
+            self._marks.append((name, now_s))
+        if re.search(r"^> .*\n.", self.shown, re.MULTILINE) is None:
+            return False
+        self.run.first_token_s = now_s
+        ends = [start for _, start in self._marks[1:]] + [now_s]
+        for (name, start), end in zip(self._marks, ends, strict=True):
+            self.run.stages[name] = end - start
+        return True
 
-    def read_answers(self, stream: IO[bytes]) -> None:
-        shown = b""
-        while piece := os.read(stream.fileno(), 1 << 16):
-            shown += piece
-            if not self.first_token.is_set():
-                self._look(shown)
-
-    def _look(self, shown: bytes) -> None:
-        if b" is served by " in shown and self._marks[-1][0] != "first answer":
-            self._marks.append(("first answer", self._elapsed()))
-        if re.search(rb"^> .*\n.", shown, re.MULTILINE):
-            self.run.first_token_s = self._elapsed()
-            ends = [start for _, start in self._marks[1:]] + [self.run.first_token_s]
-            for (name, start), end in zip(self._marks, ends, strict=True):
-                self.run.stages[name] = end - start
-            self.first_token.set()
-
-    def _elapsed(self) -> float:
-        return time.perf_counter() - self._began
+    def _stages(self) -> list[str]:
+        """Those that the whole lines announce, in order."""
+        lines = self.shown.rpartition("\n")[0].splitlines()
+        names = [line.rstrip(". ").partition(":")[0] for line in lines if line.endswith("...")]
+        if any(" is served by " in line for line in lines):
+            names.append("first answer")
+        return list(dict.fromkeys(names))
 
 
 def run_once() -> Run:
@@ -85,26 +77,18 @@ def run_once() -> Run:
         with subprocess.Popen(
             command,
             stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
             env={**os.environ, "TMPDIR": folder},
         ) as process:
             assert process.stdout is not None
-            assert process.stderr is not None
-            readers = [
-                threading.Thread(target=watch.read_announcements, args=(process.stderr,)),
-                threading.Thread(target=watch.read_answers, args=(process.stdout,)),
-            ]
             too_long = threading.Timer(LONGEST_RUN_S, process.terminate)
             too_long.start()
-            for reader in readers:
-                reader.start()
-            watch.first_token.wait(LONGEST_RUN_S)
-            watch.run.weights_s = _weights_s(Path(folder))
-            for reader in readers:
-                reader.join()
+            while piece := os.read(process.stdout.fileno(), 1 << 16):
+                if watch.read(piece):
+                    watch.run.weights_s = _weights_s(Path(folder))
             too_long.cancel()
-        if process.returncode != 0 or not watch.first_token.is_set():
-            raise RuntimeError(f"baton demo ended with {process.returncode}: {watch.errors}")
+        if process.returncode != 0 or not watch.run.first_token_s:
+            raise RuntimeError(f"baton demo ended with {process.returncode}: {watch.shown}")
         return watch.run
 
 
@@ -114,12 +98,12 @@ def _weights_s(folder: Path) -> float:
     return max(float(found) for log in logs for found in _READY.findall(log))
 
 
-def measure(progress: Callable[[str], None], runs: int = RUNS) -> list[Run]:
+def measure() -> list[Run]:
     progress("baton demo, not counted")
     run_once()
     result = []
-    for number in range(1, runs + 1):
-        progress(f"baton demo, run {number} of {runs}")
+    for number in range(1, RUNS + 1):
+        progress(f"baton demo, run {number} of {RUNS}")
         result.append(run_once())
     return result
 
@@ -137,3 +121,7 @@ def table(runs: list[Run]) -> str:
 def _row(name: str, seconds: list[float]) -> list[str]:
     each = " ".join(f"{value:.1f}" for value in seconds)
     return [name, f"{statistics.median(seconds):.1f}", each]
+
+
+if __name__ == "__main__":
+    print(f"{__doc__}\n{table(measure())}")

@@ -21,6 +21,7 @@ import torch
 
 from baton.config.engine import EngineConfig
 from bench import random_model
+from bench.report import markdown, progress
 from engine.api import Engine
 from engine.build import load_lone_engine
 from engine.request import RequestId, RequestSpec, SamplingParams, TokenEvent
@@ -45,10 +46,6 @@ class Cell:
     baton: float
     transformers: float
     rounds: int
-
-    @property
-    def ratio(self) -> float:
-        return self.baton / self.transformers
 
 
 def random_prompt(length: int, seed: int) -> np.ndarray:
@@ -148,7 +145,7 @@ def alternate(ours: Callable[[], float], theirs: Callable[[], float]) -> tuple[f
     return statistics.median(columns[0]), statistics.median(columns[1]), rounds
 
 
-def measure(model: str, progress: Callable[[str], None]) -> list[Cell]:
+def measure(model: str) -> list[Cell]:
     """All cells of one model."""
     progress(f"making the random {model} checkpoint (once)")
     folder = random_model.saved(model)
@@ -174,3 +171,23 @@ def measure(model: str, progress: Callable[[str], None]) -> list[Cell]:
     del baton, theirs
     gc.collect()
     return cells
+
+
+def main() -> None:
+    header = ("random Qwen3, bf16", "Baton tokens/s", "transformers tokens/s", "ratio", "rounds")
+    rows = [
+        [
+            f"{cell.model} {cell.what}",
+            f"{cell.baton:.0f}",
+            f"{cell.transformers:.0f}",
+            f"{cell.baton / cell.transformers:.2f}",
+            f"{cell.rounds}",
+        ]
+        for model in random_model.ON_DISK
+        for cell in measure(model)
+    ]
+    print(f"{__doc__}\n{markdown(header, rows)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,7 +1,6 @@
 """Handoff bandwidth beside memcpy, and how long a handoff's answer takes.
 
-    python -m bench.handoff [--rounds 15] [--library wheel|system|PATH] [--python-loop]
-        [--checksum off|sampled|always]
+    python -m bench.handoff [--rounds 15] [--checksum off|sampled|always]
 
 Two processes, one Baton handoff a round: scattered blocks go into the other process (256, a short
 prompt's; 2,048, a long one's), then `done` -> admission -> `Ack`. In the same round, before or
@@ -19,7 +18,6 @@ import ctypes
 import itertools
 import multiprocessing
 import statistics
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, replace
@@ -35,7 +33,6 @@ from bench.report import markdown
 from cluster.preflight.handoff import LoneRank, MemoryShape
 from kv_transfer.layout import BlockId
 from kv_transfer.lease import FirstToken, Lease, WorkerIdentity
-from kv_transfer.rank import make_transport
 from kv_transfer.routes import Route
 from kv_transfer.transport import FlushResult
 from kv_transfer.ucx.native import compiled
@@ -46,7 +43,6 @@ NUM_RUNS = (256, 2048)
 NUM_LAYERS = 8
 NUM_REGIONS = 4
 BLOCKS_PER_REGION = 136  # of which every other one is enough for a layer of the larger handoff
-NUM_PINGS = 500
 SENT = 7  # every byte of the sender's pool
 
 
@@ -67,6 +63,25 @@ class Result:
     exposed_us: float
     answer_us: float
     lanes: tuple[str, ...]
+
+    def cells(self) -> tuple[str, ...]:
+        copy = self.memcpy_gb_s
+        return (
+            f"{self.num_runs:,} of {self.block_bytes >> 10} KiB",
+            f"{copy:.1f}",
+            *(f"{self.put_gb_s:.1f}", f"{self.put_gb_s / copy:.2f}"),
+            *(f"{self.handoff_gb_s:.1f}", f"{self.handoff_gb_s / copy:.2f}"),
+            *(f"{self.answered_gb_s / copy:.2f}", f"{self.exposed_us:.0f}"),
+            f"{self.answer_us:.0f}",
+        )
+
+
+def header_of(copy: str) -> tuple[str, ...]:
+    """Names of `Result.cells`; `copy`: what handoffs are measured beside."""
+    return (
+        *("blocks", f"{copy} GB/s", "put GB/s", f"put/{copy}", "handoff GB/s", f"handoff/{copy}"),
+        *(f"with answer/{copy}", "exposed us", "answer us"),
+    )
 
 
 def shape(block_bytes: int, device: str = "cpu") -> MemoryShape:
@@ -255,76 +270,17 @@ def _lanes(worker: LoneRank, peer: bytes) -> tuple[str, ...]:
     return tuple(sorted(worker.transport.connect(peer).lanes))
 
 
-def echo_main(pipe: Connection, config: TransferConfig) -> None:
-    """Answer every message from the progress thread itself."""
-    transport = make_transport(config)
-    peer = transport.connect(pipe.recv())
-    transport.start(lambda payload: transport.send(peer, payload), lambda _address: None)
-    pipe.send(transport.address)
-    pipe.recv()
-    transport.close()
-
-
-def notification_us(config: TransferConfig) -> float:
-    """Median microseconds of a message there and back between the two progress threads: no event
-    loop takes part, and no other thread."""
-    context = multiprocessing.get_context("spawn")
-    pipe, there = context.Pipe()
-    process = context.Process(target=echo_main, args=(there, config), daemon=True)
-    process.start()
-    transport = make_transport(config)
-    samples: list[float] = []
-    over = threading.Event()
-    sent_at = [0.0]
-
-    def answered(payload: bytes) -> None:
-        samples.append(time.perf_counter() - sent_at[0])
-        if len(samples) == NUM_PINGS:
-            over.set()
-            return
-        sent_at[0] = time.perf_counter()
-        transport.send(peer, payload)
-
-    transport.start(answered, lambda _address: over.set())
-    pipe.send(transport.address)
-    peer = transport.connect(pipe.recv())
-    sent_at[0] = time.perf_counter()
-    transport.send(peer, bytes(300))
-    over.wait(30)
-    pipe.send(None)
-    process.join()
-    transport.close()
-    return statistics.median(samples[10:]) * 1e6
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--library", default="wheel")
-    parser.add_argument("--python-loop", action="store_true", help="post from Python, not from C")
     parser.add_argument("--checksum", default="off", choices=("off", "sampled", "always"))
     options = parser.parse_args()
-    config = TransferConfig(
-        ucx_library=options.library, native=not options.python_loop, checksum=options.checksum
-    )
-    rows = []
-    for num_runs, block_bytes in itertools.product(NUM_RUNS, BLOCK_BYTES):
-        result = uvloop.run(measure(num_runs, block_bytes, options.rounds, config))
-        memcpy = result.memcpy_gb_s
-        cells = {
-            "blocks": f"{num_runs:,} of {block_bytes >> 10} KiB",
-            "memcpy GB/s": f"{memcpy:.1f}",
-            "put GB/s": f"{result.put_gb_s:.1f}",
-            "put/memcpy": f"{result.put_gb_s / memcpy:.2f}",
-            "handoff GB/s": f"{result.handoff_gb_s:.1f}",
-            "handoff/memcpy": f"{result.handoff_gb_s / memcpy:.2f}",
-            "with answer/memcpy": f"{result.answered_gb_s / memcpy:.2f}",
-            "exposed us": f"{result.exposed_us:.0f}",
-            "answer us": f"{result.answer_us:.0f}",
-        }
-        rows.append(cells)
-    print(markdown(list(rows[0]), [list(cells.values()) for cells in rows]))
-    print(f"message there and back, progress threads alone: {notification_us(config):.0f} us")
+    config = TransferConfig(checksum=options.checksum)
+    rows = [
+        uvloop.run(measure(num_runs, block_bytes, options.rounds, config)).cells()
+        for num_runs, block_bytes in itertools.product(NUM_RUNS, BLOCK_BYTES)
+    ]
+    print(markdown(header_of("memcpy"), rows))
 
 
 if __name__ == "__main__":

@@ -27,6 +27,8 @@ from baton.client.events import Finished, HandedOff, Tokens
 from baton.config.cluster import ClusterConfig, ControlConfig, PoolConfig
 from baton.config.engine import EngineConfig
 from baton.config.router import RouterConfig
+from bench import random_model
+from bench.report import markdown, progress
 from cluster.local import bring_up as local
 
 PROMPT_LENGTHS = (128, 512, 1024, 2000)  # the last one is prefilled in two chunks
@@ -127,7 +129,7 @@ def request(client: Client, prompt: np.ndarray) -> Sample:
 
 
 @contextmanager
-def running(model: Path, name: str, progress: Callable[[str], None]) -> Iterator[Client]:
+def running(model: Path, name: str) -> Iterator[Client]:
     pools = CLUSTERS[name]
     config = ClusterConfig(
         model=str(model),
@@ -152,11 +154,11 @@ CLUSTERS = {
 }
 
 
-def measure(model: Path, vocab_size: int, progress: Callable[[str], None]) -> list[PathRow]:
+def measure(model: Path, vocab_size: int) -> list[PathRow]:
     rng = np.random.default_rng(0)
     rows: list[PathRow] = []
     for name in CLUSTERS:
-        with running(model, name, progress) as client:
+        with running(model, name) as client:
             for length in PROMPT_LENGTHS:
                 progress(f"{name}: {length} tokens")
                 row = PathRow(name, length)
@@ -168,3 +170,21 @@ def measure(model: Path, vocab_size: int, progress: Callable[[str], None]) -> li
                         row.samples.append(sample)
                 rows.append(row)
     return rows
+
+
+def main() -> None:
+    print(__doc__)
+    for title, folder, vocab_size in (
+        ("models/demo", Path(__file__).parent.parent / "models" / "demo", 2000),
+        (
+            "random Qwen3 0.1B",
+            random_model.saved("0.1B"),
+            random_model.SHAPES["0.1B"].vocab_size,
+        ),
+    ):
+        rows = [row.cells() for row in measure(folder, vocab_size)]
+        print(f"{title}\n\n{markdown(HEADER, rows)}\n")
+
+
+if __name__ == "__main__":
+    main()

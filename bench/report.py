@@ -1,16 +1,27 @@
-"""What a benchmark writes: the machine that it ran on, and tables in Markdown."""
+"""What a benchmark reports: how far it is, the machine that it runs on, tables in Markdown."""
 
 from __future__ import annotations
 
 import datetime
-import json
 import os
 import platform
 import subprocess
+import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
+
+_BEGAN = time.monotonic()
+
+
+def say(line: str) -> None:
+    print(f"{time.monotonic() - _BEGAN:5.0f} s  {line}", file=sys.stderr, flush=True)
+
+
+def progress(message: str) -> None:
+    say(f"  {message} ...")
+
 
 # --- the machine ----------------------------------------------------------------------------------
 
@@ -18,41 +29,20 @@ from pathlib import Path
 IDLE_LOAD_PER_CORE = 0.5
 
 
-def _cpu_name() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.split(":", 1)[1].strip()
-    return platform.processor()
-
-
-def _cpu_kind() -> str:
-    """What differs between CPUs of one name: family, model, stepping, last-level cache."""
+def _cpu() -> dict[str, str]:
+    """What the kernel says of the first core."""
     first = Path("/proc/cpuinfo").read_text().split("\n\n", 1)[0]
-    lines = dict(line.split(":", 1) for line in first.splitlines() if ":" in line)
-    fields = {name.strip(): value.strip() for name, value in lines.items()}
-    names = ("cpu family", "model", "stepping", "cache size")
-    return ", ".join(f"{name} {fields[name]}" for name in names if name in fields)
+    lines = (line.partition(":") for line in first.splitlines())
+    return {name.strip(): value.strip() for name, _, value in lines}
 
 
-def _cpu_features() -> str:
-    """The instruction sets that decide which kernel runs."""
-    flags = Path("/proc/cpuinfo").read_text().split("flags", 1)[-1].split("\n", 1)[0].split()
-    wanted = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
-    return " ".join(flag for flag in wanted if flag in flags)
-
-
-def _first_line(*command: str) -> str:
+def first_line(*command: str) -> str:
     """What a program prints; empty where the machine lacks it."""
     try:
         answer = subprocess.run(command, capture_output=True, text=True, check=False)
     except FileNotFoundError:
         return ""
     return answer.stdout.strip().partition("\n")[0]
-
-
-def gpu_driver() -> str:
-    """The NVIDIA driver's version; empty where there is none."""
-    return _first_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
 
 
 def load_warning() -> str:
@@ -69,17 +59,22 @@ def load_warning() -> str:
 def describe(command: str) -> str:
     """A few lines of Markdown: command, date, machine, load average, commit; a warning first."""
     load = ", ".join(f"{value:.2f}" for value in os.getloadavg())
-    warning = load_warning()
+    warning, cpu = load_warning(), _cpu()
     gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    name = cpu.get("model name", platform.processor())
+    decide_kernels = {"avx2", "avx512f", "avx512_bf16", "amx_bf16"}
+    features = sorted(decide_kernels.intersection(cpu.get("flags", "").split()))
+    differ = ("cpu family", "model", "stepping", "cache size")  # between CPUs of one name
+    kind = ", ".join(f"{name} {cpu[name]}" for name in differ if name in cpu)
     return "\n".join(
         (
             *([f"> **{warning}.**\n"] if warning else []),
             f"- command: `{command}`",
             f"- date: {datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M} UTC",
-            f"- machine: {_cpu_name()}, {os.cpu_count()} cores, {gib:.0f} GiB, {_cpu_features()}",
-            f"- CPU: {_cpu_kind()}",
+            f"- machine: {name}, {os.cpu_count()} cores, {gib:.0f} GiB, {' '.join(features)}",
+            f"- CPU: {kind}",
             f"- load average before the run: {load}",
-            f"- commit: {_first_line('git', 'describe', '--always', '--dirty') or 'unknown'}",
+            f"- commit: {first_line('git', 'describe', '--always', '--dirty') or 'unknown'}",
         )
     )
 
@@ -102,31 +97,21 @@ def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join((line(header), line(rule), *(line(row) for row in rows)))
 
 
-@dataclass(frozen=True)
-class Table:
-    title: str
-    header: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-
-    def text(self) -> str:
-        return f"### {self.title}\n\n{markdown(self.header, self.rows)}\n"
-
-
-@dataclass
 class Report:
-    """What one part of `bench.gpu` found. `add` and `leave_out` print at once."""
+    """What one part of `bench.gpu` finds: printed, and written to `folder`/PART.md, as it comes."""
 
-    part: str
-    machine: str
-    tables: list[Table] = field(default_factory=list)
-    left_out: list[str] = field(default_factory=list)
-    """What could not be run, and why."""
-    failed: bool = False
+    def __init__(self, part: str, machine: str, folder: Path | None = None) -> None:
+        self.failed = False
+        self.left_out: list[str] = []
+        """What could not be run, and why."""
+        self._file = None if folder is None else folder / f"{part}.md"
+        if self._file is not None:
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            self._file.write_text("")
+        self._write(f"# bench.gpu: {part}\n\n{machine}")
 
     def add(self, title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-        table = Table(title, tuple(header), tuple(tuple(row) for row in rows))
-        self.tables.append(table)
-        print(f"\n{table.text()}", flush=True)
+        self._write(f"\n### {title}\n\n{markdown(header, rows)}")
 
     @contextmanager
     def table(self, title: str, header: Sequence[str]) -> Iterator[list[Sequence[str]]]:
@@ -140,13 +125,10 @@ class Report:
 
     def leave_out(self, why: str) -> None:
         self.left_out.append(why)
-        print(f"left out: {why}", flush=True)
+        self._write(f"\nleft out: {why}")
 
-    def write(self, folder: Path) -> None:
-        """`PART.json` and `PART.md`."""
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"{self.part}.json").write_text(json.dumps(asdict(self), indent=1))
-        lines = [f"# bench.gpu: {self.part}", "", self.machine, ""]
-        lines += [table.text() for table in self.tables]
-        lines += [f"left out: {why}" for why in self.left_out]
-        (folder / f"{self.part}.md").write_text("\n".join(lines).rstrip() + "\n")
+    def _write(self, text: str) -> None:
+        print(text, flush=True)
+        if self._file is not None:
+            with self._file.open("a") as file:
+                file.write(f"{text}\n")

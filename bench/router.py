@@ -6,13 +6,10 @@ with one token for each of its requests. So the time to first token is the route
 same three calls made by the client itself (`direct`) are the part of it that no router can save.
 Placement is timed apart: one request's way through the queue of an idle router, index look-ups and
 booking included, for fleets of several sizes.
-
-python -m bench.router [--profile FILE]
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import random
 import statistics
@@ -69,12 +66,11 @@ async def process(*arguments: str) -> AsyncIterator[tuple[list[str], psutil.Proc
         await started.wait()
 
 
-def router_arguments(folder: Path, control: str, profile: str | None) -> tuple[str, ...]:
+def router_arguments(folder: Path, control: str) -> tuple[str, ...]:
     config = folder / "cluster.yaml"
     config.write_text(f"served_model_name: {MODEL}\nrouter:\n  local_prefill: never\n")
-    how = ("-m", "router") if profile is None else ("-m", "cProfile", "-o", profile, "-m", "router")
     where = ("--control", control, "--config", str(config), "--listen", "127.0.0.1:0")
-    return (*how, *where, "--log-level", "warning")
+    return ("-m", "router", *where, "--log-level", "warning")
 
 
 # --- through the router ---------------------------------------------------------------------------
@@ -168,14 +164,14 @@ async def direct(prefill: str, decode: str) -> list[float]:
     return took
 
 
-async def through_router(profile: str | None) -> tuple[list[float], Run, Run]:
+async def through_router() -> tuple[list[float], Run, Run]:
     """Direct times, requests one by one, requests at once."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         async with process("-m", "bench.free_worker") as (addresses, _):
             control, prefill, decode = addresses
             before = await direct(prefill, decode)
-            arguments = router_arguments(folder, control, profile)
+            arguments = router_arguments(folder, control)
             async with (
                 process(*arguments) as (words, router),
                 grpc.aio.insecure_channel(words[-1]) as channel,
@@ -246,8 +242,8 @@ def _ms(seconds: list[float], share: float = 0.5) -> str:
     return f"{float(np.quantile(seconds, share)) * 1e3:.2f}"
 
 
-async def report(profile: str | None) -> str:
-    before, alone, together = await through_router(profile)
+async def report() -> str:
+    before, alone, together = await through_router()
     added = (statistics.median(alone.ttft_s) - statistics.median(before)) * 1e3
     requests = len(together.ttft_s)
     one_by_one = [
@@ -276,12 +272,5 @@ async def report(profile: str | None) -> str:
     )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench.router", description=__doc__)
-    parser.add_argument("--profile", metavar="FILE", help="profile the router into a cProfile file")
-    options = parser.parse_args()
-    print(uvloop.run(report(options.profile)))
-
-
 if __name__ == "__main__":
-    main()
+    print(f"{__doc__}\n{uvloop.run(report())}")

@@ -7,21 +7,14 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable, Generator
+from typing import Any
 
 from rich.text import Text
 
 from baton import render
 from baton.client import Client
 from baton.client.credentials import Tls, token_in
-from baton.client.events import (
-    Event,
-    Finished,
-    FinishReason,
-    HandedOff,
-    Prefilled,
-    Routed,
-    Tokens,
-)
+from baton.client.events import Event, Finished, FinishReason, HandedOff, Routed, Tokens
 from baton.client.request_stream import GenerateOptions, build_request
 from baton.errors import BatonError, InvalidRequestError, UnavailableError
 from baton.v1 import router_pb2
@@ -43,82 +36,42 @@ _COLUMNS = (
 )
 
 
-class AnswerMeter:
-    """Feed it a request's events as they come; `lines()` says what they cost."""
+def cost_of(routed: Routed | None, handed_off: HandedOff | None, finished: Finished) -> Text:
+    """What an answer cost: names above values, aligned from answer to answer."""
+    usage, timings, moved = finished.usage, finished.timings, handed_off
+    values = [
+        (routed.prefill_worker or routed.decode_worker) if routed else "-",
+        routed.decode_worker if routed else "-",
+        f"{usage.num_prompt_tokens} tok",
+        f"{usage.num_cached_tokens} tok",
+        render.milliseconds(timings.ttft_ms) if timings.ttft_ms else "-",
+        render.num_bytes(moved.kv_bytes) if moved else "-",
+        render.bandwidth(moved.kv_bytes, moved.put_ms) if moved else "-",
+        render.milliseconds(timings.itl_ms) if usage.num_output_tokens > 1 else "-",
+        render.rate(tokens_per_s(finished), "tok/s"),
+    ]
+    names = [name.removeprefix(">") for name, _ in _COLUMNS]
+    text = Text()
+    for style, cells in (("dim", names), ("cyan", values)):
+        text.append("  ")
+        for (name, width), cell in zip(_COLUMNS, cells):
+            text.append(cell.rjust(width) if name.startswith(">") else cell.ljust(width), style)
+        text.append("\n")
+    text.rstrip()
+    return text
 
-    def __init__(self) -> None:
-        self._routed: Routed | None = None
-        self._prefilled: Prefilled | None = None
-        self._handed_off: HandedOff | None = None
-        self._finished: Finished | None = None
-        self.num_tokens = 0
 
-    def add(self, event: Event) -> None:
-        match event:
-            case Routed():
-                self._routed = event
-            case Prefilled():
-                self._prefilled = event
-            case HandedOff():
-                self._handed_off = event
-            case Tokens():
-                self.num_tokens += len(event.ids)
-            case Finished():
-                self._finished = event
+def tokens_per_s(finished: Finished) -> float:
+    """1 / TPOT, by the router's clock: output tokens after the first one over the seconds from the
+    first token to the end. 0 for fewer than two tokens.
 
-    @property
-    def num_cached_tokens(self) -> int:
-        if self._finished is not None:
-            return self._finished.usage.num_cached_tokens
-        return self._prefilled.num_cached_tokens if self._prefilled is not None else 0
-
-    @property
-    def tokens_per_s(self) -> float:
-        """1 / TPOT, by the router's clock: output tokens after the first one over the seconds from
-        the first token to the end. 0 before the end, and for fewer than two tokens.
-
-        TPOT (time per output token) is vLLM's (e2e - ttft) / (n - 1): every gap after the first
-        token counts, also that of the handoff. Arrival times here mean nothing, since a late reader
-        gets many tokens at once.
-        """
-        if self._finished is None:
-            return 0.0
-        timings, num_tokens = self._finished.timings, self._finished.usage.num_output_tokens
-        decode_s = (timings.e2e_ms - timings.ttft_ms) / 1e3
-        return (num_tokens - 1) / decode_s if num_tokens > 1 and decode_s > 0 else 0.0
-
-    def lines(self) -> Text:
-        """Names above values, aligned from answer to answer."""
-        names = [name.removeprefix(">") for name, _ in _COLUMNS]
-        values = self._values()
-        text = Text()
-        for style, cells in (("dim", names), ("cyan", values)):
-            text.append("  ")
-            for (name, width), cell in zip(_COLUMNS, cells):
-                text.append(cell.rjust(width) if name.startswith(">") else cell.ljust(width), style)
-            text.append("\n")
-        text.rstrip()
-        return text
-
-    def _values(self) -> list[str]:
-        routed, handed_off, finished = self._routed, self._handed_off, self._finished
-        ttft_ms = finished.timings.ttft_ms if finished else 0.0
-        if not ttft_ms and self._prefilled is not None:
-            ttft_ms = self._prefilled.ttft_ms
-        decoder = routed.decode_worker if routed else "-"
-        return [
-            (routed.prefill_worker or decoder) if routed else "-",
-            decoder,
-            f"{routed.num_prompt_tokens} tok" if routed else "-",
-            f"{self.num_cached_tokens} tok",
-            render.milliseconds(ttft_ms) if ttft_ms else "-",
-            render.num_bytes(handed_off.kv_bytes) if handed_off else "-",
-            render.bandwidth(handed_off.kv_bytes, handed_off.put_ms) if handed_off else "-",
-            render.milliseconds(finished.timings.itl_ms)
-            if finished and self.num_tokens > 1
-            else "-",
-            render.rate(self.tokens_per_s, "tok/s"),
-        ]
+    TPOT (time per output token) is vLLM's (e2e - ttft) / (n - 1): every gap after the first token
+    counts, also that of the handoff. Arrival times here mean nothing, since a late reader gets many
+    tokens at once.
+    """
+    timings, num_tokens = finished.timings, finished.usage.num_output_tokens
+    decode_s = (timings.e2e_ms - timings.ttft_ms) / 1e3
+    return (num_tokens - 1) / decode_s if num_tokens > 1 and decode_s > 0 else 0.0
 
 
 # --- asking ---------------------------------------------------------------------------------------
@@ -157,32 +110,28 @@ def client_of(arguments: argparse.Namespace) -> Client:
     return Client(arguments.router, tls=tls, token=token or None)
 
 
-def stream_answer(events: Generator[Event, None, None]) -> tuple[str, AnswerMeter]:
+def stream_answer(events: Generator[Event, None, None]) -> tuple[str, Text]:
     """Print an answer as it comes. Returns its text and what it cost. Leaving early aborts the
     request."""
-    meter = AnswerMeter()
+    of_kind: dict[type, Any] = {}
     pieces: list[str] = []
     waiting = spinner(render.err(), "waiting for the first token")
-    with contextlib.closing(events), waiting as stop_spinner:
+    with contextlib.closing(events), waiting:
         for event in events:
-            meter.add(event)
+            of_kind[type(event)] = event
             if isinstance(event, Tokens) and event.text:
-                stop_spinner()
+                waiting.stop()
                 pieces.append(event.text)
                 sys.stdout.write(event.text)
                 sys.stdout.flush()
-            elif isinstance(event, Finished):
-                _check_end(event)
+    finished: Finished = of_kind[Finished]
+    if finished.reason in (FinishReason.ABORTED, FinishReason.ERROR):
+        raise BatonError(f"the request was ended by the server: {finished.reason.value}")
     text = "".join(pieces)
     if not text.endswith("\n"):
         sys.stdout.write("\n")
         sys.stdout.flush()
-    return text, meter
-
-
-def _check_end(finished: Finished) -> None:
-    if finished.reason in (FinishReason.ABORTED, FinishReason.ERROR):
-        raise BatonError(f"the request was ended by the server: {finished.reason.value}")
+    return text, cost_of(of_kind.get(Routed), of_kind.get(HandedOff), finished)
 
 
 def _read(read: Callable[[], str]) -> str:
@@ -196,9 +145,9 @@ def _read(read: Callable[[], str]) -> str:
 def generate(arguments: argparse.Namespace) -> int:
     prompt = _read(sys.stdin.read) if arguments.prompt == "-" else arguments.prompt
     with client_of(arguments) as client:
-        _, meter = stream_answer(client.run(_request(prompt, arguments)))
+        _, cost = stream_answer(client.run(_request(prompt, arguments)))
     if arguments.stats or render.err().is_terminal:
-        render.err().print(meter.lines(), no_wrap=True)
+        render.err().print(cost, no_wrap=True)
     return 0
 
 
@@ -236,7 +185,7 @@ def _exchange(
     options = sampling_options(arguments)
     options["chat"] = turns
     try:
-        text, meter = stream_answer(client.generate(**options))
+        text, cost = stream_answer(client.generate(**options))
     except BatonError as error:
         if isinstance(error, UnavailableError) and not sys.stdin.isatty():
             raise
@@ -244,7 +193,7 @@ def _exchange(
         return
     history[:] = [*turns, {"role": "assistant", "content": text}]
     if arguments.stats:
-        render.err().print(meter.lines(), no_wrap=True)
+        render.err().print(cost, no_wrap=True)
 
 
 def _read_line() -> str | None:
@@ -275,7 +224,7 @@ def explain(arguments: argparse.Namespace) -> int:
         ">cached at prefill", ">at decode",
     )  # fmt: skip
     rows = [_candidate_row(candidate) for candidate in explained.candidates]
-    render.print_table("Candidates, cheapest first", columns, rows)
+    render.out().print(render.table("Candidates, cheapest first", columns, rows))
     return 0
 
 

@@ -11,6 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
+from typing import Self
 
 from baton.config.planner import PlannerConfig
 from baton.control_client import ControlClient
@@ -49,10 +50,11 @@ class Autoscaler:
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="autoscaler", daemon=True)
 
-    def start(self) -> None:
+    def __enter__(self) -> Self:
         self._thread.start()
+        return self
 
-    def stop(self) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stopping.set()
         self._client.close()
         self._thread.join(_END_WITHIN_S)
@@ -71,7 +73,7 @@ class Autoscaler:
             self._stopping.wait(_RETRY_S)
 
     def _warn(self, of: str, text: str, fault: Exception | None = None) -> None:
-        """Log a warning once: it would come again each second. Warnings after `stop` are not
+        """Log a warning once: it would come again each second. Warnings after its end are not
         logged."""
         if self._warned.get(of) != text and not self._stopping.is_set():
             self._warned[of] = text

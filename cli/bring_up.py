@@ -11,8 +11,6 @@ import dataclasses
 import itertools
 import os
 import signal
-import socket
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -30,7 +28,7 @@ from cluster.local.process_tree import Process, descendants, wait_until_gone
 # --- the ports that a configuration takes ---------------------------------------------------------
 
 
-_ANY_HOST = {"0.0.0.0", "::"}
+_ANY_HOST = {"0.0.0.0", "::", "[::]"}
 
 
 @dataclass(frozen=True)
@@ -40,7 +38,7 @@ class _Wanted:
     key: str
     host: str
     port: int
-    may_share: bool = False
+    may_share: bool
 
 
 def check_ports(config: ClusterConfig) -> None:
@@ -69,35 +67,22 @@ def _wanted(config: ClusterConfig) -> list[_Wanted]:
                 "0 gives each a free one",
                 field=key,
             )
-    wanted = [
-        _Wanted("control.port", control.host, control.port),
-        _Wanted("router.port", router.host, router.port, router.reuse_port),
+    wanted = (
+        ("control.port", control.host, control.port, False),
+        ("router.port", router.host, router.port, router.reuse_port),
+        ("router.metrics_port", router.host, router.metrics_port, False),
+        ("router.health_port", router.host, router.health_port, router.reuse_port),
+        *((key, "127.0.0.1", port, False) for key, port in of_workers.items()),
+    )
+    return [
+        _Wanted(key, host, port, may_share)
+        for key, host, port, may_share in wanted
+        if port is not None
     ]
-    if router.metrics_port is not None:
-        wanted.append(_Wanted("router.metrics_port", router.host, router.metrics_port))
-    if router.health_port is not None:
-        wanted.append(
-            _Wanted("router.health_port", router.host, router.health_port, router.reuse_port)
-        )
-    wanted += [
-        _Wanted(key, "127.0.0.1", port) for key, port in of_workers.items() if port is not None
-    ]
-    return wanted
 
 
 def _meet(host: str, other: str) -> bool:
-    """Whether one address is among those of both hosts."""
-    addresses, others = _addresses(host), _addresses(other)
-    return bool(addresses & others or (addresses | others) & _ANY_HOST)
-
-
-def _addresses(host: str) -> set[str]:
-    """Empty for an unknown name, which `_check_free` reports."""
-    try:
-        found = socket.getaddrinfo(host.strip("[]"), None, flags=socket.AI_PASSIVE)
-    except OSError:
-        return set()
-    return {str(target[0]) for *_, target in found}
+    return host == other or bool({host, other} & _ANY_HOST)
 
 
 def _check_free(wanted: _Wanted) -> None:
@@ -117,6 +102,7 @@ def _check_free(wanted: _Wanted) -> None:
 
 
 if TYPE_CHECKING:
+    from cli.autoscale import Autoscaler
     from cluster.local.bring_up import RunningCluster
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -200,12 +186,8 @@ def check_all_gone(processes: set[Process]) -> None:
         raise BatonError(f"still running after {_GONE_WITHIN_S:g} s: {named}")
 
 
-@contextlib.contextmanager
-def autoscaled(config: ClusterConfig, cluster: RunningCluster, wanted: bool) -> Iterator[None]:
-    """Let the pools follow the load during the block. Every change is printed with its reason."""
-    if not wanted:
-        yield
-        return
+def _autoscaler(config: ClusterConfig, cluster: RunningCluster) -> Autoscaler:
+    """Lets the pools follow the load. Every change is printed with its reason."""
     from cli.autoscale import Autoscaler
     from cluster.planner.fleet_signals import PoolBounds
 
@@ -214,12 +196,7 @@ def autoscaled(config: ClusterConfig, cluster: RunningCluster, wanted: bool) -> 
         for name, pool in config.pools.items()
     }
     report = partial(render.out().print, markup=False)
-    autoscaler = Autoscaler(cluster.control_address, bounds, config.planner, report)
-    autoscaler.start()
-    try:
-        yield
-    finally:
-        autoscaler.stop()
+    return Autoscaler(cluster.control_address, bounds, config.planner, report)
 
 
 def _first_question(router: RouterConfig) -> str:
@@ -246,7 +223,8 @@ def up(arguments: argparse.Namespace) -> int:
                 out.print(f"[bold]{config.model_name}[/bold] is served at {cluster.router_address}")
                 out.print(f"control service at {cluster.control_address}; ctrl-C ends the cluster")
                 out.print(f"try: {_first_question(config.router)}", style="dim", markup=False)
-                with autoscaled(config, cluster, arguments.autoscale):
+                wanted = arguments.autoscale
+                with _autoscaler(config, cluster) if wanted else contextlib.nullcontext():
                     cluster.wait()
             processes = descendants()
             drain_s = config.router.drain_timeout_s

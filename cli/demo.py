@@ -106,8 +106,8 @@ def demo(arguments: argparse.Namespace) -> int:
     with Steps(render.err()) as steps, Startup(steps) as startup:
         with startup.start(config) as cluster:
             steps.done()
-            num_processes = len(descendants())
-            _introduce(config.model_name, num_processes, time.monotonic() - began)
+            served = f"{config.model_name} is served by {len(descendants())} processes"
+            render.out().print(f"{served} after {time.monotonic() - began:.1f} s\n", style="dim")
             with Client(cluster.router_address) as client:
                 asked: set[tuple[Turn, ...]] = set()
                 for prompt in prompts:
@@ -132,12 +132,6 @@ def _for_show(config: ClusterConfig) -> ClusterConfig:
     )
 
 
-def _introduce(model: str, num_processes: int, elapsed_s: float) -> None:
-    render.out().print(
-        f"{model} is served by {num_processes} processes after {elapsed_s:.1f} s\n", style="dim"
-    )
-
-
 def _ask(client: Client, prompt: DemoPrompt, *, is_known: bool) -> None:
     out = render.out()
     out.print(_heading(prompt, is_known=is_known))
@@ -145,8 +139,8 @@ def _ask(client: Client, prompt: DemoPrompt, *, is_known: bool) -> None:
     events = client.generate(
         chat=messages, max_tokens=prompt.max_tokens, temperature=prompt.temperature
     )
-    _, meter = stream_answer(events)
-    out.print(meter.lines(), no_wrap=True)
+    _, cost = stream_answer(events)
+    out.print(cost, no_wrap=True)
     out.print()
 
 

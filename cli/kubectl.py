@@ -13,6 +13,7 @@ import json
 import os
 import re
 import selectors
+import shutil
 import signal
 import subprocess
 import sys
@@ -44,8 +45,6 @@ _FORWARD_S = 30.0
 _RUNNING_S = 10  # kubectl itself waits a minute for a pod that there may never be
 _END_S = 5.0
 _LISTENS = re.compile(rb"Forwarding from (127\.0\.0\.1:[0-9]+)")
-_NOT_FOUND = "kubectl is not on PATH"
-_INSTEAD = "--address HOST:PORT goes without it, where you reach the cluster's inside"
 RIGHTS: Mapping[str, Sequence[str]] = {
     "servingclusters.baton.dev": ("list",),
     "services": ("get",),
@@ -65,10 +64,6 @@ class PluginError(Exception):
         """`hint`: what to do next, in a line."""
         super().__init__(message)
         self.message, self.hint = message, hint
-
-
-class ForwardError(PluginError):
-    """kubectl reaches none of the pods."""
 
 
 # --- which cluster --------------------------------------------------------------------------------
@@ -134,8 +129,14 @@ def heads(cluster: Mapping[str, Any]) -> dict[str, Target]:
 class Kubectl:
     """Ask kubectl, and hold its port-forwards. `flags`: kubectl's own for context and namespace."""
 
-    def __init__(self, flags: Sequence[str], program: str = "kubectl") -> None:
-        self._command = [program, *flags]
+    def __init__(self, flags: Sequence[str]) -> None:
+        """Raises PluginError where kubectl is not installed."""
+        if shutil.which("kubectl") is None:
+            raise PluginError(
+                "kubectl is not on PATH",
+                "--address HOST:PORT goes without it, where you reach the cluster's inside",
+            )
+        self._command = ["kubectl", *flags]
 
     def serving_clusters(self) -> Sequence[Mapping[str, Any]]:
         """The namespace's. Raises PluginError."""
@@ -144,8 +145,6 @@ class Kubectl:
             done = subprocess.run(
                 command, capture_output=True, text=True, timeout=_ANSWER_S, check=False
             )
-        except FileNotFoundError as error:
-            raise PluginError(_NOT_FOUND, _INSTEAD) from error
         except subprocess.TimeoutExpired as error:
             message = f"the API server does not answer within {_ANSWER_S:g} s"
             raise PluginError(message, "`kubectl cluster-info` asks for nothing else") from error
@@ -164,12 +163,9 @@ class Kubectl:
             *(f"service/{target.service}", f":{target.port}"),
         ]
         with tempfile.TemporaryFile() as errors:
-            try:
-                process = subprocess.Popen(
-                    command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors
-                )
-            except FileNotFoundError as error:
-                raise PluginError(_NOT_FOUND, _INSTEAD) from error
+            process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors
+            )
             try:
                 yield _address(process, errors, target)
             finally:
@@ -183,14 +179,11 @@ def refusal(output: str) -> PluginError:
     if "the server doesn't have a resource type" in said:
         hint = "install Baton's chart there, or name another cluster with --context"
     elif "orbidden" in said:
-        hint = f"you need to {_rights()}"
+        rights = (f"{' and '.join(verbs)} {what}" for what, verbs in RIGHTS.items())
+        hint = f"you need to {', '.join(rights)}"
     else:
         hint = "`kubectl cluster-info` shows whether kubectl reaches its cluster"
     return PluginError(said, hint)
-
-
-def _rights() -> str:
-    return ", ".join(f"{' and '.join(verbs)} {what}" for what, verbs in RIGHTS.items())
 
 
 def _address(process: subprocess.Popen[bytes], errors: IO[bytes], target: Target) -> str:
@@ -212,9 +205,9 @@ def _address(process: subprocess.Popen[bytes], errors: IO[bytes], target: Target
     return found[1].decode()
 
 
-def _unreached(target: Target, why: str) -> ForwardError:
+def _unreached(target: Target, why: str) -> PluginError:
     hint = f"`kubectl -n {target.namespace} get pods,service` shows whether its pods are ready"
-    return ForwardError(f"service/{target.service}: {why}", hint)
+    return PluginError(f"service/{target.service}: {why}", hint)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -272,7 +265,8 @@ def _reached(options: argparse.Namespace, endpoint: str) -> Iterator[list[str]]:
     if options.address:
         yield [_OPTIONS[endpoint], options.address]
         return
-    kubectl = Kubectl(_kubectl_flags(options))
+    given = {name: getattr(options, name) for name in ("kubeconfig", "context", "namespace")}
+    kubectl = Kubectl([f"--{name}={value}" for name, value in given.items() if value])
     cluster = chosen(kubectl.serving_clusters(), options.cluster)
     there = target(cluster, endpoint)
     units = heads(cluster) if options.command in _OF_ALL_UNITS else {}
@@ -289,22 +283,17 @@ def _reached(options: argparse.Namespace, endpoint: str) -> Iterator[list[str]]:
 @contextlib.contextmanager
 def _all_forwarded(kubectl: Kubectl, units: Mapping[str, Target]) -> Iterator[dict[str, str]]:
     """Addresses by unit. Leaves out a unit that kubectl does not reach, since its head may have
-    gone; raises ForwardError when it reaches none."""
+    gone; raises PluginError when it reaches none."""
     addresses, errors = {}, []
     with contextlib.ExitStack() as forwards:
         for code, there in units.items():
             try:
                 addresses[code] = forwards.enter_context(kubectl.forwarded(there))
-            except ForwardError as error:
+            except PluginError as error:
                 errors.append(error)
         if not addresses:
             raise errors[0]
         yield addresses
-
-
-def _kubectl_flags(options: argparse.Namespace) -> list[str]:
-    given = {name: getattr(options, name) for name in ("kubeconfig", "context", "namespace")}
-    return [f"--{name}={value}" for name, value in given.items() if value]
 
 
 def _hint(options: argparse.Namespace) -> str:

@@ -56,7 +56,10 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "baton", unreachable:
     parser.set_defaults(prog=prog, unreachable=unreachable)
     arguments = parser.parse_args(argv)
     if arguments.version:
-        return _print_version(arguments)
+        from importlib import metadata
+
+        print(f"baton {metadata.version('baton-serve')}")
+        return 0
     if arguments.command is None:
         parser.print_help(sys.stderr)
         return EXIT_USAGE
@@ -82,19 +85,6 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "baton", unreachable:
         need = f"`baton {arguments.command}` needs {package}, which is not installed"
         return _report(ConfigError(f"{need}: pip install 'baton-serve[worker]'"), arguments)
     return code
-
-
-def _print_version(arguments: argparse.Namespace) -> int:
-    """Print the installed version. A checkout that is not installed has none."""
-    from importlib import metadata
-
-    try:
-        version = metadata.version("baton-serve")
-    except metadata.PackageNotFoundError:
-        problem = "baton-serve is not installed, so it has no version"
-        return _report(ConfigError(problem), arguments)
-    print(f"baton {version}")
-    return 0
 
 
 def _report(error: BatonError, arguments: argparse.Namespace) -> int:
@@ -163,16 +153,15 @@ Subparsers = argparse._SubParsersAction  # argparse's own type
 
 def _add_cluster_commands(commands: Subparsers[argparse.ArgumentParser]) -> None:
     up = commands.add_parser("up", help="start a cluster on this machine; ctrl-C ends it")
-    up.add_argument("-f", "--file", metavar="YAML", help="cluster file (default: 1 + 1 workers)")
+    demo = commands.add_parser("demo", help="start a cluster, ask it things, stop it")
+    deploy = commands.add_parser("deploy", help="print the Kubernetes manifest of a cluster file")
+    for command in (up, demo, deploy):
+        command.add_argument(
+            "-f", "--file", metavar="YAML", help="cluster file (default: 1 + 1 workers)"
+        )
     up.add_argument("--model", metavar="FOLDER", help="serve this model instead")
     up.add_argument(
         "--autoscale", action="store_true", help="let the pools follow the load (section planner)"
-    )
-    demo = commands.add_parser("demo", help="start a cluster, ask it things, stop it")
-    demo.add_argument("-f", "--file", metavar="YAML", help="cluster file")
-    deploy = commands.add_parser("deploy", help="print the Kubernetes manifest of a cluster file")
-    deploy.add_argument(
-        "-f", "--file", metavar="YAML", help="cluster file (default: 1 + 1 workers)"
     )
     deploy.add_argument("--name", default="default", help="of the ServingCluster (%(default)s)")
     deploy.add_argument("-n", "--namespace", metavar="NAME", help="where it is to run")
@@ -180,20 +169,20 @@ def _add_cluster_commands(commands: Subparsers[argparse.ArgumentParser]) -> None
 
 def _add_request_commands(commands: Subparsers[argparse.ArgumentParser]) -> None:
     generate = commands.add_parser("generate", help="ask one thing and stream the answer")
-    generate.add_argument("prompt", metavar="PROMPT", help='what to ask; "-" reads standard input')
-    generate.add_argument(
-        "--raw", action="store_true", help="send the prompt as it is, without the chat template"
-    )
     chat = commands.add_parser("chat", help="talk to the model")
+    explain = commands.add_parser("explain", help="where a prompt would run, and at what cost")
+    generate.add_argument("prompt", metavar="PROMPT", help='what to ask; "-" reads standard input')
+    explain.add_argument("prompt", metavar="PROMPT")
     chat.add_argument("--system", metavar="TEXT", help="the system prompt")
+    for command in (generate, explain):
+        command.add_argument(
+            "--raw", action="store_true", help="send the prompt as it is, without the chat template"
+        )
+    for command in (generate, chat, explain):
+        command.add_argument("--max-tokens", type=int, metavar="N")
+        _add_router(command)
     for command in (generate, chat):
         _add_sampling(command)
-        _add_router(command)
-    explain = commands.add_parser("explain", help="where a prompt would run, and at what cost")
-    explain.add_argument("prompt", metavar="PROMPT")
-    explain.add_argument("--raw", action="store_true", help="without the chat template")
-    explain.add_argument("--max-tokens", type=int, metavar="N")
-    _add_router(explain)
 
 
 def _add_operator_commands(commands: Subparsers[argparse.ArgumentParser]) -> None:
@@ -248,11 +237,7 @@ def _add_router(command: argparse.ArgumentParser) -> None:
         default=os.environ.get("BATON_ROUTER", "127.0.0.1:7100"),
         help="one or more routers (BATON_ROUTER; %(default)s)",
     )
-    _add_credentials(command)
-
-
-def _add_credentials(command: argparse.ArgumentParser) -> None:
-    """A token itself is never an option, since others can read command lines."""
+    # A token itself is never an option, since others can read command lines.
     command.add_argument("--tls", action="store_true", help="ask by TLS; those below imply it")
     command.add_argument(
         "--tls-ca",
@@ -271,7 +256,6 @@ def _add_credentials(command: argparse.ArgumentParser) -> None:
 
 
 def _add_sampling(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--max-tokens", type=int, metavar="N")
     command.add_argument("--temperature", type=float, metavar="T", help="0 is greedy")
     command.add_argument("--top-k", type=int, metavar="K")
     command.add_argument("--top-p", type=float, metavar="P")

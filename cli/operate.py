@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import yaml
 
@@ -34,8 +33,9 @@ def scale(arguments: argparse.Namespace) -> int:
         return _wait(control, lambda fleet: _scaled(fleet, pool, replicas), arguments.timeout)
 
 
-def _scaled(fleet: Fleet, pool: str, replicas: int) -> _Progress:
-    """How far a pool's change is. Raises BatonError when its workers do not start."""
+def _scaled(fleet: Fleet, pool: str, replicas: int) -> tuple[str, bool]:
+    """How far a pool's change is, and whether it is over. Raises BatonError when its workers do not
+    start."""
     now = next((entry for entry in fleet.pools if entry.name == pool), control_pb2.PoolStatus())
     if now.live_replicas < replicas and now.num_failed_starts >= _FAILED_STARTS:
         raise BatonError(f"the {pool} pool does not start: {now.last_error}")
@@ -46,7 +46,7 @@ def _scaled(fleet: Fleet, pool: str, replicas: int) -> _Progress:
     message = f"{pool}: {now.live_replicas} live, {replicas} wanted"
     if leaving:
         message += f", {leaving} leaving"
-    return _Progress(message, now.live_replicas == replicas and not leaving)
+    return message, now.live_replicas == replicas and not leaving
 
 
 def roles(arguments: argparse.Namespace) -> int:
@@ -76,11 +76,10 @@ def drain(arguments: argparse.Namespace) -> int:
         control.drain(name)
         if arguments.no_wait:
             return 0
+        doing = f"{name}: finishing what it runs"
         status = _wait(
             control,
-            lambda fleet: _Progress(
-                f"{name}: finishing what it runs", _incarnations(fleet).get(name) != here[name]
-            ),
+            lambda fleet: (doing, _incarnations(fleet).get(name) != here[name]),
             arguments.timeout,
         )
         render.out().print(f"{name} has left", markup=False)
@@ -96,27 +95,19 @@ def _incarnations(fleet: Fleet) -> dict[str, int]:
     }
 
 
-@dataclass(frozen=True)
-class _Progress:
-    """How far a change is, in words, and whether it is over."""
-
-    message: str
-    is_done: bool
-
-
 def _wait(
-    control: ControlClient, progress_of: Callable[[Fleet], _Progress], timeout_s: float
+    control: ControlClient, progress_of: Callable[[Fleet], tuple[str, bool]], timeout_s: float
 ) -> int:
     """Follow the fleet until the change is done, and print each progress."""
     message = "waiting for the control service"
     with Steps(render.err()) as steps:
         try:
             for fleet in control.watch_fleet(timeout_s):
-                progress = progress_of(fleet)
-                if progress.message != message:
-                    message = progress.message
+                former = message
+                message, is_done = progress_of(fleet)
+                if message != former:
                     steps(message)
-                if progress.is_done:
+                if is_done:
                     return 0
         except DeadlineError as error:
             raise BatonError(

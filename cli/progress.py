@@ -2,35 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Callable, Iterator
 from typing import Self
 
 from rich.console import Console
-from rich.live import Live
-from rich.spinner import Spinner
-from rich.table import Table
+from rich.markup import escape
+from rich.progress import Progress, SpinnerColumn, TimeElapsedColumn
+from rich.status import Status
 from rich.text import Text
 
-_SHOW_SECONDS_AFTER_S = 1.0
 _SHOW_TENTHS_AFTER_S = 0.05
-
-
-class _Waiting:
-    """What `Live` draws: spinner, message and, once it lasts, the seconds."""
-
-    def __init__(self, message: str, started: float) -> None:
-        self._message = message
-        self._started = started
-        self._spinner = Spinner("dots", style="cyan")
-
-    def __rich__(self) -> Table:
-        elapsed_s = time.monotonic() - self._started
-        seconds = f"{elapsed_s:.0f} s" if elapsed_s >= _SHOW_SECONDS_AFTER_S else ""
-        line = Table.grid(padding=(0, 1))
-        line.add_row(self._spinner, Text(self._message), Text(seconds, style="dim"))
-        return line
 
 
 class Steps:
@@ -44,14 +25,15 @@ class Steps:
         self._console = console
         self._message: str | None = None
         self._started = 0.0
-        self._live: Live | None = None
+        self._live: Progress | None = None
 
     def __call__(self, message: str) -> None:
         self.done()
         self._message, self._started = message, time.monotonic()
         if self._console.is_terminal:
-            waiting = _Waiting(message, self._started)
-            self._live = Live(waiting, console=self._console, transient=True, refresh_per_second=10)
+            columns = SpinnerColumn(style="cyan"), "{task.description}", TimeElapsedColumn()
+            self._live = Progress(*columns, console=self._console, transient=True)
+            self._live.add_task(escape(message))
             self._live.start()
         else:
             self._console.print(f"{message} ...", highlight=False, markup=False)
@@ -59,7 +41,8 @@ class Steps:
     def detail(self, text: str) -> None:
         """How far the current step has come: on its line, or on one of its own elsewhere."""
         if self._live is not None:
-            self._live.update(_Waiting(f"{self._message}: {text}", self._started))
+            (task,) = self._live.task_ids
+            self._live.update(task, description=escape(f"{self._message}: {text}"))
         else:
             self._console.print(f"{self._message}: {text} ...", highlight=False, markup=False)
 
@@ -85,13 +68,6 @@ class Steps:
         self.done(failed=kind is not None)
 
 
-@contextlib.contextmanager
-def spinner(console: Console, message: str) -> Iterator[Callable[[], None]]:
-    """A spinner for a wait that is usually short; leaves nothing behind. Terminals only. Yields
-    what ends it early."""
-    if not console.is_terminal:
-        yield lambda: None
-        return
-    waiting = _Waiting(message, time.monotonic())
-    with Live(waiting, console=console, transient=True, refresh_per_second=10) as live:
-        yield live.stop
+def spinner(console: Console, message: str) -> Status:
+    """For a wait that is usually short; leaves nothing behind. Shown on a terminal alone."""
+    return console.status(message, spinner_style="cyan")

@@ -1,9 +1,10 @@
 """`baton status` and `baton top`: what the control services report, as tables.
 
-`status` shows each worker once. `top` shows how busy pools and workers are, once or until ctrl-C.
-One unit serves, or two while one version of the model takes the place of another. Each has a
-control service of its own, and each of these has the list of all units. While there are two, both
-commands show a table of units, and the unit of each pool and worker.
+Both show how busy pools and workers are. `status` adds what starts, waits and fails. `top` adds
+what arrives, and may go on until ctrl-C. One unit serves, or two while one version takes the place
+of another. Each has a control service of its own, and each of these has the list of all
+units. While there are two, both commands show a table of units, and the unit of each pool and
+worker.
 """
 
 from __future__ import annotations
@@ -14,9 +15,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Self
 
-from rich.console import Group
+from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
@@ -48,7 +48,7 @@ class UnitFleet:
         return None if self.fleet is None else sum(pool.live_replicas for pool in self.fleet.pools)
 
 
-class Fleets:
+class Fleets(contextlib.AbstractContextManager["Fleets"]):
     """Ask the control services of all units, again and again over the same connections."""
 
     def __init__(self, control: str, reached: Mapping[str, str] | None = None) -> None:
@@ -72,15 +72,9 @@ class Fleets:
             for unit, answer in zip(units, answers, strict=True)
         ]
 
-    def close(self) -> None:
+    def __exit__(self, *_: object) -> None:
         for client in self._clients.values():
             client.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _units(self) -> Sequence[control_pb2.Unit]:
         """The list, and units that can be reached and get no requests yet."""
@@ -118,30 +112,32 @@ class Fleets:
         return self._clients[address]
 
 
-# --- one unit or two ------------------------------------------------------------------------------
+# --- tables ---------------------------------------------------------------------------------------
 
 
 _WATCH_EVERY_S = 1.0
 _HERE = (control_pb2.WORKER_STATE_LIVE, control_pb2.WORKER_STATE_SUSPECT,
          control_pb2.WORKER_STATE_DRAINING)  # fmt: skip
 _UNIT_COLUMNS = ("unit", ">requests", ">live workers")
-_POOL_COLUMNS = ("pool", "role", ">live")
+_BUSY_COLUMNS = (
+    ">KV used", ">running", ">waiting", ">queued", ">step", ">output", ">prefill", ">handoff",
+)  # fmt: skip
+_POOL_COLUMNS = ("pool", "role", ">live", ">pending", ">TTFT", ">ITL", *_BUSY_COLUMNS)
 _WORKER_COLUMNS = (
-    "worker", "pool", "state", ">running", ">waiting", ">reserved", ">queued", ">KV used",
-    ">prefill", ">step", ">handoff", ">quarantined", "address",
-)  # fmt: skip
-_BUSY_POOL_COLUMNS = (
-    "pool", "role", ">live", ">pending", ">TTFT", ">ITL", ">KV used", ">running", ">waiting",
-    ">queued", ">step", ">output", ">prefill",
-)  # fmt: skip
-_BUSY_WORKER_COLUMNS = (
-    "worker", "pool", "state", ">KV used", ">running", ">waiting", ">queued", ">step", ">output",
-    ">prefill", ">handoff",
+    "worker", "pool", "state", *_BUSY_COLUMNS, ">reserved", ">quarantined", "address",
 )  # fmt: skip
 
 
-def _reading(arguments: argparse.Namespace) -> Fleets:
-    return Fleets(arguments.control, dict(arguments.unit or ()))
+def _tables(units: Sequence[UnitFleet], between: Text) -> Group:
+    """All units, pools and workers; `between` stands between pools and workers."""
+    parts: list[RenderableType] = [_table("Pools", _POOL_COLUMNS, units, _pool_rows), between]
+    if len(units) > 1:
+        parts.insert(0, _units_table(units))
+    if any(fleet.workers for _, fleet in _answering(units)):
+        parts.append(_table("Workers", _WORKER_COLUMNS, units, _worker_rows))
+    else:
+        parts.append(Text("no worker has registered yet", style="dim"))
+    return Group(*parts)
 
 
 def _units_table(units: Sequence[UnitFleet]) -> Group:
@@ -179,39 +175,104 @@ def _said_of(unit: UnitFleet, units: Sequence[UnitFleet]) -> str:
     return f"unit {_name(unit)}: " if len(units) > 1 else ""
 
 
+def _pool_rows(fleet: Fleet) -> Iterator[list[str]]:
+    seen_in = seen_by_clients(fleet.routers)
+    for pool in fleet.pools:
+        seen = seen_in.get(pool.name, NOTHING_SEEN)
+        workers = [worker for worker in fleet.workers if worker.info.pool == pool.name]
+        yield [
+            pool.name,
+            _role_name(pool.role),
+            f"{pool.live_replicas} of {pool.desired_replicas}",
+            str(pool.pending_replicas or "-"),
+            _milliseconds(seen.ttft_s),
+            _milliseconds(seen.itl_s),
+            *_busy_cells(map(_load, workers)),
+        ]
+
+
+def _worker_rows(fleet: Fleet) -> Iterator[list[str]]:
+    """The busiest of each pool first."""
+    for worker in sorted(fleet.workers, key=_busiest_of_pool_first):
+        info, load = worker.info, _load(worker)
+        yield [
+            info.ref.worker_id,
+            _pool_and_role(worker),
+            control_pb2.WorkerState.Name(worker.state).rpartition("STATE_")[2].lower(),
+            *_busy_cells([load]),
+            str(load.num_reserved),
+            f"{load.num_quarantined_blocks} of {load.num_blocks} blocks",
+            info.address,
+        ]
+
+
+def _load(worker: control_pb2.FleetWorker) -> worker_pb2.WorkerLoad:
+    """What it reported last; nothing for a worker that is not here, or not here any more."""
+    return worker.load if worker.state in _HERE else worker_pb2.WorkerLoad()
+
+
+def _busiest_of_pool_first(worker: control_pb2.FleetWorker) -> tuple[str, int, str]:
+    load = _load(worker)
+    return worker.info.pool, -(load.num_running + load.num_waiting), worker.info.ref.worker_id
+
+
+def _busy_cells(workers: Iterable[worker_pb2.WorkerLoad]) -> list[str]:
+    """How busy one worker is, or several: the KV of the fullest, the step of the slowest, what all
+    put out, and what they can prefill, as each has learned."""
+    loads = list(workers)
+    uses = [
+        1 - (load.num_free_blocks + load.num_quarantined_blocks) / load.num_blocks
+        for load in loads
+        if load.num_blocks
+    ]
+    decoding = [load for load in loads if load.num_running and load.decode_step_s]
+    output_per_s = sum(load.num_running / load.decode_step_s for load in decoding)
+    return [
+        f"{max(uses):.0%}" if uses else "-",
+        str(sum(load.num_running for load in loads)),
+        str(sum(load.num_waiting for load in loads)),
+        f"{sum(load.num_queued_tokens for load in loads)} tok",
+        _milliseconds(max((load.decode_step_s for load in decoding), default=None)),
+        render.rate(output_per_s, "tok/s"),
+        render.rate(sum(load.prefill_tokens_per_s for load in loads), "tok/s"),
+        render.bandwidth(sum(load.handoff_bytes_per_s for load in loads), 1e3),
+    ]
+
+
+def _milliseconds(seconds: float | None) -> str:
+    return "-" if seconds is None else render.milliseconds(seconds * 1e3)
+
+
+def _pool_and_role(worker: control_pb2.FleetWorker) -> str:
+    """The pool, with the role in force if the worker could do more."""
+    role = worker.active_role
+    is_split = role not in (common_pb2.WORKER_ROLE_UNSPECIFIED, common_pb2.WORKER_ROLE_MIXED)
+    return f"{worker.info.pool} as {_role_name(role)}" if is_split else worker.info.pool
+
+
+def _role_name(role: common_pb2.WorkerRole.ValueType) -> str:
+    return common_pb2.WorkerRole.Name(role).removeprefix("WORKER_ROLE_").lower()
+
+
 # --- status ---------------------------------------------------------------------------------------
 
 
 def status(arguments: argparse.Namespace) -> int:
     with _reading(arguments) as fleets:
-        units = fleets.read()
-    print_status(units)
+        render.out().print(status_screen(fleets.read()))
     return 0
 
 
-def print_status(units: Sequence[UnitFleet]) -> None:
-    out = render.out()
+def status_screen(units: Sequence[UnitFleet]) -> Group:
+    models, remarks = Text(end=""), Text(end="")
     for unit, fleet in _answering(units):
+        said_of = _said_of(unit, units)
         if fleet.model_fingerprint:
-            line = f"{_said_of(unit, units)}model fingerprint {fleet.model_fingerprint.hex()}"
-            out.print(line, style="dim", markup=False)
-    if len(units) > 1:
-        out.print(_units_table(units))
-    out.print(_table("Pools", _POOL_COLUMNS, units, _pool_rows))
-    for unit, fleet in _answering(units):
+            fingerprint = f"{said_of}model fingerprint {fleet.model_fingerprint.hex()}\n"
+            models.append(fingerprint, style="dim")
         for line, style in _remarks(fleet):
-            out.print(_said_of(unit, units) + line, style=style, markup=False)
-    if any(fleet.workers for _, fleet in _answering(units)):
-        out.print(_table("Workers", _WORKER_COLUMNS, units, _worker_rows))
-    else:
-        out.print("no worker has registered yet", style="dim")
-
-
-def _pool_rows(fleet: Fleet) -> list[list[str]]:
-    return [
-        [pool.name, role_name(pool.role), f"{pool.live_replicas} of {pool.desired_replicas}"]
-        for pool in fleet.pools
-    ]
+            remarks.append(f"{said_of}{line}\n", style=style)
+    return Group(models, _tables(units, remarks))
 
 
 def _remarks(fleet: Fleet) -> Iterator[tuple[str, str]]:
@@ -230,55 +291,6 @@ def _remarks(fleet: Fleet) -> Iterator[tuple[str, str]]:
         yield line, "red"
 
 
-def _worker_rows(fleet: Fleet) -> list[list[str]]:
-    workers = sorted(
-        fleet.workers, key=lambda worker: (worker.info.pool, worker.info.ref.worker_id)
-    )
-    return [_worker_row(worker) for worker in workers]
-
-
-def _worker_row(worker: control_pb2.FleetWorker) -> list[str]:
-    is_gone = worker.state == control_pb2.WORKER_STATE_GONE  # its last report is history
-    info, load = worker.info, worker_pb2.WorkerLoad() if is_gone else worker.load
-    share = kv_use(load)
-    return [
-        info.ref.worker_id,
-        pool_and_role(worker),
-        state_name(worker.state),
-        str(load.num_running),
-        str(load.num_waiting),
-        str(load.num_reserved),
-        f"{load.num_queued_tokens} tok",
-        "-" if share is None else f"{share:.0%} of {load.num_blocks}",
-        render.rate(load.prefill_tokens_per_s, "tok/s"),
-        render.milliseconds(load.decode_step_s * 1e3) if load.decode_step_s else "-",
-        render.bandwidth(load.handoff_bytes_per_s, 1e3),
-        f"{load.num_quarantined_blocks} blocks",
-        info.address,
-    ]
-
-
-def kv_use(load: worker_pb2.WorkerLoad) -> float | None:
-    """The share of KV memory in use; None without KV memory."""
-    used = load.num_blocks - load.num_free_blocks - load.num_quarantined_blocks
-    return used / load.num_blocks if load.num_blocks else None
-
-
-def pool_and_role(worker: control_pb2.FleetWorker) -> str:
-    """The pool, with the role in force if the worker could do more."""
-    role = worker.active_role
-    is_split = role not in (common_pb2.WORKER_ROLE_UNSPECIFIED, common_pb2.WORKER_ROLE_MIXED)
-    return f"{worker.info.pool} as {role_name(role)}" if is_split else worker.info.pool
-
-
-def state_name(state: control_pb2.WorkerState.ValueType) -> str:
-    return control_pb2.WorkerState.Name(state).rpartition("STATE_")[2].lower()
-
-
-def role_name(role: common_pb2.WorkerRole.ValueType) -> str:
-    return common_pb2.WorkerRole.Name(role).removeprefix("WORKER_ROLE_").lower()
-
-
 # --- top ------------------------------------------------------------------------------------------
 
 
@@ -287,8 +299,12 @@ def top(arguments: argparse.Namespace) -> int:
         if arguments.watch:
             _watch(fleets)
         else:
-            render.out().print(screen(fleets.read()))
+            render.out().print(top_screen(fleets.read()))
     return 0
+
+
+def _reading(arguments: argparse.Namespace) -> Fleets:
+    return Fleets(arguments.control, dict(arguments.unit or ()))
 
 
 def _watch(fleets: Fleets) -> None:
@@ -307,110 +323,13 @@ def _watch(fleets: Fleets) -> None:
 
 def _screens(fleets: Fleets) -> Iterator[Group]:
     while True:
-        yield screen(fleets.read())
+        yield top_screen(fleets.read())
         time.sleep(_WATCH_EVERY_S)
 
 
-def screen(units: Sequence[UnitFleet]) -> Group:
-    """All tables, the busiest worker of each pool first."""
+def top_screen(units: Sequence[UnitFleet]) -> Group:
     arrivals = [_said_of(unit, units) + _arrivals(fleet) for unit, fleet in _answering(units)]
-    return Group(
-        *([_units_table(units)] if len(units) > 1 else ()),
-        _table("Pools", _BUSY_POOL_COLUMNS, units, _busy_pool_rows),
-        Text("\n".join(arrivals) + "\n"),
-        _table("Workers", _BUSY_WORKER_COLUMNS, units, _busy_worker_rows),
-    )
-
-
-def _busy_pool_rows(fleet: Fleet) -> list[list[str]]:
-    return [_busy_pool_row(fleet, pool) for pool in fleet.pools]
-
-
-def _busy_worker_rows(fleet: Fleet) -> list[list[str]]:
-    return [
-        _busy_worker_row(worker)
-        for pool in fleet.pools
-        for worker in sorted(_workers(fleet, pool.name), key=_busiest_first)
-    ]
-
-
-@dataclass(frozen=True)
-class Busy:
-    """Of one worker or of several. Fractions and rates; None: unknown."""
-
-    kv_use: float | None
-    """Of the fullest worker."""
-    num_running: int
-    num_waiting: int
-    num_queued_tokens: int
-    decode_step_s: float | None
-    """Of the slowest worker."""
-    output_tokens_per_s: float
-    prefill_tokens_per_s: float
-    """What the workers can do, as each has learned."""
-
-    def cells(self) -> list[str]:
-        return [
-            "-" if self.kv_use is None else f"{self.kv_use:.0%}",
-            str(self.num_running),
-            str(self.num_waiting),
-            f"{self.num_queued_tokens} tok",
-            _milliseconds(self.decode_step_s),
-            render.rate(self.output_tokens_per_s, "tok/s"),
-            render.rate(self.prefill_tokens_per_s, "tok/s"),
-        ]
-
-
-def _milliseconds(seconds: float | None) -> str:
-    return "-" if seconds is None else render.milliseconds(seconds * 1e3)
-
-
-def busy_of(workers: Iterable[control_pb2.FleetWorker]) -> Busy:
-    loads = [worker.load for worker in workers if worker.state in _HERE]
-    uses = [use for load in loads if (use := kv_use(load)) is not None]
-    decoding = [load for load in loads if load.num_running and load.decode_step_s]
-    return Busy(
-        kv_use=max(uses, default=None),
-        num_running=sum(load.num_running for load in loads),
-        num_waiting=sum(load.num_waiting for load in loads),
-        num_queued_tokens=sum(load.num_queued_tokens for load in loads),
-        decode_step_s=max((load.decode_step_s for load in decoding), default=None),
-        output_tokens_per_s=sum(load.num_running / load.decode_step_s for load in decoding),
-        prefill_tokens_per_s=sum(load.prefill_tokens_per_s for load in loads),
-    )
-
-
-def _workers(fleet: Fleet, pool: str) -> Sequence[control_pb2.FleetWorker]:
-    return [worker for worker in fleet.workers if worker.info.pool == pool]
-
-
-def _busiest_first(worker: control_pb2.FleetWorker) -> tuple[int, str]:
-    busy = busy_of([worker])
-    return -(busy.num_running + busy.num_waiting), worker.info.ref.worker_id
-
-
-def _busy_pool_row(fleet: Fleet, pool: control_pb2.PoolStatus) -> list[str]:
-    live = f"{pool.live_replicas} of {pool.desired_replicas}"
-    seen = seen_by_clients(fleet.routers).get(pool.name, NOTHING_SEEN)
-    return [
-        pool.name,
-        role_name(pool.role),
-        live,
-        str(pool.pending_replicas or "-"),
-        _milliseconds(seen.ttft_s),
-        _milliseconds(seen.itl_s),
-        *busy_of(_workers(fleet, pool.name)).cells(),
-    ]
-
-
-def _busy_worker_row(worker: control_pb2.FleetWorker) -> list[str]:
-    return [
-        worker.info.ref.worker_id,
-        pool_and_role(worker),
-        state_name(worker.state),
-        *busy_of([worker]).cells(),
-        render.bandwidth(worker.load.handoff_bytes_per_s if worker.state in _HERE else 0, 1e3),
-    ]
+    return _tables(units, Text("\n".join(arrivals) + "\n"))
 
 
 def _arrivals(fleet: Fleet) -> str:

@@ -12,6 +12,10 @@ connection even to the same address, which may stand for several routers. A shor
 next address when one does not answer. Errors are those of `baton.errors`. Leaving a stream early
 aborts its request.
 
+`Client` runs the coroutines of an `AsyncClient` whose every step blocks its thread. They never
+wait, so they need no event loop. A loop of its own would not do: grpc.aio in a second loop of a
+process disturbs the first (grpc issue 25364).
+
     Client("router.example:7100", tls=Tls(ca_file="ca.crt"), token=token_in("token"))
 """
 
@@ -20,26 +24,37 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterator, Sequence
-from typing import Any, ClassVar, Generic, Self, TypeVar, Unpack, cast
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Callable,
+    Coroutine,
+    Generator,
+    Iterator,
+    Sequence,
+)
+from typing import Any, ClassVar, Self, TypeVar, Unpack, cast
 
 import grpc
 import grpc.aio
 
 from baton import status
-from baton.client import routers as calls
+from baton.client.connections import Connection, Connections
 from baton.client.credentials import Tls, Token, metadata_of
 from baton.client.events import Event, Tokens
 from baton.client.request_stream import GenerateOptions, RequestStream, build_request
-from baton.client.routers import REFUSED_BY_GRPC, Call, Connection, Routers, Tries
-from baton.errors import BatonError
+from baton.errors import BatonError, NotFoundError, UnavailableError
 from baton.grpc_options import DIRECT, sends_pings
 from baton.v1 import control_pb2, router_pb2
 
 T = TypeVar("T")
-C = TypeVar("C")
 
 DEFAULT_ADDRESS = "127.0.0.1:7100"
+_ABORT = "Abort"
+"""Only one router may know its request, so the next one is asked on NOT_FOUND."""
+_WATCH_FLEET = "WatchFleet"
+"""It streams, and its first message is the answer."""
+_ABORT_TIMEOUT_S = 2.0
 _MAX_MESSAGE_BYTES = 64 << 20
 _KEEPALIVE_S = 5.0  # a router whose host hangs is given up within twice this
 _CHANNEL_OPTIONS = (
@@ -62,10 +77,14 @@ def _connector(channels: Any, tls: Tls | None) -> Callable[[str], Any]:
     return lambda address: channels.secure_channel(address, credentials, options=options)
 
 
-class _AnyClient(Generic[C]):
-    _channels: ClassVar[Any]
-    """grpc or grpc.aio."""
-    _event: ClassVar[Any]
+# --- for event loops ------------------------------------------------------------------------------
+
+
+class AsyncClient(contextlib.AbstractAsyncContextManager["AsyncClient"]):
+    """As `Client`, method for method, for one event loop; make it inside that loop."""
+
+    _channels: ClassVar[Any] = grpc.aio
+    _event: ClassVar[Any] = asyncio.Event
 
     def __init__(
         self,
@@ -79,16 +98,291 @@ class _AnyClient(Generic[C]):
         """`addresses`: one, several, or several in one text by commas. `tls` None: plain text, in
         which others on the way could read a `token`. Raises ConfigError for files that cannot be
         read."""
-        connect = _connector(self._channels, tls)
-        self._routers: Routers[C] = Routers(addresses, reconnect_within_s, call_timeout_s, connect)
+        listed = addresses.split(",") if isinstance(addresses, str) else addresses
+        self._addresses = [address.strip() for address in listed if address.strip()]
+        if not self._addresses:
+            raise ValueError("at least one router address is needed")
+        self._connections = Connections(self._addresses, _connector(self._channels, tls))
+        self._preferred = 0
         self._token, self._closed = token, self._event()
+        self._reconnect_within_s, self._call_timeout_s = reconnect_within_s, call_timeout_s
+
+    def generate(
+        self, prompt: str | None = None, **options: Unpack[GenerateOptions]
+    ) -> AsyncGenerator[Event, None]:
+        """Run one request and yield its events as they happen, ending with Finished.
+
+        Close the iterator (`contextlib.aclosing`) or cancel the task to abort the request.
+        """
+        return self.run(build_request(prompt, **options))
+
+    def run(self, request: router_pb2.GenerateRequest) -> AsyncGenerator[Event, None]:
+        """As `generate`, of a message made elsewhere; it needs a request_id."""
+        stream = RequestStream(
+            request,
+            self._addresses,
+            first_address=self._preferred,
+            reconnect_within_s=self._reconnect_within_s,
+        )
+        return self._events(stream)
+
+    async def text(self, prompt: str | None = None, **options: Unpack[GenerateOptions]) -> str:
+        """The whole answer at once."""
+        events = self.generate(prompt, **options)
+        return "".join([event.text async for event in events if isinstance(event, Tokens)])
+
+    async def abort(self, request_id: str, tenant: str = "") -> None:
+        message = router_pb2.AbortRequest(request_id=request_id, tenant=tenant)
+        await self._ask(_ABORT, message)
+
+    async def models(self) -> list[router_pb2.Model]:
+        answer = await self._ask("ListModels", router_pb2.ListModelsRequest())
+        return list(answer.models)
+
+    async def tokenize(self, text: str, tenant: str = "") -> list[int]:
+        answer = await self._ask("Tokenize", router_pb2.TokenizeRequest(text=text, tenant=tenant))
+        return list(answer.ids)
+
+    async def explain(self, request: router_pb2.GenerateRequest) -> router_pb2.ExplainRouteResponse:
+        """Where a request would go, cheapest first; books nothing."""
+        message = router_pb2.ExplainRouteRequest(request=request)
+        answer: router_pb2.ExplainRouteResponse = await self._ask("ExplainRoute", message)
+        return answer
+
+    async def fleet(self) -> control_pb2.WatchFleetResponse:
+        """The fleet as the router sees it now."""
+        answer = await self._ask(_WATCH_FLEET, router_pb2.RouterServiceWatchFleetRequest())
+        fleet: control_pb2.WatchFleetResponse = answer.fleet
+        return fleet
+
+    async def close(self) -> None:
+        self._closed.set()
+        for channel in self._connections.close():
+            await self._close_channel(channel)
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    def _check_open(self) -> None:
+        """Raises UnavailableError once the client is closed."""
+        if self._closed.is_set():
+            raise UnavailableError("the client is closed")
+
+    async def _events(self, stream: RequestStream) -> AsyncGenerator[Event, None]:
+        async with contextlib.AsyncExitStack() as used:
+            connection = self._connections.current(stream.address_index)
+            try:
+                while not stream.is_finished:
+                    self._check_open()
+                    await used.aclose()
+                    connection = self._connections.current(stream.address_index)
+                    connection = await used.enter_async_context(self._using(connection))
+                    failure: status.RpcFailure | None = None
+                    metadata = metadata_of(self._token)
+                    call = connection.stub.Generate(
+                        stream.request(), timeout=stream.call_timeout_s(), metadata=metadata
+                    )
+                    try:
+                        async for response in self._responses(call):
+                            event = stream.absorb(response)
+                            if event is not None:
+                                yield event
+                    except grpc.RpcError as error:
+                        failure = cast(status.RpcFailure, error)
+                    finally:
+                        call.cancel()
+                    if not stream.is_finished:
+                        await self._pause(self._lost(stream, connection, failure))
+                self._answered(connection)
+            finally:
+                if not stream.is_finished and not self._closed.is_set():
+                    await self._abandon(stream, connection)
+
+    def _lost(
+        self, stream: RequestStream, connection: Connection, failure: status.RpcFailure | None
+    ) -> float:
+        """Handle a stream's failure. No other request begins at a router that shuts down."""
+        pause_s = stream.lost(failure)
+        if stream.was_sent_away:
+            self._preferred = stream.address_index
+            self._connections.leave(connection)
+        return pause_s
+
+    def _answered(self, connection: Connection) -> None:
+        """Its router is asked first from now on, unless it shuts down."""
+        if self._connections.current(connection.address_index) is connection:
+            self._preferred = connection.address_index
+
+    async def _abandon(self, stream: RequestStream, connection: Connection) -> None:
+        """Abort a request whose caller has left, first at the router that it was last sent to."""
+        abort = router_pb2.AbortRequest(request_id=stream.request_id, tenant=stream.tenant)
+        with contextlib.suppress(BatonError):
+            await self._try(_ABORT, abort, connection, _ABORT_TIMEOUT_S)
+
+    async def _ask(self, method: str, message: Any) -> Any:
+        """The answer to a short call."""
+        first = self._connections.current(self._preferred)
+        return await self._try(method, message, first, self._call_timeout_s)
+
+    async def _try(self, method: str, message: Any, first: Connection, timeout_s: float) -> Any:
+        """Ask one router after the other until one answers, each for `timeout_s` at most."""
+        self._check_open()
+        turn = self._connections.in_turn(first, with_left=method == _ABORT)
+        for connection in turn:
+            try:
+                answer = await self._answer_of(method, message, connection, timeout_s)
+            except grpc.RpcError as error:
+                failure = cast(status.RpcFailure, error)
+                problem = self._problem(failure, timeout_s)
+                goes_on = (
+                    isinstance(problem, UnavailableError)
+                    or status.is_connection_lost(failure)
+                    or (method == _ABORT and isinstance(problem, NotFoundError))
+                )
+                if not goes_on or connection is turn[-1]:
+                    raise problem from error
+                self._check_open()
+            else:
+                if answer is None:
+                    address = self._addresses[connection.address_index]
+                    raise UnavailableError(
+                        f"the router at {address} ended its answer before it began"
+                    )
+                self._answered(connection)
+                return answer
+        raise AssertionError("the last router's failure is raised")
+
+    async def _answer_of(
+        self, method: str, message: Any, connection: Connection, timeout_s: float
+    ) -> Any:
+        async with self._using(connection) as connection:
+            ask, metadata = getattr(connection.stub, method), metadata_of(self._token)
+            call = ask(message, timeout=timeout_s, metadata=metadata)
+            if method != _WATCH_FLEET:
+                return await self._answer(call)
+            try:
+                return await anext(aiter(self._responses(call)), None)
+            finally:
+                call.cancel()
+
+    @contextlib.asynccontextmanager
+    async def _using(self, connection: Connection) -> AsyncIterator[Connection]:
+        """Keep a connection open for a call. A connection that has ended is replaced by its
+        successor. Raises UnavailableError where the call fails since the client is closed."""
+        connection = self._connections.begin(connection)
+        try:
+            yield connection
+        except (ValueError, grpc.aio.UsageError):  # gRPC's, for a channel that is closed
+            self._check_open()
+            raise
+        except asyncio.CancelledError:
+            # Closing a channel ends its calls as if their task were cancelled, which it is not.
+            task = asyncio.current_task()
+            if task is not None and not task.cancelling():
+                self._check_open()
+            raise
+        finally:
+            unused = self._connections.end(connection)
+            if unused is not None:
+                await self._close_channel(unused)
+
+    def _problem(self, failure: status.RpcFailure, timeout_s: float) -> BatonError:
+        listed = ", ".join(self._addresses)
+        if status.is_out_of_time(failure):
+            return UnavailableError(f"no answer from {listed} within {timeout_s:g} s")
+        return status.from_rpc_error(failure, listed)
+
+    # --- the steps that wait ----------------------------------------------------------------------
+
+    def _responses(self, call: Any) -> AsyncIterator[Any]:
+        return aiter(call)
+
+    async def _answer(self, call: Any) -> Any:
+        return await call
+
+    async def _pause(self, seconds: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):  # `wait_for` of Python 3.11 may lose a cancel
+                await self._closed.wait()
+
+    async def _close_channel(self, channel: Any) -> None:
+        await channel.close()
 
 
-class Client(_AnyClient[grpc.Channel]):
-    """Several threads may share one."""
+# --- for threads ----------------------------------------------------------------------------------
 
+
+def _now(work: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine that never waits."""
+    try:
+        work.send(None)
+    except StopIteration as done:
+        result: T = done.value
+        return result
+    raise AssertionError("a step of the client did not block")
+
+
+def _drawn(events: AsyncGenerator[Event, None]) -> Generator[Event, None, None]:
+    try:
+        while (event := _now(cast(Any, anext(events, None)))) is not None:
+            yield event
+    finally:
+        _now(events.aclose())
+
+
+class _Blocking:
+    """Iterate over a call that blocks."""
+
+    def __init__(self, call: Iterator[Any]) -> None:
+        self._call = call
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Any:
+        try:
+            return next(self._call)
+        except StopIteration:
+            raise StopAsyncIteration from None
+
+
+class _BlockingClient(AsyncClient):
     _channels: ClassVar[Any] = grpc
     _event: ClassVar[Any] = threading.Event
+
+    def _responses(self, call: Any) -> AsyncIterator[Any]:
+        return _Blocking(call)
+
+    async def _answer(self, call: Any) -> Any:
+        return call
+
+    async def _pause(self, seconds: float) -> None:
+        self._closed.wait(seconds)
+
+    async def _close_channel(self, channel: Any) -> None:
+        channel.close()
+
+
+class Client(contextlib.AbstractContextManager["Client"]):
+    """Several threads may share one."""
+
+    def __init__(
+        self,
+        addresses: str | Sequence[str] = DEFAULT_ADDRESS,
+        *,
+        tls: Tls | None = None,
+        token: Token | None = None,
+        reconnect_within_s: float = 10.0,
+        call_timeout_s: float = 10.0,
+    ) -> None:
+        """As `AsyncClient`."""
+        self._client = _BlockingClient(
+            addresses,
+            tls=tls,
+            token=token,
+            reconnect_within_s=reconnect_within_s,
+            call_timeout_s=call_timeout_s,
+        )
 
     def generate(
         self, prompt: str | None = None, **options: Unpack[GenerateOptions]
@@ -102,262 +396,31 @@ class Client(_AnyClient[grpc.Channel]):
 
     def run(self, request: router_pb2.GenerateRequest) -> Generator[Event, None, None]:
         """As `generate`, of a message made elsewhere; it needs a request_id."""
-        return self._events(self._routers.stream(request))
+        return _drawn(self._client.run(request))
 
     def text(self, prompt: str | None = None, **options: Unpack[GenerateOptions]) -> str:
         """The whole answer at once."""
-        events = self.generate(prompt, **options)
-        return "".join(event.text for event in events if isinstance(event, Tokens))
+        return _now(self._client.text(prompt, **options))
 
     def abort(self, request_id: str, tenant: str = "") -> None:
-        self._call(calls.abort(request_id, tenant))
+        _now(self._client.abort(request_id, tenant))
 
     def models(self) -> list[router_pb2.Model]:
-        return self._call(calls.models())
+        return _now(self._client.models())
 
     def tokenize(self, text: str, tenant: str = "") -> list[int]:
-        return self._call(calls.tokenize(text, tenant))
+        return _now(self._client.tokenize(text, tenant))
 
     def explain(self, request: router_pb2.GenerateRequest) -> router_pb2.ExplainRouteResponse:
         """Where a request would go, cheapest first; books nothing."""
-        return self._call(calls.explain(request))
+        return _now(self._client.explain(request))
 
     def fleet(self) -> control_pb2.WatchFleetResponse:
         """The fleet as the router sees it now."""
-        return self._call(calls.fleet())
+        return _now(self._client.fleet())
 
     def close(self) -> None:
-        channels = self._routers.close()
-        self._closed.set()
-        for channel in channels:
-            channel.close()
-
-    def __enter__(self) -> Self:
-        return self
+        _now(self._client.close())
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _events(self, stream: RequestStream) -> Generator[Event, None, None]:
-        routers = self._routers
-        with contextlib.ExitStack() as used:
-            connection = routers.connections.current(stream.address_index)
-            try:
-                while not stream.is_finished:
-                    routers.check_open()
-                    used.close()
-                    connection = routers.connections.current(stream.address_index)
-                    connection = used.enter_context(self._using(connection))
-                    failure: status.RpcFailure | None = None
-                    metadata = metadata_of(self._token)
-                    call = connection.stub.Generate(
-                        stream.request(), timeout=stream.call_timeout_s(), metadata=metadata
-                    )
-                    try:
-                        for response in call:
-                            event = stream.absorb(response)
-                            if event is not None:
-                                yield event
-                    except grpc.RpcError as error:
-                        failure = cast(status.RpcFailure, error)
-                    finally:
-                        call.cancel()
-                    if not stream.is_finished:
-                        self._closed.wait(routers.lost(stream, connection, failure))
-                routers.answered(connection)
-            finally:
-                self._abandon(stream, connection)
-
-    def _abandon(self, stream: RequestStream, connection: Connection[grpc.Channel]) -> None:
-        tries = self._routers.abandon(stream, connection)
-        if tries is not None:
-            with contextlib.suppress(BatonError):
-                self._try(tries)
-
-    @contextlib.contextmanager
-    def _using(self, connection: Connection[grpc.Channel]) -> Iterator[Connection[grpc.Channel]]:
-        """Keep a connection open for a call. A connection that has ended is replaced by its
-        successor."""
-        connection = self._routers.connections.begin(connection)
-        try:
-            yield connection
-        except REFUSED_BY_GRPC:
-            self._routers.check_open()
-            raise
-        finally:
-            unused = self._routers.connections.end(connection)
-            if unused is not None:
-                unused.close()
-
-    def _call(self, call: Call[T]) -> T:
-        return self._try(self._routers.tries(call))
-
-    def _try(self, tries: Tries[T, grpc.Channel]) -> T:
-        while True:
-            try:
-                with self._using(tries.connection) as connection:
-                    answer = getattr(connection.stub, tries.call.method)(
-                        tries.call.message,
-                        timeout=tries.timeout_s,
-                        metadata=metadata_of(self._token),
-                    )
-                    if tries.call.takes_first:
-                        answer = self._first(answer)
-            except grpc.RpcError as error:
-                tries.failed(error)
-            else:
-                return tries.answered(answer)
-
-    @staticmethod
-    def _first(stream: Any) -> Any:
-        try:
-            return next(stream, None)
-        finally:
-            stream.cancel()
-
-
-class AsyncClient(_AnyClient[grpc.aio.Channel]):
-    """As `Client`, method for method, for one event loop; make it inside that loop."""
-
-    _channels: ClassVar[Any] = grpc.aio
-    _event: ClassVar[Any] = asyncio.Event
-
-    def generate(
-        self, prompt: str | None = None, **options: Unpack[GenerateOptions]
-    ) -> AsyncGenerator[Event, None]:
-        """Run one request and yield its events as they happen, ending with Finished.
-
-        Close the iterator (`contextlib.aclosing`) or cancel the task to abort the request.
-        """
-        return self.run(build_request(prompt, **options))
-
-    def run(self, request: router_pb2.GenerateRequest) -> AsyncGenerator[Event, None]:
-        """As `generate`, of a message made elsewhere; it needs a request_id."""
-        return self._events(self._routers.stream(request))
-
-    async def text(self, prompt: str | None = None, **options: Unpack[GenerateOptions]) -> str:
-        """The whole answer at once."""
-        events = self.generate(prompt, **options)
-        return "".join([event.text async for event in events if isinstance(event, Tokens)])
-
-    async def abort(self, request_id: str, tenant: str = "") -> None:
-        await self._call(calls.abort(request_id, tenant))
-
-    async def models(self) -> list[router_pb2.Model]:
-        return await self._call(calls.models())
-
-    async def tokenize(self, text: str, tenant: str = "") -> list[int]:
-        return await self._call(calls.tokenize(text, tenant))
-
-    async def explain(self, request: router_pb2.GenerateRequest) -> router_pb2.ExplainRouteResponse:
-        """Where a request would go, cheapest first; books nothing."""
-        return await self._call(calls.explain(request))
-
-    async def fleet(self) -> control_pb2.WatchFleetResponse:
-        """The fleet as the router sees it now."""
-        return await self._call(calls.fleet())
-
-    async def close(self) -> None:
-        channels = self._routers.close()
-        self._closed.set()
-        for channel in channels:
-            await channel.close()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.close()
-
-    async def _events(self, stream: RequestStream) -> AsyncGenerator[Event, None]:
-        routers = self._routers
-        async with contextlib.AsyncExitStack() as used:
-            connection = routers.connections.current(stream.address_index)
-            try:
-                while not stream.is_finished:
-                    routers.check_open()
-                    await used.aclose()
-                    connection = routers.connections.current(stream.address_index)
-                    connection = await used.enter_async_context(self._using(connection))
-                    failure: status.RpcFailure | None = None
-                    metadata = metadata_of(self._token)
-                    call = connection.stub.Generate(
-                        stream.request(), timeout=stream.call_timeout_s(), metadata=metadata
-                    )
-                    try:
-                        async for response in call:
-                            event = stream.absorb(response)
-                            if event is not None:
-                                yield event
-                    except grpc.aio.AioRpcError as error:
-                        failure = cast(status.RpcFailure, error)
-                    finally:
-                        call.cancel()
-                    if not stream.is_finished:
-                        pause_s = routers.lost(stream, connection, failure)
-                        with contextlib.suppress(TimeoutError):
-                            async with asyncio.timeout(pause_s):
-                                await self._closed.wait()
-                routers.answered(connection)
-            except asyncio.CancelledError as error:
-                self._raise_if_closed(error)
-                raise
-            finally:
-                await self._abandon(stream, connection)
-
-    async def _abandon(
-        self, stream: RequestStream, connection: Connection[grpc.aio.Channel]
-    ) -> None:
-        tries = self._routers.abandon(stream, connection)
-        if tries is not None:
-            with contextlib.suppress(BatonError):
-                await self._try(tries)
-
-    @contextlib.asynccontextmanager
-    async def _using(
-        self, connection: Connection[grpc.aio.Channel]
-    ) -> AsyncIterator[Connection[grpc.aio.Channel]]:
-        connection = self._routers.connections.begin(connection)
-        try:
-            yield connection
-        except REFUSED_BY_GRPC:
-            self._routers.check_open()
-            raise
-        finally:
-            unused = self._routers.connections.end(connection)
-            if unused is not None:
-                await unused.close()
-
-    async def _call(self, call: Call[T]) -> T:
-        return await self._try(self._routers.tries(call))
-
-    async def _try(self, tries: Tries[T, grpc.aio.Channel]) -> T:
-        while True:
-            try:
-                async with self._using(tries.connection) as connection:
-                    answer = getattr(connection.stub, tries.call.method)(
-                        tries.call.message,
-                        timeout=tries.timeout_s,
-                        metadata=metadata_of(self._token),
-                    )
-                    answer = await (self._first(answer) if tries.call.takes_first else answer)
-            except grpc.aio.AioRpcError as error:
-                tries.failed(error)
-            except asyncio.CancelledError as error:
-                self._raise_if_closed(error)
-                raise
-            else:
-                return tries.answered(answer)
-
-    def _raise_if_closed(self, error: BaseException) -> None:
-        """Closing the client ends its calls as if their task were cancelled, which it is not."""
-        task = asyncio.current_task()
-        if isinstance(error, asyncio.CancelledError) and task is not None and not task.cancelling():
-            self._routers.check_open()
-
-    @staticmethod
-    async def _first(stream: Any) -> Any:
-        try:
-            return await anext(aiter(stream), None)
-        finally:
-            stream.cancel()

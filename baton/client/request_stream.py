@@ -1,5 +1,5 @@
 """One request's life as its client keeps it, across routers that come and go. Does no input or
-output: `Client` and `AsyncClient` share it.
+output.
 
 1. `request()`: the message to send, to the router at `address`.
 2. `absorb(response)`: what is new in a response; what was seen before a reconnect is dropped.
@@ -10,7 +10,6 @@ output: `Client` and `AsyncClient` share it.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import random
 import time
 import uuid
@@ -155,7 +154,7 @@ class RequestStream:
         self._has_seen_tail = False
         self._unreachable: set[str] = set()
         self._lost_at: float | None = None
-        self._pauses = self._new_pauses()
+        self._next_pause_s = _FIRST_PAUSE_S
         self.is_finished = False
         self.was_sent_away = False
         """By the last router, which shuts down."""
@@ -189,7 +188,7 @@ class RequestStream:
         event = from_response(response)
         self._was_taken = True
         self._lost_at = None
-        self._pauses = self._new_pauses()
+        self._next_pause_s = _FIRST_PAUSE_S
         self._unreachable.clear()
         match event:
             case Routed():
@@ -221,7 +220,8 @@ class RequestStream:
                 raise problem
             raise UnavailableError(f"no router listens at {', '.join(self._addresses)}")
         self._lost_at = self._lost_at or now
-        pause_s = next(self._pauses) * random.uniform(0.5, 1.0)
+        pause_s = self._next_pause_s * random.uniform(0.5, 1.0)
+        self._next_pause_s = min(2 * self._next_pause_s, _LONGEST_PAUSE_S)
         ends_at = min(self._deadline, self._lost_at + self._reconnect_within_s)
         if isinstance(problem, OverloadedError):
             wait_s = problem.retry_after_s or 0.0
@@ -280,12 +280,4 @@ class RequestStream:
             index=tokens.index + num_seen,
             ids=tokens.ids[num_seen:],
             logprobs=tokens.logprobs[num_seen:],
-        )
-
-    @staticmethod
-    def _new_pauses() -> itertools.accumulate[float]:
-        return itertools.accumulate(
-            itertools.repeat(2.0),
-            lambda pause, factor: min(pause * factor, _LONGEST_PAUSE_S),
-            initial=_FIRST_PAUSE_S,
         )

@@ -1,4 +1,4 @@
-"""What numbers and words a setting may hold, written beside the type of its field.
+"""What numbers a setting may hold, written beside the type of its field.
 
 Standard library only: settings are read where neither torch nor a YAML parser is installed.
 """
@@ -39,37 +39,26 @@ Port = Annotated[int, between(0, 65535)]
 
 @dataclass(frozen=True)
 class Ranged:
-    """Raises ValueError, naming the field first, for a value outside its range or choices."""
+    """Raises ValueError, naming the field first, for a number outside its range."""
 
     def __post_init__(self) -> None:
-        for name, checks in _checks(type(self)).items():  # type: ignore[arg-type]
+        for name, ranges in _ranges(type(self)).items():  # type: ignore[arg-type]
             value = getattr(self, name)
-            if value is None:
-                continue
-            for check in checks:
-                if problem := _problem(value, check):
-                    raise ValueError(f"{name} must be {problem}, not {value}")
-
-
-def _problem(value: Any, check: Range | tuple[str, ...]) -> str | None:
-    if isinstance(check, tuple):
-        return None if value in check else f"one of {', '.join(check)}"
-    if check.holds(value):
-        return None if math.isfinite(value) else "finite"
-    return check.limits
+            for each in ranges if value is not None else ():
+                if not each.holds(value):
+                    raise ValueError(f"{name} must be {each.limits}, not {value}")
+                if not math.isfinite(value):
+                    raise ValueError(f"{name} must be finite, not {value}")
 
 
 @functools.cache
-def _checks(cls: type) -> Mapping[str, list[Range | tuple[str, ...]]]:
+def _ranges(cls: type) -> Mapping[str, list[Range]]:
     kinds = typing.get_type_hints(cls, include_extras=True)
-    return {name: list(_checks_of(kind)) for name, kind in kinds.items()}
+    return {name: list(_ranges_of(kind)) for name, kind in kinds.items()}
 
 
-def _checks_of(kind: Any) -> typing.Iterator[Range | tuple[str, ...]]:
-    """Ranges and choices in a type, also those beside None."""
-    if typing.get_origin(kind) is typing.Literal:
-        yield typing.get_args(kind)
-        return
+def _ranges_of(kind: Any) -> typing.Iterator[Range]:
+    """Ranges in a type, also those beside None."""
     yield from (extra for extra in getattr(kind, "__metadata__", ()) if isinstance(extra, Range))
     for part in typing.get_args(kind):
-        yield from _checks_of(part)
+        yield from _ranges_of(part)

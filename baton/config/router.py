@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from baton.config.ranges import Count, NotNegative, Port, Positive, Ranged, Whole, between
 
@@ -27,15 +27,6 @@ class TlsConfig:
     client_ca_file: str | None = None
     """Where given, clients must show a certificate that one of these authorities has signed."""
 
-    def beside(self, folder: Path) -> TlsConfig:
-        """Relative files are those in `folder`."""
-        client_ca = self.client_ca_file
-        return TlsConfig(
-            str(folder / self.certificate_file),
-            str(folder / self.key_file),
-            None if client_ca is None else str(folder / client_ca),
-        )
-
 
 @dataclass(frozen=True)
 class AuthConfig:
@@ -46,9 +37,13 @@ class AuthConfig:
     YAML file that maps tenants to tokens. Read again when it changes. A tenant may have several
     tokens, one a line, so that it can change over."""
 
-    def beside(self, folder: Path) -> AuthConfig:
-        """A relative path is one in `folder`."""
-        return AuthConfig(str(folder / self.tokens))
+
+def _beside(part: Any, folder: Path) -> Any:
+    """The files that a part names, with relative ones in `folder`."""
+    if part is None:
+        return None
+    files = {name: file for name, file in vars(part).items() if file is not None}
+    return dataclasses.replace(part, **{name: str(folder / file) for name, file in files.items()})
 
 
 @dataclass(frozen=True)
@@ -168,11 +163,8 @@ class RouterConfig(Ranged):
 
     def beside(self, folder: Path) -> RouterConfig:
         """Relative files are those in `folder`."""
-        return dataclasses.replace(
-            self,
-            tls=None if self.tls is None else self.tls.beside(folder),
-            auth=None if self.auth is None else self.auth.beside(folder),
-        )
+        tls, auth = _beside(self.tls, folder), _beside(self.auth, folder)
+        return dataclasses.replace(self, tls=tls, auth=auth)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -138,7 +138,7 @@ class _Reader:
             if value not in arguments:
                 raise self._error(key, _one_of(value, [str(choice) for choice in arguments]))
             return value
-        if origin in (dict, Mapping) or origin is types.MappingProxyType:
+        if origin in (dict, Mapping):
             return self._convert_mapping(arguments[1], value, key)
         if origin is tuple:
             return self._convert_tuple(arguments[0], value, key)

@@ -12,8 +12,7 @@ import errno
 import fcntl
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -25,7 +24,7 @@ from baton.fetch.checkpoint_files import (
     unpack,
     wanted_files,
 )
-from baton.fetch.download import Download, Progress, Report
+from baton.fetch.download import Download, Report
 from baton.fetch.sources import CACHE, FetchError, S3Source, Source, WebSource
 
 # --- the node's folder ----------------------------------------------------------------------------
@@ -33,25 +32,6 @@ from baton.fetch.sources import CACHE, FetchError, S3Source, Source, WebSource
 
 _LOOK_S = 0.5
 _REPORT_EVERY_S = 30.0
-
-
-def keep(folder: Path, text_only: bool, fill: Callable[[Path], None], report: Report) -> None:
-    """Bring the model into `folder`. `fill` gets a folder, which may hold files of an earlier try.
-    Raises what `fill` raises, and OSError."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with _locked(_beside(folder, "lock"), report):
-        whole = _beside(folder, "all")
-        if text_only and not whole.is_dir():
-            whole = _beside(folder, "text")
-        if whole.is_dir():
-            report(f"{folder} is there")
-        else:
-            partial = whole.with_name(f"{whole.name}.partial")
-            partial.mkdir(exist_ok=True)
-            fill(partial)
-            _sync(partial)
-            partial.rename(whole)
-        _lead(folder, whole)
 
 
 def _beside(folder: Path, kind: str) -> Path:
@@ -113,7 +93,9 @@ class Fetcher:
         """Bring the checkpoint of `uri` into `folder`. `text_only`: no weights. Raises
         FetchError."""
         try:
-            keep(folder, text_only, partial(self._fill, uri, text_only), self._report)
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            with _locked(_beside(folder, "lock"), self._report):
+                self._keep(uri, folder, text_only)
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 what = "is full: give it more room, or take away models that no pod uses any more"
@@ -122,6 +104,20 @@ class Fetcher:
             else:
                 what = f"cannot be used: {error}"
             raise FetchError(f"{folder.parent} {what}", field=CACHE) from error
+
+    def _keep(self, uri: str, folder: Path, text_only: bool) -> None:
+        whole = _beside(folder, "all")
+        if text_only and not whole.is_dir():
+            whole = _beside(folder, "text")
+        if whole.is_dir():
+            self._report(f"{folder} is there")
+        else:
+            partial = whole.with_name(f"{whole.name}.partial")  # may hold files of an earlier try
+            partial.mkdir(exist_ok=True)
+            self._fill(uri, text_only, partial)
+            _sync(partial)
+            partial.rename(whole)
+        _lead(folder, whole)
 
     def _fill(self, uri: str, text_only: bool, folder: Path) -> None:
         name = uri.rstrip("/").rpartition("/")[2]
@@ -143,14 +139,13 @@ class Fetcher:
         return WebSource(uri, self._environment.get("BEARER_TOKEN"))
 
     def _fetch_all(self, source: Source, wanted: Wanted, folder: Path) -> None:
-        progress = Progress(self._report, wanted.weights_bytes)
-        download = Download(source, folder, progress, self._pause_s)
+        download = Download(source, folder, self._report, wanted.weights_bytes, self._pause_s)
         with concurrent.futures.ThreadPoolExecutor(_AT_ONCE) as threads:
             under_way = [threads.submit(download.fetch, file) for file in wanted.files]
             try:
                 for each in concurrent.futures.as_completed(under_way):
                     each.result()
             except BaseException:
-                progress.is_over.set()
+                download.is_over.set()
                 threads.shutdown(wait=False, cancel_futures=True)
                 raise

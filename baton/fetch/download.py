@@ -33,29 +33,6 @@ _TRIES = 6
 _REPORT_EVERY_S = 10.0
 
 
-class Progress:
-    """How much of all files has come, reported now and then. Any thread may call it."""
-
-    def __init__(self, report: Report, total_bytes: int | None) -> None:
-        self.report = report
-        self.is_over = threading.Event()
-        """Set when a file cannot be fetched: nobody needs the rest."""
-        self._total_bytes = total_bytes
-        self._came_bytes = 0
-        self._reported_at = time.monotonic()
-        self._lock = threading.Lock()
-
-    def came(self, count: int) -> None:
-        with self._lock:
-            self._came_bytes += count
-            now = time.monotonic()
-            if now - self._reported_at < _REPORT_EVERY_S:
-                return
-            self._reported_at = now
-            of = f" of {num_bytes(self._total_bytes)}" if self._total_bytes else ""
-            self.report(f"{num_bytes(self._came_bytes)}{of}")
-
-
 @dataclass(frozen=True)
 class Whole:
     """What a part is part of, as the source reports it."""
@@ -66,11 +43,26 @@ class Whole:
 
 
 class Download:
-    """`pause_s`: the pause after a try in which nothing came; doubled each time."""
+    """Fetch files of one source; several threads may. Reports now and then how much of all has
+    come."""
 
-    def __init__(self, source: Source, folder: Path, progress: Progress, pause_s: float) -> None:
-        self._source, self._folder, self._progress = source, folder, progress
+    def __init__(
+        self,
+        source: Source,
+        folder: Path,
+        report: Report,
+        total_bytes: int | None,
+        pause_s: float,
+    ) -> None:
+        """`pause_s`: the pause after a try in which nothing came; doubled each time."""
+        self._source, self._folder, self._report = source, folder, report
         self._pause_s = pause_s
+        self.is_over = threading.Event()
+        """Set when a file cannot be fetched: nobody needs the rest."""
+        self._total_bytes = total_bytes
+        self._came_bytes = 0
+        self._reported_at = time.monotonic()
+        self._lock = threading.Lock()
 
     def fetch(self, file: WantedFile) -> None:
         """Raises FetchError, and keeps what came for the next try. Raises OSError."""
@@ -89,7 +81,17 @@ class Download:
             os.fsync(content.fileno())
         part.rename(whole)
         self._kept(file.name).unlink(missing_ok=True)
-        self._progress.report(f"{file.name}: {num_bytes(whole.stat().st_size)}")
+        self._report(f"{file.name}: {num_bytes(whole.stat().st_size)}")
+
+    def _came(self, count: int) -> None:
+        with self._lock:
+            self._came_bytes += count
+            now = time.monotonic()
+            if now - self._reported_at < _REPORT_EVERY_S:
+                return
+            self._reported_at = now
+            of = f" of {num_bytes(self._total_bytes)}" if self._total_bytes else ""
+            self._report(f"{num_bytes(self._came_bytes)}{of}")
 
     def _all_of(self, name: str) -> str | None:
         """Fetch the whole file. Returns its digest if the source has one."""
@@ -106,8 +108,8 @@ class Download:
                         f"{error.message}: given up after {_TRIES} tries; the next start continues "
                         f"at {num_bytes(came)}"
                     ) from error
-                self._progress.report(f"{error.message}; continuing at {num_bytes(came)}")
-                if self._progress.is_over.wait(self._pause_s * 2**tries if tries else 0):
+                self._report(f"{error.message}; continuing at {num_bytes(came)}")
+                if self.is_over.wait(self._pause_s * 2**tries if tries else 0):
                     raise
 
     def _go_on(self, name: str) -> str | None:
@@ -122,10 +124,10 @@ class Download:
                 self._begin(name, content)
             with part.open("ab") as file:
                 for chunk in content.chunks:
-                    if self._progress.is_over.is_set():
+                    if self.is_over.is_set():
                         raise FetchError(f"{name}: left, since another file cannot be fetched")
                     file.write(chunk)
-                    self._progress.came(len(chunk))
+                    self._came(len(chunk))
                 size = file.tell()
             if content.size is not None and size < content.size:
                 raise CutOffError(f"{self._source.where(name)}: ended at byte {size}")

@@ -274,27 +274,23 @@ class S3Source:
 
 @contextlib.contextmanager
 def _translated(where: str) -> Iterator[None]:
-    """boto3's errors as Baton's."""
-    from botocore.exceptions import BotoCoreError, ClientError, HTTPClientError
+    """boto3's errors as Baton's, also those of a body on its way."""
+    from botocore.exceptions import BotoCoreError, ClientError, HTTPClientError, IncompleteReadError
+    from urllib3.exceptions import HTTPError
 
     try:
         yield
     except ClientError as error:
         raise _of_status(_status(error), where) from error
-    except HTTPClientError as error:
+    except (HTTPClientError, IncompleteReadError, HTTPError, OSError) as error:
         raise CutOffError(f"{where}: {error}") from error
     except BotoCoreError as error:
         raise FetchError(f"{where}: {error}") from error
 
 
 def _body_chunks(body: Any, where: str) -> Iterator[bytes]:
-    from botocore.exceptions import BotoCoreError
-    from urllib3.exceptions import HTTPError
-
-    try:
+    with _translated(where):
         yield from body.iter_chunks(CHUNK_BYTES)
-    except (BotoCoreError, HTTPError, OSError) as error:
-        raise CutOffError(f"{where}: {error}") from error
 
 
 def _status(error: Any) -> int:

@@ -5,7 +5,7 @@
 Needs Linux, Python 3.12, torch with CUDA, numpy, safetensors and pytest; no Ray, gRPC or network.
 `transfer` also needs libucx and protobuf, and names what is missing. Without `--part` each part
 runs as a process of its own, for 8 minutes at most. A part prints its tables as they come, and
-writes PART.json and PART.md into `--out`. `--device cpu` runs the same code in small sizes, as the
+writes them to PART.md in `--out`. `--device cpu` runs the same code in small sizes, as the
 project's tests do.
 
 Exit status: 0, all ran; 1, a test or a part failed; 2, something could not run here and is named.
@@ -26,7 +26,7 @@ from pathlib import Path
 import torch
 
 from bench import report as reporting
-from bench.gpu import speed, transfer
+from bench.gpu import speed
 from bench.report import Report
 from engine.auto_choice import why_no_gpu
 
@@ -73,7 +73,16 @@ def _test_rows(results: Path) -> list[tuple[str, ...]]:
     ]
 
 
-PARTS = {"tests": run_tests, "speed": speed.run, "transfer": transfer.run}
+def run_transfer(device: torch.device, report: Report) -> None:
+    try:
+        from bench.gpu import transfer
+    except Exception as error:  # noqa: BLE001 - protobuf's VersionError is no ImportError
+        report.leave_out(f"transfer needs libucx-cu12, protobuf and uvloop: {error}")
+    else:
+        transfer.run(device, report)
+
+
+PARTS = {"tests": run_tests, "speed": speed.run, "transfer": run_transfer}
 
 
 def describe(device: torch.device, part: str) -> str:
@@ -82,22 +91,20 @@ def describe(device: torch.device, part: str) -> str:
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         gib = properties.total_memory / (1 << 30)
-        lines.append(f"- GPU: {properties.name}, {gib:.0f} GiB, driver {reporting.gpu_driver()}")
+        ask = "nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"
+        driver = reporting.first_line(*ask)
+        lines.append(f"- GPU: {properties.name}, {gib:.0f} GiB, driver {driver}")
     return "\n".join(lines)
 
 
 def run_here(part: str, device: torch.device, folder: Path | None) -> int:
-    """The part's exit status. Tables that were measured before an error are written."""
-    report = Report(part, describe(device, part))
-    print(f"## {part}\n\n{report.machine}", flush=True)
+    """The part's exit status."""
+    report = Report(part, describe(device, part), folder)
     try:
         PARTS[part](device, report)
     except Exception:  # noqa: BLE001 - a part's outermost frame
         traceback.print_exc()
         report.failed = True
-    finally:
-        if folder is not None:
-            report.write(folder)
     if report.failed:
         return 1
     return 2 if report.left_out else 0
@@ -123,7 +130,7 @@ def main(arguments: list[str], no_gpu: Callable[[], str | None] = why_no_gpu) ->
     )
     parser.add_argument("--part", choices=PARTS, help="one part; default: all, one after the other")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--out", type=Path, help="a folder for PART.json and PART.md")
+    parser.add_argument("--out", type=Path, help="a folder for PART.md")
     options = parser.parse_args(arguments)
     if options.device == "cuda" and (reason := no_gpu()) is not None:
         print(f"no GPU to measure: {reason}. `--device cpu` runs in small", file=sys.stderr)

@@ -40,7 +40,6 @@ _GIB = 1 << 30
 _DTYPE: Dtype = "bfloat16"
 _TORCH_DTYPE = torch.bfloat16
 _BLOCK_SIZE = 16
-_PART_S = 440.0
 _ROUNDS = 5
 _STEPS = 8
 _LEAST_RUNS = 10
@@ -104,25 +103,10 @@ def tera(a_second: float) -> str:
     return f"{a_second / 1e12:.3g}"
 
 
-class NoTimeLeftError(RuntimeError):
-    """The part's time is over: what is left of it is left out."""
-
-
-class Deadline:
-    def __init__(self) -> None:
-        self._ends_at = time.monotonic() + _PART_S
-
-    def check(self) -> None:
-        """Raises NoTimeLeftError."""
-        if time.monotonic() >= self._ends_at:
-            raise NoTimeLeftError(f"what comes after {_PART_S:g} s of this part")
-
-
 def run(device: torch.device, report: Report) -> None:
     if device.type == "cpu":
         torch.set_num_threads(1)  # the test machine's other cores are busy
     sizes = WHOLE if device.type == "cuda" else SMALL
-    deadline = Deadline()
     copy_gb_s, product_flops = ceilings(device, sizes)
     report.add(
         "Ceilings",
@@ -132,13 +116,13 @@ def run(device: torch.device, report: Report) -> None:
             (f"bf16 product of {sizes.product} cubed, TFLOP/s", tera(product_flops)),
         ],
     )
-    try:
-        _kernels(device, sizes, report, copy_gb_s, product_flops)
-        for name in sizes.models:
-            deadline.check()
-            measure_model(name, device, sizes, report, deadline)
-    except NoTimeLeftError as error:
-        report.leave_out(str(error))
+    _kernels(device, sizes, report, copy_gb_s, product_flops)
+    for name in sizes.models:
+        torch.cuda.empty_cache()
+        try:
+            measure_model(name, device, sizes, report)
+        except torch.OutOfMemoryError as error:
+            report.leave_out(f"{name} does not fit: {error}")
 
 
 def ceilings(device: torch.device, sizes: Sizes) -> tuple[float, float]:
@@ -299,24 +283,11 @@ def _batch(device: torch.device, sequences: list[tuple[int, int]], counts: list[
 # --- models ---------------------------------------------------------------------------------------
 
 
-def measure_model(
-    name: str, device: torch.device, sizes: Sizes, report: Report, deadline: Deadline
-) -> None:
-    """Prefill and decode of one model, or why it cannot be run."""
+def measure_model(name: str, device: torch.device, sizes: Sizes, report: Report) -> None:
+    """Prefill and decode of one model. Raises torch.OutOfMemoryError."""
     longest = max(*sizes.prefills, sizes.context + 256) + _BLOCK_SIZE
     shape = replace(SHAPES[name], max_position_embeddings=longest)
     num_tokens = max(max(sizes.batches) * (sizes.context + 256), 2 * longest)
-    kv_bytes = num_tokens * shape.kv_bytes_per_token(_TORCH_DTYPE.itemsize)
-    needed = 2 * shape.num_parameters + kv_bytes + kv_bytes // shape.num_hidden_layers + 4 * _GIB
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-        free = torch.cuda.mem_get_info()[0]
-        if free < needed:
-            report.leave_out(
-                f"{name} needs {needed / _GIB:.1f} GiB, {free / _GIB:.1f} GiB of the GPU are free:"
-                f" {(needed - free) / _GIB:.1f} GiB are missing"
-            )
-            return
     config = EngineConfig(
         dtype=_DTYPE,
         device="cuda" if device.type == "cuda" else "cpu",
@@ -332,7 +303,6 @@ def measure_model(
     header = ("prompt", "ms to the first token", "tokens/s", "TFLOP/s of products")
     with report.table(f"{name}: prefill", header) as rows:
         for length in sizes.prefills:
-            deadline.check()
             samples = [_prefill_s(engine, device, length, seed) for seed in range(_ROUNDS + 1)][1:]
             seconds = statistics.median(samples)
             flops = shape.prefill_flops(length) / seconds
@@ -343,7 +313,6 @@ def measure_model(
     )
     with report.table(f"{name}: decode at context {sizes.context}", columns) as rows:
         for batch in sizes.batches:
-            deadline.check()
             rows.append(_decode_row(engine, device, shape, batch, sizes.context))
 
 

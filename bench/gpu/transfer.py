@@ -6,40 +6,19 @@ by UCX (cuda_ipc where it serves), and every byte is counted at the end.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
+import uvloop
 
+from baton.config.transfer import TransferConfig
+from bench import handoff
 from bench.gpu.speed import device_s
 from bench.report import Report
+from cluster.preflight.handoff import LoneRank
+from kv_transfer.layout import BlockId
 
-if TYPE_CHECKING:
-    from bench.handoff import Result
-    from cluster.preflight.handoff import LoneRank
-    from kv_transfer.layout import BlockId
-
-_NEEDED = {"libucx": "libucx-cu12", "google.protobuf": "protobuf", "uvloop": "uvloop"}
-"""Modules, and the wheels that bring them."""
-
-
-def missing() -> list[str]:
-    """Wheels that the part needs and this machine lacks."""
-    found = []
-    for module, wheel in _NEEDED.items():
-        try:
-            spec = importlib.util.find_spec(module)
-        except ImportError:
-            spec = None
-        if spec is None:
-            found.append(wheel)
-    if not found:
-        try:
-            importlib.import_module("baton.v1.transfer_pb2")
-        except Exception as error:  # noqa: BLE001 - protobuf's VersionError is no ImportError
-            found.append(f"a newer protobuf ({error})")
-    return found
+SIZES = [(runs, size) for runs in handoff.NUM_RUNS for size in handoff.BLOCK_BYTES]
 
 
 class DeviceCopy:
@@ -57,45 +36,20 @@ class DeviceCopy:
 
 
 def run(device: torch.device, report: Report) -> None:
-    if lacking := missing():
-        report.leave_out(f"transfer: this machine lacks {', '.join(lacking)}: carry the wheels")
-        return
-    from bench import handoff
+    if device.type == "cuda":
+        sizes, rounds, on = SIZES, 15, f"cuda:{torch.cuda.current_device()}"
+    else:
+        sizes, rounds, on = SIZES[:1], 2, "cpu"
+    rows = []
+    for num_runs, block_bytes in sizes:
 
-    on_gpu = device.type == "cuda"
-    sizes = (
-        [(runs, size) for runs in handoff.NUM_RUNS for size in handoff.BLOCK_BYTES]
-        if on_gpu
-        else [(handoff.NUM_RUNS[0], handoff.BLOCK_BYTES[0])]
-    )
-    rows = [_row(_measure(device, *size, rounds=15 if on_gpu else 2)) for size in sizes]
-    header = (
-        *("blocks", "local copy GB/s", "put GB/s", "of the copy", "handoff GB/s", "of the copy"),
-        *("exposed us", "answer us", "over"),
-    )
+        def copy_of(worker: LoneRank, block_bytes: int = block_bytes) -> handoff.LocalCopy:
+            if device.type == "cpu":
+                return handoff.Memcpy(worker)
+            return DeviceCopy(worker, block_bytes, handoff.NUM_LAYERS)
+
+        measuring = handoff.measure(num_runs, block_bytes, rounds, TransferConfig(), on, copy_of)
+        result = uvloop.run(measuring)
+        rows.append((*result.cells(), " ".join(result.lanes)))
+    header = (*handoff.header_of("copy"), "over")
     report.add(f"Handoffs between two processes, KV on {device}", header, rows)
-
-
-def _measure(device: torch.device, num_runs: int, block_bytes: int, rounds: int) -> Result:
-    import uvloop
-
-    from baton.config.transfer import TransferConfig
-    from bench import handoff
-
-    def copy_of(worker: LoneRank) -> handoff.LocalCopy:
-        if device.type == "cpu":
-            return handoff.Memcpy(worker)
-        return DeviceCopy(worker, block_bytes, handoff.NUM_LAYERS)
-
-    on = "cpu" if device.type == "cpu" else f"cuda:{torch.cuda.current_device()}"
-    return uvloop.run(handoff.measure(num_runs, block_bytes, rounds, TransferConfig(), on, copy_of))
-
-
-def _row(result: Result) -> tuple[str, ...]:
-    return (
-        f"{result.num_runs:,} of {result.block_bytes >> 10} KiB",
-        f"{result.memcpy_gb_s:.1f}",
-        *(f"{result.put_gb_s:.1f}", f"{result.put_gb_s / result.memcpy_gb_s:.2f}"),
-        *(f"{result.handoff_gb_s:.1f}", f"{result.handoff_gb_s / result.memcpy_gb_s:.2f}"),
-        *(f"{result.exposed_us:.0f}", f"{result.answer_us:.0f}", " ".join(result.lanes)),
-    )

@@ -95,7 +95,12 @@ class SmallRouter(router_pb2_grpc.RouterServiceServicer):
         self._begun.add(request.request_id)
         self._refuse(context)
         seed = self._seed(request)
-        yield self._routed(request.request_id, seed)
+        workers = {"prefill_worker": "prefill-0", "decode_worker": "decode-0"}
+        yield router_pb2.GenerateResponse(
+            routed=router_pb2.Routed(
+                request_id=request.request_id, seed=seed, num_prompt_tokens=212, **workers
+            )
+        )
         yield router_pb2.GenerateResponse(prefilled=router_pb2.Prefilled(ttft_ms=12.5))
         yield router_pb2.GenerateResponse(
             handed_off=router_pb2.HandedOff(kv_bytes=2_000_000, put_ms=0.5, exposed_ms=1.0)
@@ -113,7 +118,13 @@ class SmallRouter(router_pb2_grpc.RouterServiceServicer):
             )
         if self._hold is not None:
             assert self._hold.wait(30), "the answer was held for ever"
-        yield self._finished(num_tokens)
+        usage = router_pb2.Usage(
+            num_prompt_tokens=212, num_output_tokens=num_tokens, num_cached_tokens=192
+        )
+        timings = router_pb2.Timings(ttft_ms=12.5, itl_ms=5.0, e2e_ms=112.5)
+        reason = common_pb2.FINISH_REASON_LENGTH
+        finished = router_pb2.Finished(reason=reason, usage=usage, timings=timings)
+        yield router_pb2.GenerateResponse(finished=finished)
 
     def _die(self, context: Any) -> None:
         """Have the server gone before this answer is over: its client sees a lost connection."""
@@ -124,8 +135,7 @@ class SmallRouter(router_pb2_grpc.RouterServiceServicer):
 
     def _refuse(self, context: Any) -> None:
         if self.fail is not None:
-            context.set_trailing_metadata(status.status_metadata(self.fail))
-            context.abort(status.status_code(self.fail), self.fail.message)
+            _end(context, self.fail)
 
     def _seed(self, request: router_pb2.GenerateRequest) -> int:
         known = self._book.seeds.get(request.request_id)
@@ -134,35 +144,10 @@ class SmallRouter(router_pb2_grpc.RouterServiceServicer):
             self._book.seeds[request.request_id] = known
         return known
 
-    def _routed(self, request_id: str, seed: int) -> router_pb2.GenerateResponse:
-        return router_pb2.GenerateResponse(
-            routed=router_pb2.Routed(
-                request_id=request_id,
-                seed=seed,
-                prefill_worker="prefill-0",
-                decode_worker="decode-0",
-                reason="cheapest",
-                num_prompt_tokens=212,
-            )
-        )
-
-    def _finished(self, num_tokens: int) -> router_pb2.GenerateResponse:
-        return router_pb2.GenerateResponse(
-            finished=router_pb2.Finished(
-                reason=common_pb2.FINISH_REASON_LENGTH,
-                usage=router_pb2.Usage(
-                    num_prompt_tokens=212, num_output_tokens=num_tokens, num_cached_tokens=192
-                ),
-                timings=router_pb2.Timings(ttft_ms=12.5, itl_ms=5.0, e2e_ms=112.5),
-            )
-        )
-
     def Abort(self, request: router_pb2.AbortRequest, context: Any) -> router_pb2.AbortResponse:  # noqa: N802
         self._refuse(context)
         if self._aborts_its_own_only and request.request_id not in self._begun:
-            error = NotFoundError("no such request here")
-            context.set_trailing_metadata(status.status_metadata(error))
-            context.abort(status.status_code(error), error.message)
+            _end(context, NotFoundError("no such request here"))
         self.aborted.append(request.request_id)
         self._book.aborted.append(request.request_id)
         return router_pb2.AbortResponse()
@@ -198,6 +183,11 @@ class SmallRouter(router_pb2_grpc.RouterServiceServicer):
     def WatchFleet(self, request: Any, context: Any) -> Iterator[Any]:  # noqa: N802
         self._refuse(context)
         yield router_pb2.RouterServiceWatchFleetResponse(fleet=SmallControl().fleet())
+
+
+def _end(context: Any, error: BatonError) -> None:
+    context.set_trailing_metadata(status.status_metadata(error))
+    context.abort(status.status_code(error), error.message)
 
 
 class SmallControl(control_pb2_grpc.ControlServiceServicer):

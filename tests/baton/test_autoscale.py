@@ -182,13 +182,9 @@ async def autoscaling(
     """A fleet of one prefill and one decode worker under that load."""
     registry = Registry(RegistryConfig(silent_after_s=0.5), time.monotonic)  # resyncs for as long
     async with fleet_of(registry, BUSY, backing) as address:
-        autoscaler = Autoscaler(address, BOUNDS, QUICK, report)
-        autoscaler.start()
-        try:
+        with Autoscaler(address, BOUNDS, QUICK, report):
             async with asyncio.timeout(20):
                 yield registry
-        finally:
-            await asyncio.to_thread(autoscaler.stop)
 
 
 async def until_prefill_has(registry: Registry, replicas: int) -> None:

@@ -130,7 +130,7 @@ async def test_an_async_client_that_is_closed_ends_it_likewise(book: Book) -> No
                 await asyncio.wait_for(reading, 4.0)
 
 
-ALL_ERRORS = [  # but for what sends a request elsewhere (test_client_shutdowns)
+ALL_ERRORS = [  # but for what sends a request elsewhere (test_client_failover)
     kind
     for kind in vars(errors).values()
     if isinstance(kind, type) and issubclass(kind, BatonError) and kind is not ShuttingDownError
@@ -151,14 +151,3 @@ def test_errors_arrive_as_they_were_raised(
             assert caught.value.field == "stop[1]"
             assert caught.value.retry_after_s == pytest.approx(1.5)
     assert len(book.requests) == 1  # an answer is not asked for again
-
-
-def test_a_router_that_is_overloaded_says_when_to_come_back(book: Book, connect: Connect) -> None:
-    error = OverloadedError("queue full", retry_after_s=0.25)
-    with (
-        routers(SmallRouter(book, fail=error)) as addresses,
-        connect(addresses) as client,
-        pytest.raises(OverloadedError) as caught,
-    ):
-        client.text("hello")
-    assert caught.value.retry_after_s == pytest.approx(0.25)

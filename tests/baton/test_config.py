@@ -33,7 +33,6 @@ def test_nothing_at_all_is_one_prefill_and_one_decode_worker_of_the_demo_model()
     ("value", "problem"),
     [
         ({"modle": "x"}, "modle: unknown key; did you mean 'model'?"),
-        ({"engine": {"blocksize": 3}}, "engine.blocksize: unknown key; did you mean 'block_size'?"),
         (
             {"qqqq": 1},
             "qqqq: unknown key; valid keys: control, decode, engine, log_level, model, model_rev",
@@ -44,7 +43,6 @@ def test_nothing_at_all_is_one_prefill_and_one_decode_worker_of_the_demo_model()
         ({"engine": {"dtype": "fp32"}}, "engine.dtype: must be one of auto, bfloat16, float16, fl"),
         ({"engine": {"prefix_cache": "no"}}, "engine.prefix_cache: true or false is expected"),
         ({"engine": 3}, "engine: a mapping is expected, not 3"),
-        ({"router": {"max_queue": 0}}, "router.max_queue: must be at least 1, not 0"),
         ({"router": {"port": None}}, "router.port: a whole number is expected, not nothing"),
         ({"router": {"lease_lead_s": "soon"}}, "router.lease_lead_s: a number is expected"),
         (
@@ -52,6 +50,7 @@ def test_nothing_at_all_is_one_prefill_and_one_decode_worker_of_the_demo_model()
             "router.lease_lead_s: must be a finite number",
         ),
         ({"transfer": {"transport": "tcp"}}, "transfer.transport: must be one of ucx, memory"),
+        ({"transfer": {"transport": "memory"}}, "transfer.transport: must be ucx in a cluster"),
         ({"control": {"port": 70000}}, "control.port: must be between 0 and 65535"),
         ({"log_level": "inf"}, "must be one of debug, info, warning, error, not 'inf'; did you"),
         ({"pools": []}, "pools: a mapping is expected"),
@@ -59,29 +58,15 @@ def test_nothing_at_all_is_one_prefill_and_one_decode_worker_of_the_demo_model()
         ({"pools": {"a": {"role": "decod"}}}, "pools.a.role: must be one of"),
         ({"pools": {"a": {"role": "prefill"}}}, "pools: need at least one of role decode or mixed"),
         ({"pools": {"a": {"role": "decode", "replicas": -1}}}, "pools.a.replicas: must be between"),
-        ({"pools": {"a": {"role": "decode", "replica": 1}}}, "did you mean 'replicas'?"),
         (
             {"pools": {"a": {"role": "decode", "replicas": 5, "max_replicas": 4}}},
             "pools.a.replicas: must be between 0 and max_replicas (4), not 5",
-        ),
-        (
-            {"pools": {"a": {"role": "decode", "max_replicas": 0}}},
-            "pools.a.max_replicas: must be between 1 and 1024",
-        ),
-        (
-            {"pools": {"a": {"role": "decode", "engine": {"dtyp": "float32"}}}},
-            "pools.a.engine.dtyp: unknown key; did you mean 'dtype'?",
-        ),
-        (
-            {"pools": {"a": {"role": "decode", "engine": {"max_num_seqs": 0}}}},
-            "pools.a.engine.max_num_seqs: must be at least 1",
         ),
         (
             {"pools": {"a": {"role": "decode", "engine": {"max_num_seqs": 1000}}}},
             "pools.a.engine.max_num_batched_tokens: must be at least max_num_seqs (1000), not 512",
         ),
         ({"pools": {"a b": {"role": "decode"}}}, "pools.a b: a pool's name is"),
-        ({"router": {"token_timeout_s": 0}}, "router.token_timeout_s: must be above 0"),
         ({"router": {"keepalive_s": 3e6}}, "router.keepalive_s: must be between 0 and 86400"),
         ({"router": {"max_message_bytes": 1 << 40}}, "router.max_message_bytes: must be between"),
         (
@@ -124,12 +109,6 @@ def nested(key: str, value: object) -> object:
     return value
 
 
-def test_every_part_that_has_settings_is_a_section() -> None:
-    parts = {key for key, _ in SECTIONS}
-    assert {"router", "transfer", "engine", "control"} < parts
-    assert {"worker", "decode", "registry", "supervisor"} < parts
-
-
 @pytest.mark.parametrize(("key", "cls"), SECTIONS, ids=lambda value: str(value))
 def test_every_misspelt_key_is_named_with_the_nearest_valid_one(key: str, cls: type) -> None:
     names = [field.name for field in dataclasses.fields(cls)]
@@ -159,15 +138,11 @@ def is_text(kind: Any) -> bool:
     return kind in (str, str | None) or typing.get_origin(kind) is typing.Literal
 
 
-@pytest.mark.parametrize(
-    ("word", "reported"),
-    [
-        ("no", "false: YAML reads no and off so unless they are quoted"),
-        ("off", "false: YAML reads no and off so unless they are quoted"),
-        ("yes", "true: YAML reads yes and on so unless they are quoted"),
-        ("on", "true: YAML reads yes and on so unless they are quoted"),
-    ],
-)
+NO = "false: YAML reads no and off so unless they are quoted"
+YES = "true: YAML reads yes and on so unless they are quoted"
+
+
+@pytest.mark.parametrize(("word", "reported"), [("no", NO), ("off", NO), ("yes", YES), ("on", YES)])
 def test_a_word_that_yaml_takes_for_true_or_false_is_reported_where_text_is_wanted(
     word: str, reported: str, tmp_path: Path
 ) -> None:
@@ -192,8 +167,7 @@ def test_a_pool_that_yaml_takes_for_true_or_false_is_reported(tmp_path: Path) ->
     (file := tmp_path / "cluster.yaml").write_text("pools: {on: {role: mixed}}")
     with pytest.raises(ConfigError) as caught:
         load_config(file)
-    problem = "pools: a name is expected, not true: YAML reads yes and on so unless they are quoted"
-    assert caught.value.message == f"{file}: {problem}"
+    assert caught.value.message == f"{file}: pools: a name is expected, not {YES}"
 
 
 def test_the_words_themselves_are_read_when_they_are_quoted(tmp_path: Path) -> None:
@@ -213,11 +187,8 @@ def test_what_the_file_sets_reaches_the_workers() -> None:
     reported = worker_config(config, "decode", "decode-0", "127.0.0.1:1")
     assert (reported.settings, reported.decode) == (config.worker, config.decode)
     assert (reported.settings.drain_timeout_s, reported.settings.metrics_port) == (7.0, None)
-    assert (reported.decode.orphan_ttl_s, reported.transfer, reported.log_level) == (
-        5.0,
-        config.transfer,
-        "debug",
-    )
+    assert (reported.decode.orphan_ttl_s, reported.log_level) == (5.0, "debug")
+    assert reported.transfer == config.transfer
 
 
 def test_what_the_file_sets_reaches_the_supervisor_and_its_registry(tmp_path: Path) -> None:
@@ -258,10 +229,6 @@ def test_a_pools_engine_is_the_clusters_with_its_own_settings_over_it() -> None:
     )
     assert config.pool_engine("a") == dataclasses.replace(config.engine, max_num_seqs=9)
     assert config.pool_engine("b") == config.engine
-
-
-def test_whole_numbers_serve_as_numbers() -> None:
-    assert parse_config({"router": {"lease_lead_s": 2}}).router.lease_lead_s == 2.0
 
 
 def test_a_relative_model_folder_is_the_one_beside_its_file(
@@ -346,11 +313,6 @@ def test_any_dataclass_can_be_read_and_written() -> None:
         settings.parse(Outer, {}, source="x")
 
 
-def test_the_transport_inside_one_process_is_refused_for_a_cluster_of_processes() -> None:
-    with pytest.raises(ConfigError, match=r"transfer\.transport: must be ucx"):
-        parse_config({"transfer": {"transport": "memory"}})
-
-
 # --- times that must fit each other ---------------------------------------------------------------
 
 
@@ -377,6 +339,11 @@ def test_the_transport_inside_one_process_is_refused_for_a_cluster_of_processes(
             "router.first_token_timeout_s",
             "must be above registry.first_step_s (150), not 150",
         ),
+        (
+            {"transfer": {"tombstone_s": 3605}},
+            "transfer.tombstone_s",
+            "must be above router.reserve_timeout_s + router.max_timeout_s (3605), not 3605",
+        ),
     ],
 )
 def test_one_part_outlasts_another_where_it_must(value: object, key: str, problem: str) -> None:
@@ -396,18 +363,3 @@ def test_a_pools_own_drain_is_not_cut_short_either() -> None:
         for pool in pools
     }
     assert drains == {"decode": 90.0, "prefill": 30.0}
-
-
-@pytest.mark.parametrize(
-    ("section", "name", "seconds"),
-    [("transfer", "tombstone_s", 3605), ("router", "max_timeout_s", 3995)],
-)
-def test_a_lease_is_remembered_for_longer_than_any_call_can_name_it(
-    section: str, name: str, seconds: int
-) -> None:
-    config = parse_config({section: {name: seconds + (1 if section == "transfer" else -1)}})
-    assert config.transfer.tombstone_s > config.router.max_timeout_s
-    with pytest.raises(ConfigError) as caught:
-        parse_config({section: {name: seconds}})
-    assert caught.value.field == "transfer.tombstone_s"
-    assert "must be above router.reserve_timeout_s + router.max_timeout_s" in caught.value.message

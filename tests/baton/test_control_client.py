@@ -1,4 +1,4 @@
-"""What asks the registry, when the registry's host vanishes."""
+"""What asks the registry, when the registry's host vanishes or is silent."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import baton.control_client as control_module
 from baton.control_client import ControlClient
 from baton.errors import UnavailableError
 from tests.baton.proxied import proxied
-from tests.baton.small_router import SmallControl
+from tests.baton.small_router import SmallControl, silent_address
 from tests.router.proxy import Proxy
 
 
@@ -29,3 +29,13 @@ def test_a_registry_whose_host_vanished_is_lost_within_two_pings_and_heard_again
         with pytest.raises(UnavailableError):
             list(fleets)
         assert len(control.fleet().workers) == 1
+
+
+def test_a_control_service_that_is_silent_is_unavailable() -> None:
+    with (
+        silent_address() as address,
+        ControlClient(address, call_timeout_s=0.2) as client,
+    ):
+        for ask in (client.fleet, lambda: client.set_replicas("decode", 2)):
+            with pytest.raises(UnavailableError, match=f"no answer from {address} within 0.2 s"):
+                ask()

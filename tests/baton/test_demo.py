@@ -1,4 +1,4 @@
-"""`baton demo` for real, and what it asks; `full`: with another model than the shipped one."""
+"""`baton demo` for real, and what it asks."""
 
 from __future__ import annotations
 
@@ -8,31 +8,13 @@ import sys
 from pathlib import Path
 
 import pytest
-import yaml
 
 from baton.errors import ConfigError
 from cli.demo import FOR_ANY_MODEL, read_prompts
 from cluster.local.process_tree import Process, descendants, still_alive
-from tests.router.text_fixtures import byte_level_tokenizer, write_model
 
 SHIPPED = Path(__file__).resolve().parents[2] / "models" / "demo"
 BATON = [sys.executable, "-m", "cli.main"]
-
-
-@pytest.fixture
-def cluster_file(tmp_path: Path) -> Path:
-    tokenizer = byte_level_tokenizer()
-    model = write_model(tmp_path / "toy", tokenizer)
-    file = tmp_path / "cluster.yaml"
-    fake = {"vocab_size": tokenizer.get_vocab_size(), "prefill_token_s": 1e-4}
-    config = {
-        "model": str(model),
-        "engine": {"backend": "fake", "fake": fake, "kv_memory_bytes": 8 << 20},
-        "router": {"port": 0},
-        "control": {"port": 0},
-    }
-    file.write_text(yaml.safe_dump(config))
-    return file
 
 
 @pytest.mark.cluster
@@ -63,24 +45,6 @@ def test_the_demo_answers_with_the_shipped_model_and_leaves_no_process(tmp_path:
     assert 1000 < cached_tokens < prompt_tokens
     assert len(processes) > 5
     assert not still_alive(processes)
-
-
-@pytest.mark.full
-@pytest.mark.cluster
-@pytest.mark.timeout(180)
-def test_the_demo_answers_hits_the_cache_and_leaves_nothing_behind(cluster_file: Path) -> None:
-    done = subprocess.run(
-        [*BATON, "demo", "-f", str(cluster_file)], capture_output=True, timeout=170
-    )
-    shown = done.stdout.decode()
-    assert done.returncode == 0, shown + done.stderr.decode()
-    for prompt in FOR_ANY_MODEL:
-        assert f"> {prompt.question}" in shown
-    cached = [int(tokens) for tokens in re.findall(r" tok +(\d+) tok ", shown)]
-    assert cached[:2] == [0, 0]
-    assert cached[2] > 200  # the notes, asked about a second time
-    assert len(re.findall(r"prefill-0 +decode-0 ", shown)) == len(FOR_ANY_MODEL)
-    assert re.search(r"none of its \d+ processes is left", shown)
 
 
 def test_a_models_own_prompts_are_asked(tmp_path: Path) -> None:

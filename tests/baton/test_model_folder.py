@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import io
 import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,18 +20,17 @@ from baton.errors import ConfigError
 from baton.model_folder import with_model_folder
 from cli.bring_up import Startup, read_config
 from cli.progress import Steps
-from cluster.local.process_tree import descendants
 from cluster.pools.pool_settings import AutoSettings
 from cluster.worker.config import worker_config
 from engine.build import find_model
 from tests.baton.small_hub import SmallHub, fill_cache
 
 NAME = "baton-test/tiny"
-WEIGHTS = b"w" * 3_000_000
+LARGE, WEIGHTS = "model-00001-of-00001.safetensors", b"w" * 3_000_000
 FILES = {
     "config.json": b"{}",
     "tokenizer.json": b"{ }",
-    "model-00001-of-00001.safetensors": WEIGHTS,
+    LARGE: WEIGHTS,
     "model.safetensors.index.json": b"{  }",
 }
 OTHERS = {
@@ -49,6 +50,17 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     return tmp_path / "hub"
+
+
+@contextlib.contextmanager
+def online(
+    monkeypatch: pytest.MonkeyPatch, files: dict[str, bytes], revision: str = "main"
+) -> Iterator[SmallHub]:
+    """A hub that is asked by this process and by those that it starts."""
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    with SmallHub(NAME, files, revision=revision) as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub.address)
+        yield hub
 
 
 def resolved(config: ClusterConfig) -> tuple[ClusterConfig, list[str], list[str]]:
@@ -78,38 +90,18 @@ def test_a_model_that_cannot_be_fetched_is_reported_before_anything_starts(cache
 def test_only_what_is_read_is_fetched_and_it_is_reported_how_much_has_come(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv("HF_HUB_OFFLINE")
-    with SmallHub(NAME, FILES | OTHERS) as hub:
-        monkeypatch.setenv("HF_ENDPOINT", hub.address)
+    with online(monkeypatch, FILES | OTHERS) as hub:
         config, _, details = resolved(CONFIG)
-    assert sorted(hub.asked) == sorted(FILES)
+    assert sorted(hub.sent()) == sorted(FILES)
     folder = Path(config.model)
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == FILES
     assert details[-1] == "3.0 MB of 3.0 MB"
 
 
-def test_an_interrupt_does_not_wait_for_a_file_that_is_still_coming(
-    cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def interrupted(text: str) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.delenv("HF_HUB_OFFLINE")
-    before = descendants()
-    with SmallHub(NAME, FILES) as hub:
-        hub.goes_on.clear()
-        monkeypatch.setenv("HF_ENDPOINT", hub.address)
-        with pytest.raises(KeyboardInterrupt):
-            with_model_folder(CONFIG, lambda text: None, interrupted)
-        assert descendants() == before
-
-
 def test_a_revision_is_what_the_hub_is_asked_for(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv("HF_HUB_OFFLINE")
-    with SmallHub(NAME, FILES, revision="v2") as hub:
-        monkeypatch.setenv("HF_ENDPOINT", hub.address)
+    with online(monkeypatch, FILES, revision="v2"):
         config, announced, _ = resolved(dataclasses.replace(CONFIG, model_revision="v2"))
         assert announced == [f"fetching {NAME} (v2) from the Hugging Face hub"]
         assert (Path(config.model) / "config.json").read_bytes() == b"{}"
@@ -128,16 +120,15 @@ def test_a_revision_of_what_is_not_on_the_hub_is_refused(tmp_path: Path) -> None
 def test_the_choice_of_a_dtype_fetches_the_revisions_config_and_no_weights(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv("HF_HUB_OFFLINE")
     files = FILES | {"config.json": b'{"dtype": "float32"}'}
     config = parse_config({"model": NAME, "model_revision": "v2", "engine": {"device": "cpu"}})
     with (
-        SmallHub(NAME, files, revision="v2") as hub,
+        online(monkeypatch, files, revision="v2") as hub,
         AutoSettings(config, {"HF_ENDPOINT": hub.address}) as decision,
     ):
         settled, _ = decision.result()
     assert settled.engine.dtype == "float32"
-    assert hub.asked == ["config.json"]
+    assert hub.sent() == ["config.json"]
 
 
 def test_a_workers_engine_has_the_revision_that_its_cluster_names(
@@ -179,7 +170,7 @@ def test_what_a_pod_has_fetched_its_workers_find_without_the_hub(
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     folder = find_model(NAME, "v2", CONFIG.engine)
-    assert (Path(folder) / "model-00001-of-00001.safetensors").read_bytes() == WEIGHTS
+    assert (Path(folder) / LARGE).read_bytes() == WEIGHTS
     again = in_a_pod(*arguments)  # offline
     reported, errors = again.communicate(timeout=60)
     assert (again.returncode, reported.splitlines()[-1]) == (0, f"it is in {folder}"), errors
@@ -204,7 +195,7 @@ def test_a_pod_starts_with_a_folder_of_its_image_and_ends_without_a_model(
 
 def test_a_pod_that_is_ended_does_not_wait_for_a_file_that_is_still_coming(cache: Path) -> None:
     with SmallHub(NAME, FILES) as hub:
-        hub.goes_on.clear()
+        hub.stop_half_way(LARGE)
         process = in_a_pod("--name", NAME, HF_HUB_OFFLINE="0", HF_ENDPOINT=hub.address)
         assert process.stdout is not None
         while " of 3.0 MB" not in process.stdout.readline():

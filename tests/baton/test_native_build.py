@@ -79,7 +79,7 @@ def test_a_compiler_that_does_not_run_is_passed_over(tmp_path: Path, recipe: Rec
     library = build(dataclasses.replace(recipe, compilers=(str(odd), "cc")), tmp_path / "kept")
     assert ctypes.CDLL(str(library)).answer() == 42
     with pytest.raises(NativeBuildError, match=r"odd does not run: .*No such file"):
-        build(dataclasses.replace(recipe, compilers=(str(odd),)), tmp_path / "kept")
+        build(dataclasses.replace(recipe, compilers=(str(odd),)), tmp_path / "other")
 
 
 def test_where_all_compilers_fail_it_says_what_each_said_and_keeps_nothing(

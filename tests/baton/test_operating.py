@@ -135,32 +135,6 @@ def rows_under(title: str, shown: str) -> tuple[str, list[str]]:
     return lines[0], lines[1:]
 
 
-def test_status_shows_aligned_pools_workers_and_kv(cluster: Cluster) -> None:
-    done = cluster.run("status")
-    assert done.returncode == 0
-    header, rows = rows_under("Pools", done.stdout)
-    assert [row.split() for row in rows] == [
-        ["prefill", "prefill", "1", "of", "1"], ["decode", "decode", "1", "of", "1"]
-    ]  # fmt: skip
-    assert {row.index(" of ") for row in rows} == {header.index("live") - 1}
-    header, rows = rows_under("Workers", done.stdout)
-    assert [row.split()[:3] for row in rows] == [
-        ["decode-0", "decode", "live"], ["prefill-0", "prefill", "live"]
-    ]  # fmt: skip
-    for row in rows:
-        assert row[header.index("address") :].startswith("127.0.0.1:")
-        end = header.index("KV used") + len("KV used")
-        assert re.search(r"\d+% of \d+$", row[:end])
-
-
-def test_explain_names_the_candidates_and_their_costs(cluster: Cluster) -> None:
-    done = cluster.run("explain", BAKER[0])
-    assert done.returncode == 0
-    row = done.stdout.strip().splitlines()[-1]
-    assert row.split()[:2] == ["prefill-0", "decode-0"]
-    assert re.search(r"[\d.]+ ms", row)
-
-
 def test_a_pool_is_scaled_out_drained_and_scaled_in(cluster: Cluster) -> None:
     done = cluster.run("scale", "decode", "2")
     assert done.returncode == 0, done.stderr
@@ -181,7 +155,7 @@ def test_a_pool_is_scaled_out_drained_and_scaled_in(cluster: Cluster) -> None:
     shown = cluster.run("status").stdout
     assert "draining" not in shown
     (gone,) = [row for row in rows_under("Workers", shown)[1] if row.startswith("decode-1")]
-    assert re.search(r" gone +0 +0 +0 +0 tok +- +- +- +- ", gone), gone
+    assert re.search(r" gone +- +0 +0 +0 tok +- +- +- +- +0 +0 of 0 blocks ", gone), gone
     assert cluster.run("generate", BAKER[0]).stdout == BAKER[1]
 
 

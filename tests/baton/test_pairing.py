@@ -1,11 +1,10 @@
-"""Who in a fleet can exchange KV with no other, and how `baton status` says it."""
+"""Who in a fleet can exchange KV with no other."""
 
 from __future__ import annotations
 
 import pytest
 
 from baton.v1 import common_pb2, control_pb2
-from cli.status import UnitFleet, print_status
 from cluster.registry.pairing import unpaired
 
 ROLES = {
@@ -97,10 +96,3 @@ def test_many_partners_are_counted_not_listed() -> None:
     prefills = [worker(f"prefill-{n}", b"a") for n in range(9)]
     line = unpaired(fleet(*prefills, worker("decode-0", B)))["decode-0"]
     assert "(prefill-0, prefill-1, prefill-2 and 6 more)" in line
-
-
-def test_status_says_who_pairs_with_none(capsys: pytest.CaptureFixture[str]) -> None:
-    workers = worker("prefill-0", b"a"), worker("decode-0", b"a"), worker("decode-1", b"b")
-    print_status([UnitFleet("", 1.0, fleet(*workers))])
-    (line,) = (line for line in capsys.readouterr().out.splitlines() if "pairs with none" in line)
-    assert line.startswith("decode-1 has another KV fingerprint than every prefill worker")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import os
 import sys
@@ -10,11 +11,12 @@ from typing import Any
 
 import grpc
 import pytest
+from rich.console import Console
 
-from baton.render import out
+from baton.render import out, table
 from baton.v1 import common_pb2, control_pb2, worker_pb2
 from cli.main import main
-from cli.status import Fleet, UnitFleet, busy_of, print_status, screen
+from cli.status import Fleet, UnitFleet, status_screen, top_screen
 from tests.baton.small_router import SmallControl
 from tests.baton.terminal import CTRL_C, Terminal
 
@@ -55,7 +57,8 @@ def fleet(**changes: int) -> Fleet:
             ),
         ],
         workers=[
-            worker("prefill-0", prefill_tokens_per_s=1000, num_waiting=3, num_queued_tokens=900),
+            worker("prefill-0", prefill_tokens_per_s=1000, num_waiting=3, num_queued_tokens=900,
+                   decode_step_s=0.02),
             worker("decode-0", num_running=2, decode_step_s=0.02, num_blocks=100,
                    num_free_blocks=75),
             worker("decode-1", num_running=6, decode_step_s=0.03, num_blocks=100,
@@ -69,7 +72,7 @@ def fleet(**changes: int) -> Fleet:
 
 def shown(what: Fleet) -> list[str]:
     with out().capture() as capture:
-        out().print(screen([UnitFleet("", 1.0, what)]))
+        out().print(top_screen([UnitFleet("", 1.0, what)]))
     return capture.get().splitlines()
 
 
@@ -78,34 +81,12 @@ def row_of(lines: list[str], name: str) -> dict[str, str]:
     (line,) = [line for line in lines if line.startswith(f"{name} ")]
     header = next(each for each in reversed(lines[: lines.index(line)]) if "KV used" in each)
     cells = {}
-    for column in (
-        "live",
-        "pending",
-        "TTFT",
-        "ITL",
-        "KV used",
-        "running",
-        "queued",
-        "step",
-        "output",
-    ):
+    columns = "live", "pending", "TTFT", "ITL", "KV used", "running", "queued", "step", "output"
+    for column in columns:
         end = header.find(f" {column} ") + 1 + len(column)
         if end > len(column):
             cells[column] = line[:end].rpartition("  ")[2].strip()
     return cells
-
-
-def test_a_pool_is_as_full_and_slow_as_its_worst_worker_and_gives_what_all_give() -> None:
-    busy = busy_of([each for each in fleet().workers if each.info.pool == "decode"])
-    assert busy.kv_use == pytest.approx(0.6)
-    assert busy.decode_step_s == pytest.approx(0.03)
-    assert busy.num_running == 8
-    assert busy.output_tokens_per_s == pytest.approx(2 / 0.02 + 6 / 0.03)
-
-
-def test_an_idle_worker_gives_nothing_whatever_it_has_learned() -> None:
-    idle = busy_of([worker("decode-0", decode_step_s=0.02)])
-    assert (idle.decode_step_s, idle.output_tokens_per_s, idle.kv_use) == (None, 0.0, None)
 
 
 def test_the_tables_align_and_show_what_waits() -> None:
@@ -116,6 +97,7 @@ def test_the_tables_align_and_show_what_waits() -> None:
     }  # fmt: skip
     prefill = row_of(lines, "prefill")
     assert (prefill["TTFT"], prefill["queued"], prefill["pending"]) == ("480 ms", "900 tok", "-")
+    assert (prefill["step"], prefill["output"]) == ("-", "-"), "it decodes nothing"
     assert row_of(lines, "decode-1")["output"] == "200 tok/s"
     assert row_of(lines, "decode-2")["running"] == "0", "a worker that has gone is idle"
     (reported,) = [line for line in lines if line.startswith("routers 1")]
@@ -128,7 +110,7 @@ def test_the_tables_align_and_show_what_waits() -> None:
 def test_the_busiest_worker_of_a_pool_stands_first() -> None:
     lines = shown(fleet())
     names = [line.split()[0] for line in lines if line.startswith(("decode-", "prefill-"))]
-    assert names == ["prefill-0", "decode-1", "decode-0", "decode-2"]
+    assert names == ["decode-1", "decode-0", "decode-2", "prefill-0"]
 
 
 def test_a_fleet_without_routers_and_workers_is_reported_as_one() -> None:
@@ -139,13 +121,6 @@ def test_a_router_that_is_silent_is_reported_beside_those_that_report() -> None:
     reported = fleet()
     reported.silent_routers.add(router_id="router-2", silent_s=40.2)
     assert any("routers 1 · silent 1, for 40 s · arriving" in line for line in shown(reported))
-
-
-def test_status_says_which_pools_wait_for_pods(capsys: Capture) -> None:
-    print_status([UnitFleet("", 1.0, fleet())])
-    reported = capsys.readouterr().out
-    assert "decode: 2 wait for a pod with room" in reported
-    assert "prefill: " not in reported
 
 
 def test_the_command_shows_what_the_control_service_reports(control: str, capsys: Capture) -> None:
@@ -179,6 +154,16 @@ def test_on_a_terminal_a_watch_draws_anew_and_ctrl_c_ends_it(control: str) -> No
         assert terminal.exit_status() == 0
 
 
+def test_a_table_that_is_too_wide_says_how_many_columns_it_leaves_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    console = Console(file=(shown := io.StringIO()), width=60)
+    monkeypatch.setattr("baton.render.out", lambda: console)
+    for columns in (["name"] * 3, ["a name of thirty letters, so it"] * 3):
+        console.print(table("Pools", columns, [columns]))
+    assert shown.getvalue().count("(2 more columns do not fit)") == 1
+
+
 # --- `baton status` ------------------------------------------------------------------------------
 
 
@@ -196,36 +181,44 @@ def pool(name: str, **places: str) -> control_pb2.PoolStatus:
 
 
 def status_lines(
-    capsys: Capture,
-    *pools: control_pb2.PoolStatus,
-    registered: str = "",
-    fingerprint: bytes = b"",
+    *pools: control_pb2.PoolStatus, registered: str = "", fingerprint: bytes = b""
 ) -> list[list[str]]:
     """The words of each line."""
     ref = common_pb2.WorkerRef(worker_id=registered)
     workers = [control_pb2.FleetWorker(info=control_pb2.WorkerInfo(ref=ref))] if registered else []
-    fleet = Fleet(pools=pools, workers=workers, model_fingerprint=fingerprint)
-    print_status([UnitFleet("", 1.0, fleet)])
-    return [line.split() for line in capsys.readouterr().out.splitlines()]
+    return status_of(Fleet(pools=pools, workers=workers, model_fingerprint=fingerprint))
 
 
-def test_each_pool_is_shown_with_its_role_and_size(capsys: Capture) -> None:
-    lines = status_lines(capsys, pool("prefill"), pool("decode"))
-    assert ["pool", "role", "live"] in lines
-    assert ["decode", "decode", "1", "of", "2"] in lines
+def status_of(what: Fleet) -> list[list[str]]:
+    with out().capture() as capture:
+        out().print(status_screen([UnitFleet("", 1.0, what)]))
+    return [line.split() for line in capture.get().splitlines()]
 
 
-@pytest.mark.parametrize(("fingerprint", "lines"), [(b"", []), (b"\x1f\xa0", ["1fa0"])])
-def test_the_model_that_serves_is_shown_once_a_worker_has_registered(
-    capsys: Capture, fingerprint: bytes, lines: list[str]
-) -> None:
-    found = status_lines(capsys, pool("decode"), fingerprint=fingerprint)
-    assert [words[-1] for words in found if "fingerprint" in words] == lines
+def test_each_pool_is_shown_with_its_role_and_size() -> None:
+    lines = status_lines(pool("prefill"), pool("decode"))
+    assert ["decode", "decode", "1", "of", "2"] in [words[:5] for words in lines]
 
 
-def test_a_replica_that_starts_is_shown_with_its_pod_until_its_worker_registers(
-    capsys: Capture,
-) -> None:
+def test_status_says_which_pools_wait_for_pods() -> None:
+    waiting = [line for line in status_of(fleet()) if "wait" in line]
+    assert waiting == [["decode:", "2", "wait", "for", "a", "pod", "with", "room"]]
+
+
+def test_the_model_that_serves_is_shown_once_a_worker_has_registered() -> None:
+    for fingerprint, shown in ((b"", []), (b"\x1f\xa0", ["1fa0"])):
+        found = status_lines(pool("decode"), fingerprint=fingerprint)
+        assert [words[-1] for words in found if "fingerprint" in words] == shown
+
+
+def test_a_replica_that_starts_is_shown_with_its_pod_until_its_worker_registers() -> None:
     placed = pool("decode", one="pod-a", two="pod-b", three="")
-    starting = [line for line in status_lines(capsys, placed, registered="one") if "starts" in line]
+    starting = [line for line in status_lines(placed, registered="one") if "starts" in line]
     assert starting == [["two", "starts", "on", "pod", "pod-b"]]
+
+
+def test_status_says_who_pairs_with_none() -> None:
+    mixture = fleet()
+    for each, role, kind in zip(mixture.workers, (PREFILL, DECODE, DECODE), (b"a", b"a", b"b")):
+        each.info.role, each.info.kv_fingerprint = role, kind
+    assert [words[0] for words in status_of(mixture) if "pairs" in words] == ["decode-1"]

@@ -53,7 +53,8 @@ def test_a_run_writes_a_file_of_its_own_and_touches_none_that_is_there(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(every, "RESULTS", tmp_path)
-    monkeypatch.setattr(every, "SECTIONS", {"one": lambda: "first table\n"})
+    monkeypatch.setattr(every, "SECTIONS", {"one": "One"})
+    monkeypatch.setattr(every, "section", lambda name: "first table\n")
     every.main([])
     (written,) = tmp_path.iterdir()
     assert re.fullmatch(r"\d{4}-\d\d-\d\d-\d{6}\.md", written.name)
@@ -82,7 +83,6 @@ def test_the_handoff_is_measured_beside_memcpy() -> None:
         assert min(memcpy, exposed_us, answer_us) > 0
         assert put / memcpy == pytest.approx(put_share, rel=0.1)
         assert whole / memcpy == pytest.approx(whole_share, rel=0.1)
-    assert re.search(r"there and back, progress threads alone: [1-9]\d* us$", printed.strip())
 
 
 @pytest.mark.full
@@ -94,7 +94,7 @@ async def test_the_router_is_measured_between_workers_that_cost_nothing(
     for name, value in {**small, "FLEETS": (10,), "NUM_PLACEMENTS": 5}.items():
         monkeypatch.setattr(router, name, value)
     alone, together, placement = map(
-        numbers_of, (await router.report(None)).replace("\n\n", "\f").split("\f")
+        numbers_of, (await router.report()).replace("\n\n", "\f").split("\f")
     )
     assert [len(row) for row in alone] == [2, 2, 1, 2]
     (direct, _), (through, _), (added,), _ = alone
@@ -112,7 +112,7 @@ def test_the_stages_of_the_whole_path_add_up_to_the_first_token(
     monkeypatch.setattr(path, "PROMPT_LENGTHS", (32,))
     monkeypatch.setattr(path, "ROUNDS", 1)
     monkeypatch.setattr(path, "WARM_UPS", 1)
-    rows = path.measure(DEMO_MODEL, 2000, lambda message: None)
+    rows = path.measure(DEMO_MODEL, 2000)
     disaggregated, alone = numbers_of(markdown(path.HEADER, [row.cells() for row in rows]))
     assert (len(disaggregated), len(alone)) == (14, 11)  # nothing is handed off on one worker
     for ttft, beyond_prefill, *stages in (disaggregated[:9], alone[:9]):
@@ -134,7 +134,7 @@ def test_the_engine_is_measured_beside_transformers(
     monkeypatch.setattr(engine, "PREFILL_LENGTHS", (64,))
     monkeypatch.setattr(engine, "DECODE_BATCHES", (1, 3))
     monkeypatch.setattr(engine, "LARGEST_TOKEN_ID", 500)
-    cells = engine.measure("tiny", lambda message: None)
+    cells = engine.measure("tiny")
     assert [cell.what for cell in cells] == ["prefill 64", "decode batch 1", "decode batch 3"]
     assert all(cell.baton > 0 and cell.transformers > 0 and cell.rounds == 5 for cell in cells)
 

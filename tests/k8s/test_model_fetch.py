@@ -34,7 +34,7 @@ def test_a_hubs_model_is_fetched_once_by_init_containers_and_answers(
             router={"replicas": 1},
         )
         installed.wait_available()
-        assert hub.asked.count("model.safetensors") == 1
+        assert hub.sent().count("model.safetensors") == 1
     for pod in kubelet.pods("app.kubernetes.io/component=worker"):
         ended = {each["name"]: each["state"] for each in pod["status"]["initContainerStatuses"]}
         assert ended["fetch-model"]["terminated"]["exitCode"] == 0

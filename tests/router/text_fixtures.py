@@ -36,10 +36,8 @@ CHATML = (
 CHAT_TOKENS = ["<s>", "</s>", "<|im_start|>", "<|im_end|>"]
 
 
-def load_text(
-    model: str | Path, revision: str | None = None, tokenizer: str | None = None
-) -> TextModel:
-    return TextModel(find_text_files(model, revision, tokenizer))
+def load_text(model: str | Path, tokenizer: str | None = None) -> TextModel:
+    return TextModel(find_text_files(model, tokenizer))
 
 
 @functools.cache

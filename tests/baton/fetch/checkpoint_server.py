@@ -94,6 +94,9 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     server_: ClassVar[CheckpointServer]
 
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
     def do_GET(self) -> None:
         server, url = self.server_, urlsplit(self.path)
         path = unquote(url.path).lstrip("/")
@@ -118,7 +121,6 @@ class _Handler(BaseHTTPRequestHandler):
         if start and start >= len(content):
             self._refuse(416)
             return
-        self.server_.asked.append(Asked(path, start, self.headers.get("Authorization")))
         self.send_response(206 if start else 200)
         if start:
             last = len(content) - 1
@@ -130,7 +132,9 @@ class _Handler(BaseHTTPRequestHandler):
         for name, value in self.server_.headers.get(path, {}).items():
             self.send_header(name, value)
         self.end_headers()
-        self._write(path, content[start:])
+        if self.command == "GET":
+            self.server_.asked.append(Asked(path, start, self.headers.get("Authorization")))
+            self._write(path, content[start:])
 
     def _write(self, path: str, content: bytes) -> None:
         cuts = self.server_.cuts.get(path)

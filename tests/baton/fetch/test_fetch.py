@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import base64
-import concurrent.futures
 import hashlib
 import io
 import tarfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,7 +19,6 @@ from tests.baton.fetch.nodes import (
     OTHERS,
     SHARDS,
     TEXT,
-    WITHIN_S,
     Node,
     under,
 )
@@ -30,13 +27,6 @@ from tests.baton.fetch.nodes import (
 def sums_of(files: dict[str, bytes]) -> bytes:
     lines = (f"{hashlib.sha256(content).hexdigest()}  {name}" for name, content in files.items())
     return "\n".join(lines).encode()
-
-
-def eventually(read: Callable[[], list[str]]) -> list[str]:
-    give_up_at = time.monotonic() + WITHIN_S
-    while not (found := read()) and time.monotonic() < give_up_at:
-        time.sleep(0.01)
-    return found
 
 
 @pytest.fixture
@@ -65,21 +55,6 @@ def test_a_single_file_of_weights_needs_no_index(server: CheckpointServer, node:
     server.files = under("m", TEXT | {"model.safetensors": b"w" * 999})
     node.fetch()
     assert node.files() == TEXT | {"model.safetensors": b"w" * 999}
-
-
-def test_of_two_pods_of_a_node_one_fetches(server: CheckpointServer, node: Node) -> None:
-    server.cuts[f"m/{LARGE}"] = [-1]
-    other = Node(node.uri, node.folder)
-    with concurrent.futures.ThreadPoolExecutor() as pods:
-        first = pods.submit(node.fetch)
-        assert server.stopped.wait(WITHIN_S)
-        second = pods.submit(other.fetch)
-        assert eventually(lambda: other.reported)[0].startswith("waiting for another pod")
-        server.goes_on.set()
-        first.result(WITHIN_S)
-        second.result(WITHIN_S)
-    assert node.files() == CHECKPOINT
-    assert server.paths().count(f"m/{LARGE}") == 1
 
 
 def test_text_alone_gives_way_to_all_of_it_at_the_same_path_and_not_the_other_way(
