@@ -213,9 +213,14 @@ class TransferRank:
                 self.send(rank.transfer_address, message)
 
     def forget(self, handoff: HandoffId) -> None:
-        """Forget a handoff that is over."""
+        """Drop a handoff that is over, and never open it (again)."""
         with self._lock:
-            self._handoffs.pop(handoff, None)
+            self._end(handoff)
+
+    def is_over(self, handoff: HandoffId) -> bool:
+        """Whether the handoff must not be opened (again)."""
+        with self._lock:
+            return self._tombstones.holds(handoff, self._now_s())
 
     def resend_done(self, handoff: HandoffId) -> None:
         """Resend this rank's `done` to each target that it was sent to."""
@@ -297,8 +302,7 @@ class TransferRank:
     def _drained(self, handoff: RankHandoff) -> None:
         handoff.phase = Phase.DRAINED
         if self.tp_rank > 0 or handoff.cancelled or handoff.error is not None:
-            self._handoffs.pop(handoff.lease.handoff_id, None)
-            self._tombstones.bury(handoff.lease.handoff_id, self._now_s())
+            self._end(handoff.lease.handoff_id)
         message = self.new_message(handoff.lease.lease_id, handoff.lease.lease_epoch)
         report = message.rank_drained
         report.error = handoff.error or ""
@@ -314,6 +318,10 @@ class TransferRank:
                 handoff.report = message
                 return
         self._report(message)
+
+    def _end(self, handoff: HandoffId) -> None:
+        self._handoffs.pop(handoff, None)
+        self._tombstones.bury(handoff, self._now_s())
 
     def _report(self, message: transfer_pb2.TransferMessage) -> None:
         """Send a message to this worker's rank 0."""
@@ -365,8 +373,7 @@ class TransferRank:
                 found.cancelled = True
                 self._flush_when_ready(found)
                 return
-            self._handoffs.pop(handoff, None)
-            self._tombstones.bury(handoff, self._now_s())
+            self._end(handoff)
             can_still_land = handoff in self._can_still_land
         message = self.new_message(*split_handoff_id(handoff))
         message.rank_drained.can_still_land = can_still_land
@@ -391,34 +398,30 @@ class TransferRank:
 
     def _receive_done(self, message: transfer_pb2.TransferMessage) -> None:
         """Verify what arrived here, then let rank 0 decide: directly, or by a report to it."""
-        done, source_rank = message.done, message.sender_rank
-        error = why_wrong(done, source_rank, self.region_layout, self._memory)
+        error = why_wrong(message.done, message.sender_rank, self.region_layout, self._memory)
         if self.tp_rank == 0:
-            self._decide(message, source_rank, done, error)
+            self._decide(message, error)
             return
         report = transfer_pb2.TransferMessage()
         report.CopyFrom(message)  # the sender stays the writer: rank 0 checks it
-        report.rank_done.source_rank = source_rank
-        report.rank_done.done.CopyFrom(done)
+        report.rank_done.source_rank = message.sender_rank
+        report.rank_done.done.CopyFrom(message.done)
         report.rank_done.error = error
         self.send(self.identity.rank0_address, report)
 
-    def _receive_rank_done(self, message: transfer_pb2.TransferMessage) -> None:
+    def _receive_rank_done(self, report: transfer_pb2.TransferMessage) -> None:
         """On rank 0: take another rank's report about a `done`."""
-        report = message.rank_done
-        self._decide(message, report.source_rank, report.done, report.error)
+        message = transfer_pb2.TransferMessage()
+        message.CopyFrom(report)
+        message.sender_rank = report.rank_done.source_rank
+        message.done.CopyFrom(report.rank_done.done)
+        self._decide(message, report.rank_done.error)
 
-    def _decide(
-        self,
-        message: transfer_pb2.TransferMessage,
-        source_rank: int,
-        done: transfer_pb2.TransferDone,
-        error: str,
-    ) -> None:
+    def _decide(self, message: transfer_pb2.TransferMessage, error: str) -> None:
         if self.admission is None:
             log.error("%s sent a done, but this worker grants no leases", message.sender_worker_id)
         else:
-            self.admission.done(message, source_rank, done, error)
+            self.admission.done(message, error)
 
     def _receive_cancel(self, message: transfer_pb2.TransferMessage) -> None:
         self._cancel(handoff_id(message.lease_id, message.lease_epoch))

@@ -18,7 +18,6 @@ from engine.wire import finish_reason_to_proto, read_spec
 from kv_transfer.errors import (
     FingerprintError,
     LeaseError,
-    LeaseFencedError,
     LeaseServedError,
     WrongWriterError,
 )
@@ -61,7 +60,7 @@ class PrefillService(worker_pb2_grpc.PrefillServiceServicer):
             return
         except InvalidRequestError as error:
             await abort(context, error)
-        except (LeaseFencedError, LeaseServedError) as error:  # its owner reports how it ends
+        except LeaseServedError as error:  # its owner reports how it ends
             if grant in self._asked_again:
                 self._asked_again[grant] = True
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))

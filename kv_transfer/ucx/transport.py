@@ -56,7 +56,6 @@ from kv_transfer.ucx.binding import (
 )
 from kv_transfer.ucx.endpoint import (
     SHARED_MEMORY,
-    Endpoint,
     Requests,
     UcxPeer,
     end_with_their_process,
@@ -144,7 +143,7 @@ class UcxTransport:
         with self._lock:
             peer = self._peers.get(address)
             if peer is None:
-                peer = self._peers[address] = UcxPeer(address)
+                peer = self._peers[address] = UcxPeer(self._ucp, address)
                 self._keys[id(peer)] = peer
                 self._enqueue(Call(lambda: self._open(peer)))
             return peer
@@ -157,13 +156,12 @@ class UcxTransport:
         assert isinstance(peer, UcxPeer)
 
         def map_region(region: Region) -> None:
-            if peer.endpoint is not None:
-                address = peer.endpoint.mapping(region.rkey, region.base_address)
-                if address is not None:
-                    fault_in(address, region.num_bytes)
+            address = peer.mapping(region.rkey, region.base_address)
+            if address is not None:
+                fault_in(address, region.num_bytes)
 
         def fault_in(address: int, num_bytes: int) -> None:
-            if peer.endpoint is None:
+            if not peer.is_open:
                 return  # the peer is lost, so its memory is no longer mapped
             populate(address, min(num_bytes, _POPULATE_BYTES))
             if num_bytes > _POPULATE_BYTES:
@@ -178,10 +176,7 @@ class UcxTransport:
         assert self._memory is not None
         handles, rkeys = self._memory.handles, batch.runs.path.rkeys
         target = peer.target(rkeys)
-
-        def open_target() -> str | None:
-            return None if peer.endpoint is None else peer.endpoint.open(target, handles, rkeys)
-
+        open_target = partial(peer.open_target, target, handles, rkeys)
         self._enqueue(Put(target, batch, on_failed, open_target))
 
     def flush(self, peer: Peer, on_flushed: OnFlushed) -> None:
@@ -197,20 +192,14 @@ class UcxTransport:
             is_over = end_with_their_process(peer.lanes)
             peer.when_closed(partial(on_flushed, replace(result, is_over=is_over)))
 
-        def run() -> None:
-            if peer.endpoint is None:
-                answer(FlushResult("lost the peer", 0.0))
-            else:
-                peer.endpoint.flush(self._requests, peer.take_busy_s(), answer)
-
-        self._enqueue(Call(run))
+        self._enqueue(Call(lambda: peer.flush(self._requests, answer)))
 
     def send(self, peer: Peer, payload: bytes, expects_answer: bool = False) -> None:
         assert isinstance(peer, UcxPeer)
 
         def run() -> None:
-            if peer.endpoint is not None:
-                peer.endpoint.send(self._requests, payload)
+            if peer.is_open:
+                peer.send(self._requests, payload)
                 if expects_answer:
                     self._awake_until_s = time.monotonic() + _POLL_S
 
@@ -296,10 +285,7 @@ class UcxTransport:
 
     def _open(self, peer: UcxPeer) -> None:
         try:
-            peer.endpoint = Endpoint(
-                self._ucp, self._worker, peer.address, id(peer), self._error_callback
-            )
-            peer.lanes = peer.endpoint.lanes
+            peer.open(self._worker, id(peer), self._error_callback)
         except TransportError as error:
             log.warning("cannot reach a peer: %s", error)
             if error.status == NO_SHARED_SEGMENT:  # the segment is gone with its process
@@ -337,16 +323,7 @@ class UcxTransport:
         with self._lock:
             if self._peers.get(peer.address) is peer:
                 del self._peers[peer.address]
-        endpoint, peer.endpoint = peer.endpoint, None
-        peer.close_targets()
-        if endpoint is None:
-            self._forget(peer)
-        else:
-            endpoint.close(self._requests, force, lambda: self._forget(peer))
-
-    def _forget(self, peer: UcxPeer) -> None:
-        del self._keys[id(peer)]
-        peer.closed()
+        peer.close(self._requests, force, lambda: self._keys.pop(id(peer)))
 
     def _close_endpoints(self) -> None:
         """Finish requests in flight, then close. A peer that does not answer costs a second."""
