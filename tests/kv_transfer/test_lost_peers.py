@@ -123,20 +123,6 @@ async def test_a_lost_receiver_breaks_the_handoff_and_is_reported_at_once(world:
     world.dead.add("receiver")
 
 
-async def test_an_rkey_that_is_revoked_ends_in_a_failed_post(world: World) -> None:
-    lease = world.grant([[1], [1]])
-    handoff = world.sender.open(lease)
-    memory: Any = world.receiver.memories[0]
-    kept, memory.regions = memory.regions, ()
-    world.push_all(handoff, [3])
-    finishing = begin_finish(world, handoff)
-    await world.settle()
-    with pytest.raises(HandoffError, match=r"POST_FAILED.*rkey"):
-        await finishing
-    memory.regions = kept
-    assert world.receiver.event_names() == ["failed", "quiescent"]
-
-
 async def test_a_failed_post_fails_its_own_handoff_and_no_other(
     world: World,
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,7 @@ import numpy as np
 import transformers
 
 from baton.config.engine import EngineConfig
-from engine.api import LocalKvMemory, LocalSink
-from engine.build import build_engine, build_runner, load_decoder, load_model_spec, region_layout
+from engine.build import load_lone_engine
 from engine.request import RequestId, RequestSpec, SampledToken, SamplingParams, TokenEvent
 from tests.engine import checkpoints
 from tests.engine.greedy import Greedy
@@ -50,17 +50,7 @@ def engine_alone(
     """What one engine in this process, with fresh memory, says to all prompts in one batch."""
     if isinstance(sampling, SamplingParams):
         sampling = [sampling] * len(prompts)
-    spec = load_model_spec(str(folder), config)
-    memory = LocalKvMemory.of(region_layout(spec, config, 0, 1), config.num_regions)
-    memory.buffer[:] = 0xFF  # NaN, so that a stray read shows
-    sink = LocalSink()
-    engine = build_engine(
-        config,
-        build_runner(
-            load_decoder(str(folder), config, spec, None), config, spec, memory, sink, None
-        ),
-        sink,
-    )
+    engine = load_lone_engine(str(folder), replace(config, device="cpu"))
     found: list[list[SampledToken]] = [[] for _ in prompts]
     for number, prompt in enumerate(prompts):
         name, token_ids = RequestId(str(number)), np.array(prompt, np.uint32)
