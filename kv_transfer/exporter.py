@@ -131,10 +131,9 @@ class Exporter:
         finally:
             if export.over.is_set():
                 self._close(handoff, export)
-        if export.receipt is None:
-            assert export.error is not None
+        if export.error is not None:
             raise export.error
-        return export.receipt
+        return export.make_receipt()
 
     def _await_ack(self, handoff: HandoffId, export: Export, is_repeat: bool = False) -> None:
         """Repeat the `done` at intervals; break the handoff when nothing moves for too long."""
@@ -169,18 +168,13 @@ class Exporter:
         self._break(handoff, Reason.CANCELLED, f"handoff {handoff} was cancelled")
         await export.over.wait()
         self._close(handoff, export)
-        return self._is_drained(export)
+        return export.all_drained.is_set()
 
     async def wait_drained(self, handoff: HandoffId) -> None:
         """Return once nothing of a handoff is in flight on any rank. Has no timeout."""
         export = self._exports.get(handoff)
         if export is not None:
             await export.all_drained.wait()
-
-    def error(self, handoff: HandoffId) -> HandoffError | None:
-        """What broke an open handoff; None if nothing did."""
-        export = self._exports.get(handoff)
-        return export.error if export is not None else None
 
     def num_open(self) -> int:
         return len(self._exports)
@@ -229,7 +223,7 @@ class Exporter:
             self._send_drained(message.fence.reply_to.transfer_address, message)
         elif not export.lease.owner.sent(message):
             log.warning("fence of handoff %s from %s", handoff, message.sender_worker_id)
-        elif export.over.is_set() and self._is_drained(export):
+        elif export.over.is_set() and export.all_drained.is_set():
             self._send_drained(export.lease.owner.rank0_address, message)
         else:
             self._break(handoff, Reason.FENCED, f"lease {message.lease_id}")
@@ -280,17 +274,13 @@ class Exporter:
             log.error("handoff %s: not every rank has drained", handoff)
             self._end(export)
 
-    def _is_drained(self, export: Export) -> bool:
-        return len(export.drained) == self._identity.tp_size
-
     def _complete(self, handoff: HandoffId, export: Export) -> None:
         """Set the outcome once every rank has drained."""
-        if not self._is_drained(export):
+        if len(export.drained) < self._identity.tp_size:
             return
         export.all_drained.set()
         if export.error is None:
             if export.acked_at_s is not None and not export.over.is_set():
-                export.receipt = export.make_receipt()
                 self._end(export)
             return
         if not export.owner_informed:
@@ -308,7 +298,7 @@ class Exporter:
         export.stop_timers()
         export.collected = True
         self._rank.forget(handoff)
-        if self._is_drained(export):
+        if export.all_drained.is_set():
             self._exports.pop(handoff, None)
 
     # --- what is said ----------------------------------------------------------------------------
@@ -339,8 +329,7 @@ class Export:
     drained: dict[int, transfer_pb2.RankDrained] = field(default_factory=dict)  # by rank
     all_drained: asyncio.Event = field(default_factory=asyncio.Event)
     over: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set with a receipt, or with the error that broke the handoff."""
-    receipt: Receipt | None = None
+    """Set when all is acknowledged, or with the error that broke the handoff."""
     error: HandoffError | None = None
     acked_at_s: float | None = None
     finishing_at_s: float | None = None

@@ -49,8 +49,8 @@ from kv_transfer.rank_handoff import (
     RankHandoff,
     Tombstones,
     add_checksums,
-    fill_counts,
     fill_done,
+    fill_first_token,
     why_wrong,
 )
 from kv_transfer.routes import RankPair, Route, check_lease, pairs
@@ -288,7 +288,8 @@ class TransferRank:
         handoff.phase = Phase.FLUSHING
         handoff.num_flushing = len(handoff.lanes)
         for rank, lane in handoff.lanes.items():
-            fill_counts(lane, handoff.first)
+            if handoff.first is not None:
+                fill_first_token(lane.done.done, handoff.first)
             self.transport.flush(lane.peer, partial(self._flushed, handoff, rank))
         if not handoff.lanes:
             self._drained(handoff)
@@ -312,8 +313,9 @@ class TransferRank:
             self._can_still_land.add(handoff.lease.handoff_id)
         report.put_s = handoff.put_s
         if not handoff.cancelled and handoff.error is None:
-            report.num_bytes = sum(lane.num_bytes for lane in handoff.lanes.values())
-            report.num_blocks = max((lane.num_blocks for lane in handoff.lanes.values()), default=0)
+            sent = [lane.done.done for lane in handoff.lanes.values()]
+            report.num_bytes = sum(done.num_bytes for done in sent)
+            report.num_blocks = max((done.num_blocks for done in sent), default=0)
             if self.tp_rank == 0:
                 handoff.report = message
                 return

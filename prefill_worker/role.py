@@ -37,21 +37,13 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class HandoffBroken:
-    """`reason`: what HandoffFailed has on the wire."""
-
-    reason: str
-    message: str
-
-
-@dataclass(frozen=True)
 class Stopped:
     """The prefill ended without a first token: aborted, or the engine failed."""
 
     message: str
 
 
-Outcome = PrefilledEvent | Receipt | HandoffBroken | InvalidRequestError | Stopped
+Outcome = PrefilledEvent | Receipt | HandoffError | InvalidRequestError | Stopped
 """The first token, the end of its handoff (good or bad), or why there is no first token."""
 
 
@@ -211,7 +203,7 @@ class PrefillRole:
                 await self._hand_off(run, event)
         except HandoffError as error:
             log.warning("handoff %s: %s", run.handoff, error)
-            run.report(HandoffBroken(error.reason.name, error.message))
+            run.report(error)
 
     async def _hand_off(self, run: PrefillRun, event: PrefilledEvent) -> None:
         reason = finish_reason_to_proto(event.finished)

@@ -17,6 +17,7 @@ from engine.request import PrefilledEvent
 from engine.wire import finish_reason_to_proto, read_spec
 from kv_transfer.errors import (
     FingerprintError,
+    HandoffError,
     LeaseError,
     LeaseServedError,
     WrongWriterError,
@@ -24,7 +25,6 @@ from kv_transfer.errors import (
 from kv_transfer.lease import Lease, Receipt, logprobs_to_proto
 from prefill_worker.role import (
     DrainingError,
-    HandoffBroken,
     Outcome,
     PrefillRole,
     PrefillRun,
@@ -56,7 +56,7 @@ class PrefillService(worker_pb2_grpc.PrefillServiceServicer):
         try:
             prefill = self._start(request)
         except (DrainingError, FingerprintError, WrongWriterError) as error:
-            yield _message(HandoffBroken(_NOT_FOR_US[type(error)], str(error)))
+            yield _failed(_NOT_FOR_US[type(error)], str(error))
             return
         except InvalidRequestError as error:
             await abort(context, error)
@@ -119,7 +119,11 @@ def _message(outcome: Outcome) -> worker_pb2.PrefillResponse:
                 exposed_ms=outcome.exposed_s * 1000,
             )
         )
-    assert isinstance(outcome, HandoffBroken), outcome
+    assert isinstance(outcome, HandoffError), outcome
+    return _failed(outcome.reason.name, outcome.message)
+
+
+def _failed(reason: str, message: str) -> worker_pb2.PrefillResponse:
     return worker_pb2.PrefillResponse(
-        handoff_failed=worker_pb2.HandoffFailed(reason=outcome.reason, message=outcome.message)
+        handoff_failed=worker_pb2.HandoffFailed(reason=reason, message=message)
     )

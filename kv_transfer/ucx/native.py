@@ -30,47 +30,38 @@ from kv_transfer.ucx.binding import (
 log = logging.getLogger(__name__)
 
 
-class _Target(ctypes.Structure):
-    _fields_ = (
-        ("endpoint", c_void_p),
-        ("memory_handles", c_void_p),
-        ("rkeys", c_void_p),
-        ("busy_ns", c_uint64),
-    )
-
-
-class PutTarget:
+class PutTarget(ctypes.Structure):
     """Where puts go: libucp handles in a form that both queues read. The progress thread opens and
     closes it; nothing is posted before or after."""
 
-    def __init__(self) -> None:
-        self.native = _Target()
+    _fields_ = (
+        ("endpoint", c_void_p),
+        ("memory_handles_at", c_void_p),
+        ("rkeys_at", c_void_p),
+        ("busy_ns", c_uint64),
+    )
+    endpoint: int | None
+    busy_ns: int
 
     def open(self, endpoint: int, memory_handles: Sequence[int], rkeys: Sequence[int]) -> None:
         """`memory_handles` by source region, `rkeys` by target region."""
         self.memory_handles = (c_void_p * len(memory_handles))(*memory_handles)
         self.rkeys = (c_void_p * len(rkeys))(*rkeys)
-        self.native.memory_handles = addressof(self.memory_handles)
-        self.native.rkeys = addressof(self.rkeys)
-        self.native.endpoint = endpoint
+        self.memory_handles_at = addressof(self.memory_handles)
+        self.rkeys_at = addressof(self.rkeys)
+        self.endpoint = endpoint
 
     def close(self) -> None:
-        self.native.endpoint = None
+        self.endpoint = None
 
     @property
     def is_open(self) -> bool:
-        return self.native.endpoint is not None
+        return self.endpoint is not None
 
     def take_busy_s(self) -> float:
         """Seconds spent posting since the last call."""
-        busy_ns: int = self.native.busy_ns
-        self.native.busy_ns = 0
+        busy_ns, self.busy_ns = self.busy_ns, 0
         return busy_ns / 1e9
-
-
-@dataclass(frozen=True, eq=False)
-class Call:
-    run: Callable[[], None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,7 +73,7 @@ class Put:
     """Open the target if possible. Returns why its keys were refused, or None."""
 
 
-Command = Call | Put
+Command = Callable[[], None] | Put
 
 
 class PythonQueue:
@@ -130,7 +121,7 @@ class PythonQueue:
                 break
             start_ns = time.perf_counter_ns()
             status = self._post(first)
-            first.target.native.busy_ns += time.perf_counter_ns() - start_ns
+            first.target.busy_ns += time.perf_counter_ns() - start_ns
             if status < 0:
                 return status
             self.take()
@@ -152,7 +143,7 @@ class PythonQueue:
         for source, remote, length, here, there in batch.runs.coalesced():
             params.memory_handle = target.memory_handles[here]
             request = self._put(
-                target.native.endpoint,
+                target.endpoint,
                 source + batch.source_offset,
                 length,
                 remote + batch.target_offset,
@@ -265,7 +256,7 @@ def _entry(target: PutTarget, batch: PutBatch) -> _Entry:
     runs = batch.runs
     return _Entry(
         None,
-        addressof(target.native),
+        addressof(target),
         *(words.buffer_info()[0] for words in (runs.path.packed, runs.sources, runs.targets)),
         batch.source_offset,
         batch.target_offset,

@@ -62,7 +62,7 @@ from kv_transfer.ucx.endpoint import (
     transports_of,
 )
 from kv_transfer.ucx.memory import AllocatedMemory, RegisteredMemory, UcxMemory, populate
-from kv_transfer.ucx.native import Call, Command, CommandQueue, Put, make_queue
+from kv_transfer.ucx.native import Command, CommandQueue, Put, make_queue
 
 log = logging.getLogger(__name__)
 
@@ -145,7 +145,7 @@ class UcxTransport:
             if peer is None:
                 peer = self._peers[address] = UcxPeer(self._ucp, address)
                 self._keys[id(peer)] = peer
-                self._enqueue(Call(lambda: self._open(peer)))
+                self._enqueue(lambda: self._open(peer))
             return peer
 
     def puts_end_with_process(self, address: bytes) -> bool:
@@ -166,10 +166,10 @@ class UcxTransport:
             populate(address, min(num_bytes, _POPULATE_BYTES))
             if num_bytes > _POPULATE_BYTES:
                 left = num_bytes - _POPULATE_BYTES
-                self._enqueue(Call(partial(fault_in, address + _POPULATE_BYTES, left)))
+                self._enqueue(partial(fault_in, address + _POPULATE_BYTES, left))
 
         for region in regions:
-            self._enqueue(Call(partial(map_region, region)))
+            self._enqueue(partial(map_region, region))
 
     def put(self, peer: Peer, batch: PutBatch, on_failed: OnFailed) -> None:
         assert isinstance(peer, UcxPeer)
@@ -192,7 +192,7 @@ class UcxTransport:
             is_over = end_with_their_process(peer.lanes)
             peer.when_closed(partial(on_flushed, replace(result, is_over=is_over)))
 
-        self._enqueue(Call(lambda: peer.flush(self._requests, answer)))
+        self._enqueue(lambda: peer.flush(self._requests, answer))
 
     def send(self, peer: Peer, payload: bytes, expects_answer: bool = False) -> None:
         assert isinstance(peer, UcxPeer)
@@ -206,7 +206,7 @@ class UcxTransport:
         if threading.current_thread() is self._thread and not self._commands:
             run()  # an answer, with nothing queued before it
         else:
-            self._enqueue(Call(run))
+            self._enqueue(run)
 
     def close(self) -> None:
         with self._signalling:
@@ -263,11 +263,11 @@ class UcxTransport:
         until = begun_at + len(commands)
         while commands.num_taken < until:
             first = commands.first
-            if isinstance(first, Call):
-                commands.take()
-                first.run()
-            else:
+            if isinstance(first, Put):
                 self._post(first)
+            else:
+                commands.take()
+                first()
         return until > begun_at
 
     def _post(self, first: Put) -> None:

@@ -10,7 +10,6 @@ from functools import lru_cache, partial
 from itertools import islice
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 import transformers
@@ -24,11 +23,11 @@ from engine.build import (
     load_model_spec,
     region_layout,
 )
-from engine.request import RequestId, RequestSpec, SamplingParams
+from engine.request import SamplingParams
 from tests.engine import checkpoints, families
 from tests.engine.driving import Driver, Setup, generate, random_prompt, set_up
-from tests.engine.fakes import drain, pool_is_whole
-from tests.engine.greedy import Greedy
+from tests.engine.fakes import pool_is_whole
+from tests.engine.greedy import Greedy, run_alone
 
 FAMILIES = list(families.FAMILIES)
 NUM_TOKENS = 12
@@ -119,13 +118,10 @@ def check_whole_engine(folder: Path, family: str) -> None:
         num_threads=1,
     )
     engine = load_lone_engine(path, config)
-    greedy = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
-    prompts = [(length, length // 2) for length in (1, 16, 33, 70, 129)]
-    for length, shared in prompts:
-        ids = np.array(prompt_of(length, shared), np.uint32)
-        engine.add(RequestSpec(RequestId(str(length)), ids, length, greedy))
-    streams = drain(engine)
-    assert streams.tokens == {str(n): oracle_answer(family, n, s).ids for n, s in prompts}
+    greedy = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=0)
+    lengths = [(length, length // 2) for length in (1, 16, 33, 70, 129)]
+    found = run_alone(engine, [prompt_of(*length) for length in lengths], greedy)
+    assert [*map(Greedy.of, found)] == [oracle_answer(family, *length) for length in lengths]
     pool_is_whole(engine)
 
 

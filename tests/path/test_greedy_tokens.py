@@ -14,7 +14,7 @@ from baton.client import AsyncClient
 from engine.request import SamplingParams
 from tests.engine import families
 from tests.engine.driving import random_prompt
-from tests.path.oracles import answer_of
+from tests.engine.greedy import Greedy
 from tests.path.whole_path import Answer, Pool, Shape, WholePath, ask, whole_path
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -60,7 +60,7 @@ def check_alone(path: WholePath, lengths: Sequence[int]) -> None:
     greedy = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=0)
     for chunk in path.shape.chunks:
         found = path.alone(prompts, greedy, chunk)
-        assert [*map(answer_of, found)] == [path.greedy_answer(p, NUM_TOKENS) for p in prompts], (
+        assert [*map(Greedy.of, found)] == [path.greedy_answer(p, NUM_TOKENS) for p in prompts], (
             chunk
         )
 

@@ -23,11 +23,12 @@ from baton.config.workers import RegistryConfig
 from baton.v1 import control_pb2, router_pb2, router_pb2_grpc, worker_pb2, worker_pb2_grpc
 from cluster.registry.control_service import Changes, serve
 from cluster.registry.registry import FleetSnapshot, Registry, WorkerState
+from engine.build import load_lone_engine
 from engine.request import SampledToken, SamplingParams
 from tests.cluster.fleet_processes import Fleet, started
 from tests.engine import checkpoints
-from tests.engine.greedy import Greedy
-from tests.path.oracles import engine_alone, greedy_answer, greedy_tokens, oracle_model
+from tests.engine.greedy import Greedy, run_alone
+from tests.path.oracles import greedy_answer, greedy_tokens, oracle_model
 
 _REQUEST_S = 60.0
 _IDLE_S = 20.0
@@ -248,7 +249,8 @@ class WholePath:
         chunk: int = 64,
     ) -> list[list[SampledToken]]:
         """What one engine in this process, with fresh memory, says to all prompts in one batch."""
-        return engine_alone(self.folder, self.shape.engine(chunk), prompts, sampling)
+        config = replace(self.shape.engine(chunk), device="cpu")
+        return run_alone(load_lone_engine(str(self.folder), config), prompts, sampling)
 
     async def use(self, worker_ids: Iterable[str]) -> None:
         """From now on the routers give work to these workers only."""
