@@ -403,9 +403,6 @@ class DecodeRole:
         """Every router has taken everything from its session."""
         return all(session.has_sent_all for session in self._sessions.values())
 
-    def num_orphans(self) -> int:
-        return self.runs.num_orphans()
-
     def check_integrity(self) -> None:
         """Raise AssertionError when an attempt has two owners or none."""
         self.runs.check_integrity()

@@ -62,7 +62,7 @@ from kv_transfer.ucx.endpoint import (
     transports_of,
 )
 from kv_transfer.ucx.memory import AllocatedMemory, RegisteredMemory, UcxMemory, populate
-from kv_transfer.ucx.native import Command, CommandQueue, Put, make_queue
+from kv_transfer.ucx.native import Command, Put, make_queue
 
 log = logging.getLogger(__name__)
 
@@ -83,7 +83,7 @@ class UcxTransport:
         self._context, self._worker = _create_worker(self._ucp, self._message_callback)
         self._address = _worker_address(self._ucp, self._worker)
         self._memory: UcxMemory | None = None
-        self._commands: CommandQueue = make_queue(self._ucp, self._worker, config.native)
+        self._commands = make_queue(self._ucp, self._worker, config.native)
         self._requests = Requests(self._ucp)
         self._lock = threading.Lock()  # of the peers' map
         self._signalling = threading.Lock()  # of `_closed`

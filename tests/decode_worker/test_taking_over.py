@@ -258,11 +258,11 @@ async def refused_and_unheard(
 ) -> None:
     """The router is not given the request, and its cancel is of no account."""
     assert worker.decode is not None
-    orphans = worker.decode.num_orphans()
+    orphans = worker.decode.runs.num_orphans()
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await link.stub.Attach(ask)
     assert caught.value.code() is grpc.StatusCode.ALREADY_EXISTS
     await link.cancel("x")
     await barrier(link, f"after the cancel with {orphans} orphans")
     assert len(worker.decode.runs) == 1  # it runs on; nothing is sent to an orphan
-    assert worker.decode.num_orphans() == orphans
+    assert worker.decode.runs.num_orphans() == orphans

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 from handoff_pairs import THERE
-from manual_world import CONFIG, World, begin_finish, finished
+from manual_world import CONFIG, World, begin_finish, finished, in_flight
 
 from kv_transfer.errors import HandoffError, LeaseServedError
 from kv_transfer.lease import Receipt
@@ -17,10 +17,7 @@ from kv_transfer.lease_table import LeaseFailure, LeaseState
 async def test_a_lost_done_or_ack_is_made_good_by_repeating_the_done(
     world: World, lost: str
 ) -> None:
-    handoff = world.sender.open(world.grant([[1], [1]]))
-    world.push_all(handoff, [3])
-    finishing = begin_finish(world, handoff)
-    await world.deliver()
+    _, finishing = await in_flight(world)
     world.scheduler.drop(await world.run_until_message(lost))
     await world.settle()
     assert world.receiver.event_names() == ["admitted"] * (lost == "ack")
@@ -34,10 +31,7 @@ async def test_a_lost_done_or_ack_is_made_good_by_repeating_the_done(
 async def test_a_receiver_that_never_answers_ends_in_a_timeout_and_keeps_what_it_admitted(
     world: World,
 ) -> None:
-    handoff = world.sender.open(world.grant([[1], [1]]))
-    world.push_all(handoff, [3])
-    finishing = begin_finish(world, handoff)
-    await world.deliver()
+    _, finishing = await in_flight(world)
     for _ in range(8):
         world.scheduler.run_all(("put", "flush"))
         for done in world.messages("done"):
@@ -98,10 +92,7 @@ async def test_progress_does_not_carry_a_lease_past_its_deadline(world: World) -
 
 @pytest.mark.parametrize("world", [60.0], indirect=True)
 async def test_a_done_that_comes_after_the_expiry_is_refused(world: World) -> None:
-    handoff = world.sender.open(world.grant([[1], [1]]))
-    world.push_all(handoff, [3])
-    finishing = begin_finish(world, handoff)
-    await world.deliver()
+    _, finishing = await in_flight(world)
     await world.run_until_message("done")
     await world.advance(6)
     assert world.receiver.events == [("failed", "r", LeaseFailure.EXPIRED)]
@@ -115,10 +106,7 @@ async def test_a_lease_released_after_its_ack_went_out_is_free_and_never_admitte
     world: World,
 ) -> None:
     lease = world.grant([[1], [1]])
-    handoff = world.sender.open(lease)
-    world.push_all(handoff, [3])
-    finishing = begin_finish(world, handoff)
-    await world.deliver()
+    _, finishing = await in_flight(world, lease)
     world.scheduler.run(await world.run_until_message("done"))  # decided; the loop has not heard
     assert world.messages("ack")
     assert world.receiver.release(lease.lease_id)
@@ -132,10 +120,7 @@ async def test_a_lease_released_after_its_ack_went_out_is_free_and_never_admitte
 async def test_a_lease_whose_time_ends_after_its_ack_went_out_is_admitted(
     world: World, silence_s: float
 ) -> None:
-    handoff = world.sender.open(world.grant([[1], [1]]))
-    world.push_all(handoff, [3])
-    finishing = begin_finish(world, handoff)
-    await world.deliver()
+    _, finishing = await in_flight(world)
     world.scheduler.run(await world.run_until_message("done"))
     world.clock.advance(silence_s)  # before the loop hears: nothing may take the Ack back
     assert isinstance(await finished(world, finishing), Receipt)

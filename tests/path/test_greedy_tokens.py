@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
+from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -109,7 +110,7 @@ async def check_conversations(path: WholePath, lengths: Sequence[int], salt: str
 async def path(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[WholePath]:
-    """A fleet with both roles; where it has both widths, each test chooses a pair."""
+    """A fleet with both roles."""
     async with whole_path(request.param, tmp_path_factory.mktemp("path")) as path:
         yield path
 
@@ -117,9 +118,6 @@ async def path(
 CHUNKS = (16, 64, 512)
 BLOCK_SIZES = (8, 16, 32)
 CHECKSUMS = ("off", "sampled", "always")
-all_widths = pytest.mark.parametrize(
-    "widths", [(1, 1), (1, 2), (2, 1), (2, 2)], ids=lambda w: f"tp{w[0]}{w[1]}"
-)
 
 
 # --- quick: unequal widths, each chunk, block size and checksum -----------------------------------
@@ -168,25 +166,26 @@ async def test_turns_of_a_conversation_go_on_from_the_blocks_of_either_worker(
 # --- full: every combination --------------------------------------------------------------------
 
 
-ONE_KV_HEAD = Shape(  # every rank holds it; it is handed over once
-    "llama",
-    prefill=(Pool(1), Pool(2)),
-    decode=(Pool(1), Pool(2)),
-    overrides=(("num_key_value_heads", 1),),
-)
-
-
-def combined(family: str, chunk: int) -> Shape:
-    """Wider workers have another chunk size. The block size rotates over families and chunks."""
+def combined(family: str, chunk: int, widths: tuple[int, int], **changes: Any) -> Shape:
+    """A wider prefill has another chunk size. The block size rotates over families and chunks."""
     number = list(families.FAMILIES).index(family) + CHUNKS.index(chunk)
+    prefill_tp, decode_tp = widths
     other = CHUNKS[(CHUNKS.index(chunk) + 1) % 3]
     return Shape(
         family,
-        prefill=(Pool(1, chunk), Pool(2, other)),
-        decode=(Pool(1, chunk), Pool(2, chunk)),
+        prefill=(Pool(prefill_tp, chunk if prefill_tp == 1 else other),),
+        decode=(Pool(decode_tp, chunk),),
         block_size=BLOCK_SIZES[number % 3],
         checksum=CHECKSUMS[number // 3 % 3],
+        **changes,
     )
+
+
+WIDTHS = ((1, 1), (1, 2), (2, 1), (2, 2))
+# Every rank holds the one KV head; it is handed over once.
+ONE_KV_HEAD = [
+    combined("llama", 64, widths, overrides=(("num_key_value_heads", 1),)) for widths in WIDTHS
+]
 
 
 @pytest.mark.full
@@ -194,20 +193,20 @@ def combined(family: str, chunk: int) -> Shape:
 @pytest.mark.parametrize(
     "path",
     [
-        pytest.param(combined(family, chunk), id=f"{family}-{chunk}")
+        combined(family, chunk, widths)
         for family in families.FAMILIES
         for chunk in CHUNKS
+        for widths in WIDTHS
     ]
-    + [pytest.param(ONE_KV_HEAD, id="llama-1-kv-head")],
+    + ONE_KV_HEAD,
+    ids=str,
     indirect=True,
     scope="module",
 )
-@all_widths
 async def test_every_family_chunk_and_width_gives_the_tokens_of_transformers(
-    path: WholePath, widths: tuple[int, int]
+    path: WholePath,
 ) -> None:
-    await path.use_widths(*widths)
-    if widths == (1, 1):
+    if path.shape.is_narrow:
         check_alone(path, ALL_LENGTHS)
-    await check_tokens(path, ALL_LENGTHS, str(widths))
-    await check_conversations(path, [75, 600], f"talk {widths}")
+    await check_tokens(path, ALL_LENGTHS, "tokens")
+    await check_conversations(path, [75, 600], "talk")
