@@ -52,7 +52,6 @@ from engine.request import (
     NoCapacityEvent,
     RequestId,
     ReservedEvent,
-    SampledToken,
     TokenEvent,
 )
 from engine.wire import finish_reason_from_proto
@@ -151,7 +150,7 @@ class DecodeRole:
             return
         refused = self._refusal(submission)
         if refused is not None:
-            session.reject(submission, *refused)
+            session.reject((submission.request_id, submission.attempt), *refused)
             return
         former = self.runs.of_request(submission.request_id)
         if former is not None:
@@ -159,7 +158,7 @@ class DecodeRole:
             if former.session is not None:
                 former.session.drop(submission.request_id)
             if former.session is not session:
-                former.notify(Moved(submission.request_id, former.submission.attempt))
+                former.notify(Moved(*former.name))
         # The engine's key is unique to this attempt. The router may reuse its id and number while
         # the engine still sends events of an attempt that has ended here.
         key = RequestId(f"{submission.spec.request_id}/{next(self._numbers)}")
@@ -224,6 +223,8 @@ class DecodeRole:
         refusal, why = Refusal.INTERNAL, "this worker failed to take the request"
         try:
             await work
+        except InvalidRequestError as error:
+            self._refuse(run, Refusal.INVALID, error.message, error.field)
         except EngineStoppedError as error:  # the process is ending, and reports why itself
             log.warning("a request reached a stopped engine: %s", error)
             refusal, why = Refusal.DRAINING, "this worker's engine has stopped"
@@ -235,11 +236,7 @@ class DecodeRole:
     async def _start(self, run: Run) -> None:
         """Prefill and decode here."""
         spec = run.submission.spec
-        try:
-            await asyncio.wrap_future(self._engine.call(lambda engine: engine.add(spec)))
-        except InvalidRequestError as error:
-            self._refuse(run, Refusal.INVALID, error.message, error.field)
-            return
+        await asyncio.wrap_future(self._engine.call(lambda engine: engine.add(spec)))
         if run.phase is Phase.ENDED:
             self._engine.post(lambda engine: engine.abort(spec.request_id))
         else:
@@ -249,16 +246,12 @@ class DecodeRole:
         """The engine accepted a request that it prefills itself."""
         if run.phase is Phase.RESERVING:
             run.phase = Phase.RUNNING
-            run.notify(Reserved(run.submission.request_id, run.submission.attempt, None, 0))
+            run.notify(Reserved(*run.name, None, 0))
 
     async def _reserve(self, run: Run, writer: WorkerIdentity) -> None:
         """Reserve blocks and lease them to the writer."""
         spec = run.submission.spec
-        try:
-            event = await asyncio.wrap_future(self._engine.call(lambda e: e.reserve(spec)))
-        except InvalidRequestError as error:
-            self._refuse(run, Refusal.INVALID, error.message, error.field)
-            return
+        event = await asyncio.wrap_future(self._engine.call(lambda e: e.reserve(spec)))
         if isinstance(event, NoCapacityEvent):
             self._refuse(run, Refusal.NO_CAPACITY, event.message)
         elif run.phase is Phase.ENDED:  # no lease was granted: no writer knows the blocks
@@ -275,7 +268,9 @@ class DecodeRole:
         lease = self._leases.grant(
             run.key, writer, event.block_ids, event.num_cached_tokens, left_s
         )
-        run.granted(lease, event.num_cached_tokens)
+        run.phase = Phase.LEASED
+        run.reserved = Reserved(*run.name, lease, event.num_cached_tokens)
+        run.notify(run.reserved)
 
     # --- LeaseListener --------------------------------------------------------------------------
 
@@ -285,40 +280,29 @@ class DecodeRole:
         assert run is not None, request_id
         assert run.phase is Phase.LEASED, (request_id, run.phase)
         run.phase, run.reserved = Phase.RUNNING, None
-        token = SampledToken(first.token_id, first.logprobs)
-        run.record.append(len(run.record.token_ids), token)
-        key = run.key
-        self._engine.post(lambda engine: engine.admit(key, token))
+        token = run.append_first(first)
+        self._engine.post(lambda engine: engine.admit(run.key, token))
         run.notify_output()
-        run.notify(Admitted(run.submission.request_id, run.submission.attempt))
+        run.notify(Admitted(*run.name))
 
-    def failed(self, request_id: str, reason: LeaseFailure) -> None:
-        """A handoff failed; its blocks stay quarantined until `quiescent`."""
-        run = self._without_lease(request_id)
-        if run is not None:
-            self._refuse(run, Refusal.HANDOFF_FAILED, reason.value)
-
-    def ended(self, request_id: str, first: FirstToken) -> None:
-        """As `failed`, but the writer's first token is the whole output."""
-        reason = finish_reason_from_proto(first.finished)
-        if reason is None:  # a reason that this release does not know
-            self.failed(request_id, LeaseFailure.WRITER_FAILED)
-            return
-        run = self._without_lease(request_id)
-        if run is not None:
-            token = SampledToken(first.token_id, first.logprobs)
-            run.record.append(len(run.record.token_ids), token)
-            self._close(run, reason, "")
-            run.notify_output()
-
-    def _without_lease(self, request_id: str) -> Run | None:
-        """Quarantine the blocks of an attempt that lost its lease. None if it is not LEASED."""
+    def failed(
+        self, request_id: str, reason: LeaseFailure, ended_by: FirstToken | None = None
+    ) -> None:
+        """A handoff failed; its blocks stay quarantined until `quiescent`. If the writer's first
+        token ended it, that is the whole output."""
         run = self.runs.find(request_id)
         if run is None or run.phase is not Phase.LEASED:
-            return None
+            return
         self._quarantine(run)
         run.reserved = None
-        return run
+        # None also for a reason that this release does not know.
+        finished = None if ended_by is None else finish_reason_from_proto(ended_by.finished)
+        if ended_by is None or finished is None:
+            self._refuse(run, Refusal.HANDOFF_FAILED, reason.value)
+        else:
+            run.append_first(ended_by)
+            self._close(run, finished, "")
+            run.notify_output()
 
     def quiescent(self, request_id: str) -> None:
         """The writer of an ended lease has provably stopped."""
@@ -390,7 +374,7 @@ class DecodeRole:
             self._log.use_up(run.submission, self._clock.now_s())
         if run.session is not None:
             retry_s = self._config.no_capacity_retry_s if refusal is Refusal.NO_CAPACITY else 0.0
-            run.session.reject(run.submission, refusal, message, retry_s, field)
+            run.session.reject(run.name, refusal, message, retry_s, field)
 
     def _forget(self, run: Run, message: str) -> None:
         """End an attempt that never ran. It emitted nothing, so no session may attach to it."""
@@ -418,9 +402,6 @@ class DecodeRole:
     def has_sent_all(self) -> bool:
         """Every router has taken everything from its session."""
         return all(session.has_sent_all for session in self._sessions.values())
-
-    def num_orphans(self) -> int:
-        return self.runs.num_orphans()
 
     def check_integrity(self) -> None:
         """Raise AssertionError when an attempt has two owners or none."""

@@ -80,16 +80,17 @@ class DecodeService(worker_pb2_grpc.DecodeServiceServicer):
 
     def _reserve(self, session: RouterSession, message: worker_pb2.Reserve) -> None:
         wire = message.spec
+        name = (wire.request_id, wire.attempt)
         try:
             submission, writer = self._submission(message)
             self._role.submit(session, submission, writer)
         except InvalidRequestError as error:
-            _refuse(session, wire, Refusal.INVALID, error.message, error.field or "")
+            session.reject(name, Refusal.INVALID, error.message, field=error.field or "")
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             # A bug of the worker or the router, in this message only. The session's other requests
             # continue.
             log.exception("request %r cannot be taken", wire.request_id)
-            _refuse(session, wire, Refusal.INTERNAL, f"it cannot be taken: {error!r}")
+            session.reject(name, Refusal.INTERNAL, f"it cannot be taken: {error!r}")
 
     def _submission(self, message: worker_pb2.Reserve) -> tuple[Submission, WorkerIdentity | None]:
         """The submission, and the writer if there is one.
@@ -139,17 +140,6 @@ class DecodeService(worker_pb2_grpc.DecodeServiceServicer):
             spec=worker_pb2.RequestSpec.FromString(record.submission.wire),
             tokens=_tokens_message(record.since(0)),
         )
-
-
-def _refuse(
-    session: RouterSession,
-    wire: worker_pb2.RequestSpec,
-    refusal: Refusal,
-    message: str,
-    field: str = "",
-) -> None:
-    session.notice(Rejected(wire.request_id, wire.attempt, refusal, message, field=field))
-    session.flush()
 
 
 def _update_message(update: Update) -> worker_pb2.SessionResponse:

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from baton.wire import DEADLINE, ORPHANED
 from decode_worker.request_log import Record, Submission, TokenRun
-from engine.request import RequestId
-from kv_transfer.lease import Lease, LeaseId
+from engine.request import RequestId, SampledToken
+from kv_transfer.lease import FirstToken, Lease, LeaseId
 
 
 class Refusal(enum.Enum):
@@ -31,18 +31,22 @@ class Refusal(enum.Enum):
 
 
 @dataclass(frozen=True)
-class Reserved:
+class Notice:
+    """What a router must know of one attempt, besides its tokens."""
+
     request_id: str
     attempt: int
+
+
+@dataclass(frozen=True)
+class Reserved(Notice):
     lease: Lease | None
     """None: the worker prefills the prompt itself."""
     num_cached_tokens: int
 
 
 @dataclass(frozen=True)
-class Rejected:
-    request_id: str
-    attempt: int
+class Rejected(Notice):
     refusal: Refusal
     message: str
     retry_after_s: float = 0.0
@@ -51,20 +55,13 @@ class Rejected:
 
 
 @dataclass(frozen=True)
-class Admitted:
-    request_id: str
-    attempt: int
+class Admitted(Notice):
+    """All KV has arrived."""
 
 
 @dataclass(frozen=True)
-class Moved:
+class Moved(Notice):
     """Another session has attached the request."""
-
-    request_id: str
-    attempt: int
-
-
-Notice = Reserved | Rejected | Admitted | Moved
 
 
 @dataclass(frozen=True)
@@ -76,7 +73,7 @@ class Update:
 
 
 class RouterSession:
-    """Owned by the event loop. Notices collect until `flush` wakes the stream."""
+    """Owned by the event loop. New tokens collect until `flush` wakes the stream."""
 
     def __init__(self, router_id: str) -> None:
         self.router_id = router_id
@@ -102,18 +99,18 @@ class RouterSession:
 
     def notice(self, what: Notice) -> None:
         self._notices.append(what)
+        self.flush()
 
     def reject(
         self,
-        submission: Submission,
+        name: tuple[str, int],
         refusal: Refusal,
         message: str,
         retry_after_s: float = 0.0,
         field: str = "",
     ) -> None:
-        request_id, attempt = submission.request_id, submission.attempt
-        self.notice(Rejected(request_id, attempt, refusal, message, retry_after_s, field))
-        self.flush()
+        """`name`: request id and attempt."""
+        self.notice(Rejected(*name, refusal, message, retry_after_s, field))
 
     def changed(self, record: Record) -> None:
         """A followed request has new tokens or has ended."""
@@ -188,6 +185,11 @@ class Run:
         return self.submission.spec.request_id
 
     @property
+    def name(self) -> tuple[str, int]:
+        """The router's request id, and the attempt."""
+        return self.submission.request_id, self.submission.attempt
+
+    @property
     def lease_id(self) -> LeaseId | None:
         lease = None if self.reserved is None else self.reserved.lease
         return None if lease is None else lease.lease_id
@@ -197,7 +199,7 @@ class Run:
         request_id = self.submission.request_id
         if self.session is not None and self.session is not session:
             self.session.drop(request_id)
-            self.notify(Moved(request_id, self.submission.attempt))
+            self.notify(Moved(*self.name))
         self.session, self.router, self.orphaned_at_s = session, session.router, None
         session.follow(self.record, sent=len(self.record.token_ids))
         if self.reserved is not None:  # the lost router may never have passed it to the writer
@@ -215,18 +217,16 @@ class Run:
             return ORPHANED
         return None
 
-    def granted(self, lease: Lease, num_cached_tokens: int) -> None:
-        """The writer may write from now on; the router that follows asks it to."""
-        self.phase = Phase.LEASED
-        request_id, attempt = self.submission.request_id, self.submission.attempt
-        self.reserved = Reserved(request_id, attempt, lease, num_cached_tokens)
-        self.notify(self.reserved)
+    def append_first(self, first: FirstToken) -> SampledToken:
+        """Record the writer's first token."""
+        token = SampledToken(first.token_id, first.logprobs)
+        self.record.append(len(self.record.token_ids), token)
+        return token
 
     def notify(self, notice: Notice) -> None:
         """Send a notice to the router that follows it, if any."""
         if self.session is not None:
             self.session.notice(notice)
-            self.session.flush()
 
     def notify_output(self) -> None:
         """Send new tokens, and the end if it has ended."""

@@ -11,11 +11,10 @@ a lease that was not admitted never will be.
 
 from __future__ import annotations
 
-import enum
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from baton.v1 import transfer_pb2
@@ -26,23 +25,12 @@ from kv_transfer.routes import pairs
 log = logging.getLogger(__name__)
 
 
-class Outcome(enum.Enum):
-    PARTIAL = "other ranks have yet to report"
-    ADMITTED = "all KV has arrived"
-    REPEATED = "it was admitted before"
-    WRONG = "what arrived is not what the lease expects"
-    REFUSED = "the lease is fenced, unknown, or another writer's"
-
-
 @dataclass(frozen=True)
 class Decision:
-    """The outcome of one `done`. `first` is set if it admits, `reason` if it is refused. `lease` is
-    None if the sender does not hold it."""
+    """The end of a lease's time as GRANTED. `first` is None if what arrived is wrong."""
 
-    lease: Lease | None
-    outcome: Outcome
-    first: FirstToken | None = None
-    reason: str = ""
+    lease: Lease
+    first: FirstToken | None
 
 
 @dataclass
@@ -72,7 +60,7 @@ class Admission:
         report: Callable[[Decision], None],
         now_s: Callable[[], float],
     ) -> None:
-        """`report` gets ADMITTED and WRONG decisions; no other changes the lease's state."""
+        """`report` gets each lease's decision."""
         self._now_s = now_s
         self._layout, self._tp_size, self._fingerprint = layout, tp_size, fingerprint
         self._send, self._new_message, self._report = send, new_message, report
@@ -125,74 +113,53 @@ class Admission:
         with self._lock:
             return set(self._offers)
 
-    def done(
-        self,
-        message: transfer_pb2.TransferMessage,
-        source_rank: int,
-        done: transfer_pb2.TransferDone,
-        error: str,
-    ) -> None:
+    def done(self, message: transfer_pb2.TransferMessage, error: str) -> None:
         """Take a source rank's `done` to one of this worker's ranks. `error`: what that rank found
         wrong, or empty."""
-        decision = self._decide(message, source_rank, done, error)
-        # Before the answer, so that in the mailbox its consequences follow the decision.
-        if decision.outcome in (Outcome.ADMITTED, Outcome.WRONG):
-            self._report(decision)
-        if decision.outcome in (Outcome.ADMITTED, Outcome.REPEATED):
-            assert decision.lease is not None
-            answer = self._new_message(message.lease_id, message.lease_epoch)
-            answer.ack.SetInParent()
-            self._send(decision.lease.writer.rank0_address, answer)
-        elif decision.outcome is not Outcome.PARTIAL:
-            log.error("lease %s: %s", message.lease_id, decision.reason)
-            self._nack(message, done, decision.reason)
-
-    def _nack(
-        self,
-        about: transfer_pb2.TransferMessage,
-        done: transfer_pb2.TransferDone,
-        reason: str,
-    ) -> None:
-        answer = self._new_message(about.lease_id, about.lease_epoch)
-        answer.nack.reason = reason
-        answer.nack.writer_worker_id = about.sender_worker_id
-        answer.nack.writer_incarnation = about.sender_incarnation
-        self._send(done.reply_to.transfer_address, answer)
-
-    def _decide(
-        self,
-        message: transfer_pb2.TransferMessage,
-        source_rank: int,
-        done: transfer_pb2.TransferDone,
-        error: str,
-    ) -> Decision:
         with self._lock:
             offer = self._offers.get(LeaseId(message.lease_id))
             if offer is None or not is_from_writer(offer.lease, message):
-                reason = "the lease is unknown, or names another writer"
-                return Decision(None, Outcome.REFUSED, reason=reason)
-            if offer.is_withdrawn:
-                return Decision(offer.lease, Outcome.REFUSED, reason="the lease is fenced")
-            if offer.is_admitted:
-                return Decision(offer.lease, Outcome.REPEATED)
-            wrong = error or self._mismatch(offer, source_rank, done)
-            if wrong:
-                offer.is_withdrawn = True
-                return Decision(offer.lease, Outcome.WRONG, reason=wrong)
-            offer.heard_at_s = self._now_s()
-            return self._book(offer, source_rank, done)
+                refused, address = "the lease is unknown, or names another writer", b""
+            else:
+                was_open = not (offer.is_admitted or offer.is_withdrawn)
+                refused = self._book(offer, message.sender_rank, message.done, error)
+                # Before the answer, so that in the mailbox its consequences follow the decision.
+                if was_open and (offer.is_admitted or offer.is_withdrawn):
+                    self._report(Decision(offer.lease, None if refused else offer.first))
+                if not (refused or offer.is_admitted):
+                    return  # other ranks have yet to report
+                address = offer.lease.writer.rank0_address
+        answer = self._new_message(message.lease_id, message.lease_epoch)
+        if refused:
+            log.error("lease %s: %s", message.lease_id, refused)
+            answer.nack.reason = refused
+            answer.nack.writer_worker_id = message.sender_worker_id
+            answer.nack.writer_incarnation = message.sender_incarnation
+            address = message.done.reply_to.transfer_address
+        else:
+            answer.ack.SetInParent()
+        self._send(address, answer)
 
-    @staticmethod
-    def _book(offer: _Offer, source_rank: int, done: transfer_pb2.TransferDone) -> Decision:
+    def _book(
+        self, offer: _Offer, source_rank: int, done: transfer_pb2.TransferDone, error: str
+    ) -> str:
+        """Count a `done`, or return why it is refused."""
+        if offer.is_withdrawn:
+            return "the lease is fenced"
+        if offer.is_admitted:
+            return ""
+        wrong = error or self._mismatch(offer, source_rank, done)
+        if wrong:
+            offer.is_withdrawn = True
+            return wrong
+        offer.heard_at_s = self._now_s()
         offer.reported.add((source_rank, done.target_rank))
         if (source_rank, done.target_rank) == (0, 0):
-            logprobs = logprobs_from_proto(done.logprobs)
-            offer.first = FirstToken(done.first_token, logprobs)
-        if len(offer.reported) < len(offer.expected):
-            return Decision(offer.lease, Outcome.PARTIAL)
-        assert offer.first is not None, "every done has come, but not the first token"
-        offer.is_admitted = True
-        return Decision(offer.lease, Outcome.ADMITTED, offer.first)
+            offer.first = FirstToken(done.first_token, logprobs_from_proto(done.logprobs))
+        if len(offer.reported) == len(offer.expected):
+            assert offer.first is not None, "every done has come, but not the first token"
+            offer.is_admitted = True
+        return ""
 
     def _mismatch(self, offer: _Offer, source_rank: int, done: transfer_pb2.TransferDone) -> str:
         """The first mismatch between a `done` and its lease; empty if there is none."""
@@ -214,12 +181,7 @@ class Admission:
 
 def is_from_writer(lease: Lease, message: transfer_pb2.TransferMessage) -> bool:
     """Whether the message is about this grant and from this start of its named writer."""
-    writer = lease.writer
-    return (message.sender_worker_id, message.sender_incarnation, message.lease_epoch) == (
-        writer.worker_id,
-        writer.incarnation,
-        lease.lease_epoch,
-    )
+    return lease.writer.sent(message) and message.lease_epoch == lease.lease_epoch
 
 
 @dataclass(frozen=True)
@@ -241,7 +203,7 @@ class Mailbox:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._events: list[Event] = []
+        self._events: deque[Event] = deque()
         self._reader: tuple[Post, Callable[[Event], None]] | None = None
         self._posted = False
 
@@ -272,22 +234,12 @@ class Mailbox:
 
     def _deliver(self) -> None:
         with self._lock:
-            events, self._events = self._events, []
             self._posted = False
             assert self._reader is not None
             handle = self._reader[1]
-        waiting = deque(events)
         try:
-            while waiting:
-                handle(waiting.popleft())
+            for _ in range(len(self._events)):
+                handle(self._events.popleft())
         finally:
-            if waiting:  # one event failed: the loop reports it and handles the others next
-                self._put_back(waiting)
-
-    def _put_back(self, events: Iterable[Event]) -> None:
-        with self._lock:
-            assert self._reader is not None
-            self._events[:0] = events
-            post, posted, self._posted = self._reader[0], self._posted, True
-        if not posted:
-            post(self._deliver)
+            if self._events:  # one event failed: the loop reports it and handles the others next
+                self.put()

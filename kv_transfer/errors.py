@@ -4,22 +4,14 @@ TransferError
 ├── TransportError          libucp is missing or refused a call: this process cannot transfer
 ├── FingerprintError        the two workers' KV could differ: they never exchange any
 ├── LeaseError              the lease cannot be served
-│   ├── LeaseFencedError    its owner has fenced it (tombstone): never served any more
-│   ├── LeaseServedError    already being served: another router asked for it before
+│   ├── LeaseServedError    it is being served, over, or fenced by its owner: not served again
 │   └── WrongWriterError    it names another writer, or another incarnation of this one
-└── HandoffError            the handoff began and failed; nothing will be admitted for it
-    ├── PeerLostError       the receiver, or one of its ranks, is gone
-    ├── RankLostError       a rank of the writer is gone
-    ├── FencedError         the receiver ordered the writer to stop
-    ├── NackError           the receiver refuses the `done`
-    ├── HandoffTimeoutError no acknowledgement in time: it may or may not have been admitted
-    ├── PostFailedError     a put or a flush failed
-    └── CancelledHandoffError  `cancel` was called while `finish` was waiting
+└── HandoffError            the handoff began and failed, for a `Reason`
 """
 
 from __future__ import annotations
 
-from typing import ClassVar
+import enum
 
 
 class TransferError(Exception):
@@ -41,10 +33,6 @@ class LeaseError(TransferError):
     pass
 
 
-class LeaseFencedError(LeaseError):
-    pass
-
-
 class LeaseServedError(LeaseError):
     pass
 
@@ -53,35 +41,22 @@ class WrongWriterError(LeaseError):
     pass
 
 
+class Reason(enum.Enum):
+    """Why a handoff failed. HandoffFailed has the name on the wire."""
+
+    PEER_LOST = "the receiver, or one of its ranks, is gone"
+    RANK_LOST = "a rank of the writer is gone"
+    FENCED = "the receiver ordered the writer to stop"
+    NACK = "the receiver refuses the `done`"
+    TIMEOUT = "no acknowledgement in time: it may or may not have been admitted"
+    POST_FAILED = "a put or a flush failed"
+    CANCELLED = "`cancel` was called while `finish` was waiting"
+
+
 class HandoffError(TransferError):
-    """`reason` is what HandoffFailed carries on the wire."""
+    def __init__(self, reason: Reason, message: str) -> None:
+        super().__init__(reason, message)
+        self.reason, self.message = reason, message
 
-    reason: ClassVar[str] = "POST_FAILED"
-
-
-class PeerLostError(HandoffError):
-    reason = "PEER_LOST"
-
-
-class RankLostError(HandoffError):
-    reason = "RANK_LOST"
-
-
-class FencedError(HandoffError):
-    reason = "FENCED"
-
-
-class NackError(HandoffError):
-    reason = "NACK"
-
-
-class HandoffTimeoutError(HandoffError):
-    reason = "TIMEOUT"
-
-
-class PostFailedError(HandoffError):
-    reason = "POST_FAILED"
-
-
-class CancelledHandoffError(HandoffError):
-    reason = "CANCELLED"
+    def __str__(self) -> str:
+        return f"{self.reason.name}: {self.message}"

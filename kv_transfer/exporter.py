@@ -30,23 +30,15 @@ from baton.clock import Clock, LoopClock, Timer
 from baton.v1 import transfer_pb2
 from kv_transfer.admission import Event, PeerLost
 from kv_transfer.errors import (
-    CancelledHandoffError,
-    FencedError,
     FingerprintError,
     HandoffError,
-    HandoffTimeoutError,
-    LeaseFencedError,
     LeaseServedError,
-    NackError,
-    PeerLostError,
-    PostFailedError,
-    RankLostError,
+    Reason,
     WrongWriterError,
 )
 from kv_transfer.layout import HandoffId
 from kv_transfer.lease import FirstToken, Lease, Receipt, handoff_id
 from kv_transfer.rank import TransferRank
-from kv_transfer.rank_handoff import Tombstones
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +66,6 @@ class Exporter:
         self._clock = clock or LoopClock(loop)
         self._exports: dict[HandoffId, Export] = {}
         self.held_handoffs = HeldHandoffs(rank, self._exports)
-        self._tombstones = Tombstones(self._config.tombstone_s)
         self._can_still_land: set[HandoffId] = set()  # these never get a `Drained`
         self.on_broken: Callable[[HandoffId, HandoffError], None] | None = None
         """Called once when a handoff breaks, so that its computation can stop."""
@@ -85,14 +76,14 @@ class Exporter:
     def open(self, lease: Lease) -> HandoffId:
         """Begin to serve a lease. The caller must later call `finish` or `cancel`.
 
-        Raises LeaseFencedError if its owner fenced it or it is over, LeaseServedError,
-        FingerprintError, WrongWriterError, or LeaseError if it does not fit this worker's layout.
+        Raises LeaseServedError, FingerprintError, WrongWriterError, or LeaseError if it does not
+        fit this worker's layout.
         """
         self.check_unserved(lease)
         handoff = lease.handoff_id
-        named = (lease.writer.worker_id, lease.writer.incarnation)
-        if named != (self._identity.worker_id, self._identity.incarnation):
-            raise WrongWriterError(f"lease {lease.lease_id} is for {named[0]}, start {named[1]}")
+        if lease.writer.start != self._identity.start:
+            worker_id, start = lease.writer.start
+            raise WrongWriterError(f"lease {lease.lease_id} is for {worker_id}, start {start}")
         if lease.kv_fingerprint != self._fingerprint:
             raise FingerprintError(
                 f"{lease.owner.worker_id} has kv_fingerprint {lease.kv_fingerprint.hex()}, "
@@ -106,9 +97,9 @@ class Exporter:
         return handoff
 
     def check_unserved(self, lease: Lease) -> None:
-        """Raise LeaseFencedError or LeaseServedError for a lease that was asked for before."""
-        if self._tombstones.holds(lease.handoff_id, self._clock.now_s()):
-            raise LeaseFencedError(f"lease {lease.lease_id} is fenced or over")
+        """Raise LeaseServedError for a lease that was asked for before, or fenced."""
+        if self._rank.is_over(lease.handoff_id):
+            raise LeaseServedError(f"lease {lease.lease_id} is fenced or over")
         if lease.handoff_id in self._exports:
             raise LeaseServedError(f"lease {lease.lease_id} is already being served")
 
@@ -123,14 +114,13 @@ class Exporter:
     async def finish(self, handoff: HandoffId, first: FirstToken) -> Receipt:
         """Send `done` once all is pushed, and wait for the receiver's `Ack`.
 
-        Raises PeerLostError, RankLostError, FencedError, NackError, HandoffTimeoutError,
-        PostFailedError or CancelledHandoffError. Then every rank has drained, or `ack_timeout_s`
-        more seconds have passed. That timeout counts from the first token, or from the last flush
-        to the receiver if that was later.
+        Raises HandoffError. Then every rank has drained, or `ack_timeout_s` more seconds have
+        passed. That timeout counts from the first token, or from the last flush to the receiver if
+        that was later.
         """
         export = self._exports.get(handoff)
         if export is None:
-            raise CancelledHandoffError(f"handoff {handoff} is over")
+            raise HandoffError(Reason.CANCELLED, f"handoff {handoff} is over")
         assert export.finishing_at_s is None, f"handoff {handoff} is finished twice"
         export.finishing_at_s = self._clock.now_s()
         if export.error is None:
@@ -141,10 +131,9 @@ class Exporter:
         finally:
             if export.over.is_set():
                 self._close(handoff, export)
-        if export.receipt is None:
-            assert export.error is not None
+        if export.error is not None:
             raise export.error
-        return export.receipt
+        return export.make_receipt()
 
     def _await_ack(self, handoff: HandoffId, export: Export, is_repeat: bool = False) -> None:
         """Repeat the `done` at intervals; break the handoff when nothing moves for too long."""
@@ -153,8 +142,7 @@ class Exporter:
         since_s = self._rank.moved_at_s(handoff) or export.finishing_at_s
         left_s = since_s + timeout_s - self._clock.now_s()
         if left_s <= 0:
-            error = HandoffTimeoutError(f"no acknowledgement in {timeout_s:.3g} s")
-            self._break(handoff, error)
+            self._break(handoff, Reason.TIMEOUT, f"no acknowledgement in {timeout_s:.3g} s")
             return
 
         if is_repeat:
@@ -177,21 +165,16 @@ class Exporter:
             return True
         if export.error is None:
             export.ended_by = ended_by
-        self._break(handoff, CancelledHandoffError(f"handoff {handoff} was cancelled"))
+        self._break(handoff, Reason.CANCELLED, f"handoff {handoff} was cancelled")
         await export.over.wait()
         self._close(handoff, export)
-        return self._is_drained(export)
+        return export.all_drained.is_set()
 
     async def wait_drained(self, handoff: HandoffId) -> None:
         """Return once nothing of a handoff is in flight on any rank. Has no timeout."""
         export = self._exports.get(handoff)
         if export is not None:
             await export.all_drained.wait()
-
-    def error(self, handoff: HandoffId) -> HandoffError | None:
-        """What broke an open handoff; None if nothing did."""
-        export = self._exports.get(handoff)
-        return export.error if export is not None else None
 
     def num_open(self) -> int:
         return len(self._exports)
@@ -223,45 +206,40 @@ class Exporter:
             return
         if kind == "rank_drained":
             self._rank_drained(handoff, export, event)
-        elif not export.is_from_owner(event):
+        elif not export.lease.owner.sent(event):
             log.warning("%s of handoff %s from %s", kind, handoff, event.sender_worker_id)
         elif kind == "ack":
             export.acked_at_s = self._clock.now_s()
             self._complete(handoff, export)
-        elif kind == "nack" and self._is_own(event.nack):
-            self._break(handoff, NackError(event.nack.reason))
-
-    def _is_own(self, nack: transfer_pb2.TransferNack) -> bool:
-        """Whether the `Nack` answers this start of this worker, not a reuser of its address."""
-        return (nack.writer_worker_id, nack.writer_incarnation) == (
-            self._identity.worker_id,
-            self._identity.incarnation,
-        )
+        elif kind == "nack":
+            nack = event.nack  # not for another worker that had this address
+            if (nack.writer_worker_id, nack.writer_incarnation) == self._identity.start:
+                self._break(handoff, Reason.NACK, nack.reason)
 
     def _fenced(self, handoff: HandoffId, message: transfer_pb2.TransferMessage) -> None:
         export = self._exports.get(handoff)
         if export is None:
-            self._tombstones.bury(handoff, self._clock.now_s())
+            self._rank.forget(handoff)
             self._send_drained(message.fence.reply_to.transfer_address, message)
-        elif not export.is_from_owner(message):
+        elif not export.lease.owner.sent(message):
             log.warning("fence of handoff %s from %s", handoff, message.sender_worker_id)
-        elif export.over.is_set() and self._is_drained(export):
+        elif export.over.is_set() and export.all_drained.is_set():
             self._send_drained(export.lease.owner.rank0_address, message)
         else:
-            self._break(handoff, FencedError(f"lease {message.lease_id} was fenced by its owner"))
+            self._break(handoff, Reason.FENCED, f"lease {message.lease_id}")
 
     def _rank_drained(
         self, handoff: HandoffId, export: Export, message: transfer_pb2.TransferMessage
     ) -> None:
         report = message.rank_drained
-        if message.sender_worker_id != self._identity.worker_id:
+        if not self._identity.sent(message):
             return
         export.drained.setdefault(message.sender_rank, report)
         if report.can_still_land:
             self._can_still_land.add(handoff)
         if report.error:
-            kind = PeerLostError if report.peer_lost else PostFailedError
-            self._break(handoff, kind(f"rank {message.sender_rank}: {report.error}"))
+            reason = Reason.PEER_LOST if report.peer_lost else Reason.POST_FAILED
+            self._break(handoff, reason, f"rank {message.sender_rank}: {report.error}")
         self._complete(handoff, export)
 
     def _peer_lost(self, address: bytes) -> None:
@@ -269,25 +247,25 @@ class Exporter:
         for handoff, export in list(self._exports.items()):
             owner = export.lease.owner
             if own:
-                self._break(handoff, RankLostError("a rank of this worker is lost"))
+                self._break(handoff, Reason.RANK_LOST, "a rank of this worker")
             elif address in (rank.transfer_address for rank in owner.ranks):
-                self._break(handoff, PeerLostError(f"{owner.worker_id} is lost"))
+                self._break(handoff, Reason.PEER_LOST, owner.worker_id)
 
     # --- what follows ----------------------------------------------------------------------------
 
-    def _break(self, handoff: HandoffId, error: HandoffError) -> None:
+    def _break(self, handoff: HandoffId, reason: Reason, message: str) -> None:
         """Stop a handoff on every rank. The first error is kept."""
         export = self._exports[handoff]
         if export.error is not None or export.over.is_set():
             return
-        export.error = error
+        export.error = HandoffError(reason, message)
         export.stop_timers()
         export.timer = self._clock.call_later(
             self._config.ack_timeout_s, lambda: self._give_up_waiting(handoff, export)
         )
         self._rank.cancel(handoff)
         if self.on_broken is not None:
-            self.on_broken(handoff, error)
+            self.on_broken(handoff, export.error)
 
     def _give_up_waiting(self, handoff: HandoffId, export: Export) -> None:
         """End the wait for a rank that does not answer. Its puts may still land, even if its
@@ -296,17 +274,13 @@ class Exporter:
             log.error("handoff %s: not every rank has drained", handoff)
             self._end(export)
 
-    def _is_drained(self, export: Export) -> bool:
-        return len(export.drained) == self._identity.tp_size
-
     def _complete(self, handoff: HandoffId, export: Export) -> None:
         """Set the outcome once every rank has drained."""
-        if not self._is_drained(export):
+        if len(export.drained) < self._identity.tp_size:
             return
         export.all_drained.set()
         if export.error is None:
             if export.acked_at_s is not None and not export.over.is_set():
-                export.receipt = export.make_receipt()
                 self._end(export)
             return
         if not export.owner_informed:
@@ -323,9 +297,8 @@ class Exporter:
     def _close(self, handoff: HandoffId, export: Export) -> None:
         export.stop_timers()
         export.collected = True
-        self._tombstones.bury(handoff, self._clock.now_s())
         self._rank.forget(handoff)
-        if self._is_drained(export):
+        if export.all_drained.is_set():
             self._exports.pop(handoff, None)
 
     # --- what is said ----------------------------------------------------------------------------
@@ -334,7 +307,7 @@ class Exporter:
         lease = export.lease
         message = self._rank.new_message(lease.lease_id, lease.lease_epoch)
         assert export.error is not None
-        message.failed.reason = f"{export.error.reason}: {export.error}"
+        message.failed.reason = str(export.error)
         if export.ended_by is not None:
             message.failed.ended_by.CopyFrom(export.ended_by.to_proto())
         self._rank.send(lease.owner.rank0_address, message)
@@ -356,8 +329,7 @@ class Export:
     drained: dict[int, transfer_pb2.RankDrained] = field(default_factory=dict)  # by rank
     all_drained: asyncio.Event = field(default_factory=asyncio.Event)
     over: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set with a receipt, or with the error that broke the handoff."""
-    receipt: Receipt | None = None
+    """Set when all is acknowledged, or with the error that broke the handoff."""
     error: HandoffError | None = None
     acked_at_s: float | None = None
     finishing_at_s: float | None = None
@@ -371,14 +343,6 @@ class Export:
         for timer in (self.timer, self.renewal):
             if timer is not None:
                 timer.cancel()
-
-    def is_from_owner(self, message: transfer_pb2.TransferMessage) -> bool:
-        """Whether the message is from this start of the worker that granted the lease."""
-        owner = self.lease.owner
-        return (message.sender_worker_id, message.sender_incarnation) == (
-            owner.worker_id,
-            owner.incarnation,
-        )
 
     def make_receipt(self) -> Receipt:
         """The receipt, once every rank has drained and `Ack` has arrived."""
@@ -406,41 +370,33 @@ class HeldHandoffs:
     def __init__(self, rank: TransferRank, open_here: Container[HandoffId]) -> None:
         self._rank = rank
         self._open_here = open_here
-        self._waiting: dict[int, set[asyncio.Future[str]]] = {
-            other.tp_rank: set() for other in rank.identity.ranks[1:]
-        }
+        self._asked: dict[int, asyncio.Future[str]] = {}  # rank -> its answer, for all who wait
 
     async def problems(self) -> list[str]:
         """One line per rank that holds a handoff not open here or does not answer in time."""
-        loop = asyncio.get_running_loop()
-        answers: dict[int, asyncio.Future[str]] = {r: loop.create_future() for r in self._waiting}
         for other in self._rank.identity.ranks[1:]:
-            self._waiting[other.tp_rank].add(answers[other.tp_rank])
-            question = self._rank.new_message("", 0)
-            question.rank_books_asked.SetInParent()
-            self._rank.send(other.transfer_address, question)
-        try:
-            if answers:
-                await asyncio.wait(answers.values(), timeout=_ANSWER_S)
-        finally:  # also if the caller is cancelled
-            for rank, answer in answers.items():
-                self._waiting[rank].discard(answer)
+            if other.tp_rank not in self._asked:
+                self._asked[other.tp_rank] = asyncio.get_running_loop().create_future()
+                question = self._rank.new_message("", 0)
+                question.rank_books_asked.SetInParent()
+                self._rank.send(other.transfer_address, question)
+        asked = dict(self._asked)
+        if asked:
+            await asyncio.wait(asked.values(), timeout=_ANSWER_S)
         found = []
-        for rank, answer in answers.items():
-            silent = f"it did not answer within {_ANSWER_S:g} s"
-            problem = answer.result() if answer.done() else silent
-            if problem:
-                found.append(f"rank {rank}: {problem}")
+        for rank, answer in asked.items():
+            if not answer.done():
+                self._asked.pop(rank, None)  # the next caller asks again
+                found.append(f"rank {rank}: it did not answer within {_ANSWER_S:g} s")
+            elif answer.result():
+                found.append(f"rank {rank}: {answer.result()}")
         return found
 
     def answered(self, message: transfer_pb2.TransferMessage) -> None:
         """Check a rank's answer now, before a later message of the rank is read."""
-        identity = self._rank.identity
-        sender = (message.sender_worker_id, message.sender_incarnation)
-        if sender != (identity.worker_id, identity.incarnation):
+        if not self._rank.identity.sent(message):
             return
-        strays = [h for h in message.rank_books.handoffs if h not in self._open_here]
-        problem = f"it holds handoffs that are not open: {strays}" if strays else ""
-        for answer in self._waiting.get(message.sender_rank, ()):
-            if not answer.done():
-                answer.set_result(problem)
+        answer = self._asked.pop(message.sender_rank, None)
+        if answer is not None:
+            strays = [h for h in message.rank_books.handoffs if h not in self._open_here]
+            answer.set_result(f"it holds handoffs that are not open: {strays}" if strays else "")

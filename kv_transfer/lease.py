@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NewType
 
-from baton.v1 import common_pb2, worker_pb2
+from baton.v1 import common_pb2, transfer_pb2, worker_pb2
 from kv_transfer.layout import NULL_BLOCK, BlockId, HandoffId, TokenLogprobs
 from kv_transfer.process import ProcessIdentity
 
@@ -48,6 +48,15 @@ class WorkerIdentity:
             raise ValueError(f"worker {self.worker_id!r} has ranks {found}, not 0, 1, ...")
         if not all(rank.transfer_address for rank in self.ranks):
             raise ValueError(f"worker {self.worker_id!r} has a rank without a transfer address")
+
+    @property
+    def start(self) -> tuple[str, int]:
+        """What distinguishes this start from any other of any worker."""
+        return self.worker_id, self.incarnation
+
+    def sent(self, message: transfer_pb2.TransferMessage) -> bool:
+        """Whether this start of the worker sent the message."""
+        return (message.sender_worker_id, message.sender_incarnation) == self.start
 
     @property
     def tp_size(self) -> int:

@@ -34,7 +34,7 @@ from typing import Protocol
 
 from baton.clock import Clock, LoopClock, Timer
 from baton.v1 import transfer_pb2
-from kv_transfer.admission import Admission, Decision, Event, Outcome, PeerLost, is_from_writer
+from kv_transfer.admission import Admission, Decision, Event, PeerLost, is_from_writer
 from kv_transfer.layout import NULL_BLOCK, BlockId
 from kv_transfer.lease import FirstToken, Lease, LeaseId, RankAddress, WorkerIdentity
 from kv_transfer.process import ProcessIdentity, is_gone
@@ -68,11 +68,11 @@ class LeaseListener(Protocol):
     def admitted(self, request_id: str, first: FirstToken) -> None:
         """All KV has arrived; the writer will not touch it again."""
 
-    def failed(self, request_id: str, reason: LeaseFailure) -> None:
-        """The lease will not be admitted: quarantine the blocks until `quiescent`."""
-
-    def ended(self, request_id: str, first: FirstToken) -> None:
-        """As `failed`, but without an error: the first token ends the request."""
+    def failed(
+        self, request_id: str, reason: LeaseFailure, ended_by: FirstToken | None = None
+    ) -> None:
+        """The lease will not be admitted: quarantine the blocks until `quiescent`. `ended_by`: the
+        first token if it ends the request, which is no error."""
 
     def quiescent(self, request_id: str) -> None:
         """The writer has provably stopped: the quarantined blocks may be freed."""
@@ -226,18 +226,16 @@ class LeaseTable:
 
     def _decided(self, decision: Decision) -> None:
         """Apply a decision of `Admission`, which answers the writer itself."""
-        assert decision.lease is not None, decision
         entry = self._entries.get(decision.lease.lease_id)
         if entry is None:
             return
-        if decision.outcome is Outcome.ADMITTED:
+        if decision.first is None:
             if entry.state is LeaseState.GRANTED:
-                assert decision.first is not None
-                self._admitted(entry, decision.first)
-            else:  # released in the meantime, but its writer has finished: it writes no more
-                self._quiescent(entry)
+                self._fail(entry, LeaseFailure.CORRUPT)
         elif entry.state is LeaseState.GRANTED:
-            self._fail(entry, LeaseFailure.CORRUPT)
+            self._admitted(entry, decision.first)
+        else:  # released in the meantime, but its writer has finished: it writes no more
+            self._quiescent(entry)
 
     def _writer_lost(self, address: bytes) -> None:
         for entry in list(self._entries.values()):
@@ -286,10 +284,7 @@ class LeaseTable:
         # The listener first: it must quarantine the blocks before `quiescent` can come.
         log.info("lease %s of %s failed: %s", entry.lease.lease_id, entry.request_id, reason.value)
         entry.state = LeaseState.QUARANTINED
-        if ended_by is None:
-            self._listener.failed(entry.request_id, reason)
-        else:
-            self._listener.ended(entry.request_id, ended_by)
+        self._listener.failed(entry.request_id, reason, ended_by)
         self._quarantine(entry)
 
     def _quarantine(self, entry: _Entry) -> None:

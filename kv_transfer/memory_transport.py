@@ -14,7 +14,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import ClassVar, Literal, Protocol
@@ -97,40 +97,10 @@ class ThreadScheduler:
                     self._changed.notify_all()
 
 
-class MemoryMemory:
-    """A pool in this interpreter's memory, divided into regions as UCX divides it."""
-
-    def __init__(
-        self,
-        address: bytes,
-        buffer: npt.NDArray[np.uint8],
-        num_regions: int,
-        blocks_per_region: int,
-    ) -> None:
-        assert len(buffer) % num_regions == 0, (len(buffer), num_regions)
-        self.num_regions = num_regions
-        self.region_stride_bytes = len(buffer) // num_regions
-        self.blocks_per_region = blocks_per_region
-        self.buffer = buffer
-        base = buffer.ctypes.data
-        self.regions = tuple(
-            Region(
-                first_block=index * blocks_per_region,
-                num_blocks=blocks_per_region,
-                base_address=base + index * self.region_stride_bytes,
-                num_bytes=self.region_stride_bytes,
-                rkey=b"%b/%d" % (address, index),
-            )
-            for index in range(num_regions)
-        )
-
-    def read(self, spans: Sequence[tuple[int, int]]) -> Iterable[npt.NDArray[np.uint8]]:
-        return (self.buffer[start : start + length] for start, length in spans)
-
-    def check_within(self, region: Region, address: int, num_bytes: int) -> None:
-        end = region.base_address + region.num_bytes
-        inside = region.base_address <= address and address + num_bytes <= end
-        assert inside, f"{num_bytes} bytes at {address:#x} are outside region {region.rkey!r}"
+def _check_within(region: Region, address: int, num_bytes: int) -> None:
+    end = region.base_address + region.num_bytes
+    inside = region.base_address <= address and address + num_bytes <= end
+    assert inside, f"{num_bytes} bytes at {address:#x} are outside region {region.rkey!r}"
 
 
 @dataclass(eq=False)
@@ -195,7 +165,7 @@ class MemoryTransport:
         self.on_fatal: OnFatal | None = None
         self._network = network
         self._address = address
-        self._memory: MemoryMemory | None = None
+        self._memory: TransferMemory | None = None
         self._peers: dict[bytes, MemoryPeer] = {}
         self._lock = threading.Lock()  # of the peers' map
         self._started: tuple[OnMessage, OnPeerLost] | None = None
@@ -224,10 +194,14 @@ class MemoryTransport:
 
     def _have(
         self, buffer: npt.NDArray[np.uint8], num_regions: int, blocks_per_region: int
-    ) -> MemoryMemory:
+    ) -> TransferMemory:
         assert self._memory is None, "the pool already exists"
-        self._memory = MemoryMemory(self._address, buffer, num_regions, blocks_per_region)
-        return self._memory
+        assert len(buffer) % num_regions == 0, (len(buffer), num_regions)
+        memory = TransferMemory(num_regions, len(buffer) // num_regions, blocks_per_region)
+        rkeys = [b"%b/%d" % (self._address, index) for index in range(num_regions)]
+        memory.buffer, memory.regions = buffer, memory.make_regions(buffer.ctypes.data, rkeys)
+        self._memory = memory
+        return memory
 
     def start(self, on_message: OnMessage, on_peer_lost: OnPeerLost) -> None:
         assert self._started is None, "already started"
@@ -324,8 +298,8 @@ class MemoryTransport:
             region = by_rkey.get(batch.runs.path.rkeys[there])
             if region is None:
                 return f"no region with rkey {batch.runs.path.rkeys[there]!r}"
-            self._memory.check_within(self._memory.regions[here], source, length)
-            receiver._memory.check_within(region, target, length)
+            _check_within(self._memory.regions[here], source, length)
+            _check_within(region, target, length)
             ctypes.memmove(target, source, length)
         peer.busy_s += time.perf_counter() - start_s
         return None

@@ -49,8 +49,8 @@ from kv_transfer.rank_handoff import (
     RankHandoff,
     Tombstones,
     add_checksums,
-    fill_counts,
     fill_done,
+    fill_first_token,
     why_wrong,
 )
 from kv_transfer.routes import RankPair, Route, check_lease, pairs
@@ -213,9 +213,14 @@ class TransferRank:
                 self.send(rank.transfer_address, message)
 
     def forget(self, handoff: HandoffId) -> None:
-        """Forget a handoff that is over."""
+        """Drop a handoff that is over, and never open it (again)."""
         with self._lock:
-            self._handoffs.pop(handoff, None)
+            self._end(handoff)
+
+    def is_over(self, handoff: HandoffId) -> bool:
+        """Whether the handoff must not be opened (again)."""
+        with self._lock:
+            return self._tombstones.holds(handoff, self._now_s())
 
     def resend_done(self, handoff: HandoffId) -> None:
         """Resend this rank's `done` to each target that it was sent to."""
@@ -283,7 +288,8 @@ class TransferRank:
         handoff.phase = Phase.FLUSHING
         handoff.num_flushing = len(handoff.lanes)
         for rank, lane in handoff.lanes.items():
-            fill_counts(lane, handoff.first)
+            if handoff.first is not None:
+                fill_first_token(lane.done.done, handoff.first)
             self.transport.flush(lane.peer, partial(self._flushed, handoff, rank))
         if not handoff.lanes:
             self._drained(handoff)
@@ -297,8 +303,7 @@ class TransferRank:
     def _drained(self, handoff: RankHandoff) -> None:
         handoff.phase = Phase.DRAINED
         if self.tp_rank > 0 or handoff.cancelled or handoff.error is not None:
-            self._handoffs.pop(handoff.lease.handoff_id, None)
-            self._tombstones.bury(handoff.lease.handoff_id, self._now_s())
+            self._end(handoff.lease.handoff_id)
         message = self.new_message(handoff.lease.lease_id, handoff.lease.lease_epoch)
         report = message.rank_drained
         report.error = handoff.error or ""
@@ -308,12 +313,17 @@ class TransferRank:
             self._can_still_land.add(handoff.lease.handoff_id)
         report.put_s = handoff.put_s
         if not handoff.cancelled and handoff.error is None:
-            report.num_bytes = sum(lane.num_bytes for lane in handoff.lanes.values())
-            report.num_blocks = max((lane.num_blocks for lane in handoff.lanes.values()), default=0)
+            sent = [lane.done.done for lane in handoff.lanes.values()]
+            report.num_bytes = sum(done.num_bytes for done in sent)
+            report.num_blocks = max((done.num_blocks for done in sent), default=0)
             if self.tp_rank == 0:
                 handoff.report = message
                 return
         self._report(message)
+
+    def _end(self, handoff: HandoffId) -> None:
+        self._handoffs.pop(handoff, None)
+        self._tombstones.bury(handoff, self._now_s())
 
     def _report(self, message: transfer_pb2.TransferMessage) -> None:
         """Send a message to this worker's rank 0."""
@@ -365,8 +375,7 @@ class TransferRank:
                 found.cancelled = True
                 self._flush_when_ready(found)
                 return
-            self._handoffs.pop(handoff, None)
-            self._tombstones.bury(handoff, self._now_s())
+            self._end(handoff)
             can_still_land = handoff in self._can_still_land
         message = self.new_message(*split_handoff_id(handoff))
         message.rank_drained.can_still_land = can_still_land
@@ -391,34 +400,30 @@ class TransferRank:
 
     def _receive_done(self, message: transfer_pb2.TransferMessage) -> None:
         """Verify what arrived here, then let rank 0 decide: directly, or by a report to it."""
-        done, source_rank = message.done, message.sender_rank
-        error = why_wrong(done, source_rank, self.region_layout, self._memory)
+        error = why_wrong(message.done, message.sender_rank, self.region_layout, self._memory)
         if self.tp_rank == 0:
-            self._decide(message, source_rank, done, error)
+            self._decide(message, error)
             return
         report = transfer_pb2.TransferMessage()
         report.CopyFrom(message)  # the sender stays the writer: rank 0 checks it
-        report.rank_done.source_rank = source_rank
-        report.rank_done.done.CopyFrom(done)
+        report.rank_done.source_rank = message.sender_rank
+        report.rank_done.done.CopyFrom(message.done)
         report.rank_done.error = error
         self.send(self.identity.rank0_address, report)
 
-    def _receive_rank_done(self, message: transfer_pb2.TransferMessage) -> None:
+    def _receive_rank_done(self, report: transfer_pb2.TransferMessage) -> None:
         """On rank 0: take another rank's report about a `done`."""
-        report = message.rank_done
-        self._decide(message, report.source_rank, report.done, report.error)
+        message = transfer_pb2.TransferMessage()
+        message.CopyFrom(report)
+        message.sender_rank = report.rank_done.source_rank
+        message.done.CopyFrom(report.rank_done.done)
+        self._decide(message, report.rank_done.error)
 
-    def _decide(
-        self,
-        message: transfer_pb2.TransferMessage,
-        source_rank: int,
-        done: transfer_pb2.TransferDone,
-        error: str,
-    ) -> None:
+    def _decide(self, message: transfer_pb2.TransferMessage, error: str) -> None:
         if self.admission is None:
             log.error("%s sent a done, but this worker grants no leases", message.sender_worker_id)
         else:
-            self.admission.done(message, source_rank, done, error)
+            self.admission.done(message, error)
 
     def _receive_cancel(self, message: transfer_pb2.TransferMessage) -> None:
         self._cancel(handoff_id(message.lease_id, message.lease_epoch))

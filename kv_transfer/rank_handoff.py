@@ -60,14 +60,12 @@ class Lane:
     route: Route
     done: transfer_pb2.TransferMessage  # made when the handoff opens, completed before its flush
     sent: bytes | None = None  # `done` as it was sent, for a resend
-    num_bytes: int = 0  # handed to the transport so far; `done` reports it
-    num_blocks: int = 0
 
     def has_put(self, batch: PutBatch, is_first_layer: bool) -> None:
-        """Count a layer's runs as handed over. A block counts with the first layer of its group."""
-        self.num_bytes += batch.runs.num_bytes
+        """Count a layer's runs as handed to the transport, a block with its group's first layer."""
+        self.done.done.num_bytes += batch.runs.num_bytes
         if is_first_layer:
-            self.num_blocks += batch.runs.num_blocks
+            self.done.done.num_blocks += batch.runs.num_blocks
 
 
 @dataclass
@@ -197,17 +195,12 @@ def fill_done(
     done.kv_fingerprint = lease.kv_fingerprint
 
 
-def fill_counts(lane: Lane, first: FirstToken | None) -> None:
-    """Fill in what is known once every put of the lane is handed to the transport.
-
-    This runs before the flush, because the receiver waits for what follows the flush."""
-    done = lane.done.done
-    done.num_bytes, done.num_blocks = lane.num_bytes, lane.num_blocks
-    if first is not None:
-        done.first_token = first.token_id
-        logprobs = logprobs_to_proto(first.logprobs)
-        if logprobs is not None:
-            done.logprobs.CopyFrom(logprobs)
+def fill_first_token(done: transfer_pb2.TransferDone, first: FirstToken) -> None:
+    """This runs before the flush, because the receiver waits for what follows the flush."""
+    done.first_token = first.token_id
+    logprobs = logprobs_to_proto(first.logprobs)
+    if logprobs is not None:
+        done.logprobs.CopyFrom(logprobs)
 
 
 def add_checksums(

@@ -134,45 +134,42 @@ OnFailed = Callable[[str], None]
 OnFatal = Callable[[BaseException], None]
 
 
-class Device(Protocol):
-    @property
-    def type(self) -> str: ...
-
-
 class Tensor(Protocol):
     """A contiguous torch tensor, uint8 [num_bytes]. This package does not import torch for it."""
 
     @property
-    def device(self) -> Device: ...
+    def device(self) -> Any: ...
 
     def data_ptr(self) -> int: ...
 
     def numel(self) -> int: ...
 
 
-class TransferMemory(Protocol):
+class TransferMemory:
     """A rank's pool: `engine.api.KvMemory`, plus what a peer needs to write into it."""
 
-    @property
-    def num_regions(self) -> int: ...
+    buffer: Any
+    """The whole pool: uint8 [num_regions * region_stride_bytes], invalid after `close`. A numpy
+    array, or the registered tensor, or an array that shares its memory."""
+    regions: tuple[Region, ...]
 
-    @property
-    def region_stride_bytes(self) -> int: ...
+    def __init__(self, num_regions: int, region_stride_bytes: int, blocks_per_region: int) -> None:
+        self.num_regions = num_regions
+        self.region_stride_bytes = region_stride_bytes
+        self.blocks_per_region = blocks_per_region
 
-    @property
-    def blocks_per_region(self) -> int: ...
-
-    @property
-    def buffer(self) -> Any:
-        """The whole pool: uint8 [num_regions * region_stride_bytes], invalid after `close`. A numpy
-        array, or the registered tensor, or an array that shares its memory."""
-
-    @property
-    def regions(self) -> tuple[Region, ...]: ...
+    def make_regions(self, base: int, rkeys: Sequence[bytes]) -> tuple[Region, ...]:
+        """The pool's regions, given its first address and each region's remote key."""
+        blocks, stride = self.blocks_per_region, self.region_stride_bytes
+        return tuple(
+            Region(index * blocks, blocks, base + index * stride, stride, rkey)
+            for index, rkey in enumerate(rkeys)
+        )
 
     def read(self, spans: Sequence[tuple[int, int]]) -> Iterable[npt.NDArray[np.uint8]]:
         """The bytes of these (offset, length) spans of the buffer, in order, in host memory: in
         place or in one copy from the device."""
+        return (self.buffer[start : start + length] for start, length in spans)
 
 
 class Peer(Protocol):

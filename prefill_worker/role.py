@@ -27,7 +27,6 @@ from engine.request import (
     PrefilledEvent,
     RequestId,
     RequestSpec,
-    SampledToken,
 )
 from engine.wire import finish_reason_to_proto
 from kv_transfer.errors import HandoffError
@@ -38,19 +37,13 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class HandoffBroken:
-    reason: str
-    message: str
-
-
-@dataclass(frozen=True)
 class Stopped:
     """The prefill ended without a first token: aborted, or the engine failed."""
 
     message: str
 
 
-Outcome = PrefilledEvent | Receipt | HandoffBroken | InvalidRequestError | Stopped
+Outcome = PrefilledEvent | Receipt | HandoffError | InvalidRequestError | Stopped
 """The first token, the end of its handoff (good or bad), or why there is no first token."""
 
 
@@ -59,11 +52,22 @@ class DrainingError(RuntimeError):
 
 
 class PrefillRun:
-    """One running prefill, as its caller sees it."""
+    """One running prefill. Its caller reads outcomes; the role writes the rest."""
 
-    def __init__(self) -> None:
+    def __init__(self, handoff: HandoffId) -> None:
+        self.handoff = handoff
         self._outcomes: asyncio.Queue[Outcome | None] = asyncio.Queue()  # at most three
         self.cancelled = asyncio.Event()
+        self.computed: asyncio.Future[PrefilledEvent | FinishedEvent] = (
+            asyncio.get_running_loop().create_future()
+        )
+        """The event that ends the computation; cancelled once nobody waits for it."""
+
+    @property
+    def key(self) -> RequestId:
+        """The engine's key. The request's own id may come again while the engine still sends events
+        of a prefill that has ended here."""
+        return RequestId(self.handoff)
 
     def report(self, outcome: Outcome | None) -> None:
         self._outcomes.put_nowait(outcome)
@@ -75,14 +79,6 @@ class PrefillRun:
     def cancel(self) -> None:
         """Stop the prefill at any step; it drains in the background."""
         self.cancelled.set()
-
-
-@dataclass(frozen=True)
-class _Waiting:
-    """A prefill that waits for the event that ends its computation."""
-
-    prefill: PrefillRun
-    event: asyncio.Future[PrefilledEvent | FinishedEvent]
 
 
 class PrefillRole:
@@ -98,10 +94,9 @@ class PrefillRole:
         self._engine = engine
         self._fail = fail
         self._exporter = exporter
-        self._waiting: dict[RequestId, _Waiting] = {}
+        self._runs: dict[RequestId, PrefillRun] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._draining = False
-        self._computing: dict[HandoffId, RequestId] = {}
         self._handoff_bytes_per_s = 0.0
         exporter.on_broken = self._handoff_broken
 
@@ -120,28 +115,22 @@ class PrefillRole:
     def start(self, spec: RequestSpec, lease: Lease, timeout_s: float | None) -> PrefillRun:
         """Begin a prefill whose KV goes into `lease`.
 
-        Raises DrainingError, FingerprintError or LeaseError (fenced, already served, or for
-        another writer); then nothing was begun.
+        Raises DrainingError, FingerprintError or LeaseError; then nothing was begun.
         """
         self._exporter.check_unserved(lease)  # a served lease continues while the worker drains
         if self._draining:
             raise DrainingError("this worker is draining")
         handoff = self._exporter.open(lease)
-        # The engine's key is unique to this prefill. The request's own id may come again while the
-        # engine still sends events of a prefill that has ended here.
-        key = RequestId(f"{spec.request_id}/{handoff}")
-        spec = replace(spec, request_id=key)
-        prefill = PrefillRun()
-        self._computing[handoff] = key
-        loop, num_cached = asyncio.get_running_loop(), lease.num_cached_tokens
-        self._waiting[key] = _Waiting(prefill, loop.create_future())
+        run = PrefillRun(handoff)
+        self._runs[run.key] = run
+        spec, num_cached = replace(spec, request_id=run.key), lease.num_cached_tokens
         # Called here, not in the task: the engine takes lease and prompt in one step.
         added = self._engine.call(lambda engine: engine.add_prefill(spec, handoff, num_cached))
-        task = loop.create_task(self._run(prefill, key, handoff, added, timeout_s))
+        task = asyncio.create_task(self._run(run, added, timeout_s))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         task.add_done_callback(self._task_over)
-        return prefill
+        return run
 
     def _task_over(self, task: asyncio.Task[None]) -> None:
         """End the worker when an assertion failed in one of the role's tasks."""
@@ -153,31 +142,24 @@ class PrefillRole:
 
     def _handoff_broken(self, handoff: HandoffId, error: HandoffError) -> None:
         """Stop a computation that cannot be handed off. After it, `finish` raises the error."""
-        key = self._computing.pop(handoff, None)
-        if key is not None and not self._waiting[key].event.done():
-            self._waiting[key].event.set_exception(error)
+        run = self._runs.get(RequestId(handoff))
+        if run is not None and not run.computed.done():
+            run.computed.set_exception(error)
 
     def on_events(self, events: Iterable[EngineEvent]) -> None:
         """Pass each prefill the event that ends its computation."""
         for event in events:
             if isinstance(event, PrefilledEvent | FinishedEvent):
-                waiting = self._waiting.get(event.request_id)
-                if waiting is not None and not waiting.event.done():
+                run = self._runs.get(event.request_id)
+                if run is not None and not run.computed.done():
                     if isinstance(event, PrefilledEvent):
-                        waiting.prefill.report(event)
-                    waiting.event.set_result(event)
+                        run.report(event)
+                    run.computed.set_result(event)
 
-    async def _run(
-        self,
-        prefill: PrefillRun,
-        key: RequestId,
-        handoff: HandoffId,
-        added: Future[None],
-        timeout_s: float | None,
-    ) -> None:
+    async def _run(self, run: PrefillRun, added: Future[None], timeout_s: float | None) -> None:
         """Steps 1 to 4. `work` may be cancelled at any await; the clean-up after it may not."""
-        work = asyncio.create_task(self._compute_and_hand_off(prefill, key, handoff, added))
-        cancelled = asyncio.create_task(prefill.cancelled.wait())
+        work = asyncio.create_task(self._compute_and_hand_off(run, added))
+        cancelled = asyncio.create_task(run.cancelled.wait())
         try:
             await asyncio.wait(
                 {work, cancelled}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
@@ -186,77 +168,68 @@ class PrefillRole:
             cancelled.cancel()
             work.cancel()
             await asyncio.wait({work})
-            drained = await self._let_go(key, handoff)
-            self._report_end(prefill, work)
+            drained = await self._let_go(run)
+            self._report_end(run, work)
         if not drained:
-            await self._exporter.wait_drained(handoff)
-            self._engine.post(lambda engine: engine.unquarantine(key))
+            await self._exporter.wait_drained(run.handoff)
+            self._engine.post(lambda engine: engine.unquarantine(run.key))
 
-    def _report_end(self, prefill: PrefillRun, work: asyncio.Task[None]) -> None:
+    def _report_end(self, run: PrefillRun, work: asyncio.Task[None]) -> None:
         try:
             if work.cancelled():
-                prefill.report(Stopped("cancelled" if prefill.cancelled.is_set() else "deadline"))
+                run.report(Stopped("cancelled" if run.cancelled.is_set() else "deadline"))
             elif work.exception() is not None:
-                prefill.report(Stopped("this worker failed"))
+                run.report(Stopped("this worker failed"))
                 work.result()
         finally:
-            prefill.report(None)
+            run.report(None)
 
-    async def _compute_and_hand_off(
-        self, prefill: PrefillRun, key: RequestId, handoff: HandoffId, added: Future[None]
-    ) -> None:
+    async def _compute_and_hand_off(self, run: PrefillRun, added: Future[None]) -> None:
         try:
             await asyncio.wrap_future(added)
         except InvalidRequestError as error:
-            prefill.report(error)
+            run.report(error)
             return
         except EngineStoppedError as error:
-            prefill.report(Stopped(str(error)))
+            run.report(Stopped(str(error)))
             return
-        computed = self._waiting[key].event
-        if computed.done():  # reported in this turn: let its caller run before what follows
+        if run.computed.done():  # reported in this turn: let its caller run before what follows
             await asyncio.sleep(0)
         try:
-            event = await computed
+            event = await run.computed
+            if isinstance(event, FinishedEvent):
+                run.report(Stopped(event.message or event.reason.value))
+            else:
+                await self._hand_off(run, event)
         except HandoffError as error:
-            prefill.report(HandoffBroken(error.reason, str(error)))
-            return
-        if isinstance(event, FinishedEvent):
-            prefill.report(Stopped(event.message or event.reason.value))
-            return
-        if event.finished is None:
-            prefill.report(await self._hand_off(handoff, event.token))
-        else:  # the receiver learns the end from the writer: no router is needed for it
-            reason = finish_reason_to_proto(event.finished)
-            ended_by = FirstToken(event.token.token_id, event.token.logprobs, reason)
-            await self._exporter.cancel(handoff, ended_by)
+            log.warning("handoff %s: %s", run.handoff, error)
+            run.report(error)
 
-    async def _hand_off(self, handoff: HandoffId, token: SampledToken) -> Outcome:
-        first = FirstToken(token.token_id, token.logprobs)
-        try:
-            receipt = await self._exporter.finish(handoff, first)
-        except HandoffError as error:
-            log.warning("handoff %s: %s: %s", handoff, error.reason, error)
-            return HandoffBroken(error.reason, str(error))
+    async def _hand_off(self, run: PrefillRun, event: PrefilledEvent) -> None:
+        reason = finish_reason_to_proto(event.finished)
+        first = FirstToken(event.token.token_id, event.token.logprobs, reason)
+        if event.finished is not None:  # the receiver learns it from the writer, without a router
+            await self._exporter.cancel(run.handoff, ended_by=first)
+            return
+        receipt = await self._exporter.finish(run.handoff, first)
         if receipt.put_s > 0:
             seen = receipt.num_bytes / receipt.put_s
             former = self._handoff_bytes_per_s or seen
             self._handoff_bytes_per_s = former + (seen - former) / 8
-        return receipt
+        run.report(receipt)
 
-    async def _let_go(self, key: RequestId, handoff: HandoffId) -> bool:
+    async def _let_go(self, run: PrefillRun) -> bool:
         """Stop computing, wait until nothing is in flight, and only then free the blocks.
 
         False: something may still be in flight, and the blocks are quarantined.
         """
-        self._computing.pop(handoff, None)
-        self._engine.post(lambda engine: engine.abort(key))
-        drained = await self._exporter.cancel(handoff)
-        self._engine.post(lambda engine: engine.release(key, quarantine=not drained))
-        del self._waiting[key]
+        run.computed.cancel()
+        self._engine.post(lambda engine: engine.abort(run.key))
+        drained = await self._exporter.cancel(run.handoff)
+        self._engine.post(lambda engine: engine.release(run.key, quarantine=not drained))
+        del self._runs[run.key]
         return drained
 
     def check_integrity(self) -> None:
         """Raise AssertionError when no task watches a prefill."""
-        assert len(self._waiting) <= len(self._tasks), (len(self._waiting), len(self._tasks))
-        assert set(self._computing.values()) <= set(self._waiting), self._computing
+        assert len(self._runs) <= len(self._tasks), (len(self._runs), len(self._tasks))

@@ -17,15 +17,14 @@ from engine.request import PrefilledEvent
 from engine.wire import finish_reason_to_proto, read_spec
 from kv_transfer.errors import (
     FingerprintError,
+    HandoffError,
     LeaseError,
-    LeaseFencedError,
     LeaseServedError,
     WrongWriterError,
 )
 from kv_transfer.lease import Lease, Receipt, logprobs_to_proto
 from prefill_worker.role import (
     DrainingError,
-    HandoffBroken,
     Outcome,
     PrefillRole,
     PrefillRun,
@@ -57,11 +56,11 @@ class PrefillService(worker_pb2_grpc.PrefillServiceServicer):
         try:
             prefill = self._start(request)
         except (DrainingError, FingerprintError, WrongWriterError) as error:
-            yield _message(HandoffBroken(_NOT_FOR_US[type(error)], str(error)))
+            yield _failed(_NOT_FOR_US[type(error)], str(error))
             return
         except InvalidRequestError as error:
             await abort(context, error)
-        except (LeaseFencedError, LeaseServedError) as error:  # its owner reports how it ends
+        except LeaseServedError as error:  # its owner reports how it ends
             if grant in self._asked_again:
                 self._asked_again[grant] = True
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
@@ -120,7 +119,11 @@ def _message(outcome: Outcome) -> worker_pb2.PrefillResponse:
                 exposed_ms=outcome.exposed_s * 1000,
             )
         )
-    assert isinstance(outcome, HandoffBroken), outcome
+    assert isinstance(outcome, HandoffError), outcome
+    return _failed(outcome.reason.name, outcome.message)
+
+
+def _failed(reason: str, message: str) -> worker_pb2.PrefillResponse:
     return worker_pb2.PrefillResponse(
-        handoff_failed=worker_pb2.HandoffFailed(reason=outcome.reason, message=outcome.message)
+        handoff_failed=worker_pb2.HandoffFailed(reason=reason, message=message)
     )

@@ -97,11 +97,10 @@ class LoneRank:
     def admitted(self, request_id: str, first: FirstToken) -> None:
         self.on_admitted()
 
-    def failed(self, request_id: str, reason: LeaseFailure) -> None:
+    def failed(
+        self, request_id: str, reason: LeaseFailure, ended_by: FirstToken | None = None
+    ) -> None:
         raise RuntimeError(f"{request_id}: {reason}")
-
-    def ended(self, request_id: str, first: FirstToken) -> None:
-        raise RuntimeError(f"{request_id}: ended by {first}")
 
     def quiescent(self, request_id: str) -> None:
         pass

@@ -289,7 +289,7 @@ class Worker:
             self._config.pool,
             lambda: self._load,
             self._progress,
-            self.decode.num_orphans,
+            self.decode.runs.num_orphans,
             lambda: self._num_quarantined_bytes,
         )
         with collector.served(self._config.host, port) as self.metrics_address:

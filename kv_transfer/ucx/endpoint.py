@@ -1,4 +1,4 @@
-"""One peer as the progress thread sees it: its UCX endpoint, rkeys, lanes and cost.
+"""One peer: its UCX endpoint, rkeys, lanes and cost.
 
 A lane is a transport that UCX has chosen between two processes. Over shared memory a put is a copy
 by the writer's own threads, so none is left when the process has ended. Over TCP the kernel
@@ -132,81 +132,65 @@ class Requests:
 
 
 class UcxPeer:
-    """The handle that callers hold. The progress thread creates its endpoint."""
+    """The handle that callers hold, and its UCX endpoint in PEER error mode. The progress thread
+    opens the endpoint, uses it and closes it; `target` may be called from any thread."""
 
-    def __init__(self, address: bytes) -> None:
+    def __init__(self, ucp: Ucp, address: bytes) -> None:
         self.address = address
-        self.endpoint: Endpoint | None = None
         self.lost = False
         self.lanes: frozenset[str] = frozenset()
-        """The transports that its endpoint uses or used; empty before it was created."""
+        """The transports that its endpoint uses or used; empty before it was opened."""
         self.is_closed = False
         """Its endpoint is closed: nothing can be written through it or read for it any more."""
+        self._ucp = ucp
+        self._endpoint: int | None = None
+        self._rkeys: dict[bytes, int] = {}
         self._targets: dict[tuple[bytes, ...], PutTarget] = {}  # by the regions' rkeys
         self._waiting: list[Callable[[], None]] = []
+
+    @property
+    def is_open(self) -> bool:
+        return self._endpoint is not None
+
+    def open(self, worker: int, key: int, on_error: Any) -> None:
+        """Create the endpoint. Raises TransportError."""
+        endpoint = c_void_p()
+        params = EndpointParams(
+            field_mask=1 | 2 | 4,
+            address=ctypes.cast(ctypes.c_char_p(self.address), c_void_p),
+            error_mode=ERROR_MODE_PEER,
+            error_callback=on_error,
+            error_argument=key,
+        )
+        status = self._ucp.ucp_ep_create(worker, byref(params), byref(endpoint))
+        self._ucp.check(status, "ucp_ep_create")
+        assert endpoint.value is not None
+        self._endpoint = endpoint.value
+        self.lanes = lanes_of(self._ucp, self._endpoint)
 
     def target(self, rkeys: tuple[bytes, ...]) -> PutTarget:
         """The target of puts under these keys. Any thread."""
         found = self._targets.get(rkeys)
         return found if found is not None else self._targets.setdefault(rkeys, PutTarget())
 
-    def take_busy_s(self) -> float:
-        """Seconds spent posting to it since the last call."""
-        return sum(target.take_busy_s() for target in list(self._targets.values()))
-
-    def close_targets(self) -> None:
-        """Stop posting to it."""
-        for target in list(self._targets.values()):
-            target.close()
-
-    def when_closed(self, callback: Callable[[], None]) -> None:
-        """Call `callback` now, or once the peer is closed."""
-        if self.is_closed:
-            callback()
-        else:
-            self._waiting.append(callback)
-
-    def closed(self) -> None:
-        self.is_closed = True
-        waiting, self._waiting = self._waiting, []
-        for callback in waiting:
-            callback()
-
-
-class Endpoint:
-    """A UCX endpoint in PEER error mode. Progress thread only. Raises TransportError when made."""
-
-    def __init__(self, ucp: Ucp, worker: int, address: bytes, key: int, on_error: Any) -> None:
-        self._ucp = ucp
-        self._rkeys: dict[bytes, int] = {}
-        handle = c_void_p()
-        params = EndpointParams(
-            field_mask=1 | 2 | 4,
-            address=ctypes.cast(ctypes.c_char_p(address), c_void_p),
-            error_mode=ERROR_MODE_PEER,
-            error_callback=on_error,
-            error_argument=key,
-        )
-        ucp.check(ucp.ucp_ep_create(worker, byref(params), byref(handle)), "ucp_ep_create")
-        assert handle.value is not None
-        self._handle = handle.value
-        self.lanes = lanes_of(ucp, self._handle)
-
-    def open(
+    def open_target(
         self, target: PutTarget, memory_handles: Sequence[int], rkeys: Sequence[bytes]
     ) -> str | None:
-        """Let puts under these keys be posted. Returns why a key was refused, or None."""
+        """Let puts under these keys be posted, if the endpoint is open. Returns why a key was
+        refused, or None."""
+        if self._endpoint is None:
+            return None
         try:
             unpacked = [self._rkey(packed) for packed in rkeys]
         except TransportError as error:
             return str(error)
-        target.open(self._handle, memory_handles, unpacked)
+        target.open(self._endpoint, memory_handles, unpacked)
         return None
 
     def mapping(self, packed_rkey: bytes, address: int) -> int | None:
-        """Local address of the peer's memory. None: not mapped, already asked for, or its key was
-        refused (the first put reports that)."""
-        if packed_rkey in self._rkeys:
+        """Local address of the peer's memory. None: not open, not mapped, already asked for, or its
+        key was refused (the first put reports that)."""
+        if self._endpoint is None or packed_rkey in self._rkeys:
             return None
         local = c_void_p()
         try:
@@ -220,38 +204,58 @@ class Endpoint:
         if known is not None:
             return known
         rkey = c_void_p()
-        status = self._ucp.ucp_ep_rkey_unpack(self._handle, packed, byref(rkey))
+        status = self._ucp.ucp_ep_rkey_unpack(self._endpoint, packed, byref(rkey))
         self._ucp.check(status, "ucp_ep_rkey_unpack")
         assert rkey.value is not None
         self._rkeys[packed] = rkey.value
         return rkey.value
 
-    def flush(self, requests: Requests, posting_s: float, on_flushed: OnFlushed) -> None:
-        """Flush, even after a refused put: earlier ones may be in flight. `posting_s`: seconds that
-        the puts have cost so far."""
+    def flush(self, requests: Requests, on_flushed: OnFlushed) -> None:
+        """Flush, even after a refused put: earlier ones may be in flight."""
+        if self._endpoint is None:
+            on_flushed(FlushResult("lost the peer", 0.0))
+            return
+        posting_s = sum(target.take_busy_s() for target in list(self._targets.values()))
         start_s = time.perf_counter()
 
         def complete(flush_error: str | None) -> None:
             on_flushed(FlushResult(flush_error, posting_s + time.perf_counter() - start_s))
 
-        requests.track(self._ucp.ucp_ep_flush_nbx(self._handle, byref(_PLAIN)), complete)
+        requests.track(self._ucp.ucp_ep_flush_nbx(self._endpoint, byref(_PLAIN)), complete)
 
     def send(self, requests: Requests, payload: bytes) -> None:
         """Send eagerly at any size, so that the receiver gets it whole without a rendezvous."""
         pointer = self._ucp.ucp_am_send_nbx(
-            self._handle, 0, None, 0, payload, len(payload), byref(_EAGER)
+            self._endpoint, 0, None, 0, payload, len(payload), byref(_EAGER)
         )
         # A failure needs no report here: the error callback reports the peer as lost.
         requests.track(pointer, partial(_sent, payload))
 
-    def close(self, requests: Requests, force: bool, on_closed: Callable[[], None]) -> None:
-        """Close; puts in flight use their rkeys until the close has ended."""
+    def close(self, requests: Requests, force: bool, on_closed: Callable[[], object]) -> None:
+        """Stop posting and close; puts in flight use their rkeys until the close has ended."""
+        for target in list(self._targets.values()):
+            target.close()
 
         def end(_error: str | None) -> None:
             for rkey in self._rkeys.values():
                 self._ucp.ucp_rkey_destroy(rkey)
             self._rkeys.clear()
+            self.is_closed = True
             on_closed()
+            waiting, self._waiting = self._waiting, []
+            for callback in waiting:
+                callback()
 
+        endpoint, self._endpoint = self._endpoint, None
+        if endpoint is None:
+            end(None)
+            return
         params = RequestParams(op_attr_mask=OP_ATTR_FLAGS, flags=EP_CLOSE_FORCE if force else 0)
-        requests.track(self._ucp.ucp_ep_close_nbx(self._handle, byref(params)), end)
+        requests.track(self._ucp.ucp_ep_close_nbx(endpoint, byref(params)), end)
+
+    def when_closed(self, callback: Callable[[], None]) -> None:
+        """Call `callback` now, or once the peer is closed."""
+        if self.is_closed:
+            callback()
+        else:
+            self._waiting.append(callback)

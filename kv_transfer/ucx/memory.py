@@ -12,8 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kv_transfer.errors import TransportError
-from kv_transfer.lease import Region
-from kv_transfer.transport import Tensor
+from kv_transfer.transport import Tensor, TransferMemory
 from kv_transfer.ucx.binding import (
     MEM_MAP_ALLOCATE,
     MEM_MAP_FIXED,
@@ -36,18 +35,14 @@ _libc.munmap.argtypes = [c_void_p, c_size_t]
 _libc.madvise.argtypes = [c_void_p, c_size_t, c_int]
 
 
-class UcxMemory:
+class UcxMemory(TransferMemory):
     """Regions of equal size at a constant stride, each mapped for UCX separately."""
 
     def __init__(
         self, ucp: Ucp, context: int, num_regions: int, stride_bytes: int, blocks_per_region: int
     ) -> None:
-        self.num_regions = num_regions
-        self.region_stride_bytes = stride_bytes
-        self.blocks_per_region = blocks_per_region
+        super().__init__(num_regions, stride_bytes, blocks_per_region)
         self.handles: tuple[int, ...] = ()
-        self.regions: tuple[Region, ...] = ()
-        self.buffer: Any = None
         self._ucp, self._context = ucp, context
 
     def enter_thread(self) -> None:
@@ -58,9 +53,6 @@ class UcxMemory:
         it from what they send."""
         raise NotImplementedError
 
-    def read(self, spans: Sequence[tuple[int, int]]) -> Iterable[npt.NDArray[np.uint8]]:
-        return (self.buffer[start : start + length] for start, length in spans)
-
     def free(self) -> None:
         """Unmap everything."""
         for handle in self.handles:
@@ -68,33 +60,29 @@ class UcxMemory:
         self.handles = ()
 
     def _map(self, base: int, params: MemMapParams) -> None:
-        """Map every region. `params` holds everything but address and length."""
-        for index in range(self.num_regions):
-            params.field_mask |= 1 | 2
-            params.address = base + index * self.region_stride_bytes
-            params.length = self.region_stride_bytes
-            handle = c_void_p()
-            status = self._ucp.ucp_mem_map(self._context, byref(params), byref(handle))
-            self._ucp.check(status, f"ucp_mem_map of {self.region_stride_bytes} bytes")
-            assert handle.value is not None
-            self.handles += (handle.value,)
-        self.regions = tuple(self._region(index, base) for index in range(self.num_regions))
+        """Map every region, or none. `params` holds everything but address and length."""
+        params.field_mask |= 1 | 2
+        params.length = self.region_stride_bytes
+        try:
+            for index in range(self.num_regions):
+                params.address = base + index * self.region_stride_bytes
+                handle = c_void_p()
+                status = self._ucp.ucp_mem_map(self._context, byref(params), byref(handle))
+                self._ucp.check(status, f"ucp_mem_map of {self.region_stride_bytes} bytes")
+                assert handle.value is not None
+                self.handles += (handle.value,)
+            self.regions = self.make_regions(base, [self._rkey(handle) for handle in self.handles])
+        except TransportError:
+            self.free()
+            raise
 
-    def _region(self, index: int, base: int) -> Region:
+    def _rkey(self, handle: int) -> bytes:
         pointer, length = c_void_p(), c_size_t()
-        status = self._ucp.ucp_rkey_pack(
-            self._context, self.handles[index], byref(pointer), byref(length)
-        )
+        status = self._ucp.ucp_rkey_pack(self._context, handle, byref(pointer), byref(length))
         self._ucp.check(status, "ucp_rkey_pack")
         rkey = ctypes.string_at(pointer.value or 0, length.value)
         self._ucp.ucp_rkey_buffer_release(pointer)
-        return Region(
-            first_block=index * self.blocks_per_region,
-            num_blocks=self.blocks_per_region,
-            base_address=base + index * self.region_stride_bytes,
-            num_bytes=self.region_stride_bytes,
-            rkey=rkey,
-        )
+        return rkey
 
 
 class AllocatedMemory(UcxMemory):
@@ -113,11 +101,7 @@ class AllocatedMemory(UcxMemory):
         self._num_bytes = num_regions * stride_bytes
         self._base = _reserve(self._num_bytes)
         flags = MEM_MAP_ALLOCATE | MEM_MAP_FIXED
-        try:
-            self._map(self._base, MemMapParams(field_mask=4, flags=flags))
-        except TransportError:
-            self.free()
-            raise
+        self._map(self._base, MemMapParams(field_mask=4, flags=flags))
         array = (ctypes.c_uint8 * self._num_bytes).from_address(self._base)
         self.buffer = np.frombuffer(memoryview(array), dtype=np.uint8)
         self.buffer[:: mmap.PAGESIZE] = 0
@@ -150,12 +134,7 @@ class RegisteredMemory(UcxMemory):
         super().__init__(ucp, context, num_regions, stride_bytes, blocks_per_region)
         self.buffer = tensor
         memory_type = _memory_type(ucp, context, tensor)
-        try:
-            params = MemMapParams(field_mask=16, memory_type=memory_type)
-            self._map(tensor.data_ptr(), params)
-        except TransportError:
-            self.free()
-            raise
+        self._map(tensor.data_ptr(), MemMapParams(field_mask=16, memory_type=memory_type))
 
     def is_written_by_peers(self, over: frozenset[str]) -> bool:
         return "cuda_ipc" in over and end_with_their_process(over)

@@ -1,7 +1,7 @@
 """The progress thread's command queue, and how its puts are posted.
 
-There are two queues. Compiled C reads and posts from one without the GIL, so a thread that holds
-the GIL for long delays no put. Its twin in Python is for machines without a compiler.
+Compiled C reads and posts from a `NativeQueue` without the GIL, so a thread that holds the GIL for
+long delays no put. The plain `CommandQueue` is for machines without a compiler.
 """
 
 from __future__ import annotations
@@ -30,47 +30,38 @@ from kv_transfer.ucx.binding import (
 log = logging.getLogger(__name__)
 
 
-class _Target(ctypes.Structure):
-    _fields_ = (
-        ("endpoint", c_void_p),
-        ("memory_handles", c_void_p),
-        ("rkeys", c_void_p),
-        ("busy_ns", c_uint64),
-    )
-
-
-class PutTarget:
+class PutTarget(ctypes.Structure):
     """Where puts go: libucp handles in a form that both queues read. The progress thread opens and
     closes it; nothing is posted before or after."""
 
-    def __init__(self) -> None:
-        self.native = _Target()
+    _fields_ = (
+        ("endpoint", c_void_p),
+        ("memory_handles_at", c_void_p),
+        ("rkeys_at", c_void_p),
+        ("busy_ns", c_uint64),
+    )
+    endpoint: int | None
+    busy_ns: int
 
     def open(self, endpoint: int, memory_handles: Sequence[int], rkeys: Sequence[int]) -> None:
         """`memory_handles` by source region, `rkeys` by target region."""
         self.memory_handles = (c_void_p * len(memory_handles))(*memory_handles)
         self.rkeys = (c_void_p * len(rkeys))(*rkeys)
-        self.native.memory_handles = addressof(self.memory_handles)
-        self.native.rkeys = addressof(self.rkeys)
-        self.native.endpoint = endpoint
+        self.memory_handles_at = addressof(self.memory_handles)
+        self.rkeys_at = addressof(self.rkeys)
+        self.endpoint = endpoint
 
     def close(self) -> None:
-        self.native.endpoint = None
+        self.endpoint = None
 
     @property
     def is_open(self) -> bool:
-        return self.native.endpoint is not None
+        return self.endpoint is not None
 
     def take_busy_s(self) -> float:
         """Seconds spent posting since the last call."""
-        busy_ns: int = self.native.busy_ns
-        self.native.busy_ns = 0
+        busy_ns, self.busy_ns = self.busy_ns, 0
         return busy_ns / 1e9
-
-
-@dataclass(frozen=True, eq=False)
-class Call:
-    run: Callable[[], None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,10 +73,10 @@ class Put:
     """Open the target if possible. Returns why its keys were refused, or None."""
 
 
-Command = Call | Put
+Command = Callable[[], None] | Put
 
 
-class PythonQueue:
+class CommandQueue:
     """Posts from Python: about 1 us per put, with the GIL held between puts.
 
     Any thread may `add`. All other methods belong to the progress thread."""
@@ -130,7 +121,7 @@ class PythonQueue:
                 break
             start_ns = time.perf_counter_ns()
             status = self._post(first)
-            first.target.native.busy_ns += time.perf_counter_ns() - start_ns
+            first.target.busy_ns += time.perf_counter_ns() - start_ns
             if status < 0:
                 return status
             self.take()
@@ -152,7 +143,7 @@ class PythonQueue:
         for source, remote, length, here, there in batch.runs.coalesced():
             params.memory_handle = target.memory_handles[here]
             request = self._put(
-                target.native.endpoint,
+                target.endpoint,
                 source + batch.source_offset,
                 length,
                 remote + batch.target_offset,
@@ -200,62 +191,55 @@ class _Queue(ctypes.Structure):
     )
 
 
-class NativeQueue:
-    """As `PythonQueue`, but C posts, also while it waits in `sleep`; `post` returns a failure.
+class NativeQueue(CommandQueue):
+    """C posts, also while it waits in `sleep`; `post` returns a failure.
 
     Keeps the commands twice, in one order: here, and as a list that C reads without the GIL."""
 
     def __init__(self, ucp: Ucp, worker: int, library: Path) -> None:
+        super().__init__(ucp, worker)
         # Adding keeps the GIL (PyDLL) because it never waits; posting and waiting release it.
         quick, slow = ctypes.PyDLL(str(library)), ctypes.CDLL(str(library))
-        self._add, self._take = quick.baton_add, quick.baton_take
-        self._post, self._sleep = slow.baton_post, slow.baton_sleep
-        self._add.argtypes = [POINTER(_Queue), POINTER(_Entry)]
-        self._take.restype, self._take.argtypes = None, [POINTER(_Queue)]
-        self._post.restype, self._post.argtypes = None, [POINTER(_Queue), POINTER(_Api)]
-        self._sleep.restype, self._sleep.argtypes = Status, [POINTER(_Queue), POINTER(_Api)]
+        self._c_add, self._c_take = quick.baton_add, quick.baton_take
+        self._c_post, self._c_sleep = slow.baton_post, slow.baton_sleep
+        self._c_add.argtypes = [POINTER(_Queue), POINTER(_Entry)]
+        self._c_take.restype, self._c_take.argtypes = None, [POINTER(_Queue)]
+        self._c_post.restype, self._c_post.argtypes = None, [POINTER(_Queue), POINTER(_Api)]
+        self._c_sleep.restype, self._c_sleep.argtypes = Status, [POINTER(_Queue), POINTER(_Api)]
         names = ("ucp_put_nbx", "ucp_worker_progress", "ucp_request_free", "ucp_worker_wait")
         self._api = _Api(*map(ucp.address_of, names), worker)
         self._before = _Entry()  # the last one taken: C follows its `next`
         address = addressof(self._before)
         self._queue = _Queue(before=address, last=address)
-        self._commands: deque[tuple[Command, _Entry]] = deque()
-        self.num_taken = 0
-        self._lock = threading.Lock()  # keeps `_commands` and C's list equal
-
-    def __len__(self) -> int:
-        return len(self._commands)
+        self._entries: deque[_Entry] = deque()  # of the commands
+        self._lock = threading.Lock()  # keeps the commands and C's list equal
 
     def add(self, command: Command) -> bool:
         entry = _entry(command.target, command.batch) if isinstance(command, Put) else _Entry()
         with self._lock:
-            self._commands.append((command, entry))
-            return bool(self._add(byref(self._queue), byref(entry)))
-
-    @property
-    def first(self) -> Command:
-        return self._commands[0][0]
+            self._commands.append(command)
+            self._entries.append(entry)
+            return bool(self._c_add(byref(self._queue), byref(entry)))
 
     def take(self) -> Command:
         with self._lock:
-            self._take(byref(self._queue))
-            command, self._before = self._commands.popleft()
-        self.num_taken += 1
-        return command
+            self._c_take(byref(self._queue))
+            self._before = self._entries.popleft()
+            return super().take()
 
     def post(self) -> int:
-        self._post(byref(self._queue), byref(self._api))
+        self._c_post(byref(self._queue), byref(self._api))
         return self._posted()
 
     def sleep(self) -> int:
-        status: int = self._sleep(byref(self._queue), byref(self._api))
+        status: int = self._c_sleep(byref(self._queue), byref(self._api))
         self._posted()
         return status
 
     def _posted(self) -> int:
         for _ in range(self._queue.num_posted):
-            _, self._before = self._commands.popleft()
-            self.num_taken += 1
+            self._before = self._entries.popleft()
+            super().take()
         self._queue.num_posted = 0
         status: int = self._queue.status
         return status
@@ -265,15 +249,12 @@ def _entry(target: PutTarget, batch: PutBatch) -> _Entry:
     runs = batch.runs
     return _Entry(
         None,
-        addressof(target.native),
+        addressof(target),
         *(words.buffer_info()[0] for words in (runs.path.packed, runs.sources, runs.targets)),
         batch.source_offset,
         batch.target_offset,
         runs.num_blocks,
     )
-
-
-CommandQueue = PythonQueue | NativeQueue
 
 
 def make_queue(ucp: Ucp, worker: int, native: bool) -> CommandQueue:
@@ -283,7 +264,7 @@ def make_queue(ucp: Ucp, worker: int, native: bool) -> CommandQueue:
             return NativeQueue(ucp, worker, compiled(Path(__file__).with_name("post_loop.c")))
         except (NativeBuildError, OSError) as error:
             log.warning("the C loop cannot be built, so Python posts the puts: %s", error)
-    return PythonQueue(ucp, worker)
+    return CommandQueue(ucp, worker)
 
 
 def compiled(source: Path) -> Path:

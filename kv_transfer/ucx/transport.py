@@ -56,14 +56,13 @@ from kv_transfer.ucx.binding import (
 )
 from kv_transfer.ucx.endpoint import (
     SHARED_MEMORY,
-    Endpoint,
     Requests,
     UcxPeer,
     end_with_their_process,
     transports_of,
 )
 from kv_transfer.ucx.memory import AllocatedMemory, RegisteredMemory, UcxMemory, populate
-from kv_transfer.ucx.native import Call, Command, CommandQueue, Put, make_queue
+from kv_transfer.ucx.native import Command, Put, make_queue
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +83,7 @@ class UcxTransport:
         self._context, self._worker = _create_worker(self._ucp, self._message_callback)
         self._address = _worker_address(self._ucp, self._worker)
         self._memory: UcxMemory | None = None
-        self._commands: CommandQueue = make_queue(self._ucp, self._worker, config.native)
+        self._commands = make_queue(self._ucp, self._worker, config.native)
         self._requests = Requests(self._ucp)
         self._lock = threading.Lock()  # of the peers' map
         self._signalling = threading.Lock()  # of `_closed`
@@ -144,9 +143,9 @@ class UcxTransport:
         with self._lock:
             peer = self._peers.get(address)
             if peer is None:
-                peer = self._peers[address] = UcxPeer(address)
+                peer = self._peers[address] = UcxPeer(self._ucp, address)
                 self._keys[id(peer)] = peer
-                self._enqueue(Call(lambda: self._open(peer)))
+                self._enqueue(lambda: self._open(peer))
             return peer
 
     def puts_end_with_process(self, address: bytes) -> bool:
@@ -157,31 +156,27 @@ class UcxTransport:
         assert isinstance(peer, UcxPeer)
 
         def map_region(region: Region) -> None:
-            if peer.endpoint is not None:
-                address = peer.endpoint.mapping(region.rkey, region.base_address)
-                if address is not None:
-                    fault_in(address, region.num_bytes)
+            address = peer.mapping(region.rkey, region.base_address)
+            if address is not None:
+                fault_in(address, region.num_bytes)
 
         def fault_in(address: int, num_bytes: int) -> None:
-            if peer.endpoint is None:
+            if not peer.is_open:
                 return  # the peer is lost, so its memory is no longer mapped
             populate(address, min(num_bytes, _POPULATE_BYTES))
             if num_bytes > _POPULATE_BYTES:
                 left = num_bytes - _POPULATE_BYTES
-                self._enqueue(Call(partial(fault_in, address + _POPULATE_BYTES, left)))
+                self._enqueue(partial(fault_in, address + _POPULATE_BYTES, left))
 
         for region in regions:
-            self._enqueue(Call(partial(map_region, region)))
+            self._enqueue(partial(map_region, region))
 
     def put(self, peer: Peer, batch: PutBatch, on_failed: OnFailed) -> None:
         assert isinstance(peer, UcxPeer)
         assert self._memory is not None
         handles, rkeys = self._memory.handles, batch.runs.path.rkeys
         target = peer.target(rkeys)
-
-        def open_target() -> str | None:
-            return None if peer.endpoint is None else peer.endpoint.open(target, handles, rkeys)
-
+        open_target = partial(peer.open_target, target, handles, rkeys)
         self._enqueue(Put(target, batch, on_failed, open_target))
 
     def flush(self, peer: Peer, on_flushed: OnFlushed) -> None:
@@ -197,27 +192,21 @@ class UcxTransport:
             is_over = end_with_their_process(peer.lanes)
             peer.when_closed(partial(on_flushed, replace(result, is_over=is_over)))
 
-        def run() -> None:
-            if peer.endpoint is None:
-                answer(FlushResult("lost the peer", 0.0))
-            else:
-                peer.endpoint.flush(self._requests, peer.take_busy_s(), answer)
-
-        self._enqueue(Call(run))
+        self._enqueue(lambda: peer.flush(self._requests, answer))
 
     def send(self, peer: Peer, payload: bytes, expects_answer: bool = False) -> None:
         assert isinstance(peer, UcxPeer)
 
         def run() -> None:
-            if peer.endpoint is not None:
-                peer.endpoint.send(self._requests, payload)
+            if peer.is_open:
+                peer.send(self._requests, payload)
                 if expects_answer:
                     self._awake_until_s = time.monotonic() + _POLL_S
 
         if threading.current_thread() is self._thread and not self._commands:
             run()  # an answer, with nothing queued before it
         else:
-            self._enqueue(Call(run))
+            self._enqueue(run)
 
     def close(self) -> None:
         with self._signalling:
@@ -274,11 +263,11 @@ class UcxTransport:
         until = begun_at + len(commands)
         while commands.num_taken < until:
             first = commands.first
-            if isinstance(first, Call):
-                commands.take()
-                first.run()
-            else:
+            if isinstance(first, Put):
                 self._post(first)
+            else:
+                commands.take()
+                first()
         return until > begun_at
 
     def _post(self, first: Put) -> None:
@@ -296,10 +285,7 @@ class UcxTransport:
 
     def _open(self, peer: UcxPeer) -> None:
         try:
-            peer.endpoint = Endpoint(
-                self._ucp, self._worker, peer.address, id(peer), self._error_callback
-            )
-            peer.lanes = peer.endpoint.lanes
+            peer.open(self._worker, id(peer), self._error_callback)
         except TransportError as error:
             log.warning("cannot reach a peer: %s", error)
             if error.status == NO_SHARED_SEGMENT:  # the segment is gone with its process
@@ -337,16 +323,7 @@ class UcxTransport:
         with self._lock:
             if self._peers.get(peer.address) is peer:
                 del self._peers[peer.address]
-        endpoint, peer.endpoint = peer.endpoint, None
-        peer.close_targets()
-        if endpoint is None:
-            self._forget(peer)
-        else:
-            endpoint.close(self._requests, force, lambda: self._forget(peer))
-
-    def _forget(self, peer: UcxPeer) -> None:
-        del self._keys[id(peer)]
-        peer.closed()
+        peer.close(self._requests, force, lambda: self._keys.pop(id(peer)))
 
     def _close_endpoints(self) -> None:
         """Finish requests in flight, then close. A peer that does not answer costs a second."""

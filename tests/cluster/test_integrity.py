@@ -70,10 +70,10 @@ async def test_the_integrity_of_a_worker_covers_the_parts_of_both_roles(pair: An
     assert problem.startswith("leases: ")
     del written[(0, 1)]
     # Only a bug could do this, so the test writes into the table.
-    pair.decode.prefill._waiting["ghost"] = None
+    pair.decode.prefill._runs["ghost"] = None
     (problem,) = (await books_of(pair.decode)).problems
     assert problem.startswith("prefill: ")
-    del pair.decode.prefill._waiting["ghost"]
+    del pair.decode.prefill._runs["ghost"]
 
 
 @pytest.fixture

@@ -243,7 +243,7 @@ async def test_an_orphan_nobody_claims_is_aborted_in_time(kit: Any) -> None:
         await link.until(lambda: link.of("forgotten").tokens)
         await link.close()
         await kit.nothing_held(worker)
-        assert worker.decode.num_orphans() == 0
+        assert worker.decode.runs.num_orphans() == 0
 
 
 async def test_a_deadline_ends_a_request_wherever_it_is(pair: Any, kit: Any) -> None:

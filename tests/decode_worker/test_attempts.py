@@ -20,23 +20,23 @@ from kv_transfer.layout import BlockId, TokenLogprobs
 from kv_transfer.lease import FirstToken, Lease, WorkerIdentity
 from tests.cluster.conftest import (
     TIMED_ENGINE,
-    DecodeLink,
     HeldStep,
-    MiniRouter,
     Oracle,
     make_spec,
     nothing_held,
     running_worker,
     until,
 )
+from tests.decode_worker.links import linked, paired
 
 
 async def test_an_attempt_that_comes_again_within_a_step_gets_its_own_tokens() -> None:
     forgets = DecodeConfig(finished_ttl_s=0.0)
-    async with running_worker("decode-0", Role.DECODE, TIMED_ENGINE, forgets) as worker:
+    async with (
+        running_worker("decode-0", Role.DECODE, TIMED_ENGINE, forgets) as worker,
+        linked(worker) as link,
+    ):
         role = worker.decode
-        link = DecodeLink(worker.address, "router-a")
-        await link.open()
         former, latter = make_spec("former", 60), make_spec("latter", 60)
         expected = Oracle().tokens(latter)
         assert Oracle().tokens(former)[0] != expected[0]
@@ -57,28 +57,22 @@ async def test_an_attempt_that_comes_again_within_a_step_gets_its_own_tokens() -
         await link.until(lambda: heard.finished)
         assert heard.in_order() == expected
         await nothing_held(worker)
-        await link.close()
 
 
 LATER_RELEASE = cast(Any, 99)  # a reason that this one does not know
 
 
 async def test_a_writer_s_last_token_ends_the_request_at_its_receiver_and_is_kept() -> None:
-    async with (
-        running_worker("prefill-0", Role.PREFILL) as prefill,
-        running_worker("decode-0", Role.DECODE) as decode,
-    ):
-        link = DecodeLink(decode.address, "router-a/1")
-        await link.open()
-        router = MiniRouter(prefill.address, link)
+    async with paired() as pair:
+        link, exporter = pair.link, pair.prefill.exporter
         logprobs = TokenLogprobs(-0.5, 1)
         for name, reason in (
             ("known", common_pb2.FINISH_REASON_STOP),
             ("unknown", LATER_RELEASE),
         ):
-            lease = await router.reserve(make_spec(name), prefill.info().ref)
-            handoff = prefill.exporter.open(Lease.from_proto(lease))
-            assert await prefill.exporter.cancel(handoff, FirstToken(7, logprobs, reason))
+            lease = await pair.router.reserve(make_spec(name), pair.writer)
+            handoff = exporter.open(Lease.from_proto(lease))
+            assert await exporter.cancel(handoff, FirstToken(7, logprobs, reason))
             heard = link.of(name)
             await link.until(lambda heard=heard: heard.finished or heard.rejected)  # type: ignore[misc]
         assert link.of("known").finished == common_pb2.FINISH_REASON_STOP
@@ -92,9 +86,6 @@ async def test_a_writer_s_last_token_ends_the_request_at_its_receiver_and_is_kep
         kept = (await link.stub.Attach(attach)).tokens
         assert list(kept.ids) == [7]
         assert kept.finished == common_pb2.FINISH_REASON_STOP
-        await nothing_held(prefill, decode)
-        await router.close()
-        await link.close()
 
 
 def unknown_token(spec: worker_pb2.RequestSpec) -> None:
@@ -130,14 +121,8 @@ def wrong(
 
 
 async def test_a_worker_that_refuses_a_request_names_the_field() -> None:
-    async with (
-        running_worker("prefill-0", Role.PREFILL) as prefill,
-        running_worker("decode-0", Role.DECODE) as decode,
-    ):
-        link = DecodeLink(decode.address, "router-a/1")
-        await link.open()
-        router = MiniRouter(prefill.address, link)
-        writer = prefill.info().ref
+    async with paired() as pair:
+        link, router, writer = pair.link, pair.router, pair.writer
         for number, (spoil, field) in enumerate(WRONG):
             for name, named in ((f"local-{number}", None), (f"apart-{number}", writer)):
                 await link.reserve(wrong(name, spoil), named)
@@ -153,9 +138,6 @@ async def test_a_worker_that_refuses_a_request_names_the_field() -> None:
             refused = from_rpc_error(caught.value)
             assert (refused.field, refused.reason) == (field, InvalidRequestError.reason)
             await link.cancel(f"good-{number}")
-        await nothing_held(prefill, decode)
-        await router.close()
-        await link.close()
 
 
 def writer_of(num_ranks: int) -> common_pb2.WorkerRef:
@@ -167,9 +149,7 @@ def writer_of(num_ranks: int) -> common_pb2.WorkerRef:
 
 
 async def test_a_writer_without_ranks_or_of_a_width_that_does_not_fit_is_refused() -> None:
-    async with running_worker("decode-0", Role.DECODE) as worker:
-        link = DecodeLink(worker.address, "router-a")
-        await link.open()
+    async with running_worker("decode-0", Role.DECODE) as worker, linked(worker) as link:
         for num_ranks in (0, 3):
             name = f"ranks-{num_ranks}"
             await link.reserve(make_spec(name), writer_of(num_ranks))
@@ -183,13 +163,10 @@ async def test_a_writer_without_ranks_or_of_a_width_that_does_not_fit_is_refused
         await link.reserve(spec)
         await link.until(lambda: link.of("good").finished)
         assert link.of("good").in_order() == Oracle().tokens(spec)
-        await link.close()
 
 
 async def grant_twice() -> None:
-    async with running_worker("decode-0", Role.DECODE) as worker:
-        link = DecodeLink(worker.address, "router-a")
-        await link.open()
+    async with running_worker("decode-0", Role.DECODE) as worker, linked(worker) as link:
         every_block = [BlockId(block) for block in range(1, 768)]
         lease = worker.leases.grant(
             "the engine does not know",
@@ -205,7 +182,6 @@ async def grant_twice() -> None:
         assert heard.rejected.reason == worker_pb2.REJECT_REASON_INTERNAL
         worker.leases.release(lease.lease_id)
         await worker.left.wait()
-        await link.close()
 
 
 async def test_blocks_that_are_granted_twice_end_the_worker_and_refuse_the_request() -> None:

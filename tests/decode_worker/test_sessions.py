@@ -35,7 +35,8 @@ from engine.request import (
     SamplingParams,
     TokenLogprobs,
 )
-from tests.cluster.conftest import DecodeLink, Oracle, make_spec, running_worker, until
+from tests.cluster.conftest import Oracle, make_spec, running_worker, until
+from tests.decode_worker.links import linked
 
 
 def submission(
@@ -243,12 +244,11 @@ async def test_a_session_that_never_names_its_router_is_ended_by_a_typed_error()
             error = from_rpc_error(caught.value)
             assert isinstance(error, DeadlineError)
             assert error.message == "no first message within 0.2 s"
-        link, spec = DecodeLink(worker.address, "router-a"), make_spec("good")
-        await link.open()
-        await link.reserve(spec)
-        await link.until(lambda: link.of("good").finished)
-        assert link.of("good").in_order() == Oracle().tokens(spec)
-        await link.close()
+        async with linked(worker) as link:
+            spec = make_spec("good")
+            await link.reserve(spec)
+            await link.until(lambda: link.of("good").finished)
+            assert link.of("good").in_order() == Oracle().tokens(spec)
 
 
 async def test_a_worker_whose_engine_has_stopped_takes_nothing_more_and_blames_no_request() -> None:
@@ -256,15 +256,12 @@ async def test_a_worker_whose_engine_has_stopped_takes_nothing_more_and_blames_n
         raise RuntimeError("the device is gone")
 
     async def ask_after_the_failure() -> None:
-        async with running_worker("decode-0", Role.DECODE) as worker:
-            link = DecodeLink(worker.address, "router-a/1")
-            await link.open()
+        async with running_worker("decode-0", Role.DECODE) as worker, linked(worker) as link:
             await until(lambda: worker.decode._sessions)  # opening it sends no answer
             worker.engine.post(fail)
             await link.reserve(make_spec("x"))
             await link.until(lambda: link.of("x").rejected)
             rejections.append(link.of("x").rejected)
-            await link.close()
 
     rejections: list[worker_pb2.Rejected | None] = []
     with pytest.raises(RuntimeError, match="the device is gone"):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 import grpc
 import grpc.aio
@@ -21,6 +22,7 @@ from tests.cluster.conftest import (
     running_worker,
     until,
 )
+from tests.decode_worker.links import linked
 
 
 @pytest.fixture
@@ -30,12 +32,21 @@ async def worker() -> AsyncIterator[Worker]:
         await nothing_held(worker)
 
 
-async def open_link(worker: Worker, session_id: str) -> DecodeLink:
-    link = DecodeLink(worker.address, session_id)
-    await link.open()
-    sessions = worker.decode._sessions  # opening one sends no answer
-    await until(lambda: session_id in sessions)
-    return link
+OpenLink = Callable[[str], Awaitable[DecodeLink]]
+
+
+@pytest.fixture
+async def open_link(worker: Worker) -> AsyncIterator[OpenLink]:
+    """Opens a router's session by its id; all are closed at the end."""
+    async with contextlib.AsyncExitStack() as links:
+
+        async def open_one(session_id: str) -> DecodeLink:
+            link = await links.enter_async_context(linked(worker, session_id))
+            sessions = worker.decode._sessions  # opening one sends no answer
+            await until(lambda: session_id in sessions)
+            return link
+
+        yield open_one
 
 
 def endless(request_id: str) -> worker_pb2.RequestSpec:
@@ -61,9 +72,9 @@ async def barrier(link: DecodeLink, name: str) -> None:
 
 
 async def test_a_router_whose_request_was_taken_over_hears_of_it_and_cannot_end_it(
-    worker: Worker,
+    open_link: OpenLink,
 ) -> None:
-    former, latter = await open_link(worker, "router-a/1"), await open_link(worker, "router-b/1")
+    former, latter = await open_link("router-a/1"), await open_link("router-b/1")
     await former.reserve(endless("x"))
     await former.until(lambda: len(former.of("x").tokens) > 3)
     answer = await latter.stub.Attach(ask_of(latter))
@@ -79,12 +90,12 @@ async def test_a_router_whose_request_was_taken_over_hears_of_it_and_cannot_end_
     await latter.cancel("x")
     await latter.until(lambda: heard.finished)
     assert heard.in_order() == Oracle().tokens(endless("x"))[: len(heard.tokens)]
-    await former.close()
-    await latter.close()
 
 
-async def test_a_router_whose_request_another_one_began_anew_hears_of_it(worker: Worker) -> None:
-    former, latter = await open_link(worker, "router-a/1"), await open_link(worker, "router-b/1")
+async def test_a_router_whose_request_another_one_began_anew_hears_of_it(
+    open_link: OpenLink,
+) -> None:
+    former, latter = await open_link("router-a/1"), await open_link("router-b/1")
     await former.reserve(endless("x"))
     await former.until(lambda: former.of("x").tokens)
     anew = make_spec("x", attempt=2)
@@ -93,8 +104,6 @@ async def test_a_router_whose_request_another_one_began_anew_hears_of_it(worker:
     await latter.until(lambda: latter.of("x", 2).finished)
     assert not former.of("x").finished
     assert latter.of("x", 2).in_order() == Oracle().tokens(anew)
-    await former.close()
-    await latter.close()
 
 
 async def test_logprobs_that_are_not_as_many_as_the_emitted_tokens_are_no_fault_of_the_client_s(
@@ -140,14 +149,14 @@ async def test_an_unforeseen_error_in_a_request_ends_that_request_alone(
 
 
 async def test_what_fails_while_a_request_is_taken_leaves_nothing_of_it(
-    worker: Worker, monkeypatch: pytest.MonkeyPatch
+    worker: Worker, open_link: OpenLink, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The router gets a rejection, and may ask for the same attempt again."""
 
     def fail(*_: object) -> None:
         raise LookupError("of ours")
 
-    link = await open_link(worker, "router-a/1")
+    link = await open_link("router-a/1")
     session = worker.decode._sessions[link.router_id]  # the worker's end of the link
     with monkeypatch.context() as patched:
         patched.setattr(session, "follow", fail)
@@ -160,37 +169,35 @@ async def test_what_fails_while_a_request_is_taken_leaves_nothing_of_it(
     await link.reserve(make_spec("x"))
     await link.until(lambda: link.of("x").finished)
     assert link.of("x").in_order() == Oracle().tokens(make_spec("x"))
-    await link.close()
 
 
-async def test_a_router_ends_in_its_next_session_what_it_began_in_the_last(worker: Worker) -> None:
-    lost = await open_link(worker, "router-a/1")  # of which the worker is yet to hear
+async def test_a_router_ends_in_its_next_session_what_it_began_in_the_last(
+    worker: Worker,
+    open_link: OpenLink,
+) -> None:
+    lost = await open_link("router-a/1")  # of which the worker is yet to hear
     await lost.reserve(endless("x"))
     await lost.until(lambda: lost.of("x").tokens)
-    following = await open_link(worker, "router-a/2")
+    following = await open_link("router-a/2")
     await following.cancel("x")
     await nothing_held(worker)
-    await lost.close()
-    await following.close()
 
 
 async def test_a_client_that_wants_the_request_ended_is_heard_at_any_router(
-    worker: Worker,
+    open_link: OpenLink,
 ) -> None:
-    link, other = await open_link(worker, "router-a/1"), await open_link(worker, "router-b/1")
+    link, other = await open_link("router-a/1"), await open_link("router-b/1")
     await link.reserve(endless("x"))
     await link.until(lambda: link.of("x").tokens)
     await other.cancel("x", (1 << 32) - 1)
     await link.until(lambda: link.of("x").finished)
     assert link.of("x").finished == common_pb2.FINISH_REASON_ABORTED
-    await link.close()
-    await other.close()
 
 
 async def test_a_taken_id_is_refused_and_an_aborted_one_is_free_for_another_body(
-    worker: Worker,
+    open_link: OpenLink,
 ) -> None:
-    link = await open_link(worker, "router-a/1")
+    link = await open_link("router-a/1")
     await link.reserve(endless("x"))
     await link.until(lambda: link.of("x").tokens)
     for attempt in (1, 2):
@@ -215,37 +222,35 @@ async def test_a_taken_id_is_refused_and_an_aborted_one_is_free_for_another_body
     await link.reserve(again)
     await link.until(lambda: link.of("x", 5).finished)
     assert link.of("x", 5).in_order() == Oracle().tokens(again)
-    await link.close()
 
 
 async def test_a_router_takes_nothing_back_that_another_attached_while_its_session_was_lost(
     worker: Worker,
+    open_link: OpenLink,
 ) -> None:
     """Nor does it end it; whether or not the other's own session is lost by then."""
     assert worker.decode is not None
     runs = worker.decode.runs  # which attempt is whose, which no call shows
-    lost = await open_link(worker, "router-a/1")
+    lost = await open_link("router-a/1")
     await lost.reserve(endless("x"))
     await lost.until(lambda: lost.of("x").tokens)
     await lost.close()
     await until(lambda: runs.num_orphans() == 1)
-    latter = await open_link(worker, "router-b/1")
+    latter = await open_link("router-b/1")
     await latter.stub.Attach(ask_of(latter))
-    former = await open_link(worker, "router-a/2")
+    former = await open_link("router-a/2")
     its_own = ask_of(former)
     its_own.attempt = 1
     await refused_and_unheard(worker, former, its_own)
     await latter.close()
     await until(lambda: runs.num_orphans() == 1)
     await refused_and_unheard(worker, former, its_own)
-    latter = await open_link(worker, "router-b/2")
+    latter = await open_link("router-b/2")
     its_own.router_id = latter.router_id
     assert (await latter.stub.Attach(its_own)).tokens.ids
     await latter.cancel("x")
     await latter.until(lambda: latter.of("x").finished)
     assert not former.of("x").tokens
-    await former.close()
-    await latter.close()
 
 
 async def refused_and_unheard(
@@ -253,11 +258,11 @@ async def refused_and_unheard(
 ) -> None:
     """The router is not given the request, and its cancel is of no account."""
     assert worker.decode is not None
-    orphans = worker.decode.num_orphans()
+    orphans = worker.decode.runs.num_orphans()
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await link.stub.Attach(ask)
     assert caught.value.code() is grpc.StatusCode.ALREADY_EXISTS
     await link.cancel("x")
     await barrier(link, f"after the cancel with {orphans} orphans")
     assert len(worker.decode.runs) == 1  # it runs on; nothing is sent to an orphan
-    assert worker.decode.num_orphans() == orphans
+    assert worker.decode.runs.num_orphans() == orphans

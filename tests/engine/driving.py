@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from baton.config.engine import EngineConfig
-from engine.api import ModelSpec
+from engine.api import LocalKvMemory, ModelSpec
 from engine.build import load_model_spec, region_layout
 from engine.request import (
     BlockPush,
@@ -25,20 +25,6 @@ from engine.torch_runner import SampleFn, TorchRunner, load_torch_decoder
 from engine.tp import TpGroup
 from kv_transfer.layout import RegionLayout
 from tests.engine.greedy import Greedy
-
-
-@dataclass
-class HostMemory:
-    """A KV pool in ordinary memory, filled with NaN so that a stray read shows."""
-
-    num_regions: int
-    region_stride_bytes: int
-    blocks_per_region: int
-    buffer: np.ndarray = field(init=False)
-
-    def __post_init__(self) -> None:
-        size = self.num_regions * self.region_stride_bytes
-        self.buffer = np.full(size, 0xFF, dtype=np.uint8)
 
 
 @dataclass
@@ -75,7 +61,7 @@ class Setup:
 
     runner: TorchRunner
     spec: ModelSpec
-    memory: HostMemory
+    memory: LocalKvMemory
     regions: RegionLayout
     sink: RecordingSink
 
@@ -86,7 +72,8 @@ def set_up(
     spec = load_model_spec(str(folder), config, tp)
     regions = region_layout(spec, config, tp.rank if tp else 0, tp.size if tp else 1)
     stride = -(-regions.num_bytes() // 4096) * 4096
-    memory = HostMemory(config.num_regions, stride, regions.num_blocks)
+    memory = LocalKvMemory(config.num_regions, stride, regions.num_blocks)
+    memory.buffer[:] = 0xFF  # NaN, so that a stray read shows
     sink = RecordingSink()
     decoder = load_torch_decoder(str(folder), config, spec, tp)
     runner = TorchRunner(spec, decoder, memory, sink, sample, tp)

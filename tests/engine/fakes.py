@@ -188,6 +188,19 @@ class Wire:
         self.source.core.add_prefill(spec, self.open(lease), lease.num_cached_tokens)
         return lease
 
+    def complete(self, lease: ReservedEvent) -> Streams:
+        """Prefill what was begun, which pushes exactly what is owed, and admit it at the target."""
+        events: list[EngineEvent] = []
+        while self.source.core.has_work():
+            events += self.source.core.step()
+        (first,) = prefilled(events)
+        pushed = self.pushed[HandoffId(f"handoff {lease.request_id}")]
+        assert sorted(pushed) == sorted(self.owed(lease))
+        self.source.core.release(lease.request_id)
+        assert first.finished is None
+        self.target.core.admit(lease.request_id, first.token)
+        return Streams(tokens={lease.request_id: [first.token.token_id]})
+
     def message(self, payload: bytes) -> None:
         self.calls.append(payload.decode())
 

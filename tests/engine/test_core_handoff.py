@@ -22,13 +22,11 @@ from kv_transfer.block_hash import block_hashes, chain_seed
 from tests.engine.fakes import (
     GREEDY,
     FakeEngine,
-    Streams,
     alone,
     drain,
     fake_config,
     pair,
     pool_is_whole,
-    prefilled,
     prompt,
     spec_of,
 )
@@ -57,26 +55,14 @@ def hand_over(
             drain(engine)
             engine.release(RequestId("warm"))
     spec = spec_of("request", spec_tokens)
-    lease = receiver.core.reserve(spec)
-    assert isinstance(lease, ReservedEvent)
-    handoff = wire.open(lease)
-    sender.core.add_prefill(spec, handoff, lease.num_cached_tokens)
-    events = []
-    while sender.core.has_work():
-        events += sender.core.step()
-    (first,) = prefilled(events)
-    assert sorted(wire.pushed[handoff]) == sorted(wire.owed(lease))
-    sender.core.release(spec.request_id)
-    receiver.core.admit(spec.request_id, first.token)
-    streams = Streams(tokens={"request": [first.token.token_id]})
-    drain(receiver.core, streams)
+    streams = drain(receiver.core, wire.complete(wire.begin(spec)))
     pool_is_whole(sender.core)
     pool_is_whole(receiver.core)
     return streams.tokens["request"], alone(spec, prefill.fake.window)
 
 
 @WINDOWS
-@pytest.mark.parametrize("chunk", [16, 50, 512])
+@pytest.mark.parametrize("chunk", [8, 16, 50, 512])
 @pytest.mark.parametrize("length", [1, 16, 17, 150, 160])
 def test_a_handoff_carries_exactly_what_the_receiver_lacks(
     window: int | None, chunk: int, length: int
@@ -107,31 +93,6 @@ def test_blocks_are_pushed_layer_by_layer_between_messages_and_the_end_of_the_st
     sender.core.step()
     assert wire.calls[5:] == ["close", "step"]
     assert not sender.core.has_work()
-
-
-@pytest.mark.parametrize(("window", "cached"), [(None, 192), (40, 0), (None, 0)])
-def test_small_chunks_push_what_the_receiver_lacks_each_block_once_and_nothing_else(
-    window: int | None, cached: int
-) -> None:
-    sender, receiver, wire = pair(
-        fake_config(max_num_batched_tokens=8, window=window), fake_config(window=window)
-    )
-    if cached:
-        receiver.core.add(spec_of("warm", prompt(200)))
-        drain(receiver.core)
-    spec = spec_of("r", prompt(200))
-    lease = receiver.core.reserve(spec)
-    assert isinstance(lease, ReservedEvent)
-    assert lease.num_cached_tokens == cached
-    handoff = wire.open(lease)
-    sender.core.add_prefill(spec, handoff, cached)
-    while sender.core.has_work():
-        sender.core.step()
-    assert sorted(wire.pushed[handoff]) == sorted(wire.owed(lease))
-    sender.core.release(spec.request_id)
-    receiver.core.release(spec.request_id)
-    pool_is_whole(sender.core)
-    pool_is_whole(receiver.core)
 
 
 def test_a_prefill_stays_pinned_until_release_even_when_aborted() -> None:
@@ -206,15 +167,7 @@ def test_the_receiver_s_context_ends_the_output_and_not_the_writer_s(
 ) -> None:
     sender, receiver, wire = pair(fake_config(max_model_len=64), fake_config(max_model_len=context))
     spec = spec_of("r", prompt(63), replace(GREEDY, max_tokens=24))
-    wire.begin(spec)
-    events = []
-    while sender.core.has_work():
-        events += sender.core.step()
-    (first,) = prefilled(events)
-    assert first.finished is None
-    sender.core.release(spec.request_id)
-    receiver.core.admit(spec.request_id, first.token)
-    streams = Streams(tokens={"r": [first.token.token_id]})
+    streams = wire.complete(wire.begin(spec))
     last: list[TokenEvent | FinishedEvent] = []
     while receiver.core.has_work():
         last = [e for e in receiver.core.step() if isinstance(e, TokenEvent | FinishedEvent)]

@@ -10,7 +10,6 @@ from functools import lru_cache, partial
 from itertools import islice
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 import transformers
@@ -24,11 +23,11 @@ from engine.build import (
     load_model_spec,
     region_layout,
 )
-from engine.request import RequestId, RequestSpec, SamplingParams
+from engine.request import SamplingParams
 from tests.engine import checkpoints, families
 from tests.engine.driving import Driver, Setup, generate, random_prompt, set_up
-from tests.engine.fakes import drain, pool_is_whole
-from tests.engine.greedy import Greedy
+from tests.engine.fakes import pool_is_whole
+from tests.engine.greedy import Greedy, run_alone
 
 FAMILIES = list(families.FAMILIES)
 NUM_TOKENS = 12
@@ -59,16 +58,22 @@ def oracle(family: str) -> transformers.PreTrainedModel:
 
 
 @lru_cache
-def oracle_answer(family: str, length: int) -> Greedy:
-    prompt = random_prompt(length, families.VOCAB, length)
+def oracle_answer(family: str, length: int, shared: int = 0) -> Greedy:
+    prompt = prompt_of(length, shared)
     return checkpoints.greedy_answer(oracle(family), prompt, NUM_TOKENS)
+
+
+def prompt_of(length: int, shared: int = 0) -> list[int]:
+    """Its first `shared` tokens (64 at most) are those of every such prompt."""
+    common = random_prompt(64, families.VOCAB, 5)[:shared]
+    return common + random_prompt(length - shared, families.VOCAB, length)
 
 
 def check(folder: Path, family: str, lengths: list[int], chunk: int, block_size: int) -> None:
     config = EngineConfig(
         dtype="float32", num_blocks=4096 // block_size, block_size=block_size, num_threads=1
     )
-    prompts = [random_prompt(length, families.VOCAB, length) for length in lengths]
+    prompts = [prompt_of(length) for length in lengths]
     found = generate(Driver(set_up(folder, config)), prompts, NUM_TOKENS, chunk)
     assert found == [oracle_answer(family, length) for length in lengths]
 
@@ -107,23 +112,20 @@ def check_whole_engine(folder: Path, family: str) -> None:
     config = EngineConfig(
         dtype="float32",
         num_blocks=64,
-        max_num_seqs=8,
+        max_num_seqs=3,
         max_num_batched_tokens=48,
         device="cpu",
         num_threads=1,
     )
     engine = load_lone_engine(path, config)
-    greedy = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
-    lengths = [1, 16, 70, 129]
-    for length in lengths:
-        prompt = np.array(random_prompt(length, families.VOCAB, length), np.uint32)
-        engine.add(RequestSpec(RequestId(str(length)), prompt, length, greedy))
-    streams = drain(engine)
-    assert streams.tokens == {str(n): oracle_answer(family, n).ids for n in lengths}
+    greedy = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=0)
+    lengths = [(length, length // 2) for length in (1, 16, 33, 70, 129)]
+    found = run_alone(engine, [prompt_of(*length) for length in lengths], greedy)
+    assert [*map(Greedy.of, found)] == [oracle_answer(family, *length) for length in lengths]
     pool_is_whole(engine)
 
 
-@pytest.mark.parametrize("family", ["qwen3-windows", *NATIVE])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3-moe", "qwen3-windows", *NATIVE])
 def test_a_whole_engine_with_its_kv_in_a_tensor_gives_the_tokens_of_transformers(
     folders: Callable[[str], Path], family: str
 ) -> None:

@@ -15,7 +15,8 @@ from torch.overrides import TorchFunctionMode
 from engine.admission import check_sampling
 from engine.errors import InvalidRequestError
 from engine.request import SamplingParams
-from tests.engine.sampling import EOS, GREEDY, frequencies, ids, random_logits, sample
+from engine.sampling_noise import gumbel_noise, noise_of_tokens, row_keys
+from tests.engine.sampling import EOS, GREEDY, frequencies, ids, keys_of, random_logits, sample
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -227,3 +228,136 @@ def test_a_steps_rows_go_to_the_device_in_one_copy_and_come_back_in_one() -> Non
     with Copies() as copies:  # log-probabilities follow on the tokens
         sample(logits, [replace(GREEDY, logprobs=n) for n in range(len(params))], histories)
     assert (copies.to_device, copies.to_host) == (["to"], ["tolist", "tolist"])
+
+
+# --- top-k, top-p and min-p, against a naive reference -------------------------------------------
+
+
+def naive_kept(logits: list[float], params: SamplingParams) -> set[int]:
+    """Straight from the definitions; logits all different."""
+    order = sorted(range(len(logits)), key=lambda t: -logits[t])
+    if params.top_k:
+        order = order[: params.top_k]
+    weights = [math.exp(logits[t] / params.temperature) for t in order]
+    total, seen, kept = sum(weights), 0.0, []
+    for token, weight in zip(order, weights):
+        if params.top_p < 1 and seen >= params.top_p:
+            break
+        kept.append(token)
+        seen += weight / total
+    return {t for t, w in zip(kept, weights) if w >= params.min_p * weights[0]}
+
+
+def naive_draws(logits: list[float], params: SamplingParams) -> set[int]:
+    """What noise makes the largest of those kept; a boundary may fall either way by one token
+    where rounding decides, and then there is more than one right answer."""
+    kept = naive_kept(logits, params)
+    order = sorted(range(len(logits)), key=lambda t: -logits[t])
+    sizes = {len(kept)}
+    if params.top_p < 1 or params.min_p:
+        sizes |= {max(1, len(kept) - 1), min(len(kept) + 1, len(logits))}
+    noise = gumbel_noise(keys_of([(params.seed, 0)]), len(logits))[0].tolist()
+    scaled = (torch.tensor(logits) / params.temperature).tolist()
+    return {max(order[:size], key=lambda t: scaled[t] + noise[t]) for size in sizes}
+
+
+@given(
+    seed=st.integers(0, 10_000),
+    scale=st.sampled_from([0.3, 1.0, 2.0]),
+    vocab_size=st.sampled_from([2, 40, 1500]),
+    top_k=st.sampled_from([0, 1, 2, 30, 256, 1200, 4000]),
+    top_p=st.sampled_from([1.0, 0.95, 0.5, 0.01]),
+    min_p=st.sampled_from([0.0, 0.02, 0.5]),
+)
+@settings(max_examples=200, deadline=None)
+def test_the_token_is_the_best_of_those_that_the_filters_definitions_keep(
+    seed: int, scale: float, vocab_size: int, top_k: int, top_p: float, min_p: float
+) -> None:
+    params = SamplingParams(temperature=0.8, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
+    logits = random_logits(3, vocab_size, seed) * scale
+    crowd = [SamplingParams(top_p=0.2), params, SamplingParams(min_p=0.3, seed=1)]
+    drawn = ids(sample(logits, crowd))[1]
+    assert drawn in naive_draws(logits[1].tolist(), params)
+
+
+@pytest.mark.parametrize("top_p", [1.0, 0.9])
+def test_equally_likely_tokens_stay_or_go_together(top_p: float) -> None:
+    logits = torch.zeros(1, 400)
+    logits[0, 100:110] = 3.0  # the k-th is one of ten alike
+    logits[0, 7] = 4.0
+    params = SamplingParams(top_k=5, top_p=top_p)
+    drawn = torch.nonzero(frequencies(logits, params, 2000))[:, 0].tolist()
+    assert drawn == [7, *range(100, 110)]
+
+
+def test_tokens_outside_the_filters_are_never_drawn() -> None:
+    logits = random_logits(1, 50, seed=2) / 3
+    for params in (
+        SamplingParams(temperature=5.0, top_k=4),
+        SamplingParams(temperature=2.0, top_p=0.4),
+        SamplingParams(temperature=2.0, min_p=0.3),
+        SamplingParams(temperature=2.0, top_k=20, top_p=0.6, min_p=0.05),
+    ):
+        scaled = (logits[0] / params.temperature).tolist()
+        kept = naive_kept(scaled, replace(params, temperature=1.0))
+        found = frequencies(logits, params, 3000)
+        drawn = set(torch.nonzero(found)[:, 0].tolist())
+        assert drawn == kept
+        assert 1 < len(kept) < 50
+
+
+# --- noise: a function of seed, output index and token, of the right distribution ----------------
+
+
+def test_noise_does_not_repeat_over_positions_seeds_or_tokens() -> None:
+    positions = [(seed, index) for seed in (0, 1, 2**63, 2**64 - 1) for index in range(40)]
+    noise = gumbel_noise(keys_of(positions), 500).double()
+    # In float32 about one of 700 of so many values equals another by chance.
+    assert len(torch.unique(noise)) > 0.997 * noise.numel()
+    # Standard Gumbel: mean 0.5772, variance pi^2 / 6.
+    assert noise.mean().item() == pytest.approx(0.5772, abs=0.02)
+    assert noise.var().item() == pytest.approx(math.pi**2 / 6, abs=0.04)
+    rows = torch.corrcoef(noise) - torch.eye(len(positions))
+    assert rows.abs().max() < 0.25
+    assert rows.abs().mean() < 0.05
+
+
+def test_noise_is_that_of_plain_integer_arithmetic() -> None:
+    """A twin in Python integers: what any other implementation has to give."""
+
+    def twin(seed: int, index: int, token: int) -> float:
+        mask = (1 << 32) - 1
+        key1, key2 = (key & mask for key in row_keys(seed, index))
+        h = (token * (-1640531527 & mask)) & mask ^ key1
+        h = h * (-862048943 & mask) & mask
+        h ^= h >> 16
+        h = (h * (-2048144789 & mask) + key2) & mask
+        h ^= h >> 13
+        h = h * (-1028477387 & mask) & mask
+        h ^= h >> 16
+        uniform = min(((h & 0x7FFFFFFF) + 0.5) * 2.0**-31, 1 - 2.0**-24)
+        return -math.log(-math.log1p(-uniform))
+
+    noise = gumbel_noise(keys_of([(7, 0), (2**64 - 1, 5)]), 300)
+    for row, (seed, index) in enumerate([(7, 0), (2**64 - 1, 5)]):
+        expected = [twin(seed, index, token) for token in range(300)]
+        assert noise[row].tolist() == pytest.approx(expected, rel=1e-4, abs=1e-5)
+
+
+def test_noise_depends_on_the_output_index_and_not_on_the_prompt() -> None:
+    logits = torch.zeros(1, 1000)
+    params = SamplingParams(seed=5)
+    tokens = [ids(sample(logits, [params], [([1] * n, [2] * 3)]))[0] for n in (1, 9, 30)]
+    assert len(set(tokens)) == 1
+    by_index = [ids(sample(logits, [params], [([1], [2] * n)]))[0] for n in range(8)]
+    assert len(set(by_index)) == 8
+
+
+@given(seed=st.integers(0, 2**64 - 1), index=st.integers(0, 5000), count=st.integers(1, 70))
+@settings(max_examples=40, deadline=None)
+def test_noise_of_some_tokens_is_bit_for_bit_that_of_all(seed: int, index: int, count: int) -> None:
+    positions = [(seed, index), (1, 2)]
+    generator = torch.Generator().manual_seed(count)
+    token_ids = torch.randint(0, 30_000, (2, count), generator=generator)
+    every = gumbel_noise(keys_of(positions), 30_000)
+    assert torch.equal(noise_of_tokens(keys_of(positions), token_ids), every.gather(1, token_ids))

@@ -12,7 +12,6 @@ import transformers
 
 from baton.config.engine import EngineConfig
 from engine.build import (
-    load_lone_engine,
     load_model_spec,
     region_layout,
 )
@@ -20,11 +19,8 @@ from engine.request import (
     BlockPush,
     HandoffId,
     RequestId,
-    RequestSpec,
-    SamplingParams,
     ScheduledSeq,
     StepPlan,
-    TokenEvent,
 )
 from kv_transfer.layout import BlockId
 from tests.engine import checkpoints, families
@@ -117,31 +113,6 @@ def test_blocks_per_region_follow_from_memory_or_count(folder: Path) -> None:
             assert 0 <= (1 << 20) - 3 * layout.num_bytes() < 3 * per_block
     with pytest.raises(ValueError, match="kv_memory_bytes=100"):
         region_layout(spec, EngineConfig(kv_memory_bytes=100), 0, 1)
-
-
-@pytest.mark.parametrize("family", ["mistral", "qwen2", "qwen3-moe"])
-def test_the_whole_engine_gives_the_oracles_tokens(family: str, tmp_path: Path) -> None:
-    oracle = checkpoints.save(family, tmp_path)
-    config = EngineConfig(
-        dtype="float32", num_blocks=90, num_threads=1, max_num_batched_tokens=48, max_num_seqs=3
-    )
-    engine = load_lone_engine(str(tmp_path), config)
-    shared = random_prompt(64, families.VOCAB, 5)
-    prompts = {
-        f"r{n}": shared[: n // 2] + random_prompt(n - n // 2, families.VOCAB, n)
-        for n in (1, 16, 33, 100, 128, 200)
-    }
-    greedy = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
-    for name, prompt in prompts.items():
-        ids = np.array(prompt, dtype=np.uint32)
-        engine.add(RequestSpec(RequestId(name), ids, len(ids), greedy))
-    found: dict[str, list[int]] = {name: [] for name in prompts}
-    while engine.has_work():
-        for event in engine.step():
-            if isinstance(event, TokenEvent):
-                found[event.request_id].append(event.token.token_id)
-    assert found == {n: checkpoints.greedy(oracle, p, 10) for n, p in prompts.items()}
-    engine.check_integrity()
 
 
 @pytest.mark.parametrize("family", families.FAMILIES)

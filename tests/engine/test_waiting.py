@@ -126,13 +126,19 @@ def test_an_engine_is_blocked_from_when_no_request_could_start_until_one_does() 
     pool_is_whole(core)
 
 
-def test_a_prompt_that_a_late_readers_blocks_leave_no_room_for_holds_up_no_other() -> None:
+def late_reader() -> EngineCore:
+    """An engine of 20 blocks, 10 of which a released prefill's late reader may still read."""
     sender, _, wire = pair(fake_config(num_blocks=21), fake_config())
     core, export = sender.core, spec_of("export", prompt(160))
     core.add_prefill(export, wire.open(ReservedEvent(export.request_id, 0, ())), 0)
     wire.leases.clear()
     drain(core)
-    core.release(export.request_id, quarantine=True)  # 10 blocks, still read
+    core.release(export.request_id, quarantine=True)
+    return core
+
+
+def test_a_prompt_that_a_late_readers_blocks_leave_no_room_for_holds_up_no_other() -> None:
+    core = late_reader()
     core.add(spec_of("large", prompt(200, 1)))
     core.add(spec_of("small", prompt(10, 2)))
     streams = drain(core)
@@ -143,19 +149,14 @@ def test_a_prompt_that_a_late_readers_blocks_leave_no_room_for_holds_up_no_other
     core.add(shares)  # more than is left, but most of it is there
     drain(core, streams)
     assert set(streams.finished) == {"small", "shares"}
-    core.unquarantine(export.request_id)
+    core.unquarantine(RequestId("export"))
     drain(core, streams)
     assert set(streams.finished) == {"small", "shares", "large"}
     pool_is_whole(core)
 
 
 def test_a_prompt_that_shares_what_a_late_reader_holds_is_not_passed_by() -> None:
-    sender, _, wire = pair(fake_config(num_blocks=21), fake_config())
-    core, export = sender.core, spec_of("export", prompt(160))
-    core.add_prefill(export, wire.open(ReservedEvent(export.request_id, 0, ())), 0)
-    wire.leases.clear()
-    drain(core)
-    core.release(export.request_id, quarantine=True)  # 10 blocks, still read
+    core = late_reader()
     core.reserve(spec_of("held", prompt(128, 1)))
     core.add(spec_of("shares", np.concatenate([prompt(160), prompt(100, 4)])))  # lacks 7 of 17
     core.add(spec_of("small", prompt(10, 2)))
@@ -165,7 +166,7 @@ def test_a_prompt_that_shares_what_a_late_reader_holds_is_not_passed_by() -> Non
     core.release(RequestId("held"))
     drain(core, streams)
     assert set(streams.finished) == {"small", "shares"}
-    core.unquarantine(export.request_id)
+    core.unquarantine(RequestId("export"))
     pool_is_whole(core)
 
 

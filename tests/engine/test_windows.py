@@ -6,17 +6,15 @@ from dataclasses import replace
 
 import pytest
 
-from engine.request import HandoffId, ReservedEvent
+from engine.request import ReservedEvent
 from tests.engine.fakes import (
     GREEDY,
     FakeEngine,
-    Streams,
     alone,
     drain,
     fake_config,
     pair,
     pool_is_whole,
-    prefilled,
     prompt,
     spec_of,
 )
@@ -66,15 +64,8 @@ def test_a_prompt_longer_than_both_pools_is_handed_over_by_its_last_window() -> 
     config = fake_config(8, 40, max_num_batched_tokens=16)
     sender, receiver, wire = pair(config, config, sees_all=False)
     spec = spec_of("r", prompt(500))
-    lease = receiver.core.reserve(spec)
-    assert isinstance(lease, ReservedEvent)
     # The receiver lacks nothing that its next token does not look at.
-    sender.core.add_prefill(spec, wire.open(lease), lease.num_cached_tokens)
-    (first,) = prefilled(event for _ in range(32) for event in sender.core.step())
-    assert sorted(wire.pushed[HandoffId("handoff r")]) == sorted(wire.owed(lease))
-    sender.core.release(spec.request_id)
-    receiver.core.admit(spec.request_id, first.token)
-    streams = drain(receiver.core, Streams(tokens={"r": [first.token.token_id]}))
+    streams = drain(receiver.core, wire.complete(wire.begin(spec)))
     assert streams.tokens["r"] == alone(spec, 40, sees_all=False)
     pool_is_whole(sender.core)
     pool_is_whole(receiver.core)
@@ -86,12 +77,9 @@ def test_a_receiver_finds_every_whole_block_of_a_prompt_that_was_handed_to_it(
     length: int, window: int | None
 ) -> None:
     config = fake_config(window=window)
-    sender, receiver, wire = pair(config, config)
+    _, receiver, wire = pair(config, config)
     spec = spec_of("r", prompt(length), replace(GREEDY, max_tokens=2))
-    wire.begin(spec)
-    (first,) = prefilled(sender.core.step())
-    receiver.core.admit(spec.request_id, first.token)
-    drain(receiver.core, Streams(tokens={"r": [first.token.token_id]}))
+    drain(receiver.core, wire.complete(wire.begin(spec)))
     again = receiver.core.reserve(spec)
     assert isinstance(again, ReservedEvent)
     assert again.num_cached_tokens == (length - 1) // 16 * 16

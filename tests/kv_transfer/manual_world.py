@@ -15,6 +15,7 @@ from transfer_sides import LAYOUT, Side, SideSpec
 from baton.clock import ManualClock
 from baton.config.transfer import TransferConfig
 from baton.v1 import transfer_pb2
+from kv_transfer.layout import KvLayout
 from kv_transfer.lease import Lease, Receipt
 from kv_transfer.memory_transport import MemoryNetwork, Operation
 from kv_transfer.process import ProcessIdentity
@@ -59,8 +60,9 @@ class World:
         receiver_tp: int = 1,
         puts_outlive_connection: bool = False,
         config: TransferConfig = CONFIG,
+        layout: KvLayout = LAYOUT,
     ) -> None:
-        self.config = config
+        self.config, self.layout = config, layout
         self.scheduler = ManualScheduler()
         self.network = MemoryNetwork(self.scheduler, puts_outlive_connection)
         self.clock = ManualClock()
@@ -72,7 +74,7 @@ class World:
         self.receiver.fill(THERE)
 
     def _side(self, name: str, tp_size: int) -> Side:
-        spec = SideSpec(name, tp_size, LAYOUT, self.config)
+        spec = SideSpec(name, tp_size, self.layout, self.config)
         transports = [self.network.join() for _ in range(tp_size)]
         side = Side(spec, transports, self.clock, self._is_gone)
         self.scheduler.run_all()
@@ -143,6 +145,15 @@ class World:
 
 def begin_finish(world: World, handoff: Any) -> Any:
     return asyncio.create_task(world.sender.finish(handoff))
+
+
+async def in_flight(world: World, lease: Lease | None = None) -> tuple[Any, Any]:
+    """(handoff, the task that finishes it): all is pushed, and nothing has moved yet."""
+    handoff = world.sender.open(lease or world.grant([[1], [1]]))
+    world.push_all(handoff, [3])
+    finishing = begin_finish(world, handoff)
+    await world.deliver()
+    return handoff, finishing
 
 
 async def finished(world: World, task: asyncio.Task[Receipt]) -> Receipt:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 
 import pytest
@@ -21,6 +22,7 @@ from transfer_sides import ONE_HEAD
 from baton.config.transfer import TransferConfig
 from baton.v1 import transfer_pb2
 from kv_transfer.admission import Decision, Event, Mailbox
+from kv_transfer.lease import Lease
 from kv_transfer.rank import TransferRank
 
 
@@ -145,3 +147,59 @@ async def test_a_pool_on_a_gpu_takes_the_same_handoffs_as_one_on_a_cpu(
         device=f"cuda:{torch.cuda.current_device()}",
     )
     await hand_over(sender, receiver)
+
+
+# --- what the ranks above 0 say they hold ---------------------------------------------------------
+
+BLOCKS = [[3, 4], [3, 4]]
+
+
+async def test_a_handoff_that_is_open_is_no_fault_of_the_rank_that_holds_it(
+    make_pair: MakePair, config: TransferConfig
+) -> None:
+    sender, receiver = await make_pair(config, 2, 1)
+    handoff = await sender.call("open", await grant(sender, receiver, BLOCKS))
+    assert await sender.call("rank_problems") == []
+    await sender.call("cancel", handoff)
+    assert await sender.call("leftovers") == (0, 0, 0)
+    assert await sender.call("rank_problems") == []
+
+
+async def test_a_handoff_that_only_a_rank_above_0_holds_is_named_with_the_rank(
+    make_pair: MakePair,
+) -> None:
+    sender, receiver = await make_pair(CONFIGS["memory"], 2, 1)
+    lease: Lease = await grant(sender, receiver, BLOCKS)
+    rank0, rank1 = sender.side.ranks  # type: ignore[union-attr]
+    rank1.message(rank0.open_payload(lease))  # nobody asked rank 0 for it
+    (problem,) = await sender.call("rank_problems")
+    assert problem.startswith("rank 1: ")
+    assert lease.handoff_id in problem
+    rank0.cancel(lease.handoff_id)
+    async with asyncio.timeout(10):
+        while await sender.call("rank_problems"):  # until it has flushed
+            pass
+
+
+async def test_an_asker_that_goes_away_takes_no_answer_from_the_next(make_pair: MakePair) -> None:
+    sender, _ = await make_pair(CONFIGS["memory"], 2, 1)
+    asked = asyncio.ensure_future(sender.call("rank_problems"))
+    await asyncio.sleep(0)  # it has asked
+    asked.cancel()
+    assert await sender.call("rank_problems") == []
+
+
+async def test_a_rank_of_another_worker_answers_for_none_of_ours(make_pair: MakePair) -> None:
+    sender, receiver = await make_pair(CONFIGS["memory"], 2, 2)
+    stranger = receiver.side.ranks[1].new_message("", 0)  # type: ignore[union-attr]
+    stranger.rank_books.handoffs.append("unheard of")
+    held = sender.side.exporter.held_handoffs  # type: ignore[union-attr]
+    rank1 = sender.side.ranks[1]  # type: ignore[union-attr]
+    # A rank that answers only when the test says so.
+    answer, rank1._report_held = rank1._report_held, lambda: None
+    asked = asyncio.ensure_future(held.problems())
+    await asyncio.sleep(0)  # it has asked
+    held.answered(stranger)
+    assert not asked.done()
+    answer()
+    assert await asked == []

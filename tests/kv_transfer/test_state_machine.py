@@ -14,28 +14,24 @@ from typing import Any
 
 import hypothesis.strategies as st
 import numpy.typing as npt
+from handoff_pairs import HERE, THERE
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from manual_world import ManualScheduler
+from manual_world import World
 from transfer_sides import (
     BLOCKS_PER_REGION,
     NUM_BLOCKS,
     ONE_HEAD,
-    Side,
-    SideSpec,
     pool_content,
 )
 
-from baton.clock import ManualClock
 from baton.config.transfer import TransferConfig
 from kv_transfer.errors import HandoffError, LeaseError
 from kv_transfer.layout import HandoffId, RegionLayout
 from kv_transfer.lease import Lease
-from kv_transfer.memory_transport import MemoryNetwork, Operation
+from kv_transfer.memory_transport import Operation
 
 CONFIG = TransferConfig(transport="memory", renew_within_s=6, ack_timeout_s=4, tombstone_s=1000)
-HERE = list(range(100, 100 + NUM_BLOCKS))
-FREE = list(range(200, 200 + NUM_BLOCKS))
 
 
 @dataclass
@@ -56,7 +52,6 @@ class Handoffs(RuleBasedStateMachine):
         self.requests: dict[str, Request] = {}
         self.seen_events = 0
         self.is_dead = False
-        self.is_reaped = False
         self.run(self._begin())
 
     def run(self, work: Coroutine[Any, Any, Any]) -> Any:
@@ -71,20 +66,9 @@ class Handoffs(RuleBasedStateMachine):
         return result
 
     async def _begin(self) -> None:
-        self.scheduler = ManualScheduler()
-        network = self.network = MemoryNetwork(self.scheduler)
-        self.clock = ManualClock()
-        self.sender, self.receiver = (
-            Side(
-                SideSpec(name, 1, ONE_HEAD, CONFIG),
-                [network.join()],
-                self.clock,
-                lambda _process: self.is_reaped,
-            )
-            for name in ("sender", "receiver")
-        )
-        self.sender.fill(HERE)
-        self.receiver.fill(FREE)
+        self.world = World(config=CONFIG, layout=ONE_HEAD)
+        self.scheduler, self.clock = self.world.scheduler, self.world.clock
+        self.sender, self.receiver = self.world.sender, self.world.receiver
 
     def _take_events(self) -> None:
         """Do what the owner of the blocks does with the events of its table."""
@@ -111,11 +95,11 @@ class Handoffs(RuleBasedStateMachine):
         """The blocks are anyone's: refill them, so that a late write shows."""
         request.state = "gone"
         for block in request.blocks:
-            for part, content in zip(self._parts(block), self._content(FREE[block])):
+            for part, content in zip(self._parts(block), self._content(THERE[block])):
                 part[:] = content
 
     def _expected(self) -> list[int]:
-        seeds = list(FREE)
+        seeds = list(THERE)
         for request in self.requests.values():
             if request.state == "admitted":
                 for ordinal, block in enumerate(request.blocks):
@@ -267,13 +251,13 @@ class Handoffs(RuleBasedStateMachine):
     @rule(noticed=st.booleans())
     def kill_the_sender(self, noticed: bool) -> None:
         self.is_dead = True
-        self.run(self._call(self.network.kill, self.sender.transports[0].address, noticed))
+        self.run(self._call(self.world.network.kill, self.sender.transports[0].address, noticed))
 
-    @precondition(lambda self: self.is_dead and not self.is_reaped)
+    @precondition(lambda self: self.is_dead and not self.world.sender_is_gone)
     @rule()
     def reap_the_sender(self) -> None:
-        self.network.reap(self.sender.transports[0].address)
-        self.is_reaped = True
+        self.world.network.reap(self.sender.transports[0].address)
+        self.world.sender_is_gone = True
 
     # --- what must hold --------------------------------------------------------------------------
 
@@ -316,7 +300,7 @@ class Handoffs(RuleBasedStateMachine):
             self.loop.close()
 
     def _end_well(self) -> None:
-        if self.is_dead and not self.is_reaped:
+        if self.is_dead and not self.world.sender_is_gone:
             self.reap_the_sender()
         if not self.is_dead:
             for request in self.requests.values():

@@ -153,11 +153,10 @@ class Side:
     def admitted(self, request_id: str, first: FirstToken) -> None:
         self._record(("admitted", request_id, first))
 
-    def failed(self, request_id: str, reason: LeaseFailure) -> None:
-        self._record(("failed", request_id, reason))
-
-    def ended(self, request_id: str, first: FirstToken) -> None:
-        self._record(("ended", request_id, first))
+    def failed(
+        self, request_id: str, reason: LeaseFailure, ended_by: FirstToken | None = None
+    ) -> None:
+        self._record(("failed", request_id, reason if ended_by is None else ended_by))
 
     def quiescent(self, request_id: str) -> None:
         self._record(("quiescent", request_id))

@@ -8,9 +8,11 @@ import torch
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 from baton.config.engine import EngineConfig
+from engine.build import load_lone_engine
 from engine.request import SamplingParams
+from tests.engine.greedy import run_alone
 from tests.models.training_scripts import run
-from tests.path.oracles import engine_alone, ids_of
+from tests.path.oracles import ids_of
 
 NUM_TOKENS = 12
 
@@ -153,7 +155,7 @@ def test_training_goes_on_after_a_break_as_without_and_the_engine_serves_what_it
     with torch.inference_mode():
         for _ in range(NUM_TOKENS):
             ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
-    config = EngineConfig(dtype="float32", num_blocks=16, num_threads=1)
+    config = EngineConfig(dtype="float32", num_blocks=16, num_threads=1, device="cpu")
     greedy = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
-    [found] = engine_alone(out, config, [prompt], greedy)
+    [found] = run_alone(load_lone_engine(str(out), config), [prompt], greedy)
     assert ids_of(found) == ids[len(prompt) :]

@@ -1,19 +1,14 @@
-"""What a request must say: transformers for greedy tokens, one engine alone for sampled ones."""
+"""What a greedy request must say: what transformers says."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache, lru_cache
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import transformers
 
-from baton.config.engine import EngineConfig
-from engine.api import LocalKvMemory, LocalSink
-from engine.build import build_engine, build_runner, load_decoder, load_model_spec, region_layout
-from engine.request import RequestId, RequestSpec, SampledToken, SamplingParams, TokenEvent
+from engine.request import SampledToken
 from tests.engine import checkpoints
 from tests.engine.greedy import Greedy
 
@@ -39,44 +34,6 @@ def greedy_answer(
 ) -> Greedy:
     """The same, with how likely transformers holds each token."""
     return checkpoints.greedy_answer(oracle_model(family, overrides), list(prompt), num_tokens)
-
-
-def engine_alone(
-    folder: Path,
-    config: EngineConfig,
-    prompts: Sequence[Sequence[int]],
-    sampling: SamplingParams | Sequence[SamplingParams],
-) -> list[list[SampledToken]]:
-    """What one engine in this process, with fresh memory, says to all prompts in one batch."""
-    if isinstance(sampling, SamplingParams):
-        sampling = [sampling] * len(prompts)
-    spec = load_model_spec(str(folder), config)
-    memory = LocalKvMemory.of(region_layout(spec, config, 0, 1), config.num_regions)
-    memory.buffer[:] = 0xFF  # NaN, so that a stray read shows
-    sink = LocalSink()
-    engine = build_engine(
-        config,
-        build_runner(
-            load_decoder(str(folder), config, spec, None), config, spec, memory, sink, None
-        ),
-        sink,
-    )
-    found: list[list[SampledToken]] = [[] for _ in prompts]
-    for number, prompt in enumerate(prompts):
-        name, token_ids = RequestId(str(number)), np.array(prompt, np.uint32)
-        engine.add(RequestSpec(name, token_ids, len(prompt), sampling[number]))
-    while engine.has_work():
-        for event in engine.step():
-            if isinstance(event, TokenEvent):
-                found[int(event.request_id)].append(event.token)
-    engine.check_integrity()
-    return found
-
-
-def answer_of(tokens: Sequence[SampledToken]) -> Greedy:
-    """Of greedy tokens that were asked for with their log-probabilities."""
-    logprobs = [token.logprobs.logprob for token in tokens if token.logprobs is not None]
-    return Greedy(ids_of(tokens), logprobs)
 
 
 def ids_of(tokens: Sequence[SampledToken]) -> list[int]:

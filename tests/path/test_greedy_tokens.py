@@ -1,6 +1,6 @@
-"""Greedy tokens in fp32, and how likely each is, are those of transformers, and sampled ones follow
-from the seed, wherever they are computed: by an engine alone, on one worker, or on two with the KV
-moved between them; from nothing or from cached blocks."""
+"""Greedy tokens in fp32, and how likely each is, are those of transformers, wherever they
+are computed: by an engine alone, on one worker, or on two with the KV moved between them; from
+nothing or from cached blocks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from baton.client import AsyncClient
 from engine.request import SamplingParams
 from tests.engine import families
 from tests.engine.driving import random_prompt
-from tests.path.oracles import answer_of, ids_of
+from tests.engine.greedy import Greedy
 from tests.path.whole_path import Answer, Pool, Shape, WholePath, ask, whole_path
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -61,7 +61,7 @@ def check_alone(path: WholePath, lengths: Sequence[int]) -> None:
     greedy = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=0)
     for chunk in path.shape.chunks:
         found = path.alone(prompts, greedy, chunk)
-        assert [*map(answer_of, found)] == [path.greedy_answer(p, NUM_TOKENS) for p in prompts], (
+        assert [*map(Greedy.of, found)] == [path.greedy_answer(p, NUM_TOKENS) for p in prompts], (
             chunk
         )
 
@@ -106,43 +106,11 @@ async def check_conversations(path: WholePath, lengths: Sequence[int], salt: str
     await path.until_idle()
 
 
-# All values are exact in float32, which is what the wire carries.
-SAMPLED: dict[str, Any] = {
-    "temperature": 0.875,
-    "top_p": 0.9375,
-    "min_p": 0.015625,
-    "repetition_penalty": 1.125,
-    "presence_penalty": 0.25,
-    "max_tokens": 20,
-}
-
-
-async def check_seeds(path: WholePath, salt: str) -> None:
-    """Sampled alone, in a batch, on one worker and on two: the tokens of a lone engine's seed."""
-    prompts = prompts_of((1, 17, 70, 130))
-    seeds = range(40, 40 + len(prompts))
-    expected = [
-        path.alone([prompt], SamplingParams(seed=seed, ignore_eos=True, **SAMPLED))[0]
-        for prompt, seed in zip(prompts, seeds)
-    ]
-    for router in (path.far, path.near):
-        first = await ask(router, prompts[-1], cache_salt=salt, seed=seeds[-1], **SAMPLED)
-        assert first.ids == ids_of(expected[-1])
-        answers = await asyncio.gather(
-            *(
-                ask(router, prompt, cache_salt=salt, seed=seed, **SAMPLED)
-                for prompt, seed in zip(prompts, seeds)
-            )
-        )
-        assert [answer.ids for answer in answers] == [*map(ids_of, expected)]
-    await path.until_idle()
-
-
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def path(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[WholePath]:
-    """A fleet with both roles; where it has both widths, each test chooses a pair."""
+    """A fleet with both roles."""
     async with whole_path(request.param, tmp_path_factory.mktemp("path")) as path:
         yield path
 
@@ -150,9 +118,6 @@ async def path(
 CHUNKS = (16, 64, 512)
 BLOCK_SIZES = (8, 16, 32)
 CHECKSUMS = ("off", "sampled", "always")
-all_widths = pytest.mark.parametrize(
-    "widths", [(1, 1), (1, 2), (2, 1), (2, 2)], ids=lambda w: f"tp{w[0]}{w[1]}"
-)
 
 
 # --- quick: unequal widths, each chunk, block size and checksum -----------------------------------
@@ -198,35 +163,29 @@ async def test_turns_of_a_conversation_go_on_from_the_blocks_of_either_worker(
     await check_conversations(path, [75], "talk")
 
 
-@quick_fleets
-async def test_sampled_tokens_follow_from_the_seed_on_one_worker_and_on_two(
-    path: WholePath,
-) -> None:
-    await check_seeds(path, "seeds")
-
-
 # --- full: every combination --------------------------------------------------------------------
 
 
-ONE_KV_HEAD = Shape(  # every rank holds it; it is handed over once
-    "llama",
-    prefill=(Pool(1), Pool(2)),
-    decode=(Pool(1), Pool(2)),
-    overrides=(("num_key_value_heads", 1),),
-)
-
-
-def combined(family: str, chunk: int) -> Shape:
-    """Wider workers have another chunk size. The block size rotates over families and chunks."""
+def combined(family: str, chunk: int, widths: tuple[int, int], **changes: Any) -> Shape:
+    """A wider prefill has another chunk size. The block size rotates over families and chunks."""
     number = list(families.FAMILIES).index(family) + CHUNKS.index(chunk)
+    prefill_tp, decode_tp = widths
     other = CHUNKS[(CHUNKS.index(chunk) + 1) % 3]
     return Shape(
         family,
-        prefill=(Pool(1, chunk), Pool(2, other)),
-        decode=(Pool(1, chunk), Pool(2, chunk)),
+        prefill=(Pool(prefill_tp, chunk if prefill_tp == 1 else other),),
+        decode=(Pool(decode_tp, chunk),),
         block_size=BLOCK_SIZES[number % 3],
         checksum=CHECKSUMS[number // 3 % 3],
+        **changes,
     )
+
+
+WIDTHS = ((1, 1), (1, 2), (2, 1), (2, 2))
+# Every rank holds the one KV head; it is handed over once.
+ONE_KV_HEAD = [
+    combined("llama", 64, widths, overrides=(("num_key_value_heads", 1),)) for widths in WIDTHS
+]
 
 
 @pytest.mark.full
@@ -234,21 +193,20 @@ def combined(family: str, chunk: int) -> Shape:
 @pytest.mark.parametrize(
     "path",
     [
-        pytest.param(combined(family, chunk), id=f"{family}-{chunk}")
+        combined(family, chunk, widths)
         for family in families.FAMILIES
         for chunk in CHUNKS
+        for widths in WIDTHS
     ]
-    + [pytest.param(ONE_KV_HEAD, id="llama-1-kv-head")],
+    + ONE_KV_HEAD,
+    ids=str,
     indirect=True,
     scope="module",
 )
-@all_widths
 async def test_every_family_chunk_and_width_gives_the_tokens_of_transformers(
-    path: WholePath, widths: tuple[int, int]
+    path: WholePath,
 ) -> None:
-    await path.use_widths(*widths)
-    if widths == (1, 1):
+    if path.shape.is_narrow:
         check_alone(path, ALL_LENGTHS)
-    await check_tokens(path, ALL_LENGTHS, str(widths))
-    await check_conversations(path, [75, 600], f"talk {widths}")
-    await check_seeds(path, f"seeds {widths}")
+    await check_tokens(path, ALL_LENGTHS, "tokens")
+    await check_conversations(path, [75, 600], "talk")

@@ -230,20 +230,6 @@ async def test_a_stop_string_across_tokens_ends_the_answer_before_it(
     assert_ended(answer, greedy[:6], before, FinishReason.STOP, stop)
 
 
-async def test_a_stop_string_in_the_first_token_ends_the_answer(
-    router: AsyncClient, greedy: list[int]
-) -> None:
-    answer = await ask(router, PROMPT, stop=[text_of(greedy[:1])], max_tokens=30)
-    assert_ended(answer, greedy[:1], "", FinishReason.STOP, text_of(greedy[:1]))
-
-
-async def test_text_that_only_began_a_stop_string_comes_with_the_end(
-    router: AsyncClient, greedy: list[int]
-) -> None:
-    answer = await ask(router, PROMPT, stop=[text_of(greedy[3:7]) + "!"], max_tokens=7)
-    assert_ended(answer, greedy[:7], text_of(greedy[:7]), FinishReason.LENGTH)
-
-
 async def test_the_end_of_sequence_ends_an_answer_unless_it_is_ignored_or_too_early(
     path: WholePath, router: AsyncClient, greedy: list[int], eos: int
 ) -> None:

@@ -6,8 +6,7 @@ import asyncio
 import contextlib
 import signal
 import sys
-import time
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -19,15 +18,13 @@ from baton.client import AsyncClient
 from baton.client.events import Finished, HandedOff, Logprobs, Prefilled, Routed, Tokens
 from baton.config import settings
 from baton.config.engine import EngineConfig
-from baton.config.workers import RegistryConfig
 from baton.v1 import control_pb2, router_pb2, router_pb2_grpc, worker_pb2, worker_pb2_grpc
-from cluster.registry.control_service import Changes, serve
-from cluster.registry.registry import FleetSnapshot, Registry, WorkerState
+from engine.build import load_lone_engine
 from engine.request import SampledToken, SamplingParams
 from tests.cluster.fleet_processes import Fleet, started
 from tests.engine import checkpoints
-from tests.engine.greedy import Greedy
-from tests.path.oracles import engine_alone, greedy_answer, greedy_tokens, oracle_model
+from tests.engine.greedy import Greedy, run_alone
+from tests.path.oracles import greedy_answer, greedy_tokens, oracle_model
 
 _REQUEST_S = 60.0
 _IDLE_S = 20.0
@@ -57,6 +54,15 @@ class Shape:
     checksum: str = "off"
     overrides: tuple[tuple[str, Any], ...] = ()
     eos: int | None = None
+
+    def __str__(self) -> str:
+        widths = "".join(f"-tp{pool.tp}" for pool in self.prefill + self.decode)
+        overrides = "".join(f"-{name}={value}" for name, value in self.overrides)
+        return f"{self.family}{widths}-{self.decode[0].chunk}{overrides}"
+
+    @property
+    def is_narrow(self) -> bool:
+        return all(pool.tp == 1 for pool in self.prefill + self.decode)
 
     @property
     def chunks(self) -> set[int]:
@@ -191,28 +197,6 @@ async def ask(
 # --- processes ----------------------------------------------------------------------------------
 
 
-class PartOfFleet(Registry):
-    """A registry as routers see it: hidden workers drain, so they get nothing new."""
-
-    def __init__(self, whole: Registry) -> None:
-        super().__init__(RegistryConfig(), time.monotonic)
-        self._whole, self._shown, self._num_changes = whole, frozenset[str](), 0
-
-    def show(self, worker_ids: Iterable[str]) -> None:
-        self._shown, self._num_changes = frozenset(worker_ids), self._num_changes + 1
-
-    def snapshot(self) -> FleetSnapshot:
-        whole = self._whole.snapshot()
-        workers = tuple(
-            worker
-            if worker.registration.worker_id in self._shown
-            else replace(worker, state=WorkerState.DRAINING)
-            for worker in whole.workers
-        )
-        # Every change of either is another version.
-        return replace(whole, version=whole.version + (self._num_changes << 32), workers=workers)
-
-
 @dataclass
 class WholePath:
     """A running fleet and the routers before it; `folder` holds its checkpoint."""
@@ -220,10 +204,6 @@ class WholePath:
     shape: Shape
     folder: Path
     fleet: Fleet
-    part: PartOfFleet
-    changes: Changes
-    control: str
-    """The control address that the routers follow."""
     addresses: list[str]
     """Of the three routers below, in their order."""
     far: AsyncClient
@@ -248,19 +228,8 @@ class WholePath:
         chunk: int = 64,
     ) -> list[list[SampledToken]]:
         """What one engine in this process, with fresh memory, says to all prompts in one batch."""
-        return engine_alone(self.folder, self.shape.engine(chunk), prompts, sampling)
-
-    async def use(self, worker_ids: Iterable[str]) -> None:
-        """From now on the routers give work to these workers only."""
-        shown = set(worker_ids)
-        self.part.show(shown)
-        self.changes.announce()
-        await asyncio.gather(*(_until_routed_to(address, shown) for address in self.addresses))
-
-    async def use_widths(self, prefill_tp: int, decode_tp: int) -> None:
-        """From now on the routers give work to the pools of these widths only."""
-        pools = (name_of("prefill", prefill_tp), name_of("decode", decode_tp))
-        await self.use(w for w in self.fleet.processes if w.rpartition("-")[0] in pools)
+        config = replace(self.shape.engine(chunk), device="cpu")
+        return run_alone(load_lone_engine(str(self.folder), config), prompts, sampling)
 
     async def holdings(self) -> dict[str, worker_pb2.CheckIntegrityResponse]:
         """What each worker holds now; none of its parts may disagree with another."""
@@ -295,7 +264,10 @@ def _holds_anything(held: worker_pb2.CheckIntegrityResponse) -> bool:
 async def another_router(path: WholePath, local_prefill: str) -> AsyncIterator[AsyncClient]:
     """One more router process, which uses the same workers."""
     config = write_config(path.shape, path.folder.parent, local_prefill)
-    async with _routers(path.control, [config]) as addresses, AsyncClient(addresses[0]) as client:
+    async with (
+        _routers(path.fleet.control, [config]) as addresses,
+        AsyncClient(addresses[0]) as client,
+    ):
         await _until_routed_to(addresses[0], set(path.fleet.processes))
         yield client
 
@@ -362,16 +334,12 @@ async def whole_path(shape: Shape, folder: Path) -> AsyncIterator[WholePath]:
     """All processes of a fleet, ready; at the end every pool is whole and nothing is left."""
     shape.save(folder / "model")
     far, near = (write_config(shape, folder, mode) for mode in ("never", "always"))
-    changes = Changes()
     async with started(far) as fleet:
-        part = PartOfFleet(fleet.registry)
         async with contextlib.AsyncExitStack() as stack:
-            control = await stack.enter_async_context(serve(part, changes, "127.0.0.1:0"))
-            addresses = await stack.enter_async_context(_routers(control, (far, near, far)))
+            addresses = await stack.enter_async_context(_routers(fleet.control, (far, near, far)))
             clients = [await stack.enter_async_context(AsyncClient(a)) for a in addresses]
-            model = folder / "model"
-            path = WholePath(shape, model, fleet, part, changes, control, addresses, *clients)
-            await path.use(fleet.processes)
+            path = WholePath(shape, folder / "model", fleet, addresses, *clients)
+            await asyncio.gather(*(_until_routed_to(a, set(fleet.processes)) for a in addresses))
             yield path
             await path.until_idle()
         await _drain_all(fleet)

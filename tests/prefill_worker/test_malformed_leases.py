@@ -15,14 +15,12 @@ from cluster.pools.role_plan import Role
 from cluster.worker.worker import WorkerFailedError
 from tests.cluster.conftest import (
     TIMED_ENGINE,
-    DecodeLink,
     HeldStep,
-    MiniRouter,
     Oracle,
     make_spec,
-    nothing_held,
     running_worker,
 )
+from tests.decode_worker.links import paired, routed
 
 
 def without_ranks(lease: worker_pb2.Lease) -> None:
@@ -45,15 +43,10 @@ def over_at_once(lease: worker_pb2.Lease) -> None:
 async def test_a_lease_that_cannot_be_served_is_its_owner_s_fault_and_refused_before_it_is_opened(
     spoil: Callable[[worker_pb2.Lease], None],
 ) -> None:
-    async with (
-        running_worker("prefill-0", Role.PREFILL) as prefill,
-        running_worker("decode-0", Role.DECODE) as decode,
-    ):
-        link = DecodeLink(decode.address, "router-a")
-        await link.open()
-        router = MiniRouter(prefill.address, link)
+    async with paired() as pair:
+        router = pair.router
         spec = make_spec("x")
-        lease = await router.reserve(spec, prefill.info().ref)
+        lease = await router.reserve(spec, pair.writer)
         wrong = worker_pb2.Lease()
         wrong.CopyFrom(lease)
         spoil(wrong)
@@ -61,32 +54,26 @@ async def test_a_lease_that_cannot_be_served_is_its_owner_s_fault_and_refused_be
             await router.hand_off(spec, wrong)
         error: Any = caught.value
         assert error.code() is grpc.StatusCode.INTERNAL
-        assert prefill.exporter.num_open() == 0
+        assert pair.prefill.exporter.num_open() == 0
         await router.hand_off(spec, lease)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await router.hand_off(spec, lease)
         error = caught.value
         assert error.code() is grpc.StatusCode.FAILED_PRECONDITION  # its owner reports how it ends
-        await link.until(lambda: link.of("x").finished)
-        assert link.of("x").in_order() == Oracle().tokens(spec)
-        await nothing_held(prefill, decode)
-        await router.close()
-        await link.close()
+        await pair.link.until(lambda: pair.link.of("x").finished)
+        assert pair.link.of("x").in_order() == Oracle().tokens(spec)
 
 
 async def finish_twice() -> None:
     async with (
         running_worker("decode-0", Role.DECODE) as decode,
         running_worker("prefill-0", Role.PREFILL, TIMED_ENGINE) as prefill,
+        routed(prefill, decode) as pair,
     ):
-        link = DecodeLink(decode.address, "router-a")
-        await link.open()
-        router = MiniRouter(prefill.address, link)
         spec = make_spec("x")
         step = HeldStep(prefill)
-        asking = asyncio.create_task(
-            router.hand_off(spec, await router.reserve(spec, prefill.info().ref))
-        )
+        lease = await pair.router.reserve(spec, pair.writer)
+        asking = asyncio.create_task(pair.router.hand_off(spec, lease))
         await asyncio.to_thread(step.begun.wait, 10)
         # Only a bug could do this, so the test writes into the table.
         for export in prefill.exporter._exports.values():
@@ -95,8 +82,6 @@ async def finish_twice() -> None:
         with pytest.raises(grpc.aio.AioRpcError):
             await asking
         await prefill.left.wait()
-        await router.close()
-        await link.close()
 
 
 async def test_an_assertion_in_a_prefill_ends_the_call_and_the_worker() -> None:

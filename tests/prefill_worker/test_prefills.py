@@ -10,7 +10,6 @@ import pytest
 
 from baton.config.transfer import TransferConfig
 from baton.v1 import worker_pb2
-from cluster.pools.role_plan import Role
 from cluster.worker.worker import Worker
 from engine.fake_runner import FakeRunner
 from engine.request import PrefilledEvent, RequestId, RequestSpec, SampledToken, StepPlan
@@ -20,37 +19,21 @@ from kv_transfer.memory_transport import MemoryNetwork
 from prefill_worker.role import PrefillRun
 from tests.cluster.conftest import (
     TIMED_ENGINE,
-    DecodeLink,
     HeldStep,
-    MiniRouter,
     Oracle,
     load_of,
     make_spec,
-    nothing_held,
-    running_worker,
     until,
 )
+from tests.decode_worker.links import paired
 from tests.prefill_worker.held_puts import HeldPuts
 
 
 @pytest.fixture
-async def workers() -> AsyncIterator[tuple[Worker, Worker]]:
-    async with (
-        running_worker("prefill-0", Role.PREFILL) as prefill,
-        running_worker("decode-0", Role.DECODE) as decode,
-    ):
-        yield prefill, decode
-        await nothing_held(prefill, decode)
-
-
-async def lease_of(prefill: Worker, decode: Worker, name: str) -> Lease:
-    link = DecodeLink(decode.address, "router-a")
-    await link.open()
-    router = MiniRouter(prefill.address, link)
-    lease = await router.reserve(make_spec(name), prefill.info().ref)
-    await router.close()
-    await link.close()
-    return Lease.from_proto(lease)
+async def leased() -> AsyncIterator[tuple[Worker, Lease]]:
+    """A prefill worker, and a lease for it to serve."""
+    async with paired() as pair:
+        yield pair.prefill, Lease.from_proto(await pair.router.reserve(make_spec("x"), pair.writer))
 
 
 async def outcomes_of(run: PrefillRun, seen: list[str]) -> None:
@@ -60,10 +43,9 @@ async def outcomes_of(run: PrefillRun, seen: list[str]) -> None:
 
 @pytest.mark.parametrize("at_once", [False, True], ids=["step by step", "all at once"])
 async def test_a_first_token_is_reported_before_the_end_of_its_handoff_takes_the_worker(
-    workers: tuple[Worker, Worker], monkeypatch: pytest.MonkeyPatch, at_once: bool
+    leased: tuple[Worker, Lease], monkeypatch: pytest.MonkeyPatch, at_once: bool
 ) -> None:
-    prefill, decode = workers
-    lease = await lease_of(prefill, decode, "x")
+    prefill, lease = leased
     seen: list[str] = []
     finish = prefill.rank.transfer.finish
 
@@ -88,11 +70,10 @@ async def test_a_first_token_is_reported_before_the_end_of_its_handoff_takes_the
 
 
 async def test_a_lease_and_its_prompt_are_taken_in_one_step(
-    workers: tuple[Worker, Worker], monkeypatch: pytest.MonkeyPatch
+    leased: tuple[Worker, Lease], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A step for the lease alone would be one that the prompt waits for."""
-    prefill, decode = workers
-    lease = await lease_of(prefill, decode, "x")
+    prefill, lease = leased
     plans: list[StepPlan] = []
     runner = prefill.rank.runner
     assert isinstance(runner, FakeRunner)
@@ -113,14 +94,8 @@ async def test_a_lease_and_its_prompt_are_taken_in_one_step(
 
 
 async def test_an_id_that_comes_again_within_a_step_gets_its_own_tokens() -> None:
-    async with (
-        running_worker("prefill-0", Role.PREFILL, TIMED_ENGINE) as prefill,
-        running_worker("decode-0", Role.DECODE) as decode,
-    ):
-        link = DecodeLink(decode.address, "router-a")
-        await link.open()
-        router = MiniRouter(prefill.address, link)
-        writer = prefill.info().ref
+    async with paired({"engine": TIMED_ENGINE}) as pair:
+        prefill, link, router, writer = pair.prefill, pair.link, pair.router, pair.writer
         prompts = [make_spec("former", 60), make_spec("latter", 60)]
         leases = [await router.reserve(spec, writer) for spec in prompts]
         former, latter = prompts
@@ -143,9 +118,6 @@ async def test_an_id_that_comes_again_within_a_step_gets_its_own_tokens() -> Non
         await link.until(lambda: heard.finished)
         heard.tokens[0] = responses[0].first_token.id
         assert heard.in_order() == expected
-        await nothing_held(prefill, decode)
-        await router.close()
-        await link.close()
 
 
 async def test_blocks_that_a_put_may_still_read_are_not_free_until_it_has_drained(
@@ -154,15 +126,10 @@ async def test_blocks_that_a_put_may_still_read_are_not_free_until_it_has_draine
     puts = HeldPuts()
     impatient = TransferConfig(transport="memory", ack_timeout_s=0.5)
     monkeypatch.setattr(MemoryNetwork, "_shared", MemoryNetwork(puts))
-    async with (
-        running_worker("prefill-0", Role.PREFILL, transfer=impatient) as prefill,
-        running_worker("decode-0", Role.DECODE) as decode,
-    ):
-        link = DecodeLink(decode.address, "router-a")
-        await link.open()
-        router = MiniRouter(prefill.address, link)
+    async with paired({"transfer": impatient}) as pair:
+        prefill, link, router = pair.prefill, pair.link, pair.router
         spec = make_spec("stuck", 60)
-        lease = await router.reserve(spec, prefill.info().ref)
+        lease = await router.reserve(spec, pair.writer)
         handing_off = asyncio.create_task(router.hand_off(spec, lease))
         await until(lambda: puts.held)
         await link.cancel("stuck")
@@ -172,15 +139,12 @@ async def test_blocks_that_a_put_may_still_read_are_not_free_until_it_has_draine
         # Another prompt comes and goes: whatever was to be let go of has been.
         other = make_spec("other", 7)
         other.sampling.max_tokens = 1
-        responses = await router.hand_off(other, await router.reserve(other, prefill.info().ref))
+        responses = await router.hand_off(other, await router.reserve(other, pair.writer))
         assert responses[-1].first_token.finished
         load = await load_of(prefill)
         assert load.num_blocks - load.num_free_blocks >= 7
         assert not prefill.prefill.is_idle
         puts.go_on()
         await link.cancel("other")
-        await nothing_held(prefill, decode)
         role = prefill.prefill
         await until(lambda: role.is_idle)
-        await router.close()
-        await link.close()

@@ -14,14 +14,13 @@ from baton.config.workers import RegistryConfig
 from cluster.pools.role_plan import Role
 from tests.cluster.conftest import (
     ENGINE,
-    DecodeLink,
     HeldStep,
-    MiniRouter,
     make_spec,
     nothing_held,
     running_worker,
     until,
 )
+from tests.decode_worker.links import paired, routed
 
 TIMED = replace(ENGINE, fake=FakeEngineConfig(window=20, vocab_size=50_000, prefill_token_s=0.0001))
 QUICK = TransferConfig(transport="memory", renew_within_s=1.0, ack_timeout_s=1.0)
@@ -33,13 +32,9 @@ IMPATIENT = RegistryConfig(stuck_after_s=0.2, stuck_factor=1.0)
 async def test_a_prompt_behind_a_long_step_is_handed_over_and_one_behind_a_hung_step_is_given_up(
     judge: RegistryConfig,
 ) -> None:
-    async with (
-        running_worker("prefill-0", Role.PREFILL, TIMED, registry=judge, transfer=QUICK) as prefill,
-        running_worker("decode-0", Role.DECODE, transfer=QUICK) as decode,
-    ):
-        link = DecodeLink(decode.address, "router-a")
-        await link.open()
-        router, writer = MiniRouter(prefill.address, link), prefill.info().ref
+    options = {"engine": TIMED, "registry": judge, "transfer": QUICK}
+    async with paired(options, {"transfer": QUICK}) as pair:
+        prefill, link, router, writer = pair.prefill, pair.link, pair.router, pair.writer
         await router.generate(make_spec("measured"), writer)  # steps are predicted from now on
         step = HeldStep(prefill)
         first = asyncio.create_task(router.generate(make_spec("first"), writer))
@@ -64,8 +59,6 @@ async def test_a_prompt_behind_a_long_step_is_handed_over_and_one_behind_a_hung_
         if judge is PATIENT:
             await link.until(lambda: heard.finished)
             assert first.result()
-        await router.close()
-        await link.close()
 
 
 ONE_PROMPT = replace(ENGINE, num_blocks=10)
@@ -76,29 +69,21 @@ async def test_two_full_workers_whose_prompts_wait_for_each_other_give_their_lea
     async with (
         running_worker("a", Role.MIXED, ONE_PROMPT, registry=JUDGE, transfer=QUICK) as a,
         running_worker("b", Role.MIXED, ONE_PROMPT, registry=JUDGE, transfer=QUICK) as b,
+        routed(b, a) as into_a,
+        routed(a, b) as into_b,
     ):
-        links = [DecodeLink(worker.address, "router") for worker in (a, b)]
-        for link in links:
-            await link.open()
-        routers = [MiniRouter(b.address, links[0]), MiniRouter(a.address, links[1])]
-        writers = [b.info().ref, a.info().ref]
-        specs = [make_spec("into-a"), make_spec("into-b")]
-        leases = [
-            await router.reserve(spec, writer)
-            for router, spec, writer in zip(routers, specs, writers, strict=True)
-        ]
         # Each fills one worker, and is computed by the other.
+        filled = [(into_a, make_spec("into-a")), (into_b, make_spec("into-b"))]
+        leases = [await pair.router.reserve(spec, pair.writer) for pair, spec in filled]
         handing_off = [
-            asyncio.create_task(router.hand_off(spec, lease))
-            for router, spec, lease in zip(routers, specs, leases, strict=True)
+            asyncio.create_task(pair.router.hand_off(spec, lease))
+            for (pair, spec), lease in zip(filled, leases, strict=True)
         ]
-        heard = [link.of(spec.request_id) for link, spec in zip(links, specs, strict=True)]
-        for link, one in zip(links, heard, strict=True):
-            await link.until(lambda one=one: one.rejected or one.finished)
+        heard = [pair.link.of(spec.request_id) for pair, spec in filled]
+        for pair, one in zip((into_a, into_b), heard, strict=True):
+            await pair.link.until(lambda one=one: one.rejected or one.finished)
         assert any(one.rejected for one in heard)
         await asyncio.wait(handing_off)
         await nothing_held(a, b)
-        for router, writer, name in zip(routers, writers, ("again-a", "again-b"), strict=True):
-            assert await router.generate(make_spec(name), writer)
-        for each in (*routers, *links):
-            await each.close()
+        for pair in (into_a, into_b):
+            assert await pair.router.generate(make_spec("again"), pair.writer)

@@ -47,7 +47,7 @@ class Held:
 
     def num_orphans(self) -> int:
         assert self.decode.decode is not None
-        return self.decode.decode.num_orphans()
+        return self.decode.decode.runs.num_orphans()
 
 
 @asynccontextmanager

@@ -13,9 +13,9 @@ from engine.attention.native_kernels import pick_kernels
 from engine.attention.paged_kv import TORCH_DTYPES
 from engine.build import lone_engine
 from engine.core import EngineCore
-from engine.request import RequestId, RequestSpec, SamplingParams, TokenEvent
+from engine.request import SamplingParams
 from tests.engine.families import VOCAB, hf_config, random_weight
-from tests.engine.greedy import Greedy
+from tests.engine.greedy import Greedy, run_alone
 
 CPU = torch.device("cpu")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=0)
@@ -63,31 +63,12 @@ def prompts_of(lengths: Sequence[int]) -> list[np.ndarray]:
 def answers(
     engine: EngineCore, prompts: Sequence[np.ndarray], sampling: SamplingParams = GREEDY
 ) -> list[Greedy]:
-    """All prompts together, in chunks; the pool is whole afterwards."""
-    for number, prompt in enumerate(prompts):
-        engine.add(RequestSpec(RequestId(str(number)), prompt, len(prompt), sampling))
-    found = [Greedy([], []) for _ in prompts]
-    while engine.has_work():
-        for event in engine.step():
-            if isinstance(event, TokenEvent):
-                answer = found[int(event.request_id)]
-                answer.ids.append(event.token.token_id)
-                assert event.token.logprobs is not None
-                answer.logprobs.append(event.token.logprobs.logprob)
-    engine.check_integrity()
-    assert engine.load().num_running == engine.load().num_waiting == 0
-    return found
+    """All prompts together, in chunks."""
+    return [Greedy.of(tokens) for tokens in run_alone(engine, prompts, sampling)]
 
 
 def likeliest(engine: EngineCore, prompts: Sequence[np.ndarray]) -> list[dict[int, float]]:
     """Log-probabilities of the 20 likeliest first tokens of each prompt."""
     sampling = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, logprobs=20)
-    for number, prompt in enumerate(prompts):
-        engine.add(RequestSpec(RequestId(str(number)), prompt, len(prompt), sampling))
-    found: dict[int, dict[int, float]] = {}
-    while engine.has_work():
-        for event in engine.step():
-            if isinstance(event, TokenEvent):
-                assert event.token.logprobs is not None
-                found[int(event.request_id)] = dict(event.token.logprobs.top)
-    return [found[number] for number in range(len(prompts))]
+    found = run_alone(engine, prompts, sampling)
+    return [dict(token.logprobs.top) for (token,) in found if token.logprobs is not None]
