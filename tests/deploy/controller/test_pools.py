@@ -20,7 +20,7 @@ from deploy.api.worker_pool import WorkerPoolSpec
 from deploy.controller.caches import Caches
 from deploy.controller.kit.applied import Applied
 from deploy.controller.kit.events import EventType
-from deploy.controller.kit.finalizers import FINALIZER, Finalizers
+from deploy.controller.kit.finalizers import FINALIZER
 from deploy.controller.kit.objects import Key, Object
 from deploy.controller.manifests.common import CLUSTER_LABEL, POOL_LABEL, ROLE_LABEL, Owner
 from deploy.controller.manifests.worker_pool import worker_pool
@@ -78,7 +78,7 @@ def pools_at(*seen: dict[str, Any]) -> Iterator[tuple[Pools, Server]]:
         try:
             assert caches.pools.wait_synced(TIMEOUT_S)
             applied = Applied(kube, caches.of_written)
-            yield Pools(kube, caches, applied, Finalizers(kube), server.record), server
+            yield Pools(kube, caches, applied, server.record), server
         finally:
             caches.pools.stop()
 
