@@ -24,7 +24,7 @@ from deploy.api.naming import (
     camel_keys,
 )
 from deploy.api.pod_template import POD_TEMPLATE, PodSettings
-from deploy.api.worker_pool import DURATION, PoolTemplate
+from deploy.api.worker_pool import DURATION, PoolTemplate, seconds
 
 ZONE = "topology.kubernetes.io/zone"
 POOL_NAME = r"^[a-z0-9]([-a-z0-9]{0,32}[a-z0-9])?$"
@@ -299,6 +299,19 @@ class UnitRollout(Checked):
     """It goes back when it fails this much more of its requests than the former unit."""
     max_slowdown: float = bounded(2.0, minimum=1.0, maximum=1000.0)
     """It goes back when its median gap between tokens exceeds the former's this many times."""
+
+    @property
+    def shares(self) -> tuple[float, ...]:
+        """The steps, of which the last is 1."""
+        return tuple(sorted({*(step / 100 for step in self.steps), 1.0}))
+
+    @property
+    def interval_s(self) -> float:
+        return seconds(self.interval)
+
+    @property
+    def ready_timeout_s(self) -> float:
+        return seconds(self.ready_timeout)
 
     rules = (
         Rule(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
@@ -13,6 +14,14 @@ from deploy.api.pod_template import PodSettings
 
 MAX_REPLICAS = 1024
 DURATION = r"^([0-9]+(\.[0-9]+)?(ms|s|m|h))+$"
+_UNITS_S = {"ms": 0.001, "s": 1, "m": 60, "h": 3600}
+
+
+def seconds(duration: str) -> float:
+    """Of a Go duration, such as 1h30m."""
+    parts = re.findall(r"([0-9]+(?:\.[0-9]+)?)(ms|s|m|h)", duration)
+    return float(sum(float(number) * _UNITS_S[unit] for number, unit in parts))
+
 
 ScalingMode = Literal["manual", "hpa", "planner"]
 

@@ -37,7 +37,7 @@ from deploy.controller.companions import Companions
 from deploy.controller.fleet_watch import FleetWatch
 from deploy.controller.kit.applied import Applied
 from deploy.controller.kit.errors import KubeError, StatusError, each
-from deploy.controller.kit.finalizers import Finalizers
+from deploy.controller.kit.finalizers import drop_finalizer, keep_finalizer
 from deploy.controller.kit.kube import Discovery, Kube
 from deploy.controller.kit.objects import Key, Object, key_of
 from deploy.controller.kuberay import Groups, KubeRay, groups_of
@@ -103,8 +103,7 @@ class ClusterReconciler:
         self._discovery = Discovery(kube)
         self._companions = Companions(self._applied, self._discovery, release)
         self._kuberay = KubeRay(kube, caches, self._applied)
-        self._finalizers = Finalizers(kube)
-        self._pools = Pools(kube, caches, self._applied, self._finalizers, record)
+        self._pools = Pools(kube, caches, self._applied, record)
         self._statuses = Statuses(kube, record, now)
 
     def reconcile(self, key: Key) -> float | None:
@@ -119,7 +118,7 @@ class ClusterReconciler:
             spec = with_name(read_spec(ServingClusterSpec, obj), obj)
             if not self._kuberay.is_served:
                 return self._without_kuberay(obj)
-            self._finalizers.keep(SERVING_CLUSTERS, obj)
+            keep_finalizer(self._kube, SERVING_CLUSTERS, obj)
             pools, failed = self._pools.keep(obj, owner, spec)
             if is_going(obj) and not pools:
                 return self._let_go(obj)
@@ -163,7 +162,7 @@ class ClusterReconciler:
             self._report(obj, conditions.ray_ends())
             return _LOOK_AGAIN_S
         self._forget(key_of(obj))
-        self._finalizers.drop(SERVING_CLUSTERS, obj)
+        drop_finalizer(self._kube, SERVING_CLUSTERS, obj)
         return None
 
     def _forget(self, key: Key) -> None:

@@ -5,9 +5,10 @@ in from outside and its certificate, what is scraped. What is not wanted any mor
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 from deploy.controller.kit.applied import Applied
-from deploy.controller.kit.errors import KubeError
+from deploy.controller.kit.errors import KubeError, each
 from deploy.controller.kit.kube import Discovery
 from deploy.controller.kit.objects import Key, Resource, key_of
 from deploy.controller.manifests.common import Object as Manifest
@@ -91,23 +92,21 @@ class Companions:
             wanted = companions(view, self._release, self._budgets(), self._operator_namespace())
         except KubeError as error:  # nobody says what is served
             return [error], []
-        refused: list[KubeError] = []
-        unserved: list[str] = []
-        for each in wanted:
-            try:
-                if not self._discovery.serves(each.resource):
-                    if each.manifest is not None:
-                        unserved.append(f"{each.resource} ({each.resource.version}) are not served")
-                elif each.manifest is not None:
-                    self._applied.apply(view.key, each.resource, each.manifest)
-                else:
-                    self._applied.remove(view.key, each.resource, each.key, view.owner.uid)
-            except KubeError as error:  # the others are kept all the same
-                refused.append(error)
-        return refused, list(dict.fromkeys(unserved))
+        unserved: dict[str, None] = {}
+        refused = each(partial(self._keep, view, companion, unserved) for companion in wanted)
+        return refused, list(unserved)
+
+    def _keep(self, view: ClusterView, one: Companion, unserved: dict[str, None]) -> None:
+        if not self._discovery.serves(one.resource):
+            if one.manifest is not None:
+                unserved[f"{one.resource} ({one.resource.version}) are not served"] = None
+        elif one.manifest is not None:
+            self._applied.apply(view.key, one.resource, one.manifest)
+        else:
+            self._applied.remove(view.key, one.resource, one.key, view.owner.uid)
 
     def _budgets(self) -> BudgetKind:
-        newest = next((each for each in BUDGETS if self._discovery.serves(each)), BUDGETS[0])
+        newest = next(filter(self._discovery.serves, BUDGETS), BUDGETS[0])
         return BudgetKind(newest, self._discovery.version >= _UNREADY_PODS_GO_SINCE)
 
     def _operator_namespace(self) -> str | None:

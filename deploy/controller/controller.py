@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from deploy.controller.caches import Caches
 from deploy.controller.cluster_reconciler import ClusterReconciler
@@ -30,6 +30,8 @@ log = logging.getLogger(__name__)
 
 _STOP_S = 20.0
 _EVENTS_S = 5.0
+_NUM_WORKERS = 4
+"""ServingClusters that are reconciled at once."""
 
 
 @dataclass(frozen=True)
@@ -40,9 +42,6 @@ class ControllerSettings:
     release: Release
     namespace: str | None = None
     """What it looks after; None: every namespace."""
-    num_workers: int = 4
-    """ServingClusters that are reconciled at once."""
-    informers: InformerSettings = field(default_factory=InformerSettings)
 
 
 class Controller:
@@ -51,7 +50,7 @@ class Controller:
     def __init__(self, kube: Kube, settings: ControllerSettings) -> None:
         self._settings = settings
         self._elector = Elector(kube, settings.lease, settings.identity)
-        self._caches = Caches(kube, settings.namespace, settings.informers)
+        self._caches = Caches(kube, settings.namespace, InformerSettings())
         self._caches.add_handler(self._enqueue)
         self._fleets = FleetWatch(self._enqueue)
         self._recorder = EventRecorder(kube, kube.field_manager)
@@ -85,10 +84,6 @@ class Controller:
         """Whether it could lead: its caches are complete."""
         return self._caches.wait_synced(0)
 
-    @property
-    def is_leading(self) -> bool:
-        return self._elector.is_leading()
-
     def _num_waiting(self) -> int:
         with self._lock:
             return 0 if self._queue is None else len(self._queue)
@@ -104,7 +99,7 @@ class Controller:
         workers = Workers(
             queue,
             self.metrics.counted(self._reconcile),
-            self._settings.num_workers,
+            _NUM_WORKERS,
             "cluster",
             self._reconciler.report_fault,
         )

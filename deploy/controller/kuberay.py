@@ -12,7 +12,7 @@ from deploy.controller.caches import Caches
 from deploy.controller.fleet import FleetPool, Slot
 from deploy.controller.kit.applied import Applied
 from deploy.controller.kit.errors import NotFoundError, UnreachableError
-from deploy.controller.kit.finalizers import Finalizers
+from deploy.controller.kit.finalizers import drop_finalizer
 from deploy.controller.kit.kube import Kube
 from deploy.controller.kit.objects import Object, Selection, is_owned, key_of
 from deploy.controller.manifests.cluster_yaml import cluster_config, unit_config_map
@@ -40,7 +40,6 @@ class KubeRay:
 
     def __init__(self, kube: Kube, caches: Caches, applied: Applied) -> None:
         self._kube, self._caches, self._applied = kube, caches, applied
-        self._finalizers = Finalizers(kube)
 
     @property
     def is_served(self) -> bool:
@@ -98,7 +97,7 @@ class KubeRay:
 
     def _end(self, ray: Object) -> None:
         if "gcsFaultToleranceOptions" not in ray["spec"]:
-            self._finalizers.drop(RAY_CLUSTERS, ray, _EMPTIES_REDIS)
+            drop_finalizer(self._kube, RAY_CLUSTERS, ray, _EMPTIES_REDIS)
         if "deletionTimestamp" not in ray["metadata"]:
             with contextlib.suppress(NotFoundError):
                 self._kube.delete(RAY_CLUSTERS, key_of(ray), uid=ray["metadata"]["uid"])

@@ -23,11 +23,10 @@ from deploy.controller.kit.errors import (
     AlreadyExistsError,
     KubeError,
     NotFoundError,
-    UnfitError,
     each,
 )
 from deploy.controller.kit.events import EventType
-from deploy.controller.kit.finalizers import FINALIZER, Finalizers
+from deploy.controller.kit.finalizers import FINALIZER, drop_finalizer
 from deploy.controller.kit.kube import Kube
 from deploy.controller.kit.objects import Key, Object, key_of
 from deploy.controller.manifests.common import Object as Manifest
@@ -41,16 +40,8 @@ log = logging.getLogger(__name__)
 
 
 class Pools:
-    def __init__(
-        self,
-        kube: Kube,
-        caches: Caches,
-        applied: Applied,
-        finalizers: Finalizers,
-        record: Record,
-    ) -> None:
-        self._kube, self._caches, self._applied = kube, caches, applied
-        self._finalizers, self._record = finalizers, record
+    def __init__(self, kube: Kube, caches: Caches, applied: Applied, record: Record) -> None:
+        self._kube, self._caches, self._applied, self._record = kube, caches, applied, record
 
     def keep(
         self, cluster: Object, owner: Owner, spec: ServingClusterSpec
@@ -94,7 +85,7 @@ class Pools:
             self._create(wanted, last_size(name, cluster))
         elif _is_made_again(seen, wanted):
             log.info("%s was deleted, and the spec names its pool: made again", key_of(seen))
-            self._finalizers.drop(WORKER_POOLS, seen)
+            drop_finalizer(self._kube, WORKER_POOLS, seen)
             self._create(wanted, _size_of(name, seen, cluster))
         elif is_going(seen):
             return seen
@@ -135,12 +126,12 @@ class Pools:
         over = [pool for pool in view.pools.values() if pool.is_over]
         if not view.is_going or len(over) == len(view.pools):
             for pool in over:
-                self._finalizers.drop(WORKER_POOLS, pool.obj)
+                drop_finalizer(self._kube, WORKER_POOLS, pool.obj)
 
     def release_orphans(self, cluster: Key) -> None:
         """Pools whose ServingCluster is gone: what serves them goes with it, and so may they."""
         for pool in self._of(cluster):
-            self._finalizers.drop(WORKER_POOLS, pool)
+            drop_finalizer(self._kube, WORKER_POOLS, pool)
 
     def scale(self, view: ClusterView, plans: Mapping[str, PoolPlan]) -> None:
         """The sizes and roles of pools whose `scaling.mode` is planner: nobody else writes them.
@@ -196,7 +187,7 @@ def _problems(name: str, seen: Object, made: Manifest) -> list[str]:
 
 
 def _check_size(name: str, seen: Object, size: int, template: PoolTemplate) -> None:
-    """Raises UnfitError where new bounds leave out the pool's size, which is somebody else's to
+    """Raises KubeError where new bounds leave out the pool's size, which is somebody else's to
     change. With them no API server that has CEL takes the pool, and nobody could read it."""
     bounds = (
         ("minReplicas", template.min_replicas, size < template.min_replicas),
@@ -205,7 +196,7 @@ def _check_size(name: str, seen: Object, size: int, template: PoolTemplate) -> N
     for bound, value, is_outside in bounds:
         if is_outside and seen["spec"].get(bound) != value:
             has = f"WorkerPool {key_of(seen)} has {size} replicas"
-            raise UnfitError(f"spec.pools.{name}.{bound} is {value}, and {has}: scale it first")
+            raise KubeError(f"spec.pools.{name}.{bound} is {value}, and {has}: scale it first")
 
 
 def with_accepted_size(name: str, pool: Object, cluster: Object) -> Object:

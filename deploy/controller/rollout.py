@@ -38,9 +38,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
+from deploy.api.serving_cluster import UnitRollout
 from deploy.controller.units import Unit, difference
 
 _ROUTERS_HEAR_S = 10.0
+_MIN_REQUESTS = 10
+"""In the last minute. A unit that ended fewer is not judged."""
 _CLEARLY_FAILED = 3
 
 
@@ -56,32 +59,6 @@ class State(StrEnum):
     REPLACED = "Replaced"
     DRAINING = "Draining"
     ENDING = "Ending"
-
-
-@dataclass(frozen=True)
-class Strategy:
-    """`spec.rollout`."""
-
-    recreates: bool = False
-    max_surge: int = 1
-    """Workers that a pool may have beyond its size, over both units."""
-    max_unavailable: int = 0
-    """Live workers that a pool may lack meanwhile."""
-    steps: Sequence[float] = (0.01, 0.1, 0.5, 1.0)
-    """Shares of workers and requests, where the model changes. The last is 1."""
-    interval_s: float = 300.0
-    """How long a step is watched."""
-    ready_timeout_s: float = 1800.0
-    """A coming unit of which no further worker becomes live for so long goes back."""
-    is_paused: bool = False
-    min_requests: int = 10
-    """In the last minute. A unit that ended fewer is not judged."""
-    max_failures: float = 0.05
-    """Share of failed requests that the coming unit may have beyond the former one's."""
-    max_slowdown: float = 2.0
-    """Its gap between tokens as a multiple of the former one's."""
-    max_timeout_s: float = 3600.0
-    """The longest time that a request may take."""
 
 
 @dataclass(frozen=True)
@@ -183,11 +160,13 @@ class Situation:
     """What the spec asks for; None: the ServingCluster is deleted."""
     totals: Mapping[str, int]
     """Each pool's size, over both units."""
-    strategy: Strategy
+    rollout: UnitRollout
     units: Sequence[UnitSeen]
     num_left: int
     """Pods of units that have no RayCluster any more."""
     now_s: float
+    max_timeout_s: float
+    """The longest time that a request may take."""
 
 
 def next_step(now: Situation) -> Step:
@@ -249,10 +228,10 @@ def _alone(now: Situation, wanted: Unit, seen: UnitSeen) -> Step:
     if not why:
         kept = replace(stays, record=replace(record, refused="", refused_why=""))
         return Step(State.SERVING, "the unit is what the spec asks for", (kept,), routes)
-    if record.refused == wanted.code and not now.strategy.recreates:
+    if record.refused == wanted.code and now.rollout.strategy != "Recreate":
         reason = f"unit {wanted.code} went back: {record.refused_why}; change the spec to try again"
         return Step(State.REVERTED, reason, (stays,), routes)
-    if must_recreate(now.strategy, now.totals):
+    if must_recreate(now.rollout, now.totals):
         state = State.DRAINING if seen.num_pods else State.ENDING
         left = f"{seen.num_pods} worker pods of unit {code} drain" if seen.num_pods else "it goes"
         return Step(state, f"{why}: {left}", (_leaving(seen),), ((wanted.code, 1.0),))
@@ -264,11 +243,11 @@ def _alone(now: Situation, wanted: Unit, seen: UnitSeen) -> Step:
     return Step(State.GROWING, reason, (stays, coming), (*routes, (wanted.code, 0.0)))
 
 
-def must_recreate(strategy: Strategy, totals: Mapping[str, int]) -> bool:
+def must_recreate(rollout: UnitRollout, totals: Mapping[str, int]) -> bool:
     """Whether a unit would lack a pool beside the other one: there is no room for both."""
     sizes = [size for size in totals.values() if size]
-    has_no_room = strategy.max_surge == 0 and any(n <= strategy.max_unavailable for n in sizes)
-    return strategy.recreates or not sizes or has_no_room
+    has_no_room = rollout.max_surge == 0 and any(n <= rollout.max_unavailable for n in sizes)
+    return rollout.strategy == "Recreate" or not sizes or has_no_room
 
 
 # --- two units ------------------------------------------------------------------------------------
@@ -301,12 +280,12 @@ class _Pair:
     def _revert(self, state: State, why: str, refused: str) -> Step:
         """Requests go back at once, workers as the former unit's become live. `refused`: the code
         of a unit that is not tried again."""
-        strategy, code = self.now.strategy, self.coming.unit.code
+        rollout, code = self.now.rollout, self.coming.unit.code
         of_former, of_coming = {}, {}
         for name, size in self.now.totals.items():
             was, comes = self.former.pool(name), self.coming.pool(name)
-            of_former[name] = max(was.size, min(size, size + strategy.max_surge - comes.pods))
-            needed = max(0, size - strategy.max_unavailable - was.live)
+            of_former[name] = max(was.size, min(size, size + rollout.max_surge - comes.pods))
+            needed = max(0, size - rollout.max_unavailable - was.live)
             of_coming[name] = min(comes.size, needed)
         leaves = not any(of_coming.values())
         kept = replace(
@@ -344,9 +323,9 @@ class _Pair:
         elif record.share < target:
             state, record = State.SHIFTING, replace(record, share=target, since_s=now_s, live=live)
             reason = f"unit {code} gets {target:.0%} of the requests"
-        elif target < 1.0 and self.now.strategy.is_paused:
+        elif target < 1.0 and self.now.rollout.pause:
             state, reason = State.PAUSED, f"paused with {target:.0%} of the requests at unit {code}"
-        elif target < 1.0 and now_s - record.since_s >= self.now.strategy.interval_s:
+        elif target < 1.0 and now_s - record.since_s >= self.now.rollout.interval_s:
             record = replace(record, step=self.index + 1, since_s=now_s, live=live)
             reason = f"unit {code} gets its workers for {self.steps[self.index + 1]:.0%}"
         elif target < 1.0:
@@ -361,10 +340,10 @@ class _Pair:
         now, figures = self.now, self.former.figures
         spent_s = now.now_s - record.since_s
         num_active = 0 if figures is None else figures.num_active
-        code, strategy = self.former.unit.code, self.now.strategy
+        code, rollout = self.former.unit.code, now.rollout
         # Routers hear of the last share within seconds: streams of the moment before count, too.
-        runs = spent_s < _ROUTERS_HEAR_S or (num_active > 0 and spent_s < strategy.max_timeout_s)
-        awaits = not _can_judge(self.coming.figures, strategy) and spent_s < strategy.interval_s
+        runs = spent_s < _ROUTERS_HEAR_S or (num_active > 0 and spent_s < now.max_timeout_s)
+        awaits = not _can_judge(self.coming.figures) and spent_s < rollout.interval_s
         # One that is still short of workers gets them as the former goes.
         awaits = awaits and all(self.coming.pool(n).live >= size for n, size in now.totals.items())
         has_begun_to_go = not any(pool.size for pool in self.former.pools.values())
@@ -394,7 +373,7 @@ class _Pair:
     def steps(self) -> Sequence[float]:
         """Where the model stays, requests follow the workers that are live."""
         is_same_model = self.former.unit.model == self.coming.unit.model
-        return (1.0,) if is_same_model else self.now.strategy.steps
+        return (1.0,) if is_same_model else self.now.rollout.shares
 
     @property
     def index(self) -> int:
@@ -408,7 +387,7 @@ class _Pair:
     def _sizes(self, *, keeps_former: bool) -> tuple[dict[str, int], dict[str, int]]:
         """Workers of the former and the coming unit. `keeps_former`: it serves, or still runs
         streams."""
-        strategy = self.now.strategy
+        rollout = self.now.rollout
         of_former, of_coming = {}, {}
         for name, size in self.now.totals.items():
             was, comes = self.former.pool(name), self.coming.pool(name)
@@ -416,11 +395,11 @@ class _Pair:
                 of_former[name], of_coming[name] = 0, size
                 continue
             goal = math.ceil(size * self.target)
-            grown = max(0, min(goal, size + strategy.max_surge - was.pods))
-            needed = size - strategy.max_unavailable - was.live
+            grown = max(0, min(goal, size + rollout.max_surge - was.pods))
+            needed = size - rollout.max_unavailable - was.live
             of_coming[name] = max(grown, min(comes.size, max(goal, needed)))
             least = 1 if keeps_former and size else 0
-            stays = max(size - goal, size - strategy.max_unavailable - comes.live, least)
+            stays = max(size - goal, size - rollout.max_unavailable - comes.live, least)
             of_former[name] = min(size, stays)
         return of_former, of_coming
 
@@ -438,7 +417,7 @@ class _Pair:
         late = []
         for name, size in self.now.totals.items():
             live = self.coming.pool(name).live
-            goal = min(math.ceil(size * self.target), size - self.now.strategy.max_unavailable)
+            goal = min(math.ceil(size * self.target), size - self.now.rollout.max_unavailable)
             need = max(1, goal) if size else 0
             if live < need:
                 late.append(f"{name} {live}/{need} live")
@@ -450,42 +429,42 @@ class _Pair:
 
     def _failure(self) -> str:
         """Why the coming unit goes back; empty: it does not."""
-        record, timeout_s = self.coming.record, self.now.strategy.ready_timeout_s
+        record, timeout_s = self.coming.record, self.now.rollout.ready_timeout_s
         missing = self._missing() if record.share < self.target else ""
         is_late = self.now.now_s - record.since_s > timeout_s
         if missing and is_late and self.coming.num_live <= record.live:
             return f"nothing more became ready in {timeout_s:g} s: {missing}"
-        return judge(self.former.figures, self.coming.figures, self.now.strategy)
+        return judge(self.former.figures, self.coming.figures, self.now.rollout)
 
 
-def judge(former: Figures | None, coming: Figures | None, strategy: Strategy) -> str:
+def judge(former: Figures | None, coming: Figures | None, rollout: UnitRollout) -> str:
     """Why the coming unit is worse than the former one, by what became of their requests in the
     last minute; empty: it is not.
 
-    - Failures: it fails `max_failures` more of its requests than the former one does.
+    - Failures: it fails `max_failure_percent` more of its requests than the former one does.
     - Gaps: its median gap between tokens is `max_slowdown` times the former one's.
 
-    A unit that ended fewer than `min_requests` is not judged, nor compared with. Where there is
+    A unit that ended fewer than `_MIN_REQUESTS` is not judged, nor compared with. Where there is
     nothing to compare with, fewer than `_CLEARLY_FAILED` failures count as none.
     """
-    if coming is None or not _can_judge(coming, strategy):
+    if coming is None or not _can_judge(coming):
         return ""
-    failed = coming.num_failed / coming.num_ended
-    if former is None or not _can_judge(former, strategy):
-        is_worse = failed > strategy.max_failures and coming.num_failed >= _CLEARLY_FAILED
+    failed, most = coming.num_failed / coming.num_ended, rollout.max_failure_percent / 100
+    if former is None or not _can_judge(former):
+        is_worse = failed > most and coming.num_failed >= _CLEARLY_FAILED
         return f"{failed:.0%} of its requests fail" if is_worse else ""
     usual = former.num_failed / former.num_ended
-    if failed > usual + strategy.max_failures:
+    if failed > usual + most:
         return f"{failed:.0%} of its requests fail, {usual:.0%} of the former unit's"
     usual_s = former.itl_s
-    if usual_s and coming.itl_s and coming.itl_s > strategy.max_slowdown * usual_s:
+    if usual_s and coming.itl_s and coming.itl_s > rollout.max_slowdown * usual_s:
         ratio = coming.itl_s / usual_s
         return f"its gaps between tokens are {ratio:.1f} times the former unit's"
     return ""
 
 
-def _can_judge(figures: Figures | None, strategy: Strategy) -> bool:
-    return figures is not None and figures.num_ended >= strategy.min_requests
+def _can_judge(figures: Figures | None) -> bool:
+    return figures is not None and figures.num_ended >= _MIN_REQUESTS
 
 
 def total(figures: Iterable[Figures]) -> Figures | None:

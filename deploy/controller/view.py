@@ -8,7 +8,7 @@ import datetime
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from deploy.api.serving_cluster import ServingClusterSpec
+from deploy.api.serving_cluster import ServingClusterSpec, UnitRollout
 from deploy.api.worker_pool import WorkerPoolSpec
 from deploy.controller.fleet import (
     NOTHING_HEARD,
@@ -20,7 +20,7 @@ from deploy.controller.fleet import (
     merged,
 )
 from deploy.controller.kit.objects import Key, Object, key_of
-from deploy.controller.manifests.cluster_yaml import model_name, seconds
+from deploy.controller.manifests.cluster_yaml import model_name
 from deploy.controller.manifests.common import Owner
 from deploy.controller.manifests.ray_cluster import name_in, record_in, unit_in
 from deploy.controller.pod import Pod
@@ -30,7 +30,6 @@ from deploy.controller.rollout import (
     Situation,
     State,
     Step,
-    Strategy,
     UnitPlan,
     UnitSeen,
     next_step,
@@ -241,28 +240,18 @@ class Found:
                 name: 0 if is_going(pool) else self.specs[name].replicas
                 for name, pool in self.pools.items()
             },
-            self._strategy(),
+            self._rollout(),
             [self._unit_seen(code) for code in self.ray_clusters],
             sum(pod.unit not in self.ray_clusters for pod in left),
             now.timestamp(),
+            self.spec.advanced.router.max_timeout_s,
         )
 
-    def _strategy(self) -> Strategy:
+    def _rollout(self) -> UnitRollout:
         """Routers know one name of the model: a unit that serves it under another is recreated."""
         rollout, name = self.spec.rollout, model_name(self.spec)
         is_renamed = any(name_in(ray) != name for ray in self.ray_clusters.values())
-        return Strategy(
-            rollout.strategy == "Recreate" or is_renamed,
-            rollout.max_surge,
-            rollout.max_unavailable,
-            tuple(sorted({*(step / 100 for step in rollout.steps), 1.0})),
-            seconds(rollout.interval),
-            seconds(rollout.ready_timeout),
-            rollout.pause,
-            max_failures=rollout.max_failure_percent / 100,
-            max_slowdown=rollout.max_slowdown,
-            max_timeout_s=self.spec.advanced.router.max_timeout_s,
-        )
+        return replace(rollout, strategy="Recreate") if is_renamed else rollout
 
     def _unit_seen(self, code: str) -> UnitSeen:
         ray, answer, pools = self.ray_clusters[code], self.heard[code].answer, self._pools_in(code)

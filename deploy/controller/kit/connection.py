@@ -17,8 +17,9 @@ from __future__ import annotations
 import json
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
@@ -69,30 +70,16 @@ class Connection:
         self._pool = self._new_pool()
 
     @classmethod
-    def from_kubeconfig(cls, path: Path | None = None, context: str | None = None) -> Connection:
-        """`path`: None for where kubectl looks ($KUBECONFIG, ~/.kube/config); `context`: None for
-        the file's current one. Raises NotConfiguredError."""
-        configuration = Configuration()
-        try:
-            kubernetes_config.load_kube_config(
-                config_file=None if path is None else str(path),
-                context=context,
-                client_configuration=configuration,
-                persist_config=False,
-            )
-        except (kubernetes_config.ConfigException, OSError) as error:
-            raise NotConfiguredError(f"kubeconfig {path or ''}: {error}") from error
-        return cls(configuration)
+    def from_kubeconfig(cls, path: Path | None = None) -> Connection:
+        """None: where kubectl looks ($KUBECONFIG, ~/.kube/config). Raises NotConfiguredError."""
+        file = None if path is None else str(path)
+        load = partial(kubernetes_config.load_kube_config, file, persist_config=False)
+        return cls(_loaded(f"kubeconfig {path or ''}", load))
 
     @classmethod
     def in_cluster(cls) -> Connection:
         """By the service account of the pod that we are in. Raises NotConfiguredError."""
-        configuration = Configuration()
-        try:
-            kubernetes_config.load_incluster_config(client_configuration=configuration)
-        except (kubernetes_config.ConfigException, OSError) as error:
-            raise NotConfiguredError(f"service account: {str(error).rstrip('.')}") from error
-        return cls(configuration)
+        return cls(_loaded("service account", kubernetes_config.load_incluster_config))
 
     def answer(self, call: Call, timeouts: Timeouts) -> dict[str, Any]:
         """The JSON object that the server answers with; StatusError and UnreachableError."""
@@ -151,6 +138,15 @@ class Connection:
     def _new_pool(self) -> urllib3.PoolManager:
         pool: urllib3.PoolManager = rest.RESTClientObject(self._configuration).pool_manager
         return pool
+
+
+def _loaded(what: str, load: Callable[..., None]) -> Configuration:
+    configuration = Configuration()
+    try:
+        load(client_configuration=configuration)
+    except (kubernetes_config.ConfigException, OSError) as error:
+        raise NotConfiguredError(f"{what}: {str(error).rstrip('.')}") from error
+    return configuration
 
 
 def _object_in(body: bytes) -> dict[str, Any] | None:

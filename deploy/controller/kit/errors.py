@@ -4,7 +4,6 @@ KubeError
 ├── NotConfiguredError       no kubeconfig and no service account, or one that cannot be read
 ├── UnreachableError         no whole answer: refused, reset, silent; a write may have taken effect
 ├── WriteRefusedError        refused here, before anything was sent: this process may not write now
-├── UnfitError               refused here: the objects that exist do not allow it
 └── StatusError              the API server's own answer, and its message
     ├── NotFoundError        404
     ├── ConflictError        409: stale resourceVersion, precondition, another manager's field
@@ -19,7 +18,7 @@ from typing import Any
 
 
 class KubeError(Exception):
-    """Base of all."""
+    """Base of all; itself: the objects that exist do not allow it."""
 
 
 class NotConfiguredError(KubeError):
@@ -31,10 +30,6 @@ class UnreachableError(KubeError):
 
 
 class WriteRefusedError(KubeError):
-    pass
-
-
-class UnfitError(KubeError):
     pass
 
 

@@ -20,15 +20,13 @@ import secrets
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Mapping
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from enum import StrEnum
 from typing import Any
 
 from deploy.controller.kit.errors import KubeError, NotFoundError
 from deploy.controller.kit.kube import Kube
-from deploy.controller.kit.objects import Key, Object, Resource
+from deploy.controller.kit.objects import Object, Resource, key_of
 
 log = logging.getLogger(__name__)
 
@@ -44,85 +42,31 @@ _REFILL_S = 60.0
 """One write more, per object and reason."""
 
 
+Event = dict[str, Any]
+
+
 class EventType(StrEnum):
     NORMAL = "Normal"
     WARNING = "Warning"
 
 
-@dataclass(frozen=True)
-class Occurrence:
-    """Something that happened to an object; `about` is the object's reference."""
-
-    about: Mapping[str, str]
-    type: EventType
-    reason: str
-    message: str
-    at: datetime
-    """For people."""
-    at_s: float
-    """By a clock that never goes back."""
-
-    def __str__(self) -> str:
-        return f"{self.about['kind']} {self.about['name']}: {self.reason}: {self.message}"
-
-
-@dataclass
-class Series:
-    """One Event of the API, as it should be."""
-
-    name: str
-    first: Occurrence
-    last: Occurrence
-    count: int = 1
-    is_written: bool = False
-
-    def event(self, component: str) -> dict[str, Any]:
-        """A core/v1 Event."""
-        return {
-            "apiVersion": "v1",
-            "kind": "Event",
-            "metadata": {"name": self.name, "namespace": self.namespace},
-            "involvedObject": dict(self.first.about),
-            "type": self.first.type.value,
-            "reason": self.first.reason,
-            "message": self.first.message[:_LONGEST_MESSAGE],
-            "source": {"component": component},
-            "reportingComponent": component,
-            "firstTimestamp": _stamp(self.first.at),
-            **self.growth(),
-        }
-
-    def growth(self) -> dict[str, Any]:
-        """What one more occurrence changes."""
-        return {"count": self.count, "lastTimestamp": _stamp(self.last.at)}
-
-    @property
-    def namespace(self) -> str:
-        """A cluster-scoped object's events are in `default`."""
-        return self.first.about.get("namespace") or "default"
-
-
 class EventSeries:
-    """Own the series under way and the allowances; both forget what was used longest ago."""
+    """Own the Events under way and the allowances; both forget what was used longest ago."""
 
     def __init__(self) -> None:
-        self._series: OrderedDict[tuple[str, ...], Series] = OrderedDict()
+        self._events: OrderedDict[tuple[str, ...], Event] = OrderedDict()
         self._allowances: OrderedDict[tuple[str, str], tuple[float, float]] = OrderedDict()
         """Writes that an object's reason has left, and when they were counted."""
 
-    def note(self, occurrence: Occurrence) -> Series | None:
-        """Count it; the series to write now, None where nothing is to be written."""
-        uid = occurrence.about["uid"]
-        key = (uid, occurrence.type.value, occurrence.reason, occurrence.message)
-        series = self._series.pop(key, None)
-        if series is None:
-            name = f"{occurrence.about['name'][:_LONGEST_NAME]}.{secrets.token_hex(8)}"
-            series = Series(name, occurrence, occurrence)
-        else:
-            series.count += 1
-            series.last = occurrence
-        _put(self._series, key, series)
-        return series if self._may_write((uid, occurrence.reason), occurrence.at_s) else None
+    def note(self, event: Event, now: float) -> Event | None:
+        """Count it; the Event to write now, None where nothing is to be written. `now`: seconds of
+        any clock that never goes back."""
+        uid, reason = event["involvedObject"]["uid"], event["reason"]
+        key = (uid, event["type"], reason, event["message"])
+        if (known := self._events.pop(key, None)) is not None:
+            event = known | {"count": known["count"] + 1, "lastTimestamp": event["lastTimestamp"]}
+        _put(self._events, key, event)
+        return event if self._may_write((uid, reason), now) else None
 
     def _may_write(self, key: tuple[str, str], now: float) -> bool:
         left, counted_at = self._allowances.pop(key, (_BURST, now))
@@ -138,8 +82,29 @@ def _put(newest: OrderedDict[Any, Any], key: object, value: object) -> None:
         newest.popitem(last=False)
 
 
-def _stamp(at: datetime) -> str:
-    return at.strftime("%Y-%m-%dT%H:%M:%SZ")
+def event_of(
+    about: Object, type_: EventType, reason: str, message: str, component: str, at: datetime
+) -> Event:
+    """A core/v1 Event of its first occurrence. That of a cluster-scoped object is in `default`."""
+    named = {name: about["metadata"].get(name, "") for name in ("namespace", "name", "uid")}
+    stamp = at.strftime("%Y-%m-%dT%H:%M:%SZ")
+    return {
+        "apiVersion": "v1",
+        "kind": "Event",
+        "metadata": {
+            "name": f"{named['name'][:_LONGEST_NAME]}.{secrets.token_hex(8)}",
+            "namespace": named["namespace"] or "default",
+        },
+        "involvedObject": {"apiVersion": about["apiVersion"], "kind": about["kind"], **named},
+        "type": type_.value,
+        "reason": reason,
+        "message": message[:_LONGEST_MESSAGE],
+        "source": {"component": component},
+        "reportingComponent": component,
+        "count": 1,
+        "firstTimestamp": stamp,
+        "lastTimestamp": stamp,
+    }
 
 
 class EventRecorder:
@@ -149,7 +114,7 @@ class EventRecorder:
         self._kube = kube
         self._component = component
         self._series = EventSeries()
-        self._waiting: deque[Occurrence] = deque()
+        self._waiting: deque[Event] = deque()
         self._changed = threading.Condition()
         self._num_dropped = 0
         self._is_closed = False
@@ -169,32 +134,27 @@ class EventRecorder:
     def record(self, about: Object, type_: EventType, reason: str, message: str) -> None:
         """`about`: an object of the API; `reason`: a name in CamelCase, for programs; `message`:
         a sentence for people."""
-        reference = {
-            "apiVersion": about["apiVersion"],
-            "kind": about["kind"],
-            **{name: about["metadata"].get(name, "") for name in ("namespace", "name", "uid")},
-        }
-        now = datetime.now(UTC)
-        occurrence = Occurrence(reference, type_, reason, message, now, time.monotonic())
+        event = event_of(about, type_, reason, message, self._component, datetime.now(UTC))
         with self._changed:
             if self._is_closed or len(self._waiting) >= _MOST_WAITING:
                 self._num_dropped += 1
                 return
-            self._waiting.append(occurrence)
+            self._waiting.append(event)
             self._changed.notify()
 
     def _run(self) -> None:
-        while (occurrence := self._take()) is not None:
+        while (event := self._take()) is not None:
+            about = event["involvedObject"]
+            said = f"{about['kind']} {about['name']}: {event['reason']}: {event['message']}"
             try:
-                series = self._series.note(occurrence)
-                if series is not None:
-                    self._write(series)
+                if (counted := self._series.note(event, time.monotonic())) is not None:
+                    self._write(counted)
             except KubeError as error:
-                log.warning("event not written: %s: %s", occurrence, error)
+                log.warning("event not written: %s: %s", said, error)
             except Exception:
-                log.exception("event not written: %s", occurrence)
+                log.exception("event not written: %s", said)
 
-    def _take(self) -> Occurrence | None:
+    def _take(self) -> Event | None:
         with self._changed:
             while not self._waiting and not self._is_closed:
                 self._changed.wait()
@@ -203,13 +163,12 @@ class EventRecorder:
                 self._num_dropped = 0
             return self._waiting.popleft() if self._waiting else None
 
-    def _write(self, series: Series) -> None:
-        if series.is_written:
+    def _write(self, event: Event) -> None:
+        if event["count"] > 1:
+            growth = {name: event[name] for name in ("count", "lastTimestamp")}
             try:
-                key = Key(series.namespace, series.name)
-                self._kube.merge_patch(EVENTS, key, series.growth())
+                self._kube.merge_patch(EVENTS, key_of(event), growth)
                 return
             except NotFoundError:  # the server forgets events after an hour
                 pass
-        series.is_written = True  # or may be: where the answer is lost, the next write finds out
-        self._kube.create(EVENTS, series.event(self._component))
+        self._kube.create(EVENTS, event)

@@ -12,25 +12,23 @@ from deploy.controller.kit.objects import Object, Resource, key_of
 FINALIZER = f"{GROUP}/drain"
 
 
-class Finalizers:
-    def __init__(self, kube: Kube) -> None:
-        self._kube = kube
+def keep_finalizer(kube: Kube, resource: Resource, obj: Object) -> None:
+    metadata = obj["metadata"]
+    if "deletionTimestamp" not in metadata and FINALIZER not in metadata.get("finalizers", ()):
+        _patch(kube, resource, obj, [*metadata.get("finalizers", ()), FINALIZER])
 
-    def keep(self, resource: Resource, obj: Object) -> None:
-        metadata = obj["metadata"]
-        if "deletionTimestamp" not in metadata and FINALIZER not in metadata.get("finalizers", ()):
-            self._patch(resource, obj, [*metadata.get("finalizers", ()), FINALIZER])
 
-    def drop(self, resource: Resource, obj: Object, finalizer: str = FINALIZER) -> None:
-        """Unless the object has changed meanwhile: then the next look tries again."""
-        finalizers = obj["metadata"].get("finalizers", ())
-        if finalizer in finalizers:
-            left = [name for name in finalizers if name != finalizer]
-            with contextlib.suppress(NotFoundError, ConflictError):
-                self._patch(resource, obj, left)
+def drop_finalizer(kube: Kube, resource: Resource, obj: Object, finalizer: str = FINALIZER) -> None:
+    """Unless the object has changed meanwhile: then the next look tries again."""
+    finalizers = obj["metadata"].get("finalizers", ())
+    if finalizer in finalizers:
+        left = [name for name in finalizers if name != finalizer]
+        with contextlib.suppress(NotFoundError, ConflictError):
+            _patch(kube, resource, obj, left)
 
-    def _patch(self, resource: Resource, obj: Object, finalizers: list[str]) -> None:
-        """Only if the version is still this: others have finalizers here, too."""
-        version = obj["metadata"]["resourceVersion"]
-        patch = {"metadata": {"finalizers": finalizers, "resourceVersion": version}}
-        self._kube.merge_patch(resource, key_of(obj), patch)
+
+def _patch(kube: Kube, resource: Resource, obj: Object, finalizers: list[str]) -> None:
+    """Only if the version is still this: others have finalizers here, too."""
+    version = obj["metadata"]["resourceVersion"]
+    patch = {"metadata": {"finalizers": finalizers, "resourceVersion": version}}
+    kube.merge_patch(resource, key_of(obj), patch)

@@ -19,16 +19,14 @@ reconciler reads a key's newest state from here, however many changes led to it.
 
 from __future__ import annotations
 
-import copy
 import logging
 import random
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, NoReturn
 
 from deploy.controller.kit.errors import KubeError, NotFoundError, StatusError, UnreachableError
 from deploy.controller.kit.kube import Kube, Listing
@@ -54,51 +52,14 @@ _SHORTEST_WATCH_S = 1.0
 """A server that ends a window sooner, without an event, would be asked again and again."""
 
 
-class FrozenDict(dict[str, Any]):
-    def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise TypeError("a shared object must not be changed: copy.deepcopy it first")
-
-    __setitem__ = __delitem__ = __ior__ = _refuse
-    clear = pop = popitem = setdefault = update = _refuse
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
-        return {key: copy.deepcopy(value, memo) for key, value in self.items()}
-
-
-class FrozenList(list[Any]):
-    def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise TypeError("a shared list must not be changed: copy.deepcopy it first")
-
-    __setitem__ = __delitem__ = __iadd__ = __imul__ = _refuse
-    append = clear = extend = insert = pop = remove = reverse = sort = _refuse
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> list[Any]:
-        return [copy.deepcopy(item, memo) for item in self]
-
-
-def frozen(value: Any) -> Any:
-    """The same JSON value, all through unchangeable; a copy."""
-    if isinstance(value, dict):
-        return FrozenDict((key, frozen(item)) for key, item in value.items())
-    if isinstance(value, list):
-        return FrozenList(frozen(item) for item in value)
-    return value
-
-
-@dataclass(frozen=True)
-class Change:
-    """None: there was, or is, no such object."""
-
-    before: Object | None
-    after: Object | None
-
-    def states(self) -> Iterator[Object]:
-        return (state for state in (self.before, self.after) if state is not None)
+Change = tuple[Object, ...]
+"""An object's states before and after: one where it is new or gone."""
 
 
 class Cache:
-    """Own the newest known state of each object, frozen. The informer writes, others read.
-    `metadata.managedFields` is left out: it is half of an object, and no reconciler reads it."""
+    """Own the newest known state of each object. The informer writes, others read, and change
+    nothing. `metadata.managedFields` is left out: it is half of an object, and no reconciler reads
+    it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -118,12 +79,12 @@ class Cache:
         objects = {key_of(item): _kept(item) for item in listing.items}
         with self._lock:
             before, self._objects = self._objects, objects
-        changes = [Change(before.get(key), obj) for key, obj in objects.items()]
-        gone = [Change(obj, None) for key, obj in before.items() if key not in objects]
-        return gone + [change for change in changes if _is_change(change)]
+        gone = [key for key in before if key not in objects]
+        changes = [_change(before.get(key), objects.get(key)) for key in (*gone, *objects)]
+        return [change for change in changes if change]
 
-    def follow(self, event: WatchEvent) -> Change | None:
-        """Take in a watch's event; None where nothing has changed."""
+    def follow(self, event: WatchEvent) -> Change:
+        """Take in a watch's event; empty where nothing has changed."""
         assert event.type is not WatchEventType.BOOKMARK
         key = key_of(event.object)
         after = None if event.type is WatchEventType.DELETED else _kept(event.object)
@@ -131,20 +92,18 @@ class Cache:
             before = self._objects.pop(key, None)
             if after is not None:
                 self._objects[key] = after
-        change = Change(before, after)
-        return change if _is_change(change) else None
+        return _change(before, after)
 
 
-def _is_change(change: Change) -> bool:
-    if change.before is None or change.after is None:
-        return change.before is not change.after
-    return resource_version_of(change.before) != resource_version_of(change.after)
+def _change(before: Object | None, after: Object | None) -> Change:
+    states = tuple(state for state in (before, after) if state is not None)
+    is_same = len(states) == 2 and len({resource_version_of(state) for state in states}) == 1
+    return () if is_same else states
 
 
 def _kept(obj: Object) -> Object:
     metadata = {name: value for name, value in obj["metadata"].items() if name != "managedFields"}
-    kept: Object = frozen({**obj, "metadata": metadata})
-    return kept
+    return {**obj, "metadata": metadata}
 
 
 @dataclass(frozen=True)
@@ -223,7 +182,6 @@ class Informer:
         return self._is_served
 
     def get(self, key: Key) -> Object | None:
-        """Frozen (see `frozen`), and so are those of `snapshot`."""
         return self._cache.get(key)
 
     def snapshot(self) -> Mapping[Key, Object]:
@@ -247,7 +205,7 @@ class Informer:
         if self._version is None:
             self._version = self._list()
         elif time.monotonic() >= self._resync_at:
-            self._changes.extend(Change(None, obj) for obj in self._cache.snapshot().values())
+            self._changes.extend((obj,) for obj in self._cache.snapshot().values())
             self._resync_at = time.monotonic() + self._settings.resync_s
         self._call_handlers()
         self._synced.set()
@@ -290,9 +248,7 @@ class Informer:
 
     def _take(self, event: WatchEvent) -> None:
         if event.type is not WatchEventType.BOOKMARK:
-            change = self._cache.follow(event)
-            if change is not None:
-                self._changes.append(change)
+            self._changes.append(self._cache.follow(event))
         self._version = resource_version_of(event.object)
         self._call_handlers()
 
@@ -301,7 +257,7 @@ class Informer:
         while self._changes:
             change = self._changes.popleft()
             for handler, keys_of in self._handlers:
-                keys = dict.fromkeys(key for state in change.states() for key in keys_of(state))
+                keys = dict.fromkeys(key for state in change for key in keys_of(state))
                 for key in keys:
                     if not self._stopping.is_set():
                         handler(key)

@@ -3,15 +3,13 @@
 - A key that waits and is added again waits once. A key that is added while it is worked on comes
   again when that work is done. So nobody works on a key twice at once, and no change is missed that
   came after the work had looked.
-- A key may be added for later; the earliest time counts. To work on it sooner does not cancel it:
-  to look once too often does no harm, to look once too rarely does.
+- Work may ask for its key again later; the earliest time counts. Work that begins sooner replaces
+  it, and says anew when to look again.
 - A key whose work failed comes back later and later, until its work succeeds once.
 """
 
 from __future__ import annotations
 
-import heapq
-import itertools
 import logging
 import math
 import random
@@ -49,88 +47,37 @@ Clock = Callable[[], float]
 RETRIES = Backoff(first_s=0.2, longest_s=120.0)
 
 
-class PendingKeys(Generic[K]):
-    """Own which key waits, since when, until when, and which is being worked on. Pure: the caller
-    says what time it is, in seconds of any clock that never goes back."""
-
-    def __init__(self) -> None:
-        self._waiting: dict[K, None] = {}
-        self._under_way: set[K] = set()
-        self._again: set[K] = set()
-        self._due: dict[K, float] = {}
-        self._later: list[tuple[float, int, K]] = []
-        self._numbers = itertools.count()
-
-    def add(self, key: K) -> None:
-        if key in self._under_way:
-            self._again.add(key)
-        else:
-            self._waiting.setdefault(key)
-
-    def add_later(self, key: K, due_at: float) -> None:
-        if due_at < self._due.get(key, float("inf")):
-            self._due[key] = due_at
-            heapq.heappush(self._later, (due_at, next(self._numbers), key))
-
-    def take(self, now: float) -> K | None:
-        """The key that has waited longest; None when none may be worked on now."""
-        self._wake(now)
-        for key in self._waiting:
-            del self._waiting[key]
-            self._under_way.add(key)
-            return key
-        return None
-
-    def done(self, key: K) -> None:
-        """The work on a key that was taken has ended."""
-        self._under_way.remove(key)
-        if key in self._again:
-            self._again.remove(key)
-            self.add(key)
-
-    def next_due_at(self) -> float | None:
-        return self._later[0][0] if self._later else None
-
-    def num_waiting(self, now: float) -> int:
-        """Those whose time has not come do not count."""
-        self._wake(now)
-        return len(self._waiting) + len(self._again)
-
-    def _wake(self, now: float) -> None:
-        while self._later and self._later[0][0] <= now:
-            due_at, _, key = heapq.heappop(self._later)
-            if self._due.get(key) == due_at:
-                del self._due[key]
-                self.add(key)
-
-
 class WorkQueue(Generic[K]):
-    """`PendingKeys` for threads: informers add, workers take. The number of keys bounds it."""
+    """Own which key is due when, and which is being worked on: informers add, workers take. The
+    number of keys bounds it."""
 
     def __init__(self, retries: Backoff = RETRIES, clock: Clock = time.monotonic) -> None:
-        self._retries = retries
-        self._clock = clock
+        self._retries, self._clock = retries, clock
         self._rng = random.Random()
-        self._pending: PendingKeys[K] = PendingKeys()
+        self._due: dict[K, float] = {}
+        self._under_way: set[K] = set()
         self._num_failures: dict[K, int] = {}
         self._changed = threading.Condition()
         self._is_closed = False
 
     def add(self, key: K) -> None:
         with self._changed:
-            self._pending.add(key)
+            self._add(key, 0.0)
             self._changed.notify()
 
     def take(self) -> K | None:
-        """Waits for a key, which the caller gives back by `succeeded` or `failed`; None once the
-        queue is closed, also when keys wait in it."""
+        """Waits for a key, the one that is due for longest, which the caller gives back by
+        `succeeded` or `failed`; None once the queue is closed, also when keys wait in it."""
         with self._changed:
             while not self._is_closed:
-                key = self._pending.take(self._clock())
-                if key is not None:
+                free = {key: at for key, at in self._due.items() if key not in self._under_way}
+                key = min(free, key=free.__getitem__, default=None)
+                left_s = None if key is None else free[key] - self._clock()
+                if key is not None and left_s is not None and left_s <= 0:
+                    del self._due[key]
+                    self._under_way.add(key)
                     return key
-                due_at = self._pending.next_due_at()
-                self._changed.wait(None if due_at is None else max(0.0, due_at - self._clock()))
+                self._changed.wait(left_s)
             return None
 
     def succeeded(self, key: K, again_after_s: float | None = None) -> None:
@@ -155,15 +102,19 @@ class WorkQueue(Generic[K]):
             self._changed.notify_all()
 
     def __len__(self) -> int:
-        """Keys that wait for a worker."""
+        """Keys whose time has come."""
         with self._changed:
-            return self._pending.num_waiting(self._clock())
+            return sum(due_at <= self._clock() for due_at in self._due.values())
 
     def _end(self, key: K, again_after_s: float | None) -> None:
+        self._under_way.remove(key)
         if again_after_s is not None:
-            self._pending.add_later(key, self._clock() + again_after_s)
-        self._pending.done(key)
+            self._add(key, again_after_s)
         self._changed.notify()
+
+    def _add(self, key: K, after_s: float) -> None:
+        due_at = self._clock() + after_s
+        self._due[key] = min(due_at, self._due.get(key, due_at))
 
 
 _REFUSED_S = 5.0

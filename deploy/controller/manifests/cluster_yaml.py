@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import re
 from collections.abc import Mapping
 
 from baton.config.cluster import ClusterConfig, ControlConfig, PoolConfig
 from baton.config.engine import AUTO
 from deploy.api.naming import as_written, snake_keys
 from deploy.api.serving_cluster import ModelSource, ServingClusterSpec
-from deploy.api.worker_pool import MAX_REPLICAS, PoolShape, WorkerPoolSpec
+from deploy.api.worker_pool import MAX_REPLICAS, PoolShape, WorkerPoolSpec, seconds
 from deploy.controller.kit.objects import Object as Seen
 from deploy.controller.manifests.common import (
     CONTROL_PORT,
@@ -23,14 +22,7 @@ from deploy.controller.manifests.common import (
 )
 from deploy.controller.manifests.routers import router_settings
 
-_UNITS_S = {"ms": 0.001, "s": 1, "m": 60, "h": 3600}
 _LEAVE_MARGIN_S = 30.0
-
-
-def seconds(duration: str) -> float:
-    """Of a Go duration, such as 1h30m."""
-    parts = re.findall(r"([0-9]+(?:\.[0-9]+)?)(ms|s|m|h)", duration)
-    return float(sum(float(number) * _UNITS_S[unit] for number, unit in parts))
 
 
 def model_path(model: ModelSource) -> str:

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 from baton.config.workers import POD_LABEL, PORT_VARIABLE, pod_resource
 from deploy.api.serving_cluster import ModelSource, ServingClusterSpec, SpotNotices
-from deploy.api.worker_pool import WorkerPoolSpec
-from deploy.controller.manifests.cluster_yaml import model_path, pool_device, seconds
+from deploy.api.worker_pool import WorkerPoolSpec, seconds
+from deploy.controller.manifests.cluster_yaml import model_path, pool_device
 from deploy.controller.manifests.common import (
     CONFIG_FILE,
     CONFIG_MOUNT,

@@ -6,9 +6,8 @@ import datetime
 
 from baton.config.planner import PlannerTargets
 from deploy.api.naming import as_written
-from deploy.api.worker_pool import WorkerPoolSpec
+from deploy.api.worker_pool import WorkerPoolSpec, seconds
 from deploy.controller.fleet import Slot, SlotState
-from deploy.controller.manifests.cluster_yaml import seconds
 from deploy.controller.manifests.common import CLUSTER_LABEL, POOL_LABEL, Object
 from deploy.controller.status.conditions import AVAILABLE, DEGRADED, PROGRESSING, Verdict, shortened
 from deploy.controller.status.waiting import SILENT, STARTING, Silence, model_problem, with_waits

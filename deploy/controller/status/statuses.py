@@ -50,7 +50,7 @@ class Statuses:
                 "desiredReason": None if plan is None else plan.reason,
             }
             verdicts = pool_verdicts(pool, refused.get(name, ""), pool_waits(view, pool), silent)
-            self._write(view.key, WORKER_POOLS, pool.obj, verdicts, status, size=pool.spec.replicas)
+            self.write(view.key, WORKER_POOLS, pool.obj, verdicts, status, size=pool.spec.replicas)
 
         return each(partial(write, name) for name in view.pools)
 
@@ -61,28 +61,23 @@ class Statuses:
         verdicts = cluster_verdicts(view, routers, refusals, timestamp(self._now()))
         status = cluster_status(view, verdicts)
         exposed = exposure(view)
-        self._write(view.key, SERVING_CLUSTERS, view.obj, verdicts, status, exposure=exposed)
-
-    def write(
-        self, cluster: Key, resource: Resource, obj: Object, verdicts: Sequence[Verdict]
-    ) -> None:
-        """Conditions alone, of an object that was not looked at as a whole."""
-        self._write(cluster, resource, obj, verdicts, {})
+        self.write(view.key, SERVING_CLUSTERS, view.obj, verdicts, status, exposure=exposed)
 
     def forget(self, cluster: Key) -> None:
         self._looks.pop(cluster, None)
 
-    def _write(
+    def write(
         self,
         cluster: Key,
         resource: Resource,
         obj: Object,
         verdicts: Sequence[Verdict],
-        status: Manifest,
+        status: Manifest | None = None,
         **looked: Any,
     ) -> None:
-        """Unless it says so already; None takes a field away."""
-        written = status | {
+        """Unless it says so already. `status`: None where the object was not looked at as a whole;
+        a None in it takes a field away."""
+        written = (status or {}) | {
             "observedGeneration": obj["metadata"].get("generation", 0),
             "conditions": conditions(verdicts, obj, timestamp(self._now())),
         }

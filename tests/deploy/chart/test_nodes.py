@@ -8,37 +8,26 @@ import pytest
 
 from deploy.api.checked import read_spec
 from deploy.api.serving_cluster import ServingClusterSpec
-from deploy.api.worker_pool import WorkerPoolSpec
-from deploy.controller.manifests.common import Owner, Release
-from deploy.controller.manifests.pods import PodContext, head_template, worker_template
+from deploy.controller.manifests.common import Owner
 from deploy.controller.manifests.routers import router_deployment
-from deploy.controller.manifests.worker_pool import worker_pool
-from deploy.controller.units import unit_of
 from tests.deploy.chart.chart import NAMESPACE, Helm, Object, first_cluster, of_kind, one
 from tests.deploy.chart.golden import COMBINATIONS
+from tests.deploy.golden.machines import RELEASE, ray_cluster_of
 from tests.deploy.schemas import check_pod
-
-OWNER = Owner("default", NAMESPACE, "0b5e1d0e-0000-4000-8000-000000000000")
-RELEASE = Release("baton/worker:1", "baton/router:1", "2.60.0")
 
 
 def pods_of(helm: Helm, values: dict[str, Any]) -> dict[str, Object]:
     """The pods that come of a release's ServingCluster: each pool's, `head` and `router`; every one
     as Kubernetes takes it."""
     cluster = one(helm.template(values), "ServingCluster")
-    spec = read_spec(ServingClusterSpec, cluster)
-    pools = {
-        name: read_spec(WorkerPoolSpec, worker_pool(OWNER, name, template, "baton.dev/drain"))
-        for name, template in cluster["spec"]["pools"].items()
+    owner = Owner("default", NAMESPACE, "0b5e1d0e-0000-4000-8000-000000000000")
+    spec, ray = read_spec(ServingClusterSpec, cluster), ray_cluster_of(cluster)["spec"]
+    groups = {
+        "head": ray["headGroupSpec"],
+        "router": router_deployment(owner, spec, RELEASE, "")["spec"],
     }
-    unit = unit_of(cluster["spec"], cluster["spec"]["pools"])
-    context = PodContext(OWNER, spec, RELEASE, unit)
-    routers = router_deployment(OWNER, spec, RELEASE, "routers")
-    pods = {
-        "head": head_template(context),
-        "router": routers["spec"]["template"],
-    }
-    pods |= {name: worker_template(context, pool) for name, pool in pools.items()}
+    groups |= {each["groupName"]: each for each in ray["workerGroupSpecs"]}
+    pods = {name: group["template"] for name, group in groups.items()}
     for name, pod in pods.items():
         check_pod(name, pod)
     return pods
@@ -171,15 +160,11 @@ def test_an_air_gapped_site_asks_nobody_outside(helm: Helm) -> None:
     assert all("registry.example.com/mirror/" in each for each in images)
 
 
-def test_pods_pull_as_the_releases_images_say(helm: Helm) -> None:
-    for policy in ("Always", "Never"):
-        values = first_cluster() | {"images": {"pullPolicy": policy, "pullSecrets": ["mirror"]}}
-        for pod in pods_of(helm, values).values():
-            assert container_of(pod)["imagePullPolicy"] == policy
-            assert pod["spec"]["imagePullSecrets"] == [{"name": "mirror"}]
-
-
-def test_the_hubs_token_comes_from_a_secret(helm: Helm) -> None:
-    pods = pods_of(helm, first_cluster() | {"hub": {"tokenSecretName": "hub"}})
-    for pod in (pods[name] for name in ("head", "prefill", "decode")):
-        assert env_of(pod)["HF_TOKEN"] == {"secretKeyRef": {"name": "hub", "key": "token"}}
+def test_pods_pull_and_ask_the_hub_as_the_release_says(helm: Helm) -> None:
+    images = {"pullPolicy": "Never", "pullSecrets": ["mirror"]}
+    values = first_cluster() | {"images": images, "hub": {"tokenSecretName": "hub"}}
+    for name, pod in pods_of(helm, values).items():
+        assert container_of(pod)["imagePullPolicy"] == "Never"
+        assert pod["spec"]["imagePullSecrets"] == [{"name": "mirror"}]
+        token = {"secretKeyRef": {"name": "hub", "key": "token"}}
+        assert env_of(pod).get("HF_TOKEN") == (None if name == "router" else token)

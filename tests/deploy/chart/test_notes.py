@@ -58,39 +58,6 @@ def test_pools_of_the_planner_are_named(helm: Helm, tmp_path: Path) -> None:
     assert "scale wp/" not in told
 
 
-@pytest.mark.parametrize(("registry", "warned"), [("", True), ("registry.example.com", False)])
-def test_images_that_nobody_publishes_are_warned_of(
-    helm: Helm, tmp_path: Path, registry: str, warned: bool
-) -> None:
-    told = notes(helm, tmp_path, {"images": {"registry": registry}})
-    assert ("WARNING: images.registry is empty" in told) is warned
-
-
-@pytest.mark.parametrize(
-    ("cluster", "warned"),
-    [
-        ({}, False),
-        ({"redis": {"enabled": False}}, True),
-        ({"spec": {"ray": {"gcsFaultTolerance": {"redisAddress": "mine:6379"}}}}, False),
-    ],
-    ids=["the chart's Redis", "none", "another Redis"],
-)
-def test_a_head_that_keeps_its_state_nowhere_is_warned_of(
-    helm: Helm, tmp_path: Path, cluster: dict[str, Any], warned: bool
-) -> None:
-    told = notes(helm, tmp_path, first_cluster(**cluster))
-    assert ("WARNING: no Redis keeps" in told) is warned
-
-
-@pytest.mark.parametrize(("storage", "warned"), [(None, False), ("", True), ("5Gi", False)])
-def test_who_installs_hears_where_the_state_of_rays_head_lies(
-    helm: Helm, tmp_path: Path, storage: str | None, warned: bool
-) -> None:
-    told = notes(helm, tmp_path, first_cluster(redis={"storage": storage}))
-    assert ("WARNING: the Redis of Ray's head has no volume" in told) is warned
-    assert ("get pvc default-redis" in told) is not warned
-
-
 REDIS: Object = {"metadata": {"labels": {"baton.dev/redis": "default"}}}
 MINE: Object = {"metadata": {"labels": {"app": "redis"}}}
 SWITCHED_OFF = first_cluster(redis={"enabled": False})
@@ -116,9 +83,31 @@ def test_who_switches_redis_off_hears_that_it_is_kept_and_how_it_goes(
     assert ("networkpolicy,pdb,secret,pvc --selector baton.dev/redis=default" in text) is told
 
 
-@pytest.mark.parametrize(("scraped", "warned"), [(True, False), (False, True)])
-def test_alerts_that_nothing_feeds_are_warned_of(
-    helm: Helm, tmp_path: Path, scraped: bool, warned: bool
+IMAGES = "WARNING: images.registry is empty"
+NO_REDIS = "WARNING: no Redis keeps"
+NO_VOLUME = "WARNING: the Redis of Ray's head has no volume"
+ON_VOLUME = "get pvc default-redis"
+NO_ALERT = "WARNING: no alert can fire"
+ALERTS = {"alerts": {"enabled": True}}
+
+
+@pytest.mark.parametrize(
+    ("values", "told", "not_told"),
+    [
+        ({"images": {"registry": ""}}, IMAGES, NO_REDIS),
+        ({"images": {"registry": "registry.example.com"}}, "", IMAGES),
+        (first_cluster(), ON_VOLUME, NO_REDIS),
+        (SWITCHED_OFF, NO_REDIS, ON_VOLUME),
+        (NAMED, "", NO_REDIS),
+        (first_cluster(redis={"storage": ""}), NO_VOLUME, ON_VOLUME),
+        (first_cluster(redis={"storage": "5Gi"}), ON_VOLUME, NO_VOLUME),
+        (ALERTS | {"podMonitor": {"enabled": True}}, "", NO_ALERT),
+        (ALERTS | {"podMonitor": {"enabled": False}}, NO_ALERT, ON_VOLUME),
+    ],
+)
+def test_what_is_missing_is_warned_of_and_nothing_else(
+    helm: Helm, tmp_path: Path, values: dict[str, Any], told: str, not_told: str
 ) -> None:
-    values = {"alerts": {"enabled": True}, "podMonitor": {"enabled": scraped}}
-    assert ("WARNING: no alert can fire" in notes(helm, tmp_path, values)) is warned
+    text = notes(helm, tmp_path, values)
+    assert told in text
+    assert not_told not in text

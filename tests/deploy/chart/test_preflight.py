@@ -43,10 +43,7 @@ def container(job: Object) -> Object:
 
 def flags(job: Object) -> Any:
     """As the command itself reads them: one that it does not know ends the test."""
-    (
-        python,
-        *module,
-    ) = container(job)["command"][:3]
+    python, *module = container(job)["command"][:3]
     assert (python, module) == ("python", ["-m", "cluster.preflight"])
     return parser().parse_args(container(job)["command"][3:])
 
@@ -117,14 +114,6 @@ def test_a_shared_gpu_is_asked_for_as_the_pool_asks_for_it(helm: Helm, none: obj
     assert not flags(job).rdma
 
 
-def test_the_images_are_those_of_the_workers(helm: Helm) -> None:
-    spec = ON | {"images": {"worker": "mine:2", "pullSecrets": ["mirror"], "pullPolicy": "Always"}}
-    job = jobs(helm, spec=spec)["decode"]
-    assert container(job)["image"] == "mine:2"
-    assert container(job)["imagePullPolicy"] == "Always"
-    assert pod(job)["spec"]["imagePullSecrets"] == [{"name": "mirror"}]
-
-
 def of_worker(helm: Helm, model: dict[str, Any] | None = None, **spec: Any) -> Object:
     """The job of a pool whose template says `spec`."""
     both = {"role": "mixed", "podTemplate": {"spec": spec}}
@@ -133,19 +122,20 @@ def of_worker(helm: Helm, model: dict[str, Any] | None = None, **spec: Any) -> O
     return job
 
 
-def test_a_pool_with_an_image_of_its_own_is_tried_with_that(helm: Helm) -> None:
-    worker = {"name": "ray-worker", "image": "mine:3", "imagePullPolicy": "Never"}
-    job = of_worker(helm, containers=[worker], imagePullSecrets=[{"name": "mirror"}])
-    assert container(job)["image"] == "mine:3"
-    assert container(job)["imagePullPolicy"] == "Never"
-    assert pod(job)["spec"]["imagePullSecrets"] == [{"name": "mirror"}]
-
-
-def test_what_a_worker_is_started_with_is_not_said_to_the_preflight(helm: Helm) -> None:
-    worker = {"name": "ray-worker", "command": ["sh"], "args": ["-c", "start"]}
-    job = of_worker(helm, containers=[worker])
-    assert "args" not in container(job)
-    assert flags(job).gpus == 1
+def test_a_job_has_the_image_of_the_workers_and_nothing_that_they_are_started_with(
+    helm: Helm,
+) -> None:
+    spec = ON | {"images": {"worker": "mine:2", "pullSecrets": ["mirror"], "pullPolicy": "Always"}}
+    own = {"name": "ray-worker", "image": "mine:3", "imagePullPolicy": "Never", "args": ["-c"]}
+    pool = of_worker(helm, containers=[own], imagePullSecrets=[{"name": "mirror"}])
+    for job, image, policy in (
+        (jobs(helm, spec=spec)["decode"], "mine:2", "Always"),
+        (pool, "mine:3", "Never"),
+    ):
+        assert (container(job)["image"], container(job)["imagePullPolicy"]) == (image, policy)
+        assert pod(job)["spec"]["imagePullSecrets"] == [{"name": "mirror"}]
+        assert "args" not in container(job)
+        assert flags(job).gpus == 1
 
 
 @pytest.mark.parametrize("model", [{"claim": {"claimName": "m"}}, {"name": "models/demo"}])

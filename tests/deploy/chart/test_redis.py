@@ -112,36 +112,28 @@ def test_a_secret_that_is_named_opens_it_and_none_is_made(helm: Helm) -> None:
     assert variable["valueFrom"]["secretKeyRef"] == {"name": "mine", "key": "password"}
 
 
-@pytest.mark.parametrize(("redis", "size"), [({}, "1Gi"), ({"storage": "5Gi"}, "5Gi")])
-def test_it_stays_with_the_cluster_and_its_state_with_a_volume(
-    helm: Helm, redis: dict[str, str], size: str
+@pytest.mark.parametrize(
+    ("redis", "size", "num_evicted"),
+    [({}, "1Gi", 1), ({"storage": "5Gi"}, "5Gi", 1), ({"storage": ""}, None, 0)],
+)
+def test_it_stays_with_the_cluster_and_its_state_with_a_volume_or_else_on_its_node(
+    helm: Helm, redis: dict[str, str], size: str | None, num_evicted: int
 ) -> None:
     objects = helm.template(first_cluster(nodes=RDMA, redis=redis))
     of_redis = [each for each in objects if each["metadata"]["name"] == "default-redis"]
-    assert len(of_redis) == 6
+    assert len(of_redis) == (6 if size else 5)
     for each in of_redis:
         assert each["metadata"]["annotations"] == {"helm.sh/resource-policy": "keep"}
-    assert one(objects, "PersistentVolumeClaim")["spec"] == {
-        "accessModes": ["ReadWriteOnce"],
-        "resources": {"requests": {"storage": size}},
-    }
-    (volume,) = redis_deployment(objects)["spec"]["template"]["spec"]["volumes"]
-    assert volume["persistentVolumeClaim"] == {"claimName": "default-redis"}
-
-
-def test_without_a_volume_no_node_that_is_drained_takes_its_state_along(helm: Helm) -> None:
-    held = helm.template(first_cluster(nodes=RDMA, redis={"storage": ""}))
-    assert not of_kind(held, "PersistentVolumeClaim")
-    (volume,) = redis_deployment(held)["spec"]["template"]["spec"]["volumes"]
-    assert volume == {"name": "data", "emptyDir": {}}
-    budgets = (
-        one(held, "PodDisruptionBudget"),
-        one(helm.template(first_cluster(nodes=RDMA)), "PodDisruptionBudget"),
-    )
-    assert [budget["spec"]["maxUnavailable"] for budget in budgets] == [0, 1]
-    labels = redis_deployment(held)["spec"]["template"]["metadata"]["labels"]
-    for budget in budgets:
-        assert budget["spec"]["selector"]["matchLabels"].items() <= labels.items()
+    claims = of_kind(objects, "PersistentVolumeClaim")
+    sizes = [claim["spec"]["resources"]["requests"]["storage"] for claim in claims]
+    assert sizes == ([size] if size else [])
+    pod = redis_deployment(objects)["spec"]["template"]
+    (volume,) = pod["spec"]["volumes"]
+    claimed = {"persistentVolumeClaim": {"claimName": "default-redis"}}
+    assert volume == {"name": "data"} | (claimed if size else {"emptyDir": {}})
+    budget = one(objects, "PodDisruptionBudget")["spec"]
+    assert budget["maxUnavailable"] == num_evicted
+    assert budget["selector"]["matchLabels"].items() <= pod["metadata"]["labels"].items()
 
 
 def test_only_the_clusters_own_head_may_connect(helm: Helm) -> None:
@@ -158,12 +150,8 @@ def test_only_the_clusters_own_head_may_connect(helm: Helm) -> None:
 
 
 def redis_deployment(objects: list[Object]) -> Object:
-    (found,) = (
-        each
-        for each in of_kind(objects, "Deployment")
-        if each["metadata"]["name"] == "default-redis"
-    )
-    return found
+    named = [each for each in objects if each["metadata"]["name"] == "default-redis"]
+    return one(named, "Deployment")
 
 
 def container_of(objects: list[Object]) -> Object:

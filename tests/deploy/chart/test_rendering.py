@@ -10,7 +10,7 @@ import yaml
 
 from deploy.api.checked import read_spec
 from deploy.api.crd import KINDS
-from deploy.api.generate import CHART, DEPLOY, stale
+from deploy.api.generate import CHART
 from deploy.api.serving_cluster import ServingClusterSpec
 from tests.deploy.chart.chart import (
     MONITORS,
@@ -117,15 +117,6 @@ def test_crds_are_installed_before_all_else_and_upgraded_before_an_upgrade(helm:
     job = one(helm.template({}, "--is-upgrade"), "Job")
     assert job["metadata"]["annotations"]["helm.sh/hook"] == "pre-upgrade"
     assert not of_kind(helm.template({"crds": {"upgrade": False}}, "--is-upgrade"), "Job")
-
-
-def test_what_the_chart_copies_is_byte_for_byte_what_it_copies_from() -> None:
-    assert not stale()
-    for folder, kind in (("crds", "yaml"), ("dashboards", "json"), ("alerts", "yaml")):
-        copies = {path.name: path.read_bytes() for path in (CHART / folder).iterdir()}
-        assert copies == {
-            path.name: path.read_bytes() for path in (DEPLOY / folder).glob(f"*.{kind}")
-        }
 
 
 @pytest.mark.parametrize(("version", "known"), [("1.26.15", False), ("1.27.0-eks-1", True)])

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import queue
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -52,25 +54,9 @@ class Server:
         exchange.hang()
 
 
-def test_a_cluster_that_is_gone_is_known_while_a_worker_pool_is_left_of_it() -> None:
-    """Whoever begins to lead has to let that go."""
-    with scripted(Server(obj("gone-decode", {CLUSTER_LABEL: "gone"}))) as running:
-        caches = Caches(kube_of(running), None, FAST)
-        caches.start()
-        try:
-            assert caches.wait_synced(TIMEOUT_S)
-            known = caches.known_clusters
-        finally:
-            assert caches.stop()
-    assert known == {Key(NAMESPACE, name) for name in ("main", "default", "other", "gone")}
-
-
-@pytest.mark.parametrize("labels", [{CLUSTER_LABEL: "default"}, {}])
-def test_a_worker_pool_concerns_each_cluster_that_has_a_pool_of_its_name(
-    labels: dict[str, str],
-) -> None:
-    """Of two one waits for the other's to go; and who takes its label away changes nothing."""
-    server = Server(obj("main-decode", labels))
+@contextlib.contextmanager
+def caches_of(server: Server) -> Iterator[tuple[Caches, queue.Queue[Key]]]:
+    """Complete ones, and what a handler hears from then on."""
     heard: queue.Queue[Key] = queue.Queue()
     with scripted(server) as running:
         caches = Caches(kube_of(running), None, FAST)
@@ -80,8 +66,25 @@ def test_a_worker_pool_concerns_each_cluster_that_has_a_pool_of_its_name(
             assert caches.wait_synced(TIMEOUT_S)
             while not heard.empty():
                 heard.get_nowait()
-            server.may_go.set()
-            said = {heard.get(timeout=TIMEOUT_S), heard.get(timeout=TIMEOUT_S)}
-            assert said == {Key(NAMESPACE, "main"), Key(NAMESPACE, "default")}
+            yield caches, heard
         finally:
             assert caches.stop()
+
+
+def test_a_cluster_that_is_gone_is_known_while_a_worker_pool_is_left_of_it() -> None:
+    """Whoever begins to lead has to let that go."""
+    with caches_of(Server(obj("gone-decode", {CLUSTER_LABEL: "gone"}))) as (caches, _):
+        known = {Key(NAMESPACE, name) for name in ("main", "default", "other", "gone")}
+        assert caches.known_clusters == known
+
+
+@pytest.mark.parametrize("labels", [{CLUSTER_LABEL: "default"}, {}])
+def test_a_worker_pool_concerns_each_cluster_that_has_a_pool_of_its_name(
+    labels: dict[str, str],
+) -> None:
+    """Of two one waits for the other's to go; and who takes its label away changes nothing."""
+    server = Server(obj("main-decode", labels))
+    with caches_of(server) as (_, heard):
+        server.may_go.set()
+        said = {heard.get(timeout=TIMEOUT_S), heard.get(timeout=TIMEOUT_S)}
+        assert said == {Key(NAMESPACE, "main"), Key(NAMESPACE, "default")}

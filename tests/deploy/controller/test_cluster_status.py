@@ -55,11 +55,7 @@ def test_a_change_of_a_status_is_one_event_and_none_before_the_supervisor_was_as
     metadata = {"name": "main", "namespace": "here"}
     obj = {"metadata": metadata, "spec": {"pools": {"decode": {"role": "decode"}}}}
     pools = {
-        name: dataclasses.replace(
-            pool,
-            obj={"metadata": {"name": name, "namespace": "here"}},
-            fleet=None,
-        )
+        name: dataclasses.replace(pool, obj={"metadata": metadata | {"name": name}}, fleet=None)
         for name, pool in view.pools.items()
     }
     events: list[str] = []

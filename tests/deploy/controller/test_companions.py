@@ -36,6 +36,8 @@ from tests.deploy.controller.views import pod, view_of
 from tests.deploy.schemas import check_kubernetes
 
 NAMESPACE_NAME = "kubernetes.io/metadata.name"
+MONITORED = Release("w", "r", "2.60.0", pod_monitors=PodMonitors("30s", {"release": "prometheus"}))
+Labels = Mapping[str, str]
 
 
 def made(
@@ -61,8 +63,7 @@ def test_kubernetes_takes_what_is_its_own() -> None:
 
 
 def test_all_of_it_belongs_to_the_cluster_and_a_pools_budget_to_its_pool() -> None:
-    release = Release("w", "r", "2.60.0", pod_monitors=PodMonitors("15s", {}))
-    for (kind, name), manifest in made(view_of(), release).items():
+    for (kind, name), manifest in made(view_of(), MONITORED).items():
         (owner,) = manifest["metadata"]["ownerReferences"]
         wanted = ("ServingCluster", "main", OWNER.uid)
         if name == "main-decode-workers" and kind == "PodDisruptionBudget":
@@ -108,24 +109,34 @@ def test_a_pod_that_never_gets_ready_holds_up_no_drain_where_a_budget_can_say_so
     assert newer == older | {"unhealthyPodEvictionPolicy": "AlwaysAllow"}
 
 
-def test_a_budget_selects_the_pods_that_it_is_of() -> None:
-    view = view_of()
-    routers = routers_of(view.spec)
-    pods = {
-        "main-router": routers["spec"]["template"],
-        "main-decode-workers": group_of(ray_of(view.spec), "decode")["template"],
-        "main-prefill-workers": group_of(ray_of(view.spec), "prefill")["template"],
-    }
-    for name in pods:
-        selector = made(view)["PodDisruptionBudget", name]["spec"]["selector"]
-        selected = {other for other, template in pods.items()
-                    if _selects(selector, template["metadata"]["labels"])}  # fmt: skip
-        assert selected == {name}
+def labels_of(view: ClusterView) -> dict[str, Labels]:
+    """Of the pods that are made: the head, the routers, and each pool's."""
+    ray = ray_of(view.spec)["spec"]
+    made = {"head": ray["headGroupSpec"], "router": routers_of(view.spec)["spec"]}
+    made |= {each["groupName"]: each for each in ray["workerGroupSpecs"]}
+    return {name: each["template"]["metadata"]["labels"] for name, each in made.items()}
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "selected"),
+    [
+        ("PodDisruptionBudget", "main-router", {"router"}),
+        ("PodDisruptionBudget", "main-decode-workers", {"decode"}),
+        ("PodDisruptionBudget", "main-prefill-workers", {"prefill"}),
+        ("NetworkPolicy", "main-router-ports", {"router"}),
+        ("NetworkPolicy", "main-worker-ports", {"decode", "prefill"}),
+        ("NetworkPolicy", "main-head-ports", {"head"}),
+        ("PodMonitor", "main", {"router", "decode", "prefill"}),
+    ],
+)
+def test_each_selects_the_pods_that_it_is_of(kind: str, name: str, selected: set[str]) -> None:
+    spec = made(view_of(), MONITORED)[kind, name]["spec"]
+    selector = spec.get("podSelector") or spec["selector"]
+    found = {pod for pod, labels in labels_of(view_of()).items() if _selects(selector, labels)}
+    assert found == selected
 
 
 # --- who may connect ------------------------------------------------------------------------------
-
-Labels = Mapping[str, str]
 
 
 def _selects(selector: Mapping[str, Any], labels: Labels) -> bool:
@@ -214,20 +225,6 @@ def test_where_namespaces_do_not_carry_their_names_the_operator_is_still_let_in(
     assert not _is_let_in(peer, {}, STRANGER)
 
 
-def test_the_policies_select_the_pods_that_are_made() -> None:
-    view = view_of()
-    routers = routers_of(view.spec)
-    ray = ray_of(view.spec)
-    pods = {
-        "main-router-ports": routers["spec"]["template"],
-        "main-worker-ports": group_of(ray, "decode")["template"],
-        "main-head-ports": ray["spec"]["headGroupSpec"]["template"],
-    }
-    for name, template in pods.items():
-        selector = made(view)["NetworkPolicy", name]["spec"]["podSelector"]
-        assert _selects(selector, template["metadata"]["labels"])
-
-
 # --- the way in, and metrics ----------------------------------------------------------------------
 
 
@@ -249,38 +246,37 @@ def test_a_name_alone_is_an_ingress_that_speaks_grpc_to_the_routers() -> None:
     assert rule["host"] == "llm.example.com"
     assert backend["name"] == service["metadata"]["name"]
     assert backend["port"]["number"] in [port["port"] for port in service["spec"]["ports"]]
-    protocol = ingress["metadata"]["annotations"]["nginx.ingress.kubernetes.io/backend-protocol"]
-    assert protocol == "GRPC"
-    assert "tls" not in ingress["spec"]
-    assert "ingressClassName" not in ingress["spec"]
+    assert ingress["metadata"]["annotations"][PROTOCOL] == "GRPC"
+    assert not {"tls", "ingressClassName"} & set(ingress["spec"])
 
 
-def test_an_ingress_is_of_the_class_with_the_annotations_and_the_certificate_that_are_named() -> (
-    None
-):
-    named = {
-        "className": "public",
-        "annotations": {"nginx.ingress.kubernetes.io/proxy-read-timeout": "9", "team": "red"},
-        "tlsSecretName": "public-cert",
-    }
-    for tls, spoken in ((None, "GRPC"), ({"secretName": "inside"}, "GRPCS")):
-        router = {"hostname": "llm.example.com", "ingress": named}
-        (ingress,) = routes(**router, **({"tls": tls} if tls else {})).values()
-        check_kubernetes(ingress)
-        annotations = ingress["metadata"]["annotations"]
-        assert annotations.items() >= named["annotations"].items()
-        assert annotations["nginx.ingress.kubernetes.io/backend-protocol"] == spoken
-        assert ingress["spec"]["ingressClassName"] == "public"
-        assert ingress["spec"]["tls"] == [
-            {"hosts": ["llm.example.com"], "secretName": "public-cert"}
-        ]
+PROTOCOL = "nginx.ingress.kubernetes.io/backend-protocol"
+NAMED = {
+    "className": "public",
+    "annotations": {"nginx.ingress.kubernetes.io/proxy-read-timeout": "9", "team": "red"},
+    "tlsSecretName": "public-cert",
+}
 
 
-def test_where_routers_serve_tls_the_ingress_has_their_certificate_and_speaks_it_to_them() -> None:
-    (ingress,) = routes(hostname="llm.example.com", tls={"secretName": "edge"}).values()
-    assert ingress["spec"]["tls"] == [{"hosts": ["llm.example.com"], "secretName": "edge"}]
-    protocol = ingress["metadata"]["annotations"]["nginx.ingress.kubernetes.io/backend-protocol"]
-    assert protocol == "GRPCS"
+@pytest.mark.parametrize(
+    ("router", "spoken", "certificate"),
+    [
+        ({"ingress": NAMED}, "GRPC", "public-cert"),
+        ({"ingress": NAMED, "tls": {"secretName": "inside"}}, "GRPCS", "public-cert"),
+        ({"tls": {"secretName": "edge"}}, "GRPCS", "edge"),
+    ],
+)
+def test_an_ingress_is_as_it_is_named_and_has_the_routers_certificate_unless_another_is(
+    router: dict[str, Any], spoken: str, certificate: str
+) -> None:
+    (ingress,) = routes(hostname="llm.example.com", **router).values()
+    check_kubernetes(ingress)
+    named = router.get("ingress", {})
+    annotations = ingress["metadata"]["annotations"]
+    assert annotations.items() >= named.get("annotations", {}).items()
+    assert annotations[PROTOCOL] == spoken
+    assert ingress["spec"].get("ingressClassName") == named.get("className")
+    assert ingress["spec"]["tls"] == [{"hosts": ["llm.example.com"], "secretName": certificate}]
 
 
 @pytest.mark.parametrize(
@@ -305,20 +301,12 @@ def test_where_an_issuer_is_named_the_certificate_is_kept_beside_the_cluster() -
 
 def test_a_monitor_scrapes_routers_and_workers_by_a_port_that_they_have() -> None:
     assert not [kind for kind, _ in made(view_of()) if kind == "PodMonitor"]
-    monitors = PodMonitors("30s", {"release": "prometheus"})
     view = view_of()
-    monitor = made(view, Release("w", "r", "2.60.0", pod_monitors=monitors))["PodMonitor", "main"]
+    monitor = made(view, MONITORED)["PodMonitor", "main"]
     assert monitor["metadata"]["labels"]["release"] == "prometheus"
     (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
     assert endpoint["interval"] == "30s"
-    routers = routers_of(view.spec)
-    for template in (
-        routers["spec"]["template"],
-        group_of(ray_of(view.spec), "decode")["template"],
-    ):
-        assert _selects(monitor["spec"]["selector"], template["metadata"]["labels"])
-        ports = {port["name"]: port["containerPort"]
-                 for port in template["spec"]["containers"][0]["ports"]}  # fmt: skip
+    for each in (routers_of(view.spec)["spec"], group_of(ray_of(view.spec), "decode")):
+        (container,) = each["template"]["spec"]["containers"]
+        ports = {port["name"]: port["containerPort"] for port in container["ports"]}
         assert ports[endpoint["port"]] == METRICS_PORT
-    head = ray_of(view.spec)["spec"]["headGroupSpec"]["template"]["metadata"]
-    assert not _selects(monitor["spec"]["selector"], head["labels"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import threading
 from collections.abc import AsyncIterator
@@ -17,7 +18,7 @@ CLUSTER = Key("here", "main")
 
 
 class Supervisor(Registry):
-    """Tells what a router has said it."""
+    """Reports what a router has said it."""
 
     report = control_pb2.ReportRouterRequest(router_id="router-1")
 
@@ -36,12 +37,24 @@ class Supervisor(Registry):
             yield response
 
 
-async def test_requests_that_are_held_for_stopped_pools_are_reported_at_once() -> None:
-    supervisor, said = Supervisor(), threading.Event()
+@contextlib.asynccontextmanager
+async def watching(supervisor: Supervisor) -> AsyncIterator[tuple[FleetWatch, threading.Event]]:
+    """The watch of it, and what is set when something has changed."""
+    said = threading.Event()
     watch = FleetWatch(lambda _: said.set())
     await supervisor.start()
     try:
+        assert not watch.heard(supervisor.address).is_certain
         watch.follow(CLUSTER, [supervisor.address])
+        yield watch, said
+    finally:
+        watch.stop()
+        await supervisor.stop()
+
+
+async def test_requests_that_are_held_for_stopped_pools_are_reported_at_once() -> None:
+    supervisor = Supervisor()
+    async with watching(supervisor) as (watch, said):
         assert await asyncio.to_thread(said.wait, 10), "the supervisor speaks"
         for num_held in (1, 0):
             said.clear()
@@ -51,19 +64,12 @@ async def test_requests_that_are_held_for_stopped_pools_are_reported_at_once() -
             fleet = watch.heard(supervisor.address).fleet
             assert fleet is not None
             assert fleet.holds_requests == (num_held > 0)
-    finally:
-        watch.stop()
-        await supervisor.stop()
 
 
 async def test_a_supervisor_that_has_had_no_time_to_speak_is_not_silent() -> None:
-    supervisor, said = Supervisor(), threading.Event()
-    watch = FleetWatch(lambda _: said.set())
-    assert not watch.heard(supervisor.address).is_certain
-    await supervisor.start()
+    supervisor = Supervisor()
     supervisor.speaks.clear()
-    try:
-        watch.follow(CLUSTER, [supervisor.address])
+    async with watching(supervisor) as (watch, said):
         await supervisor.asked.wait()
         assert not watch.heard(supervisor.address).is_certain
         supervisor.speaks.set()
@@ -71,27 +77,18 @@ async def test_a_supervisor_that_has_had_no_time_to_speak_is_not_silent() -> Non
         heard = watch.heard(supervisor.address)
         assert heard.is_certain
         assert heard.fleet is not None
-    finally:
-        watch.stop()
-        await supervisor.stop()
 
 
 async def test_a_supervisor_whose_workers_have_yet_to_register_is_not_settled() -> None:
-    supervisor, said = Supervisor(), threading.Event()
-    watch = FleetWatch(lambda _: said.set())
+    supervisor = Supervisor()
     supervisor.settles = True
-    await supervisor.start()
-    try:
-        watch.follow(CLUSTER, [supervisor.address])
+    async with watching(supervisor) as (watch, said):
         for settles in (True, False):
             assert await asyncio.to_thread(said.wait, 10)
             assert watch.heard(supervisor.address).is_settled == (not settles)
             said.clear()
             supervisor.settles = False
             await supervisor.publish()
-    finally:
-        watch.stop()
-        await supervisor.stop()
 
 
 def answer_of(*pools: control_pb2.PoolStatus, settles: bool = False) -> Heard:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deploy.controller.fleet import FleetPool, Slot, SlotState
 from deploy.controller.kuberay import group_size
+from deploy.controller.manifests.ray_cluster import GroupSize
 from deploy.controller.pod import Pod
 
 
@@ -24,49 +26,30 @@ def pods(names: str) -> list[Pod]:
     return [pod(name) for name in names]
 
 
-def test_a_pool_grows_at_once() -> None:
-    size = group_size(3, pods("a"), FleetPool(1, [slot(0, "a")]))
-    assert (size.replicas, size.to_delete) == (3, ())
+HOME = slot(0, "a")
+DRAINS = slot(1, "b", SlotState.DRAINING)
+WAITS = slot(1, "", SlotState.PENDING)
 
 
-def test_a_pod_whose_worker_drains_stays() -> None:
-    draining = slot(1, "b", SlotState.DRAINING)
-    size = group_size(1, pods("ab"), FleetPool(1, [slot(0, "a"), draining]))
-    assert (size.replicas, size.to_delete) == (2, ())
-
-
-def test_replicas_and_the_pods_that_go_are_reported_together() -> None:
-    size = group_size(1, pods("abc"), FleetPool(1, [slot(0, "b")]))
-    assert (size.replicas, size.to_delete) == (1, ("a", "c"))
-
-
-def test_pods_that_go_already_stay_named_until_they_are_gone() -> None:
-    size = group_size(1, [pod("a"), pod("b", going=True)], FleetPool(1, [slot(0, "a")]))
-    assert (size.replicas, size.to_delete) == (1, ("b",))
-
-
-def test_nothing_goes_while_the_supervisor_is_silent() -> None:
-    size = group_size(1, pods("abc"), None)
-    assert (size.replicas, size.to_delete) == (3, ())
-
-
-def test_a_pod_that_is_not_seen_yet_counts_when_a_worker_is_on_it() -> None:
-    slots = [slot(0, "a"), slot(1, "b"), slot(2, "c")]
-    size = group_size(1, pods("a"), FleetPool(1, slots))
-    assert (size.replicas, size.to_delete) == (3, ()), "KubeRay would choose two of three"
-
-
-def test_a_pod_that_a_place_waits_for_stays() -> None:
-    waiting = slot(1, "", SlotState.PENDING)
-    size = group_size(2, pods("abc"), FleetPool(2, [slot(0, "a"), waiting]))
-    assert size.replicas == 2
-    assert len(size.to_delete) == 1
-
-
-def test_a_pod_that_never_got_ready_goes_before_one_that_did() -> None:
-    have = [pod("a"), pod("b"), pod("c", ready=False)]
-    size = group_size(2, have, FleetPool(2, [slot(0, "a"), slot(1, "", SlotState.PENDING)]))
-    assert size.to_delete == ("c",)
+@pytest.mark.parametrize(
+    ("replicas", "have", "slots", "expected"),
+    [
+        (3, pods("a"), [HOME], GroupSize(3)),  # it grows at once
+        (1, pods("ab"), [HOME, DRAINS], GroupSize(2)),  # a pod whose worker drains stays
+        (1, pods("abc"), [slot(0, "b")], GroupSize(1, ("a", "c"))),
+        (1, [pod("a"), pod("b", going=True)], [HOME], GroupSize(1, ("b",))),  # until it is gone
+        (1, pods("abc"), None, GroupSize(3)),  # the supervisor is silent: nothing goes
+        # a pod that is not seen yet counts: KubeRay would choose two of three
+        (1, pods("a"), [HOME, slot(1, "b"), slot(2, "c")], GroupSize(3)),
+        (2, pods("abc"), [HOME, WAITS], GroupSize(2, ("b",))),  # one stays for the slot that waits
+        (2, [pod("a"), pod("b"), pod("c", ready=False)], [HOME, WAITS], GroupSize(2, ("c",))),
+    ],
+)
+def test_only_pods_without_a_worker_go(
+    replicas: int, have: list[Pod], slots: list[Slot] | None, expected: GroupSize
+) -> None:
+    fleet = None if slots is None else FleetPool(replicas, slots)
+    assert group_size(replicas, have, fleet) == expected
 
 
 # --- a model of KubeRay and the supervisor --------------------------------------------------------

@@ -30,10 +30,19 @@ def watched(kube: Kube, window: Window = _WINDOW) -> list[WatchEventType]:
         return [event.type for event in stream]
 
 
-def test_a_page_of_a_proxy_is_no_answer() -> None:
+@pytest.mark.parametrize(
+    ("body", "status", "error", "words"),
+    [
+        (b"<html>Welcome</html>", 200, UnreachableError, r"no API server's answer.*Welcome"),
+        (b"bad gateway", 502, StatusError, "GET /api/v1/namespaces/n/configmaps/a: bad gateway"),
+    ],
+)
+def test_what_a_proxy_says_is_no_answer(
+    body: bytes, status: int, error: type[Exception], words: str
+) -> None:
     with (
-        scripted(lambda exchange: exchange.answer(b"<html>Welcome</html>")) as server,
-        pytest.raises(UnreachableError, match=r"no API server's answer.*Welcome"),
+        scripted(lambda exchange: exchange.answer(body, status)) as server,
+        pytest.raises(error, match=words),
     ):
         kube_of(server).get(CONFIG_MAPS, _KEY)
 
@@ -45,14 +54,6 @@ def test_a_busy_server_says_when_to_come_back() -> None:
     with scripted(busy) as server, pytest.raises(StatusError, match=r"try again.*429") as refused:
         kube_of(server).get(CONFIG_MAPS, _KEY)
     assert refused.value.retry_after_s == 7
-
-
-def test_a_proxy_without_an_api_server_behind_it_is_a_server_error() -> None:
-    with (
-        scripted(lambda exchange: exchange.answer(b"bad gateway", 502)) as server,
-        pytest.raises(StatusError, match="GET /api/v1/namespaces/n/configmaps/a: bad gateway"),
-    ):
-        kube_of(server).get(CONFIG_MAPS, _KEY)
 
 
 @pytest.mark.parametrize("verb", ["get", "delete", "merge_patch"])
@@ -144,22 +145,22 @@ def test_an_event_may_come_in_pieces_and_several_in_one() -> None:
 
 @pytest.mark.parametrize(
     "piece",
-    [b'{"type": "ADDED", "object"', b"<html>\n", b'{"type": "NEW", "object": {}}\n', b"[]\n"],
+    [
+        b'{"type": "ADDED", "object"',
+        b"<html>\n",
+        b'{"type": "NEW", "object": {}}\n',
+        b"[]\n",
+        None,
+    ],
 )
-def test_what_is_no_event_ends_a_watch(piece: bytes) -> None:
-    def script(exchange: Exchange) -> None:
-        exchange.begin_stream()
-        exchange.send_piece(piece)
-        exchange.end_stream()
-
-    with scripted(script) as server, pytest.raises(UnreachableError):
-        watched(kube_of(server))
-
-
-def test_a_watch_whose_connection_breaks_is_not_one_that_ended() -> None:
+def test_what_is_no_event_or_a_connection_that_breaks_ends_a_watch(piece: bytes | None) -> None:
     def script(exchange: Exchange) -> None:
         exchange.begin_stream({"type": "ADDED", "object": {}})
-        exchange.close_connection = True
+        if piece is None:
+            exchange.close_connection = True
+            return
+        exchange.send_piece(piece)
+        exchange.end_stream()
 
     with scripted(script) as server, pytest.raises(UnreachableError):
         watched(kube_of(server))

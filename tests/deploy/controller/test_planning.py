@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 from baton.config.planner import PlannerConfig
@@ -19,29 +20,29 @@ CONFIG = PlannerConfig(panic_window_s=10.0, stable_window_s=20.0, warm_up_s=0.0,
 NUM_MIXED = 4
 
 
-def said(replicas: int) -> control_pb2.WatchFleetResponse:
-    """One live prefill worker that computes 1,000 tokens/s, and 2,400 that arrive."""
-    answer = control_pb2.WatchFleetResponse(
-        routers=[
-            control_pb2.ReportRouterRequest(
-                router_id="router-1", requests_per_s=4.0, uncached_tokens_per_s=2400.0
-            )
-        ],
-        pools=[
-            control_pb2.PoolStatus(
-                name=name, role=common_pb2.WORKER_ROLE_PREFILL, desired_replicas=size
-            )
-            for name, size in (("prefill", replicas), ("new", 0))
-        ],
+def answer_of(
+    tokens_per_s: float,
+    sizes: dict[str, int],
+    workers: Iterable[str],
+    role: common_pb2.WorkerRole = common_pb2.WORKER_ROLE_PREFILL,
+    kv_use: float = 0.0,
+) -> control_pb2.WatchFleetResponse:
+    """`tokens_per_s` arrive; live `workers`, by their pools, compute 1,000 each, and `kv_use` of
+    their KV is full. The supervisor knows nothing of roles that switch."""
+    router = control_pb2.ReportRouterRequest(
+        router_id="router-1", requests_per_s=4.0, uncached_tokens_per_s=tokens_per_s
     )
-    worker = answer.workers.add(state=control_pb2.WORKER_STATE_LIVE)
-    worker.info.ref.worker_id, worker.info.pool, worker.info.max_num_seqs = (
-        "prefill-0",
-        "prefill",
-        8,
-    )
-    worker.load.num_blocks = worker.load.num_free_blocks = 100
-    worker.load.prefill_tokens_per_s = 1000.0
+    pools = [
+        control_pb2.PoolStatus(name=name, role=role, desired_replicas=size)
+        for name, size in sizes.items()
+    ]
+    answer = control_pb2.WatchFleetResponse(routers=[router], pools=pools)
+    for number, pool in enumerate(workers):
+        worker = answer.workers.add(state=control_pb2.WORKER_STATE_LIVE)
+        worker.info.ref.worker_id, worker.info.pool = f"{pool}-{number}", pool
+        worker.info.max_num_seqs, worker.load.num_running = 64, 10
+        worker.load.num_blocks, worker.load.num_free_blocks = 1000, round(1000 * (1 - kv_use))
+        worker.load.prefill_tokens_per_s = 1000.0
     return answer
 
 
@@ -57,8 +58,8 @@ def planned(mode: ScalingMode, *, has: int = 1, supervisor_has: int = 1) -> Pool
     )
     plans = {}
     for second in range(0, 12, 2):
-        heard = said(supervisor_has), float(second)
-        plans = planning.plan(MAIN, heard, {"prefill": pool}, CONFIG)
+        answer = answer_of(2400.0, {"prefill": supervisor_has}, ["prefill"])
+        plans = planning.plan(MAIN, (answer, float(second)), {"prefill": pool}, CONFIG)
     return plans["prefill"]
 
 
@@ -94,41 +95,19 @@ def test_a_pool_that_is_being_deleted_has_no_part_in_the_load_of_what_replaces_i
         "prefill": PoolView(going, replace(spec, pool="prefill", replicas=4), [], None),
     }
     view = replace(view_of(), pools=pools)
-    plans = Planning().plan(MAIN, (answer_of_both(), 0.0), view.staying_specs, CONFIG)
+    answer = answer_of(2400.0, {"prefill": 4, "new": 1}, ["prefill", "new"])
+    plans = Planning().plan(MAIN, (answer, 0.0), view.staying_specs, CONFIG)
     assert plans.keys() == {"new"}
     assert "2,400 uncached tokens/s" in plans["new"].reason
-
-
-def answer_of_both() -> control_pb2.WatchFleetResponse:
-    """As `said`, but for a worker in either pool."""
-    answer = said(4)
-    answer.pools[1].desired_replicas = 1
-    answer.workers.add().CopyFrom(answer.workers[0])
-    answer.workers[1].info.ref.worker_id = "new-0"
-    answer.workers[1].info.pool = "new"
-    return answer
 
 
 # --- a mixed pool ---------------------------------------------------------------------------------
 
 
 def mixed_fleet(tokens_per_s: float, kv_fill: float) -> control_pb2.WatchFleetResponse:
-    """Workers that compute 1,000 tokens/s each; `kv_fill`: how many of their KV is full. The
-    supervisor knows nothing of the roles yet."""
-    router = control_pb2.ReportRouterRequest(
-        router_id="router-1", requests_per_s=4.0, uncached_tokens_per_s=tokens_per_s
-    )
-    role = common_pb2.WORKER_ROLE_MIXED
-    pool = control_pb2.PoolStatus(name="mixed", role=role, desired_replicas=NUM_MIXED)
-    answer = control_pb2.WatchFleetResponse(routers=[router], pools=[pool])
-    for number in range(NUM_MIXED):
-        worker = answer.workers.add(state=control_pb2.WORKER_STATE_LIVE)
-        worker.info.ref.worker_id, worker.info.pool = f"mixed-{number}", pool.name
-        worker.info.max_num_seqs, worker.load.num_running = 64, 10
-        worker.load.num_blocks = 1000
-        worker.load.num_free_blocks = round(1000 * (1 - kv_fill / NUM_MIXED))
-        worker.load.prefill_tokens_per_s = 1000.0
-    return answer
+    """`kv_fill`: how many of its workers' KV is full."""
+    workers, role = ["mixed"] * NUM_MIXED, common_pb2.WORKER_ROLE_MIXED
+    return answer_of(tokens_per_s, {"mixed": NUM_MIXED}, workers, role, kv_fill / NUM_MIXED)
 
 
 def mixed_pool(roles: RolePlan | None) -> WorkerPoolSpec:

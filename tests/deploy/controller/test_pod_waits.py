@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from deploy.controller.pod import pods_refused, together, waits_for
-from tests.deploy.controller.things import UNSCHEDULABLE
+from tests.deploy.controller.things import REFUSED, UNSCHEDULABLE
 
 MAKING = {"waiting": {"reason": "PodInitializing"}}
 RUNNING = {"running": {"startedAt": "2026-01-01T10:00:00Z"}}
@@ -67,16 +67,11 @@ def test_nobody_waits_for_a_sidecar_to_end() -> None:
     [
         ({}, ""),
         ({"conditions": [{"type": "ReplicaFailure", "status": "False", "message": "old"}]}, ""),
-        ({"conditions": [{"type": "ReplicaFailure", "status": "True", "reason": "FailedCreate",
-                          "message": "pods is forbidden: exceeded quota: gpus"}]},
-         "FailedCreate: pods is forbidden: exceeded quota: gpus"),
+        (REFUSED["status"], "FailedCreate: pods is forbidden: exceeded quota: gpus"),
     ],
 )  # fmt: skip
 def test_an_owner_that_could_make_no_pod_says_why(status: dict[str, Any], said: str) -> None:
     assert pods_refused({"status": status}) == said
-
-
-def test_no_owner_is_refused_nothing() -> None:
     assert pods_refused(None) == ""
 
 

@@ -80,7 +80,7 @@ def test_an_error_that_is_too_long_for_a_status_is_reported_as_far_as_it_goes() 
 def test_what_clients_see_stands_beside_what_they_are_to_see() -> None:
     """At the router where they see worst."""
     said = control_pb2.WatchFleetResponse(
-        pools=[control_pb2.PoolStatus(name=name, desired_replicas=1) for name in (NAME,)],
+        pools=[control_pb2.PoolStatus(name=NAME, desired_replicas=1)],
         routers=[
             control_pb2.ReportRouterRequest(
                 pools=[control_pb2.PoolFigures(pool=NAME, ttft_p95_s=0.25, itl_p95_s=0.04)]
@@ -126,11 +126,8 @@ def test_a_pool_that_a_supervisor_does_not_know_yet_starts_and_says_what_was_ref
         for state in (SlotState.STARTING, SlotState.PENDING, SlotState.LIVE)
     )
     assert pool_verdicts(seen(Heard(heard, settles)), "")[1].reason == "AsWanted"
-    for begins in (
-        Heard(others, settles),
-        Heard(found, settles),
-        Heard(waits, settles),
-    ):  # it has yet to find what another left
+    for fleet in (others, found, waits):  # it has yet to find what another left
+        begins = Heard(fleet, settles)
         said = pool_verdicts(seen(begins), "")
         assert [each.reason for each in said] == ["Live", "Starting", "Sound"]
         status = pool_status(seen(begins), PlannerConfig(), BEGUN)

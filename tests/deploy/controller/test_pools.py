@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -20,65 +18,43 @@ from deploy.api.worker_pool import WorkerPoolSpec
 from deploy.controller.caches import Caches
 from deploy.controller.kit.applied import Applied
 from deploy.controller.kit.events import EventType
-from deploy.controller.kit.finalizers import FINALIZER, Finalizers
+from deploy.controller.kit.finalizers import FINALIZER
 from deploy.controller.kit.objects import Key, Object
 from deploy.controller.manifests.common import CLUSTER_LABEL, POOL_LABEL, ROLE_LABEL, Owner
 from deploy.controller.manifests.worker_pool import worker_pool
 from deploy.controller.pools import Pools, with_accepted_size
 from deploy.controller.view import PoolView
 from tests.deploy.controller.following import FAST, TIMEOUT_S
-from tests.deploy.controller.scripted_api import Exchange, kube_of, scripted
+from tests.deploy.controller.scripted_api import kube_of, scripted
 from tests.deploy.controller.views import view_of
+from tests.deploy.controller.written import Server
 
 OWNER = Owner("main", "models", "uid-1")
 PATH = "/apis/baton.dev/v1alpha1/namespaces/models/workerpools/main-decode"
 DECODE = {"role": "decode"}
-
-
-@dataclass
-class Server:
-    """WorkerPools as they were when the operator began to follow them; what is written is noted."""
-
-    pools: list[dict[str, Any]]
-    writes: list[tuple[str, str, dict[str, Any]]] = field(default_factory=list)
-    refuses: dict[str, tuple[int, str]] = field(default_factory=dict)
-    """Verbs, each with a status and its reason."""
-
-    events: list[tuple[str, str]] = field(default_factory=list)
-
-    def record(self, about: Object, type_: EventType, reason: str, message: str) -> None:
-        self.events.append((reason, message))
-
-    def __call__(self, exchange: Exchange) -> None:
-        if exchange.is_watch:
-            exchange.begin_stream()
-            exchange.hang()
-        elif exchange.command == "GET":
-            metadata = {"resourceVersion": "1"}
-            kind = {"kind": "WorkerPoolList", "apiVersion": "baton.dev/v1alpha1"}
-            exchange.answer(kind | {"metadata": metadata, "items": self.pools})
-        else:
-            body = json.loads(exchange.body)
-            self.writes.append((exchange.command, exchange.path.partition("?")[0], body))
-            if exchange.command in self.refuses:
-                code, reason = self.refuses[exchange.command]
-                exchange.answer({"kind": "Status", "code": code, "reason": reason}, code)
-                return
-            exchange.answer({"metadata": {"namespace": "models"}} | body)
+GOING = {"deletionTimestamp": "2030-01-01T00:00:00Z"}
 
 
 @contextlib.contextmanager
-def pools_at(*seen: dict[str, Any]) -> Iterator[tuple[Pools, Server]]:
-    """`seen`: the WorkerPools that there are."""
-    server = Server(list(seen))
+def pools_at(
+    *seen: dict[str, Any], **refuses: tuple[int, str]
+) -> Iterator[tuple[Pools, Server, list[tuple[str, str]]]]:
+    """With the events. `seen`: the WorkerPools that there are; `refuses`: verbs, each with a status
+    and its reason."""
+    names = ("main-decode", "listed workerpools")
+    refused = {(verb, name): status for verb, status in refuses.items() for name in names}
+    server, events = Server({"workerpools": list(seen)}, refused), list[tuple[str, str]]()
+
+    def record(about: Object, type_: EventType, reason: str, message: str) -> None:
+        events.append((reason, message))
+
     with scripted(server) as running:
         kube = kube_of(running)
         caches = Caches(kube, None, FAST)
         caches.pools.start()
         try:
             assert caches.pools.wait_synced(TIMEOUT_S)
-            applied = Applied(kube, caches.of_written)
-            yield Pools(kube, caches, applied, Finalizers(kube), server.record), server
+            yield Pools(kube, caches, Applied(kube, caches.of_written), record), server, events
         finally:
             caches.pools.stop()
 
@@ -112,7 +88,7 @@ def test_a_role_that_is_changed_is_named_by_its_field_and_nothing_is_touched() -
     """An API server without CEL takes it."""
     wanted = cluster(decode={"role": "mixed"}, prefill={"role": "prefill"})
     problem = r"ServingCluster models/main: spec\.pools\.decode\.role cannot be changed: make an"
-    with pools_at(seen()) as (pools, server):
+    with pools_at(seen()) as (pools, server, _):
         with pytest.raises(ConfigError, match=problem):
             keep(pools, wanted)
         assert server.writes == []
@@ -128,7 +104,7 @@ def test_what_somebody_writes_into_a_worker_pool_is_put_back(
     labelled = seen()
     labelled["metadata"]["labels"][label] = "other"
     for found in (seen(written), labelled):
-        with pools_at(found) as (pools, server):
+        with pools_at(found) as (pools, server, _):
             keep(pools, cluster(decode=DECODE))
         ((command, path, body),) = server.writes
         assert (command, path) == ("PATCH", PATH)
@@ -138,8 +114,8 @@ def test_what_somebody_writes_into_a_worker_pool_is_put_back(
 
 def test_a_pool_that_is_being_deleted_makes_way_for_one_of_another_role() -> None:
     going = seen()
-    going["metadata"]["deletionTimestamp"] = "2030-01-01T00:00:00Z"
-    with pools_at(going) as (pools, server):
+    going["metadata"] |= GOING
+    with pools_at(going) as (pools, server, _):
         keep(pools, cluster(decode={"role": "mixed"}))
         assert server.writes == [], "it drains first"
 
@@ -150,10 +126,10 @@ def test_a_worker_pool_of_another_cluster_is_left_alone_and_reported() -> None:
         r"spec\.pools\.decode needs another name: WorkerPool models/main-decode is pool "
         r"main-decode of ServingCluster default"
     )
-    for metadata in ({}, {"deletionTimestamp": "2030-01-01T00:00:00Z"}):
+    for metadata in ({}, GOING):
         found = seen(owner=other, name="main-decode")
         found["metadata"] |= metadata
-        with pools_at(found) as (pools, server):
+        with pools_at(found) as (pools, server, _):
             with pytest.raises(ConfigError, match=problem):
                 keep(pools, cluster(decode=DECODE))
             assert server.writes == [], "it drains as its own cluster lets it"
@@ -167,8 +143,7 @@ def test_a_pool_that_cannot_be_deleted_keeps_no_other_from_being_done(
     status: tuple[int, str], is_told: int
 ) -> None:
     wanted = cluster(prefill={"role": "prefill"}, both={"role": "mixed"})
-    with pools_at(seen()) as (pools, server):
-        server.refuses["DELETE"] = status
+    with pools_at(seen(), DELETE=status) as (pools, server, _):
         found, failed = pools.keep(wanted, OWNER, read_spec(ServingClusterSpec, wanted))
     assert set(found) == {"prefill", "both", "decode"}
     assert len(failed) == is_told
@@ -178,9 +153,8 @@ def test_a_pool_that_cannot_be_deleted_keeps_no_other_from_being_done(
 def test_a_pool_that_was_written_meanwhile_is_let_go_at_the_next_look() -> None:
     """That the cache is old is no fault."""
     going = seen()
-    going["metadata"]["deletionTimestamp"] = "2030-01-01T00:00:00Z"
-    with pools_at(going) as (pools, server):
-        server.refuses["PATCH"] = (409, "Conflict")
+    going["metadata"] |= GOING
+    with pools_at(going, PATCH=(409, "Conflict")) as (pools, server, _):
         pools.release_orphans(Key(OWNER.namespace, OWNER.name))
     ((_, path, body),) = server.writes
     assert (path, body["metadata"]) == (PATH, {"finalizers": [], "resourceVersion": "1"})
@@ -188,14 +162,12 @@ def test_a_pool_that_was_written_meanwhile_is_let_go_at_the_next_look() -> None:
 
 # --- pools that somebody deletes ------------------------------------------------------------------
 
-GOING = {"deletionTimestamp": "2030-01-01T00:00:00Z"}
-
 
 def test_a_pool_that_the_spec_names_is_made_again_at_its_size_and_never_seen_going() -> None:
     going = seen({"replicas": 5})
     going["metadata"] |= GOING
     wanted = cluster(decode=DECODE | {"initialReplicas": 1})
-    with pools_at(going) as (pools, server):
+    with pools_at(going) as (pools, server, _):
         found, failed = pools.keep(wanted, OWNER, read_spec(ServingClusterSpec, wanted))
     assert not failed
     assert "deletionTimestamp" not in found["decode"]["metadata"]
@@ -210,8 +182,8 @@ def test_a_pool_that_cannot_be_made_again_yet_keeps_its_workers(verb: str) -> No
     going = seen()
     going["metadata"] |= GOING
     wanted = cluster(decode=DECODE)
-    with pools_at(going) as (pools, server):
-        server.refuses[verb] = (409, "AlreadyExists") if verb == "POST" else (403, "Forbidden")
+    status = (409, "AlreadyExists") if verb == "POST" else (403, "Forbidden")
+    with pools_at(going, **{verb: status}) as (pools, _, _):
         found, failed = pools.keep(wanted, OWNER, read_spec(ServingClusterSpec, wanted))
     assert len(failed) == (verb == "PATCH")
     assert "deletionTimestamp" not in found["decode"]["metadata"]
@@ -222,7 +194,7 @@ def test_a_pool_that_is_gone_is_made_with_the_size_that_the_status_remembers(
     status: dict[str, Any], size: int
 ) -> None:
     wanted = cluster(decode=DECODE | {"initialReplicas": 2}) | {"status": status}
-    with pools_at() as (pools, server):
+    with pools_at() as (pools, server, _):
         keep(pools, wanted)
     assert server.writes[0][2]["spec"]["replicas"] == size
 
@@ -239,7 +211,7 @@ def test_a_size_that_new_bounds_leave_out_is_reported_where_it_is_not_the_planne
     found = seen({"minReplicas": 0, "maxReplicas": 64})
     bounds = DECODE | {"initialReplicas": value, bound: value}
     wanted = cluster(decode=bounds, prefill={"role": "prefill"})
-    with pools_at(found) as (pools, server):
+    with pools_at(found) as (pools, server, _):
         kept, (problem,) = pools.keep(wanted, OWNER, read_spec(ServingClusterSpec, wanted))
     assert kept["decode"] == found
     assert str(problem) == (
@@ -269,7 +241,7 @@ def test_a_size_outside_of_the_bounds_leaves_the_last_one(
 
 def test_a_size_outside_of_its_bounds_is_a_problem_of_the_pool_alone() -> None:
     found = seen({"replicas": 65, "minReplicas": 0, "maxReplicas": 8})
-    with pools_at(found) as (pools, server):
+    with pools_at(found) as (pools, server, _):
         keep(pools, cluster(decode=DECODE))
     assert [command for command, *_ in server.writes] == ["PATCH"]
 
@@ -284,7 +256,7 @@ def test_a_size_that_new_bounds_leave_out_follows_them_where_it_is_the_planners(
     """At once, or an API server with CEL would take neither; roles that split too many go."""
     planner = {"role": "mixed", "scaling": {"mode": "planner"}, "initialReplicas": size}
     found = pool_of("planner", {"prefill": 1, "decode": 3})
-    with pools_at(found) as (pools, server):
+    with pools_at(found) as (pools, server, _):
         keep(pools, cluster(decode=planner | bounds))
     fit, applied = [body["spec"] for *_, body in server.writes]
     roles: dict[str, Any] = {} if size > 3 else {"rolePlan": None}
@@ -295,7 +267,7 @@ def test_a_size_that_new_bounds_leave_out_follows_them_where_it_is_the_planners(
 
 def test_a_size_within_its_bounds_is_left_alone() -> None:
     planner = {"role": "mixed", "scaling": {"mode": "planner"}, "maxReplicas": 4}
-    with pools_at(pool_of("planner", {"prefill": 1, "decode": 3})) as (pools, server):
+    with pools_at(pool_of("planner", {"prefill": 1, "decode": 3})) as (pools, server, _):
         keep(pools, cluster(decode=planner))
     ((_, _, body),) = server.writes
     assert not {"replicas", "rolePlan"} & set(body["spec"])
@@ -316,12 +288,12 @@ def pool_of(mode: str, role_plan: dict[str, int] | None = None) -> dict[str, Any
 
 def scale(pool: dict[str, Any], plan: PoolPlan) -> tuple[list[Any], list[tuple[str, str]]]:
     """What is written, and the events."""
-    with pools_at(pool) as (pools, server):
+    with pools_at(pool) as (pools, server, events):
         spec = read_spec(WorkerPoolSpec, pool)
         views = {"decode": PoolView(pool, spec, [], None)}
         view = dataclasses.replace(view_of(), pools=views)
         pools.scale(view, {"decode": plan})
-    return server.writes, server.events
+    return server.writes, events
 
 
 def test_the_planners_roles_and_size_are_written_at_once() -> None:

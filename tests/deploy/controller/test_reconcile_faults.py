@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -26,7 +24,8 @@ from deploy.controller.manifests.ray_cluster import record_in, unit_in
 from deploy.controller.manifests.worker_pool import worker_pool
 from tests.deploy.controller.clusters import OWNER, RELEASE, ray_of, spec_of
 from tests.deploy.controller.following import FAST, TIMEOUT_S
-from tests.deploy.controller.scripted_api import Exchange, kube_of, scripted
+from tests.deploy.controller.scripted_api import kube_of, scripted
+from tests.deploy.controller.written import Server, name_of
 
 KEY = Key(OWNER.namespace, OWNER.name)
 CLUSTER: dict[str, Any] = {
@@ -59,56 +58,6 @@ def ray_cluster() -> dict[str, Any]:
     return made
 
 
-def name_of(obj: dict[str, Any]) -> str:
-    return str(obj["metadata"]["name"])
-
-
-@dataclass
-class Server:
-    """What there is, by plural; what is written is noted and changes nothing."""
-
-    objects: dict[str, list[dict[str, Any]]]
-    refuses: dict[tuple[str, str], tuple[int, str]] = field(default_factory=dict)
-    """By verb and what `_named` calls it: a status and its reason."""
-    forgets: frozenset[str] = frozenset()
-    """What lists lack, by what `_named` calls them."""
-    writes: list[tuple[str, str, dict[str, Any]]] = field(default_factory=list)
-
-    def __call__(self, exchange: Exchange) -> None:
-        path = exchange.path.partition("?")[0]
-        *_, before, last = path.split("/")
-        if exchange.is_watch:
-            exchange.begin_stream()
-            exchange.hang()
-        elif refusal := self.refuses.get((exchange.command, _named(path))):
-            code, reason = refusal
-            exchange.answer({"kind": "Status", "code": code, "reason": reason}, code)
-        elif exchange.command == "GET" and path == "/version":
-            exchange.answer({"major": "1", "minor": "31"})
-        elif exchange.command == "GET":
-            said = {"kind": "List", "apiVersion": "v1", "metadata": {"resourceVersion": "1"}}
-            items = [] if _named(path) in self.forgets else self.objects.get(last, [])
-            exchange.answer(said | {"items": items, "resources": []})
-        else:
-            body = json.loads(exchange.body)
-            self.writes.append((exchange.command, path, body))
-            named = (obj for obj in self.objects.get(before, ()) if name_of(obj) == last)
-            found = next(named, {"metadata": {"namespace": OWNER.namespace, "uid": "uid-3"}})
-            merged = {
-                part: found.get(part, {}) | body.get(part, {}) for part in ("metadata", "spec")
-            }
-            exchange.answer(found | body | merged)
-
-    def written(self, plural: str) -> list[dict[str, Any]]:
-        return [body for _, path, body in self.writes if plural in path.split("/")]
-
-
-def _named(path: str) -> str:
-    """The path's last part; `listed` before it where it is the list of one namespace."""
-    *_, before, namespace, last = ("", "", *path.split("/"))
-    return f"listed {last}" if before == "namespaces" and namespace == OWNER.namespace else last
-
-
 @contextlib.contextmanager
 def looking(server: Server) -> Iterator[ClusterReconciler]:
     with scripted(server) as running:
@@ -126,41 +75,31 @@ def looking(server: Server) -> Iterator[ClusterReconciler]:
 
 def test_a_ray_cluster_that_is_not_found_and_was_not_seen_to_go_is_not_taken_for_gone() -> None:
     """Another unit would be made beside it."""
-    server = Server(
-        {
-            "servingclusters": [CLUSTER],
-            "workerpools": [decode_pool()],
-            "rayclusters": [ray_cluster()],
-        },
-        forgets=frozenset({"listed rayclusters"}),
-    )
+    server = server_with({"rayclusters": [ray_cluster()]}, CLUSTER["spec"])
+    server.forgets = frozenset({"listed rayclusters"})
     is_doubted = pytest.raises(UnreachableError, match="not seen to go")
     with looking(server) as reconciler, is_doubted:
         reconciler.reconcile(KEY)
     assert not server.written("rayclusters")
 
 
-def test_what_is_refused_before_anything_is_done_is_reported() -> None:
+@pytest.mark.parametrize(
+    ("status", "is_reported"), [((403, "Forbidden"), True), ((503, "ServiceUnavailable"), False)]
+)
+def test_what_is_refused_before_anything_is_done_is_reported_and_a_bad_moment_is_not(
+    status: tuple[int, str], is_reported: bool
+) -> None:
     server = Server(
         {"servingclusters": [CLUSTER], "workerpools": [decode_pool()]},
-        {("GET", "listed rayclusters"): (403, "Forbidden")},
+        {("GET", "listed rayclusters"): status},
     )
-    with looking(server) as reconciler, pytest.raises(StatusError, match="403"):
+    with looking(server) as reconciler, pytest.raises(StatusError, match=str(status[0])):
         reconciler.reconcile(KEY)
-    (said,) = server.written("servingclusters")
-    (condition,) = said["status"]["conditions"]
-    assert (condition["type"], condition["reason"]) == ("Degraded", "Refused")
-    assert "rayclusters" in condition["message"]
-
-
-def test_a_bad_moment_of_the_servers_is_reported_to_nobody() -> None:
-    server = Server(
-        {"servingclusters": [CLUSTER], "workerpools": [decode_pool()]},
-        {("GET", "listed rayclusters"): (503, "ServiceUnavailable")},
-    )
-    with looking(server) as reconciler, pytest.raises(StatusError):
-        reconciler.reconcile(KEY)
-    assert not server.written("servingclusters")
+    said = server.written("servingclusters")
+    assert len(said) == is_reported
+    for condition in said[0]["status"]["conditions"] if said else ():
+        assert (condition["type"], condition["reason"]) == ("Degraded", "Refused")
+        assert "rayclusters" in condition["message"]
 
 
 def test_a_cluster_that_was_written_meanwhile_is_looked_at_again_and_nothing_is_reported() -> None:
@@ -168,7 +107,7 @@ def test_a_cluster_that_was_written_meanwhile_is_looked_at_again_and_nothing_is_
     server = Server({"servingclusters": [changed]}, {("PATCH", OWNER.name): (409, "Conflict")})
     with looking(server) as reconciler, pytest.raises(ConflictError):
         reconciler.reconcile(KEY)
-    assert not server.writes
+    assert len(server.writes) == 1, "that which is refused"
 
 
 @pytest.mark.parametrize(("asked", "kept"), [(100, 1), (8, 8)])
@@ -388,8 +327,7 @@ def test_a_ray_cluster_that_goes_already_is_waited_for() -> None:
     server = server_of_deleted([with_metadata(ray_cluster(), **DELETED)])
     with looking(server) as reconciler:
         assert reconciler.reconcile(KEY)
-    assert not server.written("rayclusters")
-    assert finalizers_left(server) == []
+    assert (server.written("rayclusters"), finalizers_left(server)) == ([], [])
 
 
 @pytest.mark.parametrize(

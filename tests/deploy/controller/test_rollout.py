@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from deploy.api.serving_cluster import UnitRollout
 from deploy.controller.rollout import (
     Figures,
     PoolSeen,
@@ -17,7 +18,6 @@ from deploy.controller.rollout import (
     Situation,
     State,
     Step,
-    Strategy,
     UnitSeen,
     judge,
     must_recreate,
@@ -27,7 +27,7 @@ from deploy.controller.rollout import (
 from deploy.controller.units import Unit
 
 MAX_TIMEOUT_S = 100.0
-QUICK = Strategy(interval_s=20.0, ready_timeout_s=200.0, max_timeout_s=MAX_TIMEOUT_S)
+QUICK = UnitRollout(interval="20s", ready_timeout="200s")
 
 
 def unit(code: str, model: str = "", **pools: str) -> Unit:
@@ -88,7 +88,7 @@ class World:
 
     wanted: Unit | None = OLD
     totals: Mapping[str, int] = field(default_factory=lambda: {"prefill": 2, "decode": 4})
-    strategy: Strategy = QUICK
+    rollout: UnitRollout = QUICK
     now_s: float = 1000.0
     units: dict[str, Standing] = field(default_factory=dict)
     broken: frozenset[str] = frozenset()
@@ -100,7 +100,9 @@ class World:
     def look(self) -> Step:
         seen = [each.seen() for each in self.units.values()]
         seen = [replace(u, figures=None) if u.unit.code in self.unread else u for u in seen]
-        situation = Situation(self.wanted, self.totals, self.strategy, seen, 0, self.now_s)
+        situation = Situation(
+            self.wanted, self.totals, self.rollout, seen, 0, self.now_s, MAX_TIMEOUT_S
+        )
         step = next_step(situation)
         assert step == next_step(situation)
         return step
@@ -204,9 +206,9 @@ def test_a_model_takes_over_by_steps_of_workers_and_requests() -> None:
 
 @pytest.mark.parametrize(("surge", "unavailable"), [(1, 0), (0, 1), (1, 1), (2, 0)])
 def test_an_image_takes_over_worker_by_worker(surge: int, unavailable: int) -> None:
-    strategy = replace(QUICK, max_surge=surge, max_unavailable=unavailable)
+    rollout = replace(QUICK, max_surge=surge, max_unavailable=unavailable)
     totals = {"prefill": 2, "decode": 2}
-    world = changing(wanted=OLD_IMAGE, strategy=strategy, totals=totals)
+    world = changing(wanted=OLD_IMAGE, rollout=rollout, totals=totals)
     for _ in range(100):
         world.turn()
         for pool, size in world.totals.items():
@@ -220,7 +222,7 @@ def test_an_image_takes_over_worker_by_worker(surge: int, unavailable: int) -> N
 
 
 def test_one_worker_without_room_for_another_is_recreated() -> None:
-    world = World(strategy=replace(QUICK, max_surge=0, max_unavailable=1))
+    world = World(rollout=replace(QUICK, max_surge=0, max_unavailable=1))
     world.totals = {"decode": 1}
     world.wanted = unit("bcdfg", decode="d")
     world.settle()
@@ -233,11 +235,11 @@ def test_one_worker_without_room_for_another_is_recreated() -> None:
 
 
 def test_a_pause_holds_a_step_until_it_is_over() -> None:
-    world = changing(turns=60, strategy=replace(QUICK, is_paused=True))
+    world = changing(turns=60, rollout=replace(QUICK, pause=True))
     step = world.look()
     assert step.state is State.PAUSED
     assert step.routes == (("bcdfg", 0.99), ("hjkmn", 0.01))
-    world.strategy = QUICK
+    world.rollout = QUICK
     world.settle()
     assert list(world.units) == ["hjkmn"]
 
@@ -353,7 +355,7 @@ def test_a_deleted_cluster_drains_both_units() -> None:
 
 
 def test_pods_of_a_former_unit_are_waited_for() -> None:
-    step = next_step(Situation(NEW, {"decode": 1}, QUICK, [], 2, 0.0))
+    step = next_step(Situation(NEW, {"decode": 1}, QUICK, [], 2, 0.0, MAX_TIMEOUT_S))
     assert (step.state, step.reason) == (State.ENDING, "2 pods of a former unit are left")
 
 
@@ -383,7 +385,7 @@ def test_figures_of_routers_are_summed() -> None:
 
 
 def test_room_for_both_units_is_asked_of_each_pool() -> None:
-    assert must_recreate(replace(QUICK, recreates=True), {"decode": 4})
+    assert must_recreate(replace(QUICK, strategy="Recreate"), {"decode": 4})
     assert not must_recreate(QUICK, {"decode": 1})
     assert must_recreate(QUICK, {"decode": 0})
     tight = replace(QUICK, max_surge=0, max_unavailable=1)
@@ -392,22 +394,22 @@ def test_room_for_both_units_is_asked_of_each_pool() -> None:
 
 
 specs = st.sampled_from([OLD, NEW, THIRD, OLD_IMAGE])
-strategies = st.sampled_from(
+rollouts = st.sampled_from(
     [QUICK, replace(QUICK, max_surge=0, max_unavailable=1), replace(QUICK, max_unavailable=1)]
 )
 
 
 @given(
-    strategies,
+    rollouts,
     st.lists(st.tuples(st.none() | specs, st.integers(0, 12), st.booleans()), max_size=12),
 )
 @settings(max_examples=300, deadline=None)
 def test_live_workers_are_never_fewer_than_promised_and_the_last_spec_comes_to_serve(
-    strategy: Strategy, events: list[tuple[Unit | None, int, bool]]
+    rollout: UnitRollout, events: list[tuple[Unit | None, int, bool]]
 ) -> None:
     """The spec changes at any time, and an operator is cut off between its look and what it does:
     the next one goes on from what it sees."""
-    world = World(strategy=strategy, totals={"prefill": 2, "decode": 3})
+    world = World(rollout=rollout, totals={"prefill": 2, "decode": 3})
     world.settle()
     for spec, turns, is_cut_off in events:
         world.wanted = spec or world.wanted
@@ -418,7 +420,7 @@ def test_live_workers_are_never_fewer_than_promised_and_the_last_spec_comes_to_s
             world.turn()
             assert len(world.units) <= 2
             for pool, size in world.totals.items():
-                assert world.live(pool) >= size - strategy.max_unavailable
+                assert world.live(pool) >= size - rollout.max_unavailable
     world.settle()
     assert world.wanted is not None
     assert [each.unit for each in world.units.values()] == [world.wanted]
@@ -427,7 +429,7 @@ def test_live_workers_are_never_fewer_than_promised_and_the_last_spec_comes_to_s
 @given(st.lists(st.tuples(specs, st.integers(0, 6)), min_size=1, max_size=8))
 @settings(max_examples=100, deadline=None)
 def test_recreated_there_is_one_unit_at_a_time(events: list[tuple[Unit, int]]) -> None:
-    world = World(strategy=replace(QUICK, recreates=True))
+    world = World(rollout=replace(QUICK, strategy="Recreate"))
     for spec, turns in events:
         world.wanted = spec
         for _ in range(turns):

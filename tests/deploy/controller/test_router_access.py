@@ -45,18 +45,14 @@ def test_what_routers_are_told_to_read_lies_in_the_secrets_that_they_mount() -> 
     assert {path.name for path in named} == {"tls.crt", "tls.key", "ca.crt"}
     assert {mounted[str(path.parent)] for path in named} == {"front-door"}
     assert mounted[settings.auth.tokens] == "tenants"
-
-
-def test_kubernetes_knows_every_field() -> None:
-    spec = spec_of(router={"tls": GIVEN, "auth": TOKENS})
     for made in (routers_of(spec), router_service(OWNER, spec.router)):
         check_kubernetes(made)
-
-
-def test_the_files_are_readable_to_the_routers_user_and_to_nobody_else() -> None:
-    pod = pod_of(spec_of(router={"tls": GIVEN, "auth": TOKENS}))
+    section = {"tls": vars(settings.tls), "auth": vars(settings.auth)}
+    read = parse_config({"router": section}).router
+    assert (read.tls, read.auth) == (settings.tls, settings.auth)
+    pod = pod_of(spec)
     modes = [each["secret"]["defaultMode"] for each in pod["volumes"] if "secret" in each]
-    assert modes == [0o440, 0o440]
+    assert modes == [0o440, 0o440], "for the routers' user and nobody else"
     assert pod["securityContext"]["fsGroup"] == 1000
 
 
@@ -76,10 +72,10 @@ def test_probes_which_speak_no_tls_ask_at_a_port_that_serves_health_alone(
 
 
 def test_without_tls_and_tokens_nothing_is_mounted() -> None:
-    assert secrets_mounted(pod_of(spec_of())) == {}
-    settings = router_settings(spec_of())
-    assert settings.tls is None
-    assert settings.auth is None
+    spec = spec_of()
+    settings = router_settings(spec)
+    assert (settings.tls, settings.auth, secrets_mounted(pod_of(spec))) == (None, None, {})
+    assert router_certificate(OWNER, spec.router) is None
 
 
 def test_a_certificate_is_asked_for_by_every_name_of_the_service() -> None:
@@ -99,7 +95,6 @@ def test_a_certificate_is_asked_for_by_every_name_of_the_service() -> None:
 
 
 def test_nobody_issues_what_is_given() -> None:
-    assert router_certificate(OWNER, spec_of().router) is None
     assert router_certificate(OWNER, spec_of(router={"tls": GIVEN}).router) is None
 
 
@@ -112,16 +107,3 @@ def test_the_service_says_what_is_spoken_behind_it() -> None:
 def test_files_of_a_pod_cannot_be_named_in_a_serving_cluster() -> None:
     with pytest.raises(ConfigError, match=r"spec\.advanced\.router\.auth"):
         spec_of(advanced={"router": {"auth": {"tokens": "/tokens"}}})
-
-
-def test_the_routers_read_back_what_the_operator_writes() -> None:
-    spec = spec_of(router={"tls": GIVEN, "auth": TOKENS}, advanced={"router": {"maxQueue": 9}})
-    settings = router_settings(spec)
-    section = {
-        "max_queue": settings.max_queue,
-        "tls": vars(settings.tls),
-        "auth": vars(settings.auth),
-        "health_port": settings.health_port,
-    }
-    read = parse_config({"router": section}).router
-    assert (read.tls, read.auth, read.max_queue) == (settings.tls, settings.auth, 9)

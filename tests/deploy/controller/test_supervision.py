@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -33,16 +34,9 @@ def pool_spec(name: str = "decode", replicas: int = 2, **changes: Any) -> Worker
     return WorkerPoolSpec(role=role, cluster="main", pool=name, replicas=replicas, **changes)
 
 
-def look(
-    client: ControlClient,
-    *pools: WorkerPoolSpec,
-    going: bool = False,
-    makes_way: bool = False,
-    group: dict[str, Any] | None = None,
-) -> dict[str, str]:
+def look(client: ControlClient, *pools: WorkerPoolSpec, **seen: Any) -> dict[str, str]:
     """One look at what the registry says; what it refused."""
-    seen = view(fleet_of(client.fleet()), *pools, going=going, makes_way=makes_way, group=group)
-    return supervise(client, seen, (), lambda _: None)
+    return supervise(client, view(fleet_of(client.fleet()), *pools, **seen), (), lambda _: None)
 
 
 def view(
@@ -69,19 +63,23 @@ def view(
     return UnitView(UnitPlan("2x4bz", {}, Record()), None, heard, views)
 
 
+@pytest.fixture
+async def client() -> AsyncIterator[ControlClient]:
+    """Of a registry."""
+    registry = Registry(RegistryConfig(), time.monotonic)
+    async with serve(registry, Changes(), "127.0.0.1:0") as address:
+        with ControlClient(address) as client:
+            yield client
+
+
 def sizes(client: ControlClient) -> dict[str, int]:
     return {pool.name: pool.desired_replicas for pool in client.fleet().pools}
 
 
-async def test_a_pool_is_added_sized_and_forgotten_when_it_is_over() -> None:
-    registry = Registry(RegistryConfig(), time.monotonic)
-    async with serve(registry, Changes(), "127.0.0.1:0") as address:
-        await asyncio.to_thread(_added_and_forgotten, address)
-
-
-def _added_and_forgotten(address: str) -> None:
+async def test_a_pool_is_added_sized_and_forgotten_when_it_is_over(client: ControlClient) -> None:
     mixed = pool_spec("mixed", 3, role_plan=RolePlan(1, 2))
-    with ControlClient(address) as client:
+
+    def looks() -> None:
         assert look(client, pool_spec(), mixed) == {}
         assert sizes(client) == {"decode": 2, "mixed": 3}
         assert look(client, pool_spec(replicas=4), mixed) == {}
@@ -95,18 +93,19 @@ def _added_and_forgotten(address: str) -> None:
         assert look(client, pool_spec(replicas=4), going=True) == {}
         assert sizes(client) == {}, "not added again as its group goes"
 
-
-async def test_a_unit_that_makes_way_has_no_worker_and_has_its_size_again_when_it_stays() -> None:
-    registry = Registry(RegistryConfig(), time.monotonic)
-    async with serve(registry, Changes(), "127.0.0.1:0") as address:
-        with ControlClient(address) as client:
-            for makes_way, size in ((False, 2), (True, 0), (True, 0), (False, 2)):
-                said = await asyncio.to_thread(look, client, pool_spec(), makes_way=makes_way)
-                assert said == {}
-                assert await asyncio.to_thread(sizes, client) == {"decode": size}
+    await asyncio.to_thread(looks)
 
 
-async def test_who_leads_no_more_reports_nothing() -> None:
+async def test_a_unit_that_makes_way_has_no_worker_and_has_its_size_again_when_it_stays(
+    client: ControlClient,
+) -> None:
+    for makes_way, size in ((False, 2), (True, 0), (True, 0), (False, 2)):
+        said = await asyncio.to_thread(look, client, pool_spec(), makes_way=makes_way)
+        assert said == {}
+        assert await asyncio.to_thread(sizes, client) == {"decode": size}
+
+
+async def test_who_leads_no_more_reports_nothing(client: ControlClient) -> None:
     """A call's worth later: whoever leads now has said another size."""
     is_leading = [True, False]
 
@@ -114,22 +113,16 @@ async def test_who_leads_no_more_reports_nothing() -> None:
         if not is_leading.pop(0):
             raise WriteRefusedError(doing)
 
-    registry = Registry(RegistryConfig(), time.monotonic)
-    async with serve(registry, Changes(), "127.0.0.1:0") as address:
-        with ControlClient(address) as client:
-            fleet = fleet_of(await asyncio.to_thread(client.fleet))
-            seen = view(fleet, pool_spec(), pool_spec("mixed"))
-            with pytest.raises(WriteRefusedError):
-                await asyncio.to_thread(supervise, client, seen, (), check)
-            assert await asyncio.to_thread(sizes, client) == {"decode": 2}
+    fleet = fleet_of(await asyncio.to_thread(client.fleet))
+    seen = view(fleet, pool_spec(), pool_spec("mixed"))
+    with pytest.raises(WriteRefusedError):
+        await asyncio.to_thread(supervise, client, seen, (), check)
+    assert await asyncio.to_thread(sizes, client) == {"decode": 2}
 
 
-async def test_what_is_refused_is_reported_of_its_pool() -> None:
+async def test_what_is_refused_is_reported_of_its_pool(client: ControlClient) -> None:
     broken = worker_group(context_of(SPEC), pool_spec())
     broken["template"]["metadata"]["annotations"]["baton.dev/cluster-yaml"] = "pools: {}"
-    registry = Registry(RegistryConfig(), time.monotonic)
-    async with serve(registry, Changes(), "127.0.0.1:0") as address:
-        with ControlClient(address) as client:
-            refused = await asyncio.to_thread(look, client, pool_spec(), group=broken)
+    refused = await asyncio.to_thread(look, client, pool_spec(), group=broken)
     assert set(refused) == {"decode"}
     assert "pools" in refused["decode"]

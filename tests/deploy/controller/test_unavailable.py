@@ -132,6 +132,11 @@ def answered(view: ClusterView) -> ClusterView:
     return dataclasses.replace(view, obj=view.obj | {"status": {"conditions": [condition]}})
 
 
+def with_local_prefill(view: ClusterView, local_prefill: Literal["auto", "never"]) -> ClusterView:
+    advanced = Advanced(router=RouterConfig(local_prefill=local_prefill))
+    return dataclasses.replace(view, spec=dataclasses.replace(view.spec, advanced=advanced))
+
+
 def silent(*ready: str, local_prefill: Literal["auto", "never"] = "auto") -> ClusterView:
     """Nobody reports workers; each pool of `ready` has a pod that says it takes requests."""
     view = seen(set(), 1, pod("head"), heard=Heard(is_certain=True))
@@ -142,9 +147,7 @@ def silent(*ready: str, local_prefill: Literal["auto", "never"] = "auto") -> Clu
         )
         for name, pool in view.pools.items()
     }
-    advanced = Advanced(router=RouterConfig(local_prefill=local_prefill))
-    spec = dataclasses.replace(view.spec, advanced=advanced)
-    return dataclasses.replace(view, pools=pools, spec=spec)
+    return with_local_prefill(dataclasses.replace(view, pools=pools), local_prefill)
 
 
 def test_while_a_supervisor_is_silent_what_serves_is_available() -> None:
@@ -211,16 +214,8 @@ def test_workers_that_are_not_live_are_reported_with_what_they_wait_for() -> Non
 def test_without_a_prefill_worker_a_cluster_serves_unless_decode_workers_may_not_prefill() -> None:
     view = seen({"decode"})
     assert available(view).is_true
-    never = Advanced(router=RouterConfig(local_prefill="never"))
-    spec = dataclasses.replace(view.spec, advanced=never)
-    view = dataclasses.replace(view, spec=spec)
-    message = "no worker that prefills is live"
-    assert said(available(view)) == (False, "NoPrefillWorker", message)
-
-
-def test_what_somebody_has_scaled_to_zero_is_not_missing() -> None:
-    message = "no worker that decodes is live, and none is wanted: replicas 0"
-    assert said(available(seen(set(), 0))) == (False, "ScaledToZero", message)
+    verdict = available(with_local_prefill(view, "never"))
+    assert said(verdict) == (False, "NoPrefillWorker", "no worker that prefills is live")
 
 
 def test_a_pool_says_what_its_pods_wait_for_until_all_are_live() -> None:

@@ -57,13 +57,7 @@ def test_what_neither_workers_nor_head_read_makes_no_other_unit(
 
 
 @pytest.mark.parametrize(
-    "changed",
-    [
-        {"replicas": 5},
-        {"minReplicas": 1},
-        {"maxReplicas": 99},
-        {"engine": {}},
-    ],
+    "changed", [{"replicas": 5}, {"minReplicas": 1}, {"maxReplicas": 99}, {"engine": {}}]
 )
 def test_a_pools_size_makes_no_other_unit(changed: dict[str, Any]) -> None:
     assert unit(None, **changed) == unit()
@@ -139,8 +133,3 @@ def test_a_models_weights_tokenizer_and_precision_are_what_clients_notice(
     changed: dict[str, Any], is_another: bool
 ) -> None:
     assert (unit(changed).model != unit().model) == is_another
-
-
-def test_the_old_spec_is_the_old_unit_again() -> None:
-    assert unit({"logLevel": "debug"}) != unit()
-    assert unit({}) == unit()

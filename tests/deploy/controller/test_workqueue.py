@@ -14,7 +14,7 @@ import pytest
 
 from baton.clock import ManualClock
 from deploy.controller.kit.errors import UnreachableError, status_error
-from deploy.controller.kit.workqueue import Backoff, PendingKeys, Reconcile, Workers, WorkQueue
+from deploy.controller.kit.workqueue import Backoff, Reconcile, Workers, WorkQueue
 
 _TIMEOUT_S = 10.0
 _SHORT = Backoff(first_s=0.01, longest_s=0.01)
@@ -31,94 +31,65 @@ def working(queue: WorkQueue[Any], reconcile: Reconcile[Any], *args: Any) -> Ite
 
 
 @pytest.fixture
-def pending() -> PendingKeys[str]:
-    return PendingKeys()
+def clock() -> ManualClock:
+    return ManualClock()
 
 
-def test_a_key_added_twice_waits_once(pending: PendingKeys[str]) -> None:
-    for key in ("a", "b", "a"):
-        pending.add(key)
-    assert [pending.take(0), pending.take(0), pending.take(0)] == ["a", "b", None]
+@pytest.fixture
+def queue(clock: ManualClock) -> WorkQueue[str]:
+    return WorkQueue(Backoff(first_s=1.0, longest_s=8.0), clock.now_s)
 
 
-def test_a_key_added_while_it_is_worked_on_waits_for_the_end_and_comes_again(
-    pending: PendingKeys[str],
+def test_a_key_added_twice_waits_once_and_the_one_that_has_waited_longest_comes_first(
+    clock: ManualClock, queue: WorkQueue[str]
 ) -> None:
-    pending.add("a")
-    assert pending.take(0) == "a"
-    pending.add("a")
-    pending.add("a")
-    assert pending.take(0) is None
-    pending.done("a")
-    assert pending.take(0) == "a"
-    pending.done("a")
-    assert pending.take(0) is None
+    for key in ("b", "a", "b"):
+        queue.add(key)
+        clock.advance(1)
+    assert (queue.take(), queue.take(), len(queue)) == ("b", "a", 0)
 
 
-def test_a_key_for_later_comes_at_its_earliest_time(pending: PendingKeys[str]) -> None:
-    pending.add_later("a", 30)
-    pending.add_later("a", 10)
-    pending.add_later("a", 20)
-    assert pending.next_due_at() == 10
-    assert pending.take(9.9) is None
-    assert pending.take(10) == "a"
-    pending.done("a")
-    assert pending.take(100) is None, "one key waits for one time"
-
-
-def test_working_on_a_key_sooner_does_not_cancel_its_time(pending: PendingKeys[str]) -> None:
-    pending.add_later("a", 10)
-    pending.add("a")
-    assert pending.take(0) == "a"
-    pending.done("a")
-    assert pending.take(9) is None
-    assert pending.take(10) == "a"
-
-
-def test_a_key_whose_time_comes_while_it_is_worked_on_comes_again(
-    pending: PendingKeys[str],
+def test_a_key_added_while_it_is_worked_on_comes_again_after_the_end(
+    clock: ManualClock, queue: WorkQueue[str]
 ) -> None:
-    pending.add("a")
-    pending.add_later("a", 5)
-    assert pending.take(0) == "a"
-    assert pending.take(5) is None
-    assert pending.num_waiting(5) == 1
-    pending.done("a")
-    assert pending.take(5) == "a"
+    queue.add("a")
+    assert queue.take() == "a"
+    queue.add("a")
+    clock.advance(1)
+    queue.add("b")
+    assert (queue.take(), len(queue)) == ("b", 1)
+    queue.succeeded("a", again_after_s=30.0)
+    assert (queue.take(), len(queue)) == ("a", 0), "the earliest time counts"
+    queue.succeeded("a")
+    clock.advance(100)
+    assert len(queue) == 0, "one key waits for one time"
 
 
-def test_no_sequence_of_calls_gives_a_key_to_two_or_forgets_one() -> None:
-    rng = random.Random(7)
-    for _ in range(50):
-        pending: PendingKeys[int] = PendingKeys()
-        owed: set[int] = set()
-        under_way: set[int] = set()
-        for now in range(200):
-            key = rng.randrange(5)
-            match rng.randrange(4):
-                case 0:
-                    pending.add(key)
-                    owed.add(key)
-                case 1:
-                    pending.add_later(key, now + rng.randrange(20))
-                    owed.add(key)
-                case 2 if (taken := pending.take(now)) is not None:
-                    assert taken not in under_way
-                    assert taken in owed
-                    under_way.add(taken)
-                case 3 if under_way:
-                    ended = under_way.pop()
-                    pending.done(ended)
-        for key in under_way:
-            pending.done(key)
-        came = Counter(iter(lambda p=pending: p.take(1000), None))  # type: ignore[misc]
-        assert all(count == 1 for count in came.values())
-        assert pending.next_due_at() is None
+def test_no_sequence_of_calls_gives_a_key_to_two_or_forgets_one(
+    clock: ManualClock, queue: WorkQueue[str]
+) -> None:
+    rng, owed, under_way = random.Random(7), set[str](), set[str]()
+    for _ in range(5000):
+        key = rng.choice("abcde")
+        match rng.randrange(3):
+            case 0:
+                queue.add(key)
+                owed.add(key)
+            case 1 if owed - under_way:
+                taken = queue.take()
+                assert taken is not None
+                assert taken in owed - under_way
+                owed.remove(taken)
+                under_way.add(taken)
+            case 2 if under_way:
+                queue.succeeded(under_way.pop())
+        clock.advance(1)
+        assert len(queue) == len(owed)
 
 
-def test_a_failing_key_comes_back_later_and_later_until_it_succeeds() -> None:
-    clock = ManualClock()
-    queue: WorkQueue[str] = WorkQueue(Backoff(first_s=1.0, longest_s=8.0), clock.now_s)
+def test_a_failing_key_comes_back_later_and_later_until_it_succeeds(
+    clock: ManualClock, queue: WorkQueue[str]
+) -> None:
     queue.add("a")
     delays = []
     for _ in range(6):
@@ -186,23 +157,6 @@ def test_a_reconcile_may_ask_to_look_again_later() -> None:
     with working(queue, reconcile):
         queue.add("a")
         assert looked_twice.wait(_TIMEOUT_S)
-
-
-@pytest.mark.parametrize("error", [UnreachableError("gone"), ValueError("a bug")])
-def test_what_a_reconcile_raises_brings_its_key_back_and_no_worker_down(error: Exception) -> None:
-    queue: WorkQueue[str] = WorkQueue(_SHORT)
-    succeeded = threading.Event()
-    failures = [error, error]
-
-    def reconcile(key: str) -> float | None:
-        if failures:
-            raise failures.pop()
-        succeeded.set()
-        return None
-
-    with working(queue, reconcile):
-        queue.add("a")
-        assert succeeded.wait(_TIMEOUT_S)
 
 
 @pytest.mark.parametrize("refusal", [UnreachableError("gone"), ValueError("another bug")])

@@ -44,15 +44,12 @@ def ray_cluster_of(cluster: Object) -> Object:
     metadata = cluster["metadata"]
     owner = Owner(metadata["name"], metadata["namespace"], "0b5e1d0e-0000-4000-8000-000000000000")
     spec = read_spec(ServingClusterSpec, cluster)
-    pools = {
-        name: read_spec(WorkerPoolSpec, worker_pool(owner, name, template, "baton.dev/drain"))
+    made = {
+        name: worker_pool(owner, name, template, "baton.dev/drain")
         for name, template in sorted(cluster["spec"]["pools"].items())
     }
-    specs = {
-        name: worker_pool(owner, name, template, "")["spec"]
-        for name, template in cluster["spec"]["pools"].items()
-    }
-    unit = unit_of(cluster["spec"], specs)
+    pools = {name: read_spec(WorkerPoolSpec, pool) for name, pool in made.items()}
+    unit = unit_of(cluster["spec"], {name: pool["spec"] for name, pool in made.items()})
     context = PodContext(owner, spec, RELEASE, unit)
     groups = [
         sized(worker_group(context, pool), GroupSize(spec.pools[name].initial_replicas))
