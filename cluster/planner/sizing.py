@@ -211,21 +211,18 @@ def _dealt(
     return dealt
 
 
-@dataclass(frozen=True)
-class Roles:
-    plan: RolePlan
-    words: str
-
-
-def roles_of(pool: Pool, replicas: int, now_s: float, config: PlannerConfig) -> Roles:
-    """The roles of a mixed pool of `replicas`. Workers act in both roles until they are live."""
+def roles_of(
+    pool: Pool, replicas: int, now_s: float, config: PlannerConfig
+) -> tuple[RolePlan, str]:
+    """The roles of a mixed pool of `replicas`, and a text about them. Workers act in both roles
+    until they are live."""
     present = pool.signals.role_plan
     num_workers = min(pool.measure.num_live, replicas)
     if num_workers == 0:
-        return Roles(RolePlan(), "")
+        return RolePlan(), ""
     fits = present.leaves_both_roles(num_workers)
     if not pool.is_known:
-        return Roles(present if fits else RolePlan(), "")
+        return present if fits else RolePlan(), ""
     need = pool.memory.samples[-1].mean.least
     streams_need = _rounded_up(pool.measure.fill)
     wanted, less, more = (
@@ -233,14 +230,14 @@ def roles_of(pool: Pool, replicas: int, now_s: float, config: PlannerConfig) -> 
         for f in (1.0, 1 - config.tolerance, 1 + config.tolerance)
     )
     if wanted == present:
-        return Roles(present, _words(present, num_workers))
+        return present, _words(present, num_workers)
     if fits and (_is_between(present, less, more) or _waits(pool, now_s, config)):
-        return Roles(present, _words(present, num_workers))
+        return present, _words(present, num_workers)
     words = (
         f"{_words(wanted, num_workers)}, from {present.prefill} and {present.decode}: prefill "
         f"needs {need.prefill:.1f} workers, decode {need.decode:.1f}"
     )
-    return Roles(wanted, words)
+    return wanted, words
 
 
 def _wanted(need: Need, num_workers: int, streams_need: int, config: PlannerConfig) -> RolePlan:
