@@ -24,6 +24,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -65,58 +66,46 @@ _LOOK_S = 1.0
 _OBJECT_STORE_BYTES = 80 << 20  # the data plane never uses it
 
 
+@dataclass(frozen=True)
 class RunningCluster:
     """A cluster that `up` started; a context manager that closes it."""
 
-    def __init__(
-        self,
-        router: RouterProcess,
-        control_address: str,
-        supervisor_pid: Callable[[], int],
-        stack: contextlib.ExitStack,
-        ray_heart: frozenset[Process],
-        run_dir: Path,
-    ) -> None:
-        self._router = router
-        self._run_dir = run_dir
-        self._ray_heart = ray_heart
-        self.control_address = control_address
-        """host:port of the control service."""
-        self.supervisor_pid = supervisor_pid
-        """Pid of the current supervisor. Raises ray.exceptions.RayError while there is none."""
-        self._stack = stack
+    router: RouterProcess
+    control_address: str
+    """host:port of the control service."""
+    supervisor_pid: Callable[[], int]
+    """Pid of the current supervisor. Raises ray.exceptions.RayError while there is none."""
+    stack: contextlib.ExitStack
+    ray_heart: frozenset[Process]
+    run_dir: Path
 
     @property
     def router_address(self) -> str:
         """host:port of the router's gRPC server."""
-        return self._router.address
-
-    @property
-    def router_pid(self) -> int | None:
-        return self._router.pid
+        return self.router.address
 
     def wait(self) -> None:
         """Wait while Ray runs. Raises UnavailableError once it has ended."""
-        while not (lost := self._ray_heart - still_alive(self._ray_heart)):
+        while not (lost := self.ray_heart - still_alive(self.ray_heart)):
             time.sleep(_LOOK_S)
         named = ", ".join(f"{process.name} ({process.pid})" for process in lost)
         raise UnavailableError(
-            f"Ray's {named} has ended, and with it every worker (logs: {self._run_dir})"
+            f"Ray's {named} has ended, and with it every worker (logs: {self.run_dir})"
         )
 
     def cut_short(self) -> None:
         """Keep `close` from waiting for streams, also while it runs. Safe in signal handlers."""
-        self._router.cut_short()
+        self.router.cut_short()
 
     def close(self) -> None:
         """End everything; returns when no process is left. Idempotent."""
-        self._stack.close()
+        self.stack.close()
 
     def __enter__(self) -> RunningCluster:
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self._stack.__exit__(*error)
+        self.stack.__exit__(*error)
 
 
 def up(

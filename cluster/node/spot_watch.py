@@ -38,7 +38,7 @@ import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
-from typing import Any, Protocol
+from typing import Any
 
 from cluster.errors import MetadataError
 
@@ -68,13 +68,6 @@ class Notice:
     """None: the cloud does not say."""
 
 
-class Cloud(Protocol):
-    """One machine's metadata service, at an address such as http://169.254.169.254."""
-
-    def poll(self) -> Notice | None:
-        """The current notice; may wait for a change. Raises MetadataError."""
-
-
 @dataclass(frozen=True)
 class _Answer:
     status: int
@@ -98,13 +91,19 @@ class _Answer:
         return found
 
 
-class _Service:
+class Cloud:
+    """One machine's metadata service, at an address such as http://169.254.169.254."""
+
     def __init__(self, address: str) -> None:
         self._address = address.rstrip("/")
         # The metadata service is never behind a proxy.
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
-    def ask(
+    def poll(self) -> Notice | None:
+        """The current notice; may wait for a change. Raises MetadataError."""
+        raise NotImplementedError
+
+    def _ask(
         self,
         path: str,
         headers: Mapping[str, str],
@@ -126,16 +125,14 @@ class _Service:
             raise MetadataError(f"{self._address}{path}: {error}") from error
 
 
-class Aws:
-    def __init__(self, address: str) -> None:
-        self._service = _Service(address)
-        self._token: str | None = None
+class Aws(Cloud):
+    _token: str | None = None
 
     def poll(self) -> Notice | None:
-        answer = self._ask()
+        answer = self._ask_action()
         if answer.status == http.HTTPStatus.UNAUTHORIZED:  # the token has expired
             self._token = None
-            answer = self._ask()
+            answer = self._ask_action()
         if answer.status == http.HTTPStatus.NOT_FOUND:
             return None
         action = answer.parsed(_ACTION)
@@ -143,25 +140,23 @@ class Aws:
             str(action.get("action")), _moment(action.get("time"), datetime.datetime.fromisoformat)
         )
 
-    def _ask(self) -> _Answer:
+    def _ask_action(self) -> _Answer:
         if self._token is None:
             ttl = {"X-aws-ec2-metadata-token-ttl-seconds": str(_TOKEN_TTL_S)}
-            self._token = self._service.ask(_TOKEN, ttl, method="PUT").of(_TOKEN)
-        return self._service.ask(_ACTION, {"X-aws-ec2-metadata-token": self._token})
+            self._token = self._ask(_TOKEN, ttl, method="PUT").of(_TOKEN)
+        return self._ask(_ACTION, {"X-aws-ec2-metadata-token": self._token})
 
 
-class Gcp:
-    def __init__(self, address: str) -> None:
-        self._service = _Service(address)
-        self._etag: str | None = None
-        """The newest answer's etag: a request waits until the answer differs from it."""
+class Gcp(Cloud):
+    _etag: str | None = None
+    """The newest answer's etag: a request waits until the answer differs from it."""
 
     def poll(self) -> Notice | None:
         path = _PREEMPTED
         if self._etag is not None:
             path += f"?wait_for_change=true&timeout_sec={_CHANGE_WITHIN_S}&last_etag={self._etag}"
         within_s = _CHANGE_WITHIN_S + _ANSWER_WITHIN_S
-        answer = self._service.ask(path, {"Metadata-Flavor": "Google"}, within_s=within_s)
+        answer = self._ask(path, {"Metadata-Flavor": "Google"}, within_s=within_s)
         text = answer.of(_PREEMPTED).strip().upper()
         if text not in ("TRUE", "FALSE"):
             raise MetadataError(f"{_PREEMPTED}: neither TRUE nor FALSE")
@@ -169,16 +164,14 @@ class Gcp:
         return Notice("preempted", None) if text == "TRUE" else None
 
 
-class Azure:
-    def __init__(self, address: str) -> None:
-        self._service = _Service(address)
-        self._name: str | None = None
+class Azure(Cloud):
+    _name: str | None = None
 
     def poll(self) -> Notice | None:
         headers = {"Metadata": "true"}
         if self._name is None:
-            self._name = self._service.ask(_NAME, headers).of(_NAME).strip()
-        answer = self._service.ask(_EVENTS, headers, within_s=_EVENTS_WITHIN_S)
+            self._name = self._ask(_NAME, headers).of(_NAME).strip()
+        answer = self._ask(_EVENTS, headers, within_s=_EVENTS_WITHIN_S)
         for event in answer.parsed(_EVENTS).get("Events") or ():
             # Every machine of a scale set gets the events of all.
             machines = [str(each).lower() for each in event.get("Resources") or ()]

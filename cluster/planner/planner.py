@@ -209,7 +209,5 @@ def _plan(pool: Pool, size: Size, now_s: float, config: PlannerConfig) -> PoolPl
     reason = f"{pool.name} {verb}: {size.words}"
     if pool.signals.role is not Role.MIXED:
         return PoolPlan(size.replicas, None, reason)
-    roles = roles_of(pool, size.replicas, now_s, config)
-    return PoolPlan(
-        size.replicas, roles.plan, f"{reason}; {roles.words}" if roles.words else reason
-    )
+    plan, words = roles_of(pool, size.replicas, now_s, config)
+    return PoolPlan(size.replicas, plan, f"{reason}; {words}" if words else reason)

@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -134,42 +135,6 @@ def _rounded_up(workers: float) -> int:
     return math.ceil(workers - _ROUNDING)
 
 
-@dataclass(frozen=True)
-class _Side:
-    """All pools of one role together."""
-
-    replicas: int
-    goal: int
-    floor: int
-    max_replicas: int
-
-    @classmethod
-    def of(cls, pools: Sequence[Pool], sizes: Mapping[str, Size]) -> _Side:
-        return cls(
-            replicas=sum(sizes[pool.name].replicas for pool in pools),
-            goal=sum(min(sizes[pool.name].goal, sizes[pool.name].replicas) for pool in pools),
-            floor=sum(pool.floor for pool in pools),
-            max_replicas=sum(pool.signals.max_replicas for pool in pools),
-        )
-
-
-@dataclass(frozen=True)
-class _Bounds:
-    low: float
-    high: float
-
-    def fewest(self, decode: int) -> int:
-        return math.ceil(self.low * decode - _ROUNDING)
-
-    def most(self, decode: int, limit: int) -> int:
-        if math.isinf(self.high):
-            return limit
-        return min(limit, math.floor(self.high * decode + _ROUNDING))
-
-    def keep(self, prefill: int, decode: int) -> bool:
-        return self.fewest(decode) <= prefill <= self.most(decode, prefill)
-
-
 def keep_ratio(
     pools: Sequence[Pool], sizes: Mapping[str, Size], config: PlannerConfig
 ) -> dict[str, Size]:
@@ -180,8 +145,7 @@ def keep_ratio(
     low, high = config.min_prefill_per_decode, config.max_prefill_per_decode
     if not prefill or not decode or (low is None and high is None):
         return dict(sizes)
-    bounds = _Bounds(low or 0.0, math.inf if high is None else high)
-    num_prefill, num_decode = _fit(_Side.of(prefill, sizes), _Side.of(decode, sizes), bounds)
+    num_prefill, num_decode = _fit(_Side.of(prefill, sizes), _Side.of(decode, sizes), config)
     limits = " and ".join(
         f"{word} {bound:g}" for word, bound in (("at least", low), ("at most", high)) if bound
     )
@@ -193,47 +157,44 @@ def keep_ratio(
     }
 
 
-def _fit(prefill: _Side, decode: _Side, bounds: _Bounds) -> tuple[int, int]:
-    """(prefill, decode) replicas that fit best."""
-    if bounds.keep(prefill.replicas, decode.replicas):
-        return prefill.replicas, decode.replicas
-    return (
-        _shrunk_sides(prefill, decode, bounds)
-        or _grown_sides(prefill, decode, bounds)
-        or _cut(prefill, decode, bounds)
-        or (prefill.replicas, decode.replicas)
-    )
+@dataclass(frozen=True)
+class _Side:
+    """All pools of one role together."""
+
+    replicas: int
+    goal: int
+    allowed: range
+
+    @classmethod
+    def of(cls, pools: Sequence[Pool], sizes: Mapping[str, Size]) -> _Side:
+        floor, most = (sum(p.floor for p in pools), sum(p.signals.max_replicas for p in pools))
+        return cls(
+            replicas=sum(sizes[pool.name].replicas for pool in pools),
+            goal=sum(min(sizes[pool.name].goal, sizes[pool.name].replicas) for pool in pools),
+            allowed=range(floor, most + 1),
+        )
 
 
-def _shrunk_sides(prefill: _Side, decode: _Side, bounds: _Bounds) -> tuple[int, int] | None:
-    """The largest sizes between goals and replicas that keep the ratio; None: there are none."""
-    for num_decode in range(decode.replicas, decode.goal - 1, -1):
-        num_prefill = bounds.most(num_decode, prefill.replicas)
-        if num_prefill >= max(prefill.goal, bounds.fewest(num_decode)):
-            return num_prefill, num_decode
-    return None
+def _fit(prefill: _Side, decode: _Side, config: PlannerConfig) -> tuple[int, int]:
+    """(prefill, decode) replicas that keep the ratio and fit best: the largest between goals and
+    present sizes; else the smallest that take the least from the present sizes."""
+    low, high = config.min_prefill_per_decode, config.max_prefill_per_decode
 
+    def keeps(p: int, d: int) -> bool:
+        is_enough = low is None or p >= low * d - _ROUNDING
+        return is_enough and (high is None or p <= high * d + _ROUNDING)
 
-def _grown_sides(prefill: _Side, decode: _Side, bounds: _Bounds) -> tuple[int, int] | None:
-    """The smallest larger sizes that keep the ratio; None: there are none."""
-    for num_decode in range(decode.replicas, decode.max_replicas + 1):
-        num_prefill = max(prefill.replicas, bounds.fewest(num_decode))
-        if num_prefill <= bounds.most(num_decode, prefill.max_replicas):
-            return num_prefill, num_decode
-    return None
+    def cost(sizes: tuple[int, int]) -> tuple[int, ...]:
+        p, d = sizes
+        if prefill.goal <= p <= prefill.replicas and decode.goal <= d <= decode.replicas:
+            return 0, -d, -p
+        return 1, -min(p, prefill.replicas), -min(d, decode.replicas), p, d
 
-
-def _cut(prefill: _Side, decode: _Side, bounds: _Bounds) -> tuple[int, int] | None:
-    """The most prefill replicas within the bounds that keep the ratio, with the fewest decode
-    replicas; None: there are none."""
-    for most_decode in range(decode.max_replicas, max(0, decode.floor - 1), -1):
-        fewest = max(prefill.floor, bounds.fewest(most_decode))
-        most = bounds.most(most_decode, prefill.max_replicas)
-        if fewest <= most:
-            num_prefill = min(max(prefill.replicas, fewest), most)
-            able = range(min(decode.replicas, most_decode), most_decode + 1)
-            return num_prefill, next(n for n in able if bounds.keep(num_prefill, n))
-    return None
+    present = prefill.replicas, decode.replicas
+    if keeps(*present):
+        return present
+    fits = (sizes for sizes in itertools.product(prefill.allowed, decode.allowed) if keeps(*sizes))
+    return min(fits, key=cost, default=present)
 
 
 def _dealt(
@@ -250,21 +211,18 @@ def _dealt(
     return dealt
 
 
-@dataclass(frozen=True)
-class Roles:
-    plan: RolePlan
-    words: str
-
-
-def roles_of(pool: Pool, replicas: int, now_s: float, config: PlannerConfig) -> Roles:
-    """The roles of a mixed pool of `replicas`. Workers act in both roles until they are live."""
+def roles_of(
+    pool: Pool, replicas: int, now_s: float, config: PlannerConfig
+) -> tuple[RolePlan, str]:
+    """The roles of a mixed pool of `replicas`, and a text about them. Workers act in both roles
+    until they are live."""
     present = pool.signals.role_plan
     num_workers = min(pool.measure.num_live, replicas)
     if num_workers == 0:
-        return Roles(RolePlan(), "")
+        return RolePlan(), ""
     fits = present.leaves_both_roles(num_workers)
     if not pool.is_known:
-        return Roles(present if fits else RolePlan(), "")
+        return present if fits else RolePlan(), ""
     need = pool.memory.samples[-1].mean.least
     streams_need = _rounded_up(pool.measure.fill)
     wanted, less, more = (
@@ -272,14 +230,14 @@ def roles_of(pool: Pool, replicas: int, now_s: float, config: PlannerConfig) -> 
         for f in (1.0, 1 - config.tolerance, 1 + config.tolerance)
     )
     if wanted == present:
-        return Roles(present, _words(present, num_workers))
+        return present, _words(present, num_workers)
     if fits and (_is_between(present, less, more) or _waits(pool, now_s, config)):
-        return Roles(present, _words(present, num_workers))
+        return present, _words(present, num_workers)
     words = (
         f"{_words(wanted, num_workers)}, from {present.prefill} and {present.decode}: prefill "
         f"needs {need.prefill:.1f} workers, decode {need.decode:.1f}"
     )
-    return Roles(wanted, words)
+    return wanted, words
 
 
 def _wanted(need: Need, num_workers: int, streams_need: int, config: PlannerConfig) -> RolePlan:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from baton.config.engine import DTYPES
 from baton.errors import AlreadyExistsError, InUseError, InvalidRequestError, NotFoundError
@@ -51,23 +52,26 @@ class Slot:
 
 @dataclass(frozen=True)
 class Pool:
-    """A pool's status."""
+    """A pool: what was set, and its status."""
 
-    name: str
-    role: Role
+    settings: PoolSettings
     desired_replicas: int
-    max_replicas: int
+    role_plan: RolePlan = field(default_factory=RolePlan)
+    """Set for a mixed pool."""
+    is_found: bool = False
+    """Every replica that a previous supervisor left has a slot."""
     live_replicas: int = 0
     last_error: str = ""
     """The newest error of a replica whose worker is not live again; empty: none."""
     num_failed_starts: int = 0
     """Failed starts in a row, of the worst slot."""
-    role_plan: RolePlan = field(default_factory=RolePlan)
-    """Set for a mixed pool."""
-    settings_digest: bytes = b""
     slots: tuple[Slot, ...] = ()
     comes_back_for: tuple[Role, ...] = ()
     """Its roles that are away, while its workers start again."""
+
+    @property
+    def name(self) -> str:
+        return self.settings.name
 
     @property
     def pending_replicas(self) -> int:
@@ -75,20 +79,12 @@ class Pool:
         return sum(slot.is_pending for slot in self.slots)
 
 
-@dataclass(frozen=True)
-class _Entry:
-    settings: PoolSettings
-    desired_replicas: int
-    role_plan: RolePlan = field(default_factory=RolePlan)
-    is_found: bool = False
-
-
 class PoolTable:
     """Own the pools, their slots and the model that they all name."""
 
     def __init__(self) -> None:
         self._model: ModelSource | None = None  # None: no pool has named one
-        self._entries: dict[str, _Entry] = {}
+        self._pools: dict[str, Pool] = {}
         self._slots: dict[str, Slot] = {}  # by worker id
         self._failures: dict[str, Failure] = {}  # by worker id, oldest first; none for live workers
         self._live: Mapping[str, int] = {}  # pool -> number of live workers
@@ -111,12 +107,12 @@ class PoolTable:
             return
         _check_size(settings, replicas)
         self._model = self._model or settings.model
-        self._enter(_Entry(settings, replicas))
+        self._enter(Pool(settings, replicas))
 
     def knows(self, settings: PoolSettings) -> bool:
         """Whether the pool exists. Raises AlreadyExistsError if it has other settings, and
         ConfigError if it names another model than the cluster's."""
-        known = self._entries.get(settings.name)
+        known = self._pools.get(settings.name)
         if known is None:
             if self._model is not None:
                 self._model.check_same(settings.model, f"pool {settings.name}")
@@ -134,31 +130,31 @@ class PoolTable:
 
         Raises NotFoundError, and InUseError while it has a size, a slot or a worker.
         """
-        entry = self._entry(name)
-        if entry.desired_replicas:
+        pool = self._pool(name)
+        if pool.desired_replicas:
             raise InUseError(
-                f"pool {name} has {entry.desired_replicas} replicas: set its size to 0 first",
+                f"pool {name} has {pool.desired_replicas} replicas: set its size to 0 first",
                 field="pool",
             )
         there = sorted({slot.worker_id for slot in self.slots_of(name)} | {*workers})
         if there:
             raise InUseError(f"pool {name} still has workers: {', '.join(there)}", field="pool")
-        del self._entries[name]
+        del self._pools[name]
         self._failures = {w: f for w, f in self._failures.items() if f.pool != name}
         self.version += 1
 
     def settings(self, name: str) -> PoolSettings:
         """A pool's settings. Raises NotFoundError."""
-        return self._entry(name).settings
+        return self._pool(name).settings
 
     def all_settings(self) -> dict[str, PoolSettings]:
-        return {name: entry.settings for name, entry in self._entries.items()}
+        return {name: pool.settings for name, pool in self._pools.items()}
 
     def set_replicas(self, name: str, replicas: int) -> int:
         """Set a pool's desired size and return the previous one. Raises what `check_size`
         raises."""
         former = self.check_size(name, replicas)
-        self._enter(replace(self._entries[name], desired_replicas=replicas))
+        self._enter(replace(self._pools[name], desired_replicas=replicas))
         self._note_away()
         return former
 
@@ -167,9 +163,9 @@ class PoolTable:
 
         Raises NotFoundError, and InvalidRequestError for a size above `max_replicas`.
         """
-        entry = self._entry(name)
-        _check_size(entry.settings, replicas)
-        return entry.desired_replicas
+        pool = self._pool(name)
+        _check_size(pool.settings, replicas)
+        return pool.desired_replicas
 
     def set_role_plan(self, name: str, plan: RolePlan) -> None:
         """Split a mixed pool's workers into roles. Running requests end where they are.
@@ -182,7 +178,7 @@ class PoolTable:
             raise InvalidRequestError(
                 f"pool {name} has role {role.value}: only a mixed pool can be split", field="pool"
             )
-        self._enter(replace(self._entries[name], role_plan=plan))
+        self._enter(replace(self._pools[name], role_plan=plan))
 
     def agree_dtype(self, name: str, proposed: str) -> str:
         """The dtype of the pool's workers: its own setting, else another pool's, else `proposed`.
@@ -199,15 +195,15 @@ class PoolTable:
         if settings.dtype is not None:
             return settings.dtype
         dtype = common_dtype(self.all_settings().values()) or proposed
-        for entry in list(self._entries.values()):
-            self._enter(replace(entry, settings=entry.settings.with_dtype(dtype)))
+        for pool in list(self._pools.values()):
+            self._enter(replace(pool, settings=pool.settings.with_dtype(dtype)))
         return dtype
 
     def role_plans(self) -> dict[str, RolePlan]:
-        return {name: entry.role_plan for name, entry in self._entries.items()}
+        return {name: pool.role_plan for name, pool in self._pools.items()}
 
     def desired_replicas(self) -> dict[str, int]:
-        return {name: entry.desired_replicas for name, entry in self._entries.items()}
+        return {name: pool.desired_replicas for name, pool in self._pools.items()}
 
     # --- slots and their failures ---------------------------------------------------------------
 
@@ -216,37 +212,23 @@ class PoolTable:
     ) -> None:
         """Open a slot. `pod_name`: the pod of an adopted replica."""
         self.mark_found(pool)
-        self._book(Slot(worker_id, pool, pod_name, is_adopted=is_adopted))
+        self._put(Slot(worker_id, pool, pod_name, is_adopted=is_adopted))
 
     def mark_found(self, pool: str) -> None:
         """Every replica of the pool that a previous supervisor left now has a slot."""
-        self._enter(replace(self._entry(pool), is_found=True))
+        self._enter(replace(self._pool(pool), is_found=True))
 
     def is_found(self, pool: str) -> bool:
-        return self._entry(pool).is_found
-
-    def set_leaving(self, worker_id: str) -> None:
-        """The slot is no longer wanted."""
-        self._book(replace(self._slots[worker_id], is_leaving=True))
+        return self._pool(pool).is_found
 
     def close_slot(self, worker_id: str) -> None:
         """Remove a slot that is empty and no longer wanted."""
         del self._slots[worker_id]
         self.version += 1
 
-    def set_pending(self, worker_id: str) -> bool:
-        """The slot waits for a pod. True: it did not before."""
-        slot = self._slots[worker_id]
-        return self._book(replace(slot, pod_name=None, is_pending=True, is_adopted=False))
-
-    def set_pod(self, worker_id: str, pod_name: str | None) -> bool:
-        """New ranks start in this pod (None: no pod). True: the slot changed."""
-        slot = self._slots[worker_id]
-        return self._book(replace(slot, pod_name=pod_name, is_pending=False, is_adopted=False))
-
-    def set_ending(self, worker_id: str) -> bool:
-        """The slot's replica is being ended. True: the slot changed."""
-        return self._book(replace(self._slots[worker_id], is_adopted=False))
+    def update_slot(self, worker_id: str, **changes: Any) -> None:
+        """Change fields of an open slot."""
+        self._put(replace(self._slots[worker_id], **changes))
 
     def slots_of(self, pool: str) -> tuple[Slot, ...]:
         return tuple(slot for slot in self._slots.values() if slot.pool == pool)
@@ -289,56 +271,47 @@ class PoolTable:
         self._note_away()
 
     def status(self) -> tuple[Pool, ...]:
-        return tuple(map(self._shown, self._entries.values()))
+        return tuple(map(self._with_status, self._pools.values()))
 
     def _note_away(self) -> None:
         self._away = frozenset(role for role in _ROLES if self._is_away(role))
 
     def _is_away(self, role: Role) -> bool:
-        own = [each for each in self._entries.values() if role in each.settings.roles]
-        if own and not any(each.desired_replicas for each in own):
+        own = [pool for pool in self._pools.values() if role in pool.settings.roles]
+        if own and not any(pool.desired_replicas for pool in own):
             return True
-        names = {each.settings.name for each in own}
+        names = {pool.name for pool in own}
         has_started = any(self._live.get(name) for name in names) or any(
             each.pool in names and each.num_failed_starts for each in self._failures.values()
         )
         return role in self._away and not has_started
 
-    def _shown(self, entry: _Entry) -> Pool:
-        settings, wanted = entry.settings, entry.desired_replicas
-        failures = [f for f in self._failures.values() if f.pool == settings.name]
-        coming = [role for role in settings.roles if wanted and role in self._away]
-        return Pool(
-            settings.name,
-            settings.role,
-            wanted,
-            settings.shape.max_replicas,
-            self._live.get(settings.name, 0),
+    def _with_status(self, pool: Pool) -> Pool:
+        failures = [f for f in self._failures.values() if f.pool == pool.name]
+        is_wanted = pool.desired_replicas > 0
+        return replace(
+            pool,
+            live_replicas=self._live.get(pool.name, 0),
             last_error=failures[-1].error if failures else "",
             num_failed_starts=max((f.num_failed_starts for f in failures), default=0),
-            role_plan=entry.role_plan,
-            settings_digest=settings.digest,
-            slots=self.slots_of(settings.name),
-            comes_back_for=tuple(coming),
+            slots=self.slots_of(pool.name),
+            comes_back_for=tuple(r for r in pool.settings.roles if is_wanted and r in self._away),
         )
 
-    def _entry(self, name: str) -> _Entry:
-        entry = self._entries.get(name)
-        if entry is None:
-            there_are = ", ".join(sorted(self._entries)) or "none"
+    def _pool(self, name: str) -> Pool:
+        pool = self._pools.get(name)
+        if pool is None:
+            there_are = ", ".join(sorted(self._pools)) or "none"
             raise NotFoundError(f"no pool {name!r}; there are: {there_are}", field="pool")
-        return entry
+        return pool
 
-    def _enter(self, entry: _Entry) -> None:
-        name = entry.settings.name
-        self.version += self._entries.get(name) != entry
-        self._entries[name] = entry
+    def _enter(self, pool: Pool) -> None:
+        self.version += self._pools.get(pool.name) != pool
+        self._pools[pool.name] = pool
 
-    def _book(self, slot: Slot) -> bool:
-        is_news = self._slots.get(slot.worker_id) != slot
+    def _put(self, slot: Slot) -> None:
+        self.version += self._slots.get(slot.worker_id) != slot
         self._slots[slot.worker_id] = slot
-        self.version += is_news
-        return is_news
 
 
 def _check_size(settings: PoolSettings, replicas: int) -> None:

@@ -71,7 +71,7 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
     async def Register(  # noqa: N802
         self, request_iterator: AsyncIterator[control_pb2.RegisterRequest], context: Context
     ) -> AsyncIterator[control_pb2.RegisterResponse]:
-        within_s = self._registry.register_within_s
+        within_s = self._registry.config.register_within_s
         first = await first_message(request_iterator, within_s, context)
         if first is None or not first.worker.ref.worker_id:
             await context.abort(
@@ -288,7 +288,7 @@ async def _look(registry: Registry, changes: Changes) -> None:
     version = registry.refresh()
     known: dict[str, str] = {}
     while True:
-        await asyncio.sleep(registry.look_s)
+        await asyncio.sleep(registry.config.look_s)
         former, version = version, registry.refresh()
         if version != former:
             changes.announce()
@@ -331,16 +331,19 @@ def fleet_message(snapshot: FleetSnapshot) -> control_pb2.WatchFleetResponse:
 
 
 def _pool_message(pool: Pool, stay_order: Mapping[str, int]) -> control_pb2.PoolStatus:
+    settings = pool.settings
     return control_pb2.PoolStatus(
         name=pool.name,
-        role=ROLES[pool.role],
+        role=ROLES[settings.role],
         desired_replicas=pool.desired_replicas,
         live_replicas=pool.live_replicas,
         last_error=pool.last_error,
         num_failed_starts=pool.num_failed_starts,
         pending_replicas=pool.pending_replicas,
-        role_plan=control_pb2.RolePlan(**vars(pool.role_plan)) if pool.role is Role.MIXED else None,
-        settings_digest=pool.settings_digest,
+        role_plan=control_pb2.RolePlan(**vars(pool.role_plan))
+        if settings.role is Role.MIXED
+        else None,
+        settings_digest=settings.digest,
         places=[
             control_pb2.PoolPlace(
                 worker_id=slot.worker_id,

@@ -128,7 +128,7 @@ class _Worker:
 
 class Registry:
     """Own the fleet's membership and states, the pool table, the routers' reports and the list of
-    units."""
+    units. `refresh` must be called every `config.look_s` at least."""
 
     def __init__(
         self,
@@ -140,8 +140,9 @@ class Registry:
     ) -> None:
         """`keeps_pools`: every worker's pool is in the table or will be added.
         `model_fingerprint`: the model that served before a restart."""
-        self._config, self._keeps_pools = config, keeps_pools
-        self._model_fingerprint = model_fingerprint
+        self.config, self._keeps_pools = config, keeps_pools
+        self.model_fingerprint = model_fingerprint
+        """Of the model that serves here; empty: no worker has registered yet."""
         self._clock = AwakeClock(clock, 2 * config.look_s)
         self.routers = RouterReports(self._clock)
         self.pools = PoolTable()
@@ -150,21 +151,6 @@ class Registry:
         self._heard: set[str] = set()  # ids of all workers that ever sent a heartbeat
         self._num_streams = 0
         self._num_changes = 0  # of workers' states
-
-    @property
-    def look_s(self) -> float:
-        """Longest interval between two calls of `refresh`."""
-        return self._config.look_s
-
-    @property
-    def register_within_s(self) -> float:
-        """Time limit for the first message of a Register call."""
-        return self._config.register_within_s
-
-    @property
-    def model_fingerprint(self) -> bytes:
-        """Fingerprint of the model that serves here; empty: no worker has registered yet."""
-        return self._model_fingerprint
 
     # --- workers --------------------------------------------------------------------------------
 
@@ -188,7 +174,7 @@ class Registry:
         else:
             self._workers[worker_id] = _Worker(registration, stream, now, state_since=now)
             self._changed()
-        self._model_fingerprint = self._model_fingerprint or registration.model_fingerprint
+        self.model_fingerprint = self.model_fingerprint or registration.model_fingerprint
         return stream
 
     def heartbeat(
@@ -247,7 +233,7 @@ class Registry:
         for worker in list(self._workers.values()):
             self._update_state(worker)
             since_s = now - worker.state_since
-            if worker.state is WorkerState.GONE and since_s >= self._config.forget_after_s:
+            if worker.state is WorkerState.GONE and since_s >= self.config.forget_after_s:
                 del self._workers[worker.registration.worker_id]
                 self._changed()
         self._count_live()
@@ -279,7 +265,7 @@ class Registry:
             },
             self._may_be_incomplete(),
             self.routers.silent(),
-            self._model_fingerprint,
+            self.model_fingerprint,
         )
 
     def staying(self, pool: str) -> list[Slot]:
@@ -301,7 +287,7 @@ class Registry:
 
         After `silent_after_s` a worker that has not counts as silent. The exceptions are adopted
         workers, and workers of pools whose replicas the supervisor has yet to look for."""
-        if self._clock() < self._config.silent_after_s:
+        if self._clock() < self.config.silent_after_s:
             return True
         if not self._keeps_pools:
             return False
@@ -342,7 +328,7 @@ class Registry:
 
     def _check_model(self, registration: Registration) -> None:
         """Raise OtherModelError for a worker with another model than the bound one."""
-        here, its_own = self._model_fingerprint, registration.model_fingerprint
+        here, its_own = self.model_fingerprint, registration.model_fingerprint
         if not here or its_own in (b"", here):
             return
         settings = self.pools.all_settings().get(registration.pool)
@@ -359,7 +345,7 @@ class Registry:
         """Note that a worker was added, removed or changed its state."""
         self._num_changes += 1
         if self._workers and all(w.state is WorkerState.GONE for w in self._workers.values()):
-            self._model_fingerprint = b""  # no worker is left, so any model may come next
+            self.model_fingerprint = b""  # no worker is left, so any model may come next
         self._count_live()
 
     def _count_live(self) -> None:
@@ -389,13 +375,13 @@ class Registry:
         if worker.state is WorkerState.GONE:
             return WorkerState.GONE
         silent_s = self._clock() - worker.heard_at
-        if silent_s >= self._config.gone_after_s:
+        if silent_s >= self.config.gone_after_s:
             return WorkerState.GONE
-        if silent_s >= self._config.silent_after_s or self._stuck(worker):
+        if silent_s >= self.config.silent_after_s or self._stuck(worker):
             return WorkerState.SUSPECT
         if worker.drain_asked:
             return WorkerState.DRAINING
         return WorkerState.STARTING if worker.progress is None else WorkerState.LIVE
 
     def _stuck(self, worker: _Worker) -> bool:
-        return worker.progress is not None and worker.progress.is_stuck(self._config)
+        return worker.progress is not None and worker.progress.is_stuck(self.config)

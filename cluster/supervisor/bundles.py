@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -34,36 +33,23 @@ def rank_resources(config: WorkerConfig) -> dict[str, float]:
     return resources | ({pod_resource(config.pool): 1.0} if config.in_pod else {})
 
 
-@dataclass(frozen=True)
-class BundleNode:
-    """The Ray node that holds all bundles of a replica."""
-
-    node_id: str
-    pod_name: str | None = None
-    """None for a machine, and for a pod whose node has no name label."""
-
-
-def ask(name: str, config: WorkerConfig) -> BundleNode | None:
+def ask(name: str, config: WorkerConfig) -> str | None:
     """Request room for all ranks of a replica on one machine, or in one pod of the pool.
 
-    None: no pod has room yet; the request stays open. Raises ReplicaError if no machine has
-    room."""
+    Returns the pod's name; empty for a machine, and for a pod whose node has no name label. None:
+    no pod has room yet; the request stays open. Raises ReplicaError if no machine has room."""
     num_ranks, resources = config.tp_size, rank_resources(config)
     if not config.in_pod:
         _check_machines(num_ranks, resources)
         group = _new_group(name, num_ranks, resources)
         _wait_for_place(group, num_ranks, resources)
-        return _node_of_bundles(group)
+        return ""
     asked = find(name)
     if asked is None:
         asked = _new_group(name, num_ranks, resources)
         asked.wait(_POD_FOUND_WITHIN_S)
-    return _node_of_bundles(asked)
-
-
-def _node_of_bundles(group: PlacementGroup) -> BundleNode | None:
-    node_id = node_of(group)
-    return None if node_id is None else BundleNode(node_id, pods_by_node().get(node_id))
+    node_id = node_of(asked)
+    return None if node_id is None else pods_by_node().get(node_id, "")
 
 
 def pods_by_node() -> dict[str, str]:

@@ -11,7 +11,6 @@ pod the kernel ends it and proves the end. In another pod a Ray task does that t
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 import os
 import re
@@ -34,7 +33,6 @@ from ray.util.scheduling_strategies import (
 
 from cluster.errors import PodLostError, ReplicaError, one_line
 from cluster.supervisor import bundles
-from cluster.supervisor.bundles import BundleNode
 from cluster.supervisor.run_dir import ProcessTable, ReplicaProcesses
 from cluster.worker.config import RankPosition, WorkerConfig
 from cluster.worker.process import MAX_CALLS, RankActor, RankExit, RankStatus
@@ -74,13 +72,13 @@ class ReplicaName:
         return f"{self.worker_id}.g{self.generation}"
 
 
-@dataclass(frozen=True)
+@dataclass
 class Replica:
-    """A replica, or what is left of one: its actors by rank, and their processes."""
+    """A replica, or what there is of one: its actors by rank, and their processes."""
 
     name: ReplicaName
-    actors: Mapping[int, Any]
-    processes: tuple[ProcessIdentity, ...]
+    actors: dict[int, Any] = field(default_factory=dict)
+    processes: tuple[ProcessIdentity, ...] = ()
     serves: bool = False
     """It was found loaded and warmed up, so it registers again soon or never."""
     node_id: str | None = None
@@ -92,9 +90,10 @@ class Replica:
 class Replicas(Protocol):
     """Starts, finds and ends replicas. Every method blocks."""
 
-    def reserve(self, name: ReplicaName, config: WorkerConfig) -> BundleNode | None:
-        """Reserve room for all ranks together, and return its node. None: no pod has room; the
-        request stays open until `destroy`. Raises ReplicaError; an error leaves nothing behind."""
+    def reserve(self, name: ReplicaName, config: WorkerConfig) -> str | None:
+        """Reserve room for all ranks together, and return its pod's name; empty: not known, or no
+        pod. None: no pod has room; the request stays open until `destroy`. Raises ReplicaError; an
+        error leaves nothing behind."""
 
     def start(self, name: ReplicaName, config: WorkerConfig) -> Replica:
         """Launch all ranks in the reserved room. Raises ReplicaError, and PodLostError if the room
@@ -125,12 +124,12 @@ class RayReplicas:
         self._processes = ProcessTable(run_dir)
         self._answer_within_s = answer_within_s
 
-    def reserve(self, name: ReplicaName, config: WorkerConfig) -> BundleNode | None:
-        with self._nothing_left(_Begun(name)):
+    def reserve(self, name: ReplicaName, config: WorkerConfig) -> str | None:
+        with self._nothing_left(Replica(name)):
             return bundles.ask(str(name), config)
 
     def start(self, name: ReplicaName, config: WorkerConfig) -> Replica:
-        begun, resources = _Begun(name), bundles.rank_resources(config)
+        begun, resources = Replica(name), bundles.rank_resources(config)
         with self._nothing_left(begun):
             group = bundles.find(str(name))
             node_id = None if group is None else bundles.node_of(group)
@@ -144,23 +143,24 @@ class RayReplicas:
                 if bundles.node_of(group) != node_id:
                     raise PodLostError(f"its node is gone: {one_line(error)}") from error
                 raise
-        return begun.replica()
+        return begun
 
     @contextlib.contextmanager
-    def _nothing_left(self, begun: _Begun) -> Iterator[None]:
+    def _nothing_left(self, begun: Replica) -> Iterator[None]:
         """Destroy the begun replica after an error. Ray's errors become a ReplicaError."""
         try:
             yield
         except BaseException as error:
-            self.destroy(begun.replica())
+            self.destroy(begun)
             if isinstance(error, RayError):
                 raise ReplicaError(one_line(error)) from error
             raise
 
-    def _launch(self, config: WorkerConfig, group: PlacementGroup, begun: _Begun) -> None:
+    def _launch(self, config: WorkerConfig, group: PlacementGroup, begun: Replica) -> None:
         actors = begun.actors.values()
-        begun.entry = _entry_of(_first_statuses(begun.actors, group))
-        self._processes.add(str(begun.name), begun.entry)
+        entry = _entry_of(_first_statuses(begun.actors, group))
+        begun.processes, begun.node_id = entry.processes, entry.node_id
+        self._processes.add(str(begun.name), entry)
         meeting = ""
         if config.tp_size > 1:
             port = ray.get(begun.actors[0].listen.remote(config.host), timeout=_CALL_TIMEOUT_S)
@@ -197,10 +197,9 @@ class RayReplicas:
             if _name_of(name).pool in tp_sizes:
                 bundles.free(name)
         pods = bundles.pods_by_node()
-        return [
-            dataclasses.replace(replica, pod_name=pods.get(replica.node_id or ""))
-            for replica in newest.values()
-        ]
+        for replica in newest.values():
+            replica.pod_name = pods.get(replica.node_id or "")
+        return list(newest.values())
 
     def clear(self) -> None:
         names = {*_listed_actors(), *self._processes.read()}
@@ -230,8 +229,10 @@ class RayReplicas:
             }
             for rank in actors[text].keys() - ranks.keys():
                 _kill(actors[text][rank])
-            serves = 0 in ranks and statuses[0].serves
-            left.append(_replica(name, ranks, entry, serves))
+            replica = Replica(name, ranks, serves=0 in ranks and statuses[0].serves)
+            if entry is not None:
+                replica.processes, replica.node_id = entry.processes, entry.node_id
+            left.append(replica)
         return left
 
     def _answers(self, actors: Mapping[str, Mapping[int, Any]]) -> dict[str, dict[int, RankStatus]]:
@@ -263,29 +264,6 @@ class RayReplicas:
         if ended:
             self._processes.remove(str(replica.name))
         return ended
-
-
-@dataclass
-class _Begun:
-    """What a start has created so far."""
-
-    name: ReplicaName
-    actors: dict[int, Any] = field(default_factory=dict)
-    entry: ReplicaProcesses | None = None
-
-    def replica(self) -> Replica:
-        return _replica(self.name, self.actors, self.entry)
-
-
-def _replica(
-    name: ReplicaName,
-    actors: Mapping[int, Any],
-    entry: ReplicaProcesses | None,
-    serves: bool = False,
-) -> Replica:
-    if entry is None:
-        return Replica(name, actors, (), serves)
-    return Replica(name, actors, entry.processes, serves, entry.node_id)
 
 
 def _first_statuses(actors: Mapping[int, Any], group: PlacementGroup) -> list[RankStatus]:

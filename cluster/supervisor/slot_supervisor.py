@@ -20,13 +20,13 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from baton.clock import Clock, LoopClock, wait_for_event
 from baton.v1 import control_pb2
 from cluster.errors import PodLostError, ReplicaError
 from cluster.registry.control_service import Changes
-from cluster.registry.registry import FleetEntry, Registration, Registry, WorkerState
+from cluster.registry.registry import FleetEntry, Registry, WorkerState
 from cluster.supervisor.replica import RankEnd, Replica, ReplicaName, Replicas
 from cluster.worker.config import WorkerConfig
 from kv_transfer.process import ProcessIdentity
@@ -112,7 +112,7 @@ class SlotSupervisor:
         if self._leaving.is_set():
             return
         self._leaving.set()
-        self._context.registry.pools.set_leaving(self.worker_id)
+        self._context.registry.pools.update_slot(self.worker_id, is_leaving=True)
         self._ask_to_drain()
 
     def _ask_to_drain(self) -> None:
@@ -158,7 +158,7 @@ class SlotSupervisor:
         except ReplicaError as error:
             self.report(str(error), config.log_file(0))
         if self.replica is None:
-            self._placed_in(None)
+            self._update(pod_name=None, is_pending=False)
             return False
         if self._leaving.is_set():
             self._ended.set()
@@ -168,7 +168,7 @@ class SlotSupervisor:
         """Start a replica; None: the slot is no longer wanted. Raises ReplicaError."""
         replicas = self._context.replicas
         if not await self._placed(name, config):
-            await self._context.ray(partial(replicas.destroy, Replica(name, {}, ())))
+            await self._context.ray(partial(replicas.destroy, Replica(name)))
             return None
         self._began_at = self._context.clock.now_s()
         return await self._context.ray(partial(replicas.start, name, config))
@@ -176,18 +176,17 @@ class SlotSupervisor:
     async def _placed(self, name: ReplicaName, config: WorkerConfig) -> bool:
         """Wait for room. False: the slot is no longer wanted. Raises ReplicaError."""
         ask = partial(self._context.replicas.reserve, name, config)
-        while (node := await self._context.ray(ask)) is None:
-            if self._context.registry.pools.set_pending(self.worker_id):
-                self._context.changes.announce()
+        while (pod_name := await self._context.ray(ask)) is None:
+            self._update(pod_name=None, is_pending=True)
             if await wait_for_event(self._context.clock, self._leaving, LOOK_S):
                 return False
-        self._placed_in(node.pod_name)
+        self._update(pod_name=pod_name or None, is_pending=False)
         return True
 
-    def _placed_in(self, pod_name: str | None) -> None:
-        """Report to the registry where new ranks start; None also means that the slot is empty."""
-        if self._context.registry.pools.set_pod(self.worker_id, pod_name):
-            self._context.changes.announce()
+    def _update(self, **changes: Any) -> None:
+        """Report the slot to the registry. No adopted replica serves in it any more."""
+        self._context.registry.pools.update_slot(self.worker_id, is_adopted=False, **changes)
+        self._context.changes.announce()
 
     async def _keep_until_over(self) -> None:
         """Watch the replica, destroy it at its end, and report a failure."""
@@ -196,8 +195,7 @@ class SlotSupervisor:
         reason = await self._until_over()
         log.info("%s: %s", replica.name, reason)
         # Before it is destroyed: proving the end may take long, and no one should wait for it.
-        if self._context.registry.pools.set_ending(self.worker_id):
-            self._context.changes.announce()
+        self._update()
         problems = [] if self._failure is None or self._leaving.is_set() else [self._failure]
         destroyed = await self._context.ray(partial(self._context.replicas.destroy, replica))
         self._left_behind = not destroyed
@@ -211,8 +209,7 @@ class SlotSupervisor:
         if entry is not None:
             self._context.registry.gone(self.worker_id, entry.registration.incarnation)
         self.replica = None
-        self._placed_in(None)
-        self._context.changes.announce()
+        self._update(pod_name=None, is_pending=False)
 
     async def _until_over(self) -> str:
         """Wait for a reason to end the replica, and return it."""
@@ -247,16 +244,13 @@ class SlotSupervisor:
         return None
 
     def _entry(self) -> FleetEntry | None:
-        """The present replica's entry in the registry; None: not registered."""
-        for entry in self._context.registry.snapshot().workers:
-            registration = entry.registration
-            if registration.worker_id == self.worker_id and self._is_mine(registration):
-                return entry
-        return None
-
-    def _is_mine(self, registration: Registration) -> bool:
-        """Whether a registration is the present replica's, by its processes. A replica that was
-        left behind may still report, and incarnations depend on clocks that can be set back."""
-        processes = () if self.replica is None else self.replica.processes
-        ranks = control_pb2.WorkerInfo.FromString(registration.info).ref.ranks
-        return any(ProcessIdentity.from_proto(rank.process) in processes for rank in ranks)
+        """The present replica's entry in the registry; None: not registered. It is known by its
+        processes: a replica that was left behind may still report, and incarnations depend on
+        clocks that can be set back."""
+        entries = self._context.registry.snapshot().workers
+        entry = next((e for e in entries if e.registration.worker_id == self.worker_id), None)
+        if entry is None or self.replica is None:
+            return None
+        ranks = control_pb2.WorkerInfo.FromString(entry.registration.info).ref.ranks
+        processes = [ProcessIdentity.from_proto(rank.process) for rank in ranks]
+        return entry if set(processes) & set(self.replica.processes) else None

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 
 import grpc
 import grpc.aio
@@ -26,7 +26,6 @@ from cluster.registry.control_service import ROLES
 from cluster.worker.config import WorkerConfig
 from cluster.worker.rank import Rank
 from engine.api import EngineCapacity, EngineLoad
-from engine.request import EngineEvent, PrefilledEvent, TokenEvent
 
 log = logging.getLogger(__name__)
 
@@ -227,16 +226,3 @@ def problems_of(parts: Mapping[str, Callable[[], None]]) -> list[str]:
         except AssertionError as error:
             problems.append(f"{name}: {error or 'its check failed'}")
     return problems
-
-
-class TokenCount:
-    """Counts the tokens that this worker's engine sampled: a token that runs twice counts twice."""
-
-    def __init__(self) -> None:
-        self.num_first = 0
-        self.num_later = 0
-
-    def on_events(self, events: Iterable[EngineEvent]) -> None:
-        for event in events:
-            self.num_first += isinstance(event, PrefilledEvent)
-            self.num_later += isinstance(event, TokenEvent)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,17 +27,10 @@ from kv_transfer.block_hash import BlockHash
 
 Context = grpc.aio.ServicerContext[Any, Any]
 Chain = tuple[BlockHash | None, tuple[BlockHash, ...]]
+KvMessage = worker_pb2.SubscribeKvResponse
+"""`removed` applies first, then `stored`."""
 
 PIECE_BYTES = 1 << 20  # of a file, in one message
-
-
-@dataclass
-class KvChange:
-    """One message. `removed` applies first, then `stored`."""
-
-    snapshot: bool = False
-    removed: list[BlockHash] = field(default_factory=list)
-    stored: list[Chain] = field(default_factory=list)
 
 
 class Subscription:
@@ -46,11 +38,11 @@ class Subscription:
 
     def __init__(self, max_pending: int) -> None:
         self._max_pending = max_pending
-        self._pending: deque[KvChange] = deque()
+        self._pending: deque[KvMessage] = deque()
         self._wake = asyncio.Event()
         self.overflowed = False
 
-    def push(self, change: KvChange) -> None:
+    def push(self, change: KvMessage) -> None:
         if self.overflowed:
             return
         if len(self._pending) >= self._max_pending:
@@ -60,7 +52,7 @@ class Subscription:
             self._pending.append(change)
         self._wake.set()
 
-    async def changes(self) -> AsyncIterator[KvChange]:
+    async def changes(self) -> AsyncIterator[KvMessage]:
         """Yield the snapshot, then every change. Ends on overflow; then subscribe again."""
         while True:
             await self._wake.wait()
@@ -87,7 +79,8 @@ class KvFeed:
 
         def begin(chains: list[Chain]) -> None:
             self._subscriptions.add(subscription)
-            subscription.push(KvChange(snapshot=True, stored=chains))
+            stored = [_stored(parent, hashes) for parent, hashes in chains]
+            subscription.push(KvMessage(snapshot=True, stored=stored))
 
         def take(engine: Engine) -> None:
             chains = engine.cached_chains()
@@ -112,19 +105,23 @@ class KvFeed:
                     self._subscriptions.discard(subscription)
 
 
-def changes_of(events: Iterable[EngineEvent]) -> list[KvChange]:
+def changes_of(events: Iterable[EngineEvent]) -> list[KvMessage]:
     """A step's block events as messages. A removal after a store begins a new message."""
-    changes: list[KvChange] = []
+    changes: list[KvMessage] = []
     for event in events:
         if isinstance(event, BlocksRemovedEvent):
             if not changes or changes[-1].stored:
-                changes.append(KvChange())
-            changes[-1].removed.extend(event.hashes)
+                changes.append(KvMessage())
+            changes[-1].removed += b"".join(event.hashes)
         elif isinstance(event, BlocksStoredEvent):
             if not changes:
-                changes.append(KvChange())
-            changes[-1].stored.append((event.parent, event.hashes))
+                changes.append(KvMessage())
+            changes[-1].stored.append(_stored(event.parent, event.hashes))
     return changes
+
+
+def _stored(parent: BlockHash | None, hashes: Sequence[BlockHash]) -> worker_pb2.BlockStored:
+    return worker_pb2.BlockStored(parent_hash=parent or b"", hashes=b"".join(hashes))
 
 
 class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
@@ -154,7 +151,9 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         sequence = 0
         try:
             async for change in subscription.changes():
-                yield _change_message(change, self._incarnation, sequence)
+                message = KvMessage(incarnation=self._incarnation, sequence=sequence)
+                message.MergeFrom(change)  # which other followers get too
+                yield message
                 sequence += 1
         finally:
             self._feed.unsubscribe(subscription)
@@ -192,18 +191,3 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
             with path.open("rb") as file:
                 while data := await asyncio.to_thread(file.read, PIECE_BYTES):
                     yield worker_pb2.ReadTokenizerResponse(name=path.name, data=data)
-
-
-def _change_message(
-    change: KvChange, incarnation: int, sequence: int
-) -> worker_pb2.SubscribeKvResponse:
-    return worker_pb2.SubscribeKvResponse(
-        incarnation=incarnation,
-        sequence=sequence,
-        snapshot=change.snapshot,
-        stored=[
-            worker_pb2.BlockStored(parent_hash=parent or b"", hashes=b"".join(hashes))
-            for parent, hashes in change.stored
-        ],
-        removed=b"".join(change.removed),
-    )

@@ -38,7 +38,6 @@ from cluster.worker.config import WorkerConfig
 from cluster.worker.rank import Rank
 from cluster.worker.reports import (
     Registrar,
-    TokenCount,
     WorkerCollector,
     problems_of,
     worker_info,
@@ -51,7 +50,7 @@ from engine.api import Engine, EngineLoad
 from engine.build import build_engine
 from engine.core import warm_up
 from engine.loop import EngineThread
-from engine.request import EngineEvent
+from engine.request import EngineEvent, PrefilledEvent, TokenEvent
 from kv_transfer.exporter import Exporter
 from kv_transfer.lease_table import LeaseTable
 from prefill_worker.role import PrefillRole
@@ -107,7 +106,8 @@ class Worker:
         self._failure: Exception | None = None
         self._drain: asyncio.Task[None] | None = None
         self._drained = asyncio.Event()  # running requests have ended, or their time is over
-        self._tokens = TokenCount()
+        # Sampled by this worker's engine: a token that runs twice counts twice.
+        self._num_first_tokens = self._num_later_tokens = 0
         self._load = worker_pb2.WorkerLoad()
         self._num_quarantined_bytes = 0
         self._load_asked = False
@@ -310,7 +310,8 @@ class Worker:
         self.decode.on_events(events)
         self.prefill.on_events(events)
         self.feed.on_events(events)
-        self._tokens.on_events(events)
+        self._num_first_tokens += sum(isinstance(event, PrefilledEvent) for event in events)
+        self._num_later_tokens += sum(isinstance(event, TokenEvent) for event in events)
 
     def _send_to_sinks(self, payload: bytes) -> None:
         """Pass a message to the engine without waking it: its prefill follows at once, and one step
@@ -425,8 +426,8 @@ class Worker:
             num_blocks_in_use=load.num_blocks - load.num_free_blocks,
             num_quarantined_blocks=load.num_quarantined_blocks,
             num_steps=load.num_steps,
-            num_first_tokens=self._tokens.num_first,
-            num_later_tokens=self._tokens.num_later,
+            num_first_tokens=self._num_first_tokens,
+            num_later_tokens=self._num_later_tokens,
         )
 
 

@@ -8,6 +8,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import grpc.aio
 import numpy as np
@@ -15,7 +16,7 @@ import pytest
 
 from baton.config.engine import EngineConfig, FakeEngineConfig
 from baton.config.transfer import TransferConfig
-from baton.config.workers import DecodeConfig, RegistryConfig, WorkerSettings
+from baton.config.workers import WorkerSettings
 from baton.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from cluster.pools.role_plan import Role
 from cluster.worker.config import RankPosition, WorkerConfig
@@ -223,18 +224,8 @@ class MiniRouter:
         return heard.in_order()
 
 
-@contextlib.asynccontextmanager
-async def running_worker(
-    worker_id: str,
-    role: Role,
-    engine: EngineConfig = ENGINE,
-    decode: DecodeConfig | None = None,
-    settings: WorkerSettings = SETTINGS,
-    registry: RegistryConfig | None = None,
-    **changes: str,
-) -> AsyncIterator[Worker]:
-    """A worker in this process, over the in-memory transport, registered nowhere unless `changes`
-    of its configuration name a `control_address`."""
+def worker_config(worker_id: str, role: Role, **changes: Any) -> WorkerConfig:
+    """Of a worker on the fake engine, over the in-memory transport, without a registry."""
     config = WorkerConfig(
         worker_id=worker_id,
         pool=role.value,
@@ -243,15 +234,25 @@ async def running_worker(
         model_path="",
         model_revision=None,
         tokenizer=None,
-        engine=engine,
+        engine=ENGINE,
         transfer=TransferConfig(transport="memory", renew_within_s=2.0, ack_timeout_s=2.0),
         tp_size=1,
         control_address="127.0.0.1:1",  # nobody there: a worker serves without a registry
-        settings=settings,
-        decode=decode or DecodeConfig(),
-        registry=registry or RegistryConfig(),
+        settings=SETTINGS,
     )
-    config = replace(config, **changes)  # type: ignore[arg-type]
+    return replace(config, **changes)
+
+
+@contextlib.asynccontextmanager
+async def running_worker(
+    worker_id: str,
+    role: Role,
+    engine: EngineConfig = ENGINE,
+    **changes: Any,
+) -> AsyncIterator[Worker]:
+    """A worker in this process, over the in-memory transport, registered nowhere unless `changes`
+    of its configuration name a `control_address`."""
+    config = worker_config(worker_id, role, engine=engine, **changes)
     rank = await asyncio.to_thread(build_rank, config, RankPosition())
     worker = Worker(config, rank)
     serving = asyncio.create_task(worker.serve())

@@ -12,7 +12,6 @@ from pathlib import Path
 from baton.config.cluster import ClusterConfig, parse_config
 from baton.control_client import ControlClient
 from cluster.registry.registry import Registry
-from cluster.supervisor.bundles import BundleNode
 from cluster.supervisor.replica import Replica, ReplicaName
 from cluster.supervisor.supervisor import Supervision
 from cluster.worker.config import WorkerConfig
@@ -61,9 +60,9 @@ class MemoryReplicas:
             return [replica_of(pool, 0) for pool in tp_sizes]
         return [replica for replica in self._found if replica.name.pool in tp_sizes]
 
-    def reserve(self, name: ReplicaName, config: WorkerConfig) -> BundleNode | None:
+    def reserve(self, name: ReplicaName, config: WorkerConfig) -> str | None:
         self.requested.append(name)
-        return BundleNode("node", "pod") if self.has_room else None
+        return "pod" if self.has_room else None
 
     def start(self, name: ReplicaName, config: WorkerConfig) -> Replica:
         self.num_begun += 1

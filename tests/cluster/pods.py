@@ -14,10 +14,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -33,12 +31,9 @@ from cluster.worker.rank import free_port
 from tests.cluster.ray_nodes import NodeProcess, start_head, start_worker
 from tests.cluster.redis_server import WAITS_FOR_THE_GCS, Redis
 from tests.cluster.whole_cluster import (
-    PROMPT,
-    Answer,
     Fleet,
     Site,
     live_workers,
-    run,
 )
 
 _NUMBERS = itertools.count(11)
@@ -242,12 +237,6 @@ DRAINING = control_pb2.WORKER_STATE_DRAINING
 GONE = control_pb2.WORKER_STATE_GONE
 
 
-_NUM_STREAMS = 6
-
-
-_NUM_TOKENS = 200
-
-
 @dataclasses.dataclass
 class PodSite(Site):
     """A cluster on pods, and what its requests must say."""
@@ -266,21 +255,6 @@ class PodSite(Site):
         fleet = self.wait_for(lambda seen: live_at(seen, {"prefill": 1, "decode": decode}))
         self.pods.check(fleet)
         return fleet
-
-    @contextlib.contextmanager
-    def streams(self) -> Iterator[list[Future[Answer]]]:
-        """Requests that run; afterwards each has the oracle's tokens."""
-        prompts = [PROMPT[number : number + 100] for number in range(_NUM_STREAMS)]
-        flowing = threading.Semaphore(0)
-        address = self.pods.router_address
-        with ThreadPoolExecutor(_NUM_STREAMS) as threads:
-            asked = [threads.submit(run, address, p, _NUM_TOKENS, flowing.release) for p in prompts]
-            for _ in range(2 * _NUM_STREAMS):
-                assert flowing.acquire(timeout=30)
-            yield asked
-            answers = [request.result(90) for request in asked]
-        expected = self.expected(prompts, [_NUM_TOKENS] * _NUM_STREAMS)
-        assert [answer.ids for answer in answers] == expected
 
 
 def live_at(fleet: Fleet, sizes: dict[str, int]) -> bool:

@@ -32,5 +32,5 @@ def pass_s(clock: ManualClock, registry: Registry, seconds: float) -> None:
     """Let time pass while the registry is refreshed as often as it must be."""
     until_s = clock.now_s() + seconds
     while clock.now_s() < until_s:
-        clock.advance(min(registry.look_s, until_s - clock.now_s()))
+        clock.advance(min(registry.config.look_s, until_s - clock.now_s()))
         registry.refresh()

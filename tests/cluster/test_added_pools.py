@@ -16,7 +16,14 @@ from baton.errors import AlreadyExistsError, ConfigError, InUseError
 from cluster.supervisor.run_dir import state_file
 from cluster.worker.rank import free_port
 from tests.cluster.pods import PodCluster, running_head
-from tests.cluster.whole_cluster import Fleet, Site, fake_cluster, live_workers, running_site
+from tests.cluster.whole_cluster import (
+    Fleet,
+    Site,
+    fake_cluster,
+    incarnations,
+    live_workers,
+    running_site,
+)
 
 pytestmark = [pytest.mark.full, pytest.mark.cluster, pytest.mark.timeout(400)]
 
@@ -40,10 +47,6 @@ def places(fleet: Fleet, pool: str) -> dict[str, str]:
     """Pods by worker ids."""
     (reported,) = (each for each in fleet.pools if each.name == pool)
     return {place.worker_id: place.pod_name for place in reported.places}
-
-
-def incarnations(fleet: Fleet) -> dict[str, int]:
-    return {name: worker.ref.incarnation for name, worker in live_workers(fleet).items()}
 
 
 def test_a_pool_that_was_added_serves_outlives_its_supervisor_and_leaves_nothing(
@@ -125,33 +128,6 @@ def test_on_pods_a_cluster_begins_without_pools_and_reports_where_each_replica_s
         check_pods(pods, again)
         pods.start_router(whole)
         site.check([site.ask_new()])
-
-
-def test_a_pool_whose_workers_load_another_model_says_so_and_the_others_serve(
-    model: Path, run_dir: Path
-) -> None:
-    whole = dataclasses.replace(
-        fake_cluster(model, replicas=1),
-        runs_on="pods",
-        control=ControlConfig(port=free_port("127.0.0.1")),
-    )
-    prefill = dataclasses.replace(whole, pools={"prefill": whole.pools["prefill"]})
-    fake = dataclasses.replace(whole.engine.fake, vocab_size=500)  # the folder was filled anew
-    other = dataclasses.replace(whole, engine=dataclasses.replace(whole.engine, fake=fake))
-    with running_head(dataclasses.replace(whole, pools={}), run_dir) as pods:
-        pods.serve()
-        site = Site(cast(Any, pods), whole)
-        with ControlClient(pods.control_address) as control:
-            control.add_pool("prefill", prefill.to_yaml(), 1)
-            pods.have(prefill=1)
-            site.wait_for(lambda seen: sizes(seen) == {"prefill": (1, 1)})
-            control.add_pool(ADDED, text_of(other), 1)
-        pods.have(**{ADDED: 1})
-        seen = site.wait_for(lambda seen: seen.pools[1].num_failed_starts >= 2)
-        said = f"OtherModelError: worker {ADDED}-0 loaded {model}: its weights or configuration"
-        assert said in seen.pools[1].last_error
-        assert sizes(seen) == {"prefill": (1, 1), ADDED: (0, 1)}
-        assert list(live_workers(seen)) == ["prefill-0"]
 
 
 def add_pools(pods: PodCluster, whole: ClusterConfig) -> None:

@@ -52,26 +52,24 @@ async def agreed(config: WorkerConfig) -> str:
     return reported.engine.dtype
 
 
-async def test_the_first_worker_computes_in_its_own_dtype(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("others", "dtype", "reason"),
+    [
+        ("", "float32", "the checkpoint's own dtype"),
+        ("float16", "float16", "agreed with the other workers; float32 by itself"),
+    ],
+    ids=["the first", "the next"],
+)
+async def test_the_first_worker_computes_in_its_own_dtype_and_the_next_one_in_the_same(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, others: str, dtype: str, reason: str
 ) -> None:
     async with serve(registry := registry_of("p", "d"), Changes(), "127.0.0.1:0") as control:
+        if others:
+            registry.pools.agree_dtype("d", others)
         with caplog.at_level("INFO", "cluster.worker.rank"):
-            assert await agreed(config_of(tmp_path, control)) == "float32"
-    assert caplog.messages == ["p computes in float32: the checkpoint's own dtype"]
-    assert registry.pools.settings("d").dtype == "float32"
-
-
-async def test_the_next_one_computes_in_what_the_others_do(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    async with serve(registry := registry_of("p", "d"), Changes(), "127.0.0.1:0") as control:
-        registry.pools.agree_dtype("d", "float16")
-        with caplog.at_level("INFO", "cluster.worker.rank"):
-            assert await agreed(config_of(tmp_path, control)) == "float16"
-    assert caplog.messages == [
-        "p computes in float16: agreed with the other workers; float32 by itself"
-    ]
+            assert await agreed(config_of(tmp_path, control)) == dtype
+    assert caplog.messages == [f"p computes in {dtype}: {reason}"]
+    assert registry.pools.settings("d").dtype == dtype
 
 
 async def test_a_registry_that_is_not_there_yet_is_asked_again(

@@ -27,7 +27,6 @@ from tests.cluster.pool_settings import settings_of
 from tests.router.proxy import Proxy
 
 LIVE = control_pb2.WORKER_STATE_LIVE
-DRAINING = control_pb2.WORKER_STATE_DRAINING
 
 Call = grpc.aio.StreamStreamCall[control_pb2.RegisterRequest, control_pb2.RegisterResponse]
 
@@ -98,9 +97,7 @@ async def fleet_where(
     raise AssertionError("the stream ended")
 
 
-async def registering(
-    stub: control_pb2_grpc.ControlServiceAsyncStub, *, draining: bool = False
-) -> Call:
+async def registering(stub: control_pb2_grpc.ControlServiceAsyncStub) -> Call:
     """A Register call on which the registry has heard the worker's first message."""
     call = stub.Register()
     number = random.getrandbits(31)  # shown with the fleet, and so tells that it was heard
@@ -108,7 +105,6 @@ async def registering(
         worker=worker_info(),
         progress=control_pb2.StepProgress(num_steps=3),
         load=worker_pb2.WorkerLoad(num_running=number),
-        draining=draining,
     )
     await call.write(message)
     async with asyncio.timeout(10):
@@ -127,15 +123,6 @@ async def states_of_next_messages(
         seen = {(await watch.read()).workers[0].state for _ in range(count)}
     watch.cancel()
     return seen
-
-
-async def test_a_draining_worker_whose_stream_breaks_is_draining_still_and_when_back() -> None:
-    async with served() as (_, stub):
-        first = await registering(stub, draining=True)
-        first.cancel()
-        assert await states_of_next_messages(stub, 2) == {DRAINING}
-        await registering(stub)
-        assert await states_of_next_messages(stub, 2) == {DRAINING}
 
 
 async def test_a_second_stream_of_a_worker_ends_the_first_which_says_nothing_of_it() -> None:

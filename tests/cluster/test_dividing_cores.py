@@ -146,7 +146,7 @@ def test_each_rank_under_ray_sees_a_gpu_of_its_own(ray_with_gpus: None, tmp_path
     replicas = RayReplicas(tmp_path)
     config = ranks_on_gpus(tmp_path, tp_size=NUM_GPUS)
     name = ReplicaName.new("decode", 0)
-    assert replicas.reserve(name, config)
+    assert replicas.reserve(name, config) is not None
     replica = replicas.start(name, config)
     try:
         seen = sorted(visible_gpus(actor) for actor in replica.actors.values())

@@ -17,7 +17,7 @@ from cluster.supervisor import head
 from cluster.worker.rank import free_port
 from kv_transfer.process import ProcessIdentity, is_gone
 from tests.cluster.pods import running_head
-from tests.cluster.whole_cluster import Site, fake_cluster, live_workers
+from tests.cluster.whole_cluster import Site, fake_cluster, incarnations, live_workers
 
 
 def test_without_ray_it_says_what_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -68,17 +68,16 @@ def test_a_head_that_leaves_ends_nothing_the_next_adopts_and_only_end_ends_repli
         serving = pods.serve()
         pods.have(prefill=1, decode=1)
         site = Site(cast(Any, pods), config)
-        before = live_workers(site.all_live())
+        before = incarnations(site.all_live())
         serving.process.terminate()
         assert serving.process.wait(20) == 0
         supervisor = pods.supervisor()
         pods.serve()
         assert pods.supervisor() == supervisor
-        after = live_workers(site.all_live())
-        assert {n: w.ref.incarnation for n, w in after.items()} == {
-            n: w.ref.incarnation for n, w in before.items()
-        }
-        ranks = {ProcessIdentity.from_proto(w.ref.ranks[0].process) for w in after.values()}
+        fleet = site.all_live()
+        assert incarnations(fleet) == before
+        workers = live_workers(fleet).values()
+        ranks = {ProcessIdentity.from_proto(w.ref.ranks[0].process) for w in workers}
         assert pods.end_all().returncode == 0
         assert all(map(is_gone, ranks))
         again = pods.end_all()

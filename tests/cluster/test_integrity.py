@@ -17,11 +17,12 @@ from baton.config.transfer import TransferConfig
 from baton.config.workers import WorkerSettings
 from baton.v1 import worker_pb2, worker_pb2_grpc
 from cluster.pools.role_plan import Role
-from cluster.worker.config import RankPosition, WorkerConfig
+from cluster.worker.config import RankPosition
 from cluster.worker.process import LoopDoor, serve_worker
 from cluster.worker.worker import EngineStuckError, Worker, WorkerFailedError
 from kv_transfer.rank import make_transport
 from kv_transfer.transport import FlushResult
+from tests.cluster.conftest import SETTINGS, worker_config
 
 
 async def books_of(worker: Worker) -> worker_pb2.CheckIntegrityResponse:
@@ -124,22 +125,9 @@ class Serving:
 
 @contextlib.asynccontextmanager
 async def serving(
-    kit: Any, role: Role, settings: WorkerSettings | None = None
+    kit: Any, role: Role, settings: WorkerSettings = SETTINGS
 ) -> AsyncIterator[Serving]:
-    config = WorkerConfig(
-        worker_id=f"{role.value}-0",
-        pool=role.value,
-        role=role,
-        model_name="fake",
-        model_path="",
-        model_revision=None,
-        tokenizer=None,
-        engine=kit.engine,
-        transfer=TransferConfig(transport="memory"),
-        tp_size=1,
-        control_address="127.0.0.1:1",
-        settings=settings or WorkerSettings(metrics_port=None),
-    )
+    config = worker_config(f"{role.value}-0", role, settings=settings)
     loop = asyncio.get_running_loop()
     fatal: asyncio.Future[BaseException] = loop.create_future()
     ready: asyncio.Future[Worker] = loop.create_future()

@@ -12,7 +12,6 @@ from baton.errors import (
     AlreadyExistsError,
     ConfigError,
     InUseError,
-    InvalidRequestError,
     NotFoundError,
 )
 from cluster.pools.pool_settings import (
@@ -56,14 +55,6 @@ def test_a_role_has_yet_to_come_until_its_first_worker_is_live_or_fails_to_start
     table = table_of(*pools, replicas=1)
     assert coming_back(table) == ["prefill", "decode"]
     assert coming_back(table, prefill=1) == ["decode"]
-    table.record_failure("decode", "decode-0", "no room", served=False)
-    assert coming_back(table) == []
-
-
-def test_a_pool_that_fails_to_start_again_comes_back_no_more() -> None:
-    table = table_of(settings_of("decode", Role.DECODE))
-    coming_back(table)
-    table.set_replicas("decode", 1)
     table.record_failure("decode", "decode-0", "no room", served=False)
     assert coming_back(table) == []
 
@@ -172,15 +163,6 @@ def test_a_pool_that_is_added_again_stays_as_it_is_and_other_settings_are_refuse
         own.add(added_pool(), 2)
 
 
-def test_a_new_pool_beyond_its_own_bound_is_refused_and_not_there() -> None:
-    table = PoolTable()
-    with pytest.raises(InvalidRequestError, match=r"between 0 and 4.* not 5") as caught:
-        table.add(added_pool(), 5)
-    assert caught.value.field == "replicas"
-    with pytest.raises(NotFoundError, match="there are: none"):
-        table.settings("decode-1b2c3")
-
-
 def test_a_pool_is_removed_only_without_a_size_a_slot_or_a_worker() -> None:
     table, name, worker = table_of(added_pool(), replicas=1), "decode-1b2c3", "decode-1b2c3-0"
     table.open_slot(name, worker)
@@ -224,12 +206,12 @@ def test_a_slot_is_shown_from_its_opening_with_its_pod_as_soon_as_it_has_one() -
 
     table.open_slot("decode", "decode-0")
     assert shown() == [("decode-0", None, False)]
-    assert table.set_pending("decode-0")
-    assert not table.set_pending("decode-0")
+    table.update_slot("decode-0", is_pending=True)
     assert shown() == [("decode-0", None, True)]
-    assert table.set_pod("decode-0", "pod-a")
-    assert not table.set_pod("decode-0", "pod-a")
+    table.update_slot("decode-0", pod_name="pod-a", is_pending=False)
     assert shown() == [("decode-0", "pod-a", False)]
+    table.update_slot("decode-0", pod_name="pod-a")
+    assert table.version == versions[-1]
     table.close_slot("decode-0")
     assert shown() == []
     assert len(set(versions)) == len(versions)  # each is news
@@ -242,31 +224,7 @@ def torch_pool(name: str, dtype: str = "auto") -> PoolSettings:
     return added_settings(name, f"pools: {{{name}: {{role: mixed, engine: {{dtype: {dtype}}}}}}}")
 
 
-def dtypes(table: PoolTable) -> dict[str, str]:
-    pools = table.all_settings().items()
-    return {name: settings.config.pool_engine(name).dtype for name, settings in pools}
-
-
-def test_the_first_proposal_decides_for_all_pools() -> None:
-    table = table_of(torch_pool("p"), torch_pool("d"))
-    assert table.agree_dtype("p", "bfloat16") == "bfloat16"
-    assert table.agree_dtype("d", "float32") == "bfloat16"
-    assert dtypes(table) == {"p": "bfloat16", "d": "bfloat16"}
-    assert table.knows(torch_pool("p"))  # added again, it is the same pool
-
-
 def test_a_pool_that_names_its_dtype_goes_before_a_proposal() -> None:
     table = table_of(torch_pool("p"), torch_pool("d", dtype="float16"))
     assert table.agree_dtype("p", "bfloat16") == "float16"
     assert table.agree_dtype("d", "bfloat16") == "float16"
-
-
-def test_what_cannot_be_computed_in_is_no_answer() -> None:
-    table = table_of(torch_pool("p"))
-    for dtype in ("auto", "int8", ""):
-        with pytest.raises(InvalidRequestError) as caught:
-            table.agree_dtype("p", dtype)
-        assert caught.value.field == "dtype"
-    with pytest.raises(NotFoundError):
-        table.agree_dtype("nobody", "float32")
-    assert dtypes(table) == {"p": "auto"}

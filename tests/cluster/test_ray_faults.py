@@ -36,7 +36,7 @@ from tests.cluster.whole_cluster import (
     Fleet,
     Site,
     fake_cluster,
-    live_workers,
+    incarnations,
     run,
 )
 
@@ -134,8 +134,7 @@ class FaultySite(Site):
         return cast(PodCluster, self.cluster)
 
     def incarnations(self) -> dict[str, int]:
-        fleet = self.wait_for(is_whole)
-        return {name: worker.ref.incarnation for name, worker in live_workers(fleet).items()}
+        return incarnations(self.wait_for(is_whole))
 
     def wait_until_whole_for_long(self) -> None:
         """Workers of a Ray that is gone may still tell of themselves for a while."""

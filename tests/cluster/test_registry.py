@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from baton.clock import ManualClock
 from baton.config.workers import DecodeConfig, RegistryConfig, WorkerSettings
-from baton.errors import InvalidRequestError, NotFoundError, OtherModelError
+from baton.errors import OtherModelError
 from cluster.registry.registry import Progress, Registration, Registry, Stream, WorkerState
 from tests.cluster.pool_settings import settings_of
 from tests.cluster.registered import pass_s
@@ -202,16 +202,6 @@ def test_a_worker_whose_process_is_over_is_gone_at_once() -> None:
     registry.gone("decode-0", 7)
     assert state(registry) is WorkerState.GONE
     assert not registry.hears(stream)
-
-
-def test_a_pool_grows_to_its_max_replicas_and_no_further() -> None:
-    registry, _ = make()
-    assert registry.pools.set_replicas("decode", 8) == 1
-    with pytest.raises(InvalidRequestError, match=r"between 0 and 8, .* not 9"):
-        registry.pools.set_replicas("decode", 9)
-    with pytest.raises(NotFoundError, match="no pool 'prefil'; there are: decode"):
-        registry.pools.set_replicas("prefil", 1)
-    assert registry.pools.desired_replicas() == {"decode": 8}
 
 
 def test_a_snapshot_changes_nothing_however_late_it_is_taken() -> None:

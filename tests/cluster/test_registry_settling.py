@@ -92,7 +92,9 @@ def test_a_registry_settles_until_every_adopted_worker_has_sent_a_heartbeat_or_e
         registry.pools.open_slot("decode", f"decode-{index}", is_adopted=True)
     pass_s(clock, registry, 2 * SILENT_S)
     stream = register(registry, "decode", 0)
-    registry.pools.set_pod("decode-1", None)  # taken for hung: nothing is left there
+    registry.pools.update_slot(
+        "decode-1", is_adopted=False
+    )  # taken for hung: nothing is left there
     assert settles(registry)
     beat(registry, stream)
     assert not settles(registry)
@@ -151,7 +153,7 @@ def test_what_is_nearest_to_serving_stays_longest_then_the_lowest() -> None:
     registry.pools.add(settings_of(), 7)
     for index in range(7):
         registry.pools.open_slot("decode", f"decode-{index}", is_adopted=index == 4)
-    registry.pools.set_pending("decode-0")
+    registry.pools.update_slot("decode-0", is_pending=True)
     serve(registry, "decode", 5)
     pass_s(clock, registry, RegistryConfig().silent_after_s + 0.1)
     for index in (3, 6):
@@ -159,7 +161,7 @@ def test_what_is_nearest_to_serving_stays_longest_then_the_lowest() -> None:
     register(registry, "decode", 2)
     staying = [place.index for place in registry.staying("decode")]
     assert staying == [3, 6, 4, 5, 1, 2, 0]  # live; served, silent; starting; pending
-    registry.pools.set_leaving("decode-6")
+    registry.pools.update_slot("decode-6", is_leaving=True)
     (reported,) = fleet_message(registry.snapshot()).pools
     stay_order = {
         place.worker_id: place.standing for place in reported.places if place.HasField("standing")
@@ -178,9 +180,9 @@ def test_a_slot_whose_adopted_worker_has_ended_is_as_far_from_serving_as_any_oth
         pools.open_slot("decode", f"decode-{index}", is_adopted=True)
         serve(registry, "decode", index)
         registry.gone(f"decode-{index}", 1)
-        pools.set_pod(f"decode-{index}", None)  # nothing is left there
+        pools.update_slot(f"decode-{index}", is_adopted=False)  # nothing is left there
     registry.refresh()  # and the registry has forgotten it
-    pools.set_pending("decode-1")
+    pools.update_slot("decode-1", is_pending=True)
     assert [place.index for place in registry.staying("decode")] == [0, 2, 1]
 
 
@@ -189,7 +191,7 @@ def test_an_adopted_worker_is_awaited_until_its_first_heartbeat_or_its_end() -> 
     registry.pools.add(settings_of(), 3)
     for index, is_adopted in enumerate((True, True, False)):
         registry.pools.open_slot("decode", f"decode-{index}", is_adopted=is_adopted)
-    registry.pools.set_pod("decode-0", "pod")
+    registry.pools.update_slot("decode-0", is_adopted=False)
     assert registry.awaits_adopted("decode")
     stream = register(registry, "decode", 1)
     assert registry.awaits_adopted("decode")

@@ -7,7 +7,6 @@ import os
 import signal
 import socket
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,7 @@ from baton.errors import ConfigError
 from cluster.local.bring_up import RouterProcess, UnavailableError, with_health_port
 from cluster.local.process_tree import descendants, wait_until_gone
 from tests.certificates import Authority
-from tests.cluster.whole_cluster import fake_cluster
+from tests.cluster.whole_cluster import fake_cluster, wait_until
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -50,12 +49,8 @@ def test_a_router_that_has_served_is_started_again_however_it_ends_until_it_is_c
     router.start(30.0)
     pid = router.pid
     assert pid is not None
-    address = router.address.rpartition(":")
     os.kill(pid, signal.SIGKILL)
-    give_up_at = time.monotonic() + 30
-    while router.pid == pid or not serves(address[0], int(address[2])):
-        assert time.monotonic() < give_up_at
-        time.sleep(0.05)
+    wait_until(lambda: router.pid != pid and serves(router))
     router.close()
     assert wait_until_gone(descendants() - before, 0.0) == set()
 
@@ -70,8 +65,7 @@ def test_a_router_that_serves_tls_is_waited_for_at_its_port_for_health(tmp_path:
     router = RouterProcess("127.0.0.1:1", file, "127.0.0.1:0", tmp_path / "router.log", 30.0, {})
     try:
         router.start(30.0, routing.health_port)
-        host, _, port = router.address.rpartition(":")
-        assert serves(host, int(port))
+        assert serves(router)
     finally:
         router.close()
 
@@ -90,17 +84,14 @@ def test_a_router_that_cannot_be_launched_is_reported_and_tried_again(
     assert router.pid is None
     python.write_text(f'#!/bin/sh\nexec {real} "$@"\n')
     python.chmod(0o755)
-    host, _, port = router.address.rpartition(":")
-    give_up_at = time.monotonic() + 30
-    while not serves(host, int(port)):
-        assert time.monotonic() < give_up_at
-        time.sleep(0.05)
+    wait_until(lambda: serves(router))
     router.close()
 
 
-def serves(host: str, port: int) -> bool:
+def serves(router: RouterProcess) -> bool:
+    host, _, port = router.address.rpartition(":")
     try:
-        socket.create_connection((host, port), timeout=1.0).close()
+        socket.create_connection((host, int(port)), timeout=1.0).close()
     except OSError:
         return False
     return True

@@ -155,30 +155,17 @@ async def test_a_container_whose_machine_goes_on_starts_anew_and_believes_the_no
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setenv("POD_NAME", "pod-a")
     with serving_metadata() as served:
-        watch = shlex.join(command("aws", served, "--restart-after=1"))
-        for is_called_back in (True, False):
-            # As a worker's container has it: the shell becomes Ray.
-            container = await asyncio.create_subprocess_shell(
-                f"{watch} & exec sleep 600",
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.STDOUT,
-                start_new_session=True,
-            )
-            try:
-                await asyncio.to_thread(served.until_asked, len(served.asked) + 2)
-                if is_called_back:
-                    served.call_back("aws", in_s=3)
-                    said, _ = await asyncio.wait_for(container.communicate(), 60)
-                    assert container.returncode == -signal.SIGTERM, said.decode()
-                    assert "pod pod-a is drained" in said.decode()
-                else:
-                    await asyncio.to_thread(served.until_asked, len(served.asked) + 3)
-                    assert container.returncode is None
-            finally:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(container.pid, signal.SIGKILL)
-        said, _ = await container.communicate()
-        assert said == b""
+        with sleeping_container(served, "--restart-after=1") as container:
+            await asyncio.to_thread(served.until_asked, 2)
+            served.call_back("aws", in_s=3)
+            said, _ = await asyncio.to_thread(container.communicate, timeout=60)
+            assert container.returncode == -signal.SIGTERM, said
+            assert "pod pod-a is drained" in said
+        with sleeping_container(served, "--restart-after=1") as container:
+            await asyncio.to_thread(served.until_asked, len(served.asked) + 5)
+            assert container.poll() is None
+            os.killpg(container.pid, signal.SIGKILL)
+            assert container.stdout.read() == ""
 
 
 # --- a whole cluster ------------------------------------------------------------------------------

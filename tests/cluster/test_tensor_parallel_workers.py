@@ -6,8 +6,6 @@ import asyncio
 import dataclasses
 import os
 import signal
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +18,7 @@ from baton.config.cluster import load_config
 from baton.v1 import control_pb2
 from cluster.local.process_tree import descendants, wait_until_gone
 from tests.cluster.fleet_processes import Fleet, started
-from tests.cluster.whole_cluster import PROMPT, books_of, live_workers, run, running_site
+from tests.cluster.whole_cluster import books_of, live_workers, running_site
 from tests.engine import checkpoints, families
 
 
@@ -120,15 +118,9 @@ def test_the_supervisor_recreates_a_replica_whole_when_one_of_its_ranks_is_kille
         before = site.all_live()
         ranks = live_workers(before)["decode-0"].ref.ranks
         assert len(ranks) == 2
-        streaming = threading.Event()
-        with ThreadPoolExecutor(1) as threads:
-            running = threads.submit(
-                run, site.cluster.router_address, PROMPT[:60], 300, streaming.set
-            )
-            assert streaming.wait(30)
+        with site.streams(1, 300):
             os.kill(ranks[rank].process.pid, signal.SIGKILL)
             after = site.wait_for_recreated(before, "decode-0")
-            assert running.result(90).ids == site.expect(PROMPT[:60], 300)
         new = live_workers(after)["decode-0"].ref.ranks
         assert {r.process.pid for r in new}.isdisjoint(r.process.pid for r in ranks)
         site.serves(after, "decode-0")

@@ -29,12 +29,14 @@ from tests.cluster.whole_cluster import (
     Site,
     all_live,
     books_of,
+    incarnations,
     kill,
     live_workers,
     pid_of,
     run,
     site_of,
     start,
+    wait_until,
 )
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
@@ -105,57 +107,22 @@ def test_a_drained_worker_finishes_its_streams_and_is_replaced_by_a_living_super
     site: Site,
 ) -> None:
     before, supervisor = site.all_live(), site.cluster.supervisor_pid()
-    with ThreadPoolExecutor(6) as threads:
-        streaming = threading.Semaphore(0)
-        running = [
-            threads.submit(
-                run, site.cluster.router_address, PROMPT[n : n + 100], 200, streaming.release
-            )
-            for n in range(6)
-        ]
-        for _ in range(12):
-            assert streaming.acquire(timeout=30)
-        with ControlClient(site.cluster.control_address) as control:
-            control.drain("decode-1")
-        for number, request in enumerate(running):
-            expected = site.expect(PROMPT[number : number + 100], 200)
-            assert request.result(90).ids == expected, number
+    with site.streams(), ControlClient(site.cluster.control_address) as control:
+        control.drain("decode-1")
     after = site.wait_for_recreated(before, "decode-1")
     assert site.cluster.supervisor_pid() == supervisor
     assert [pool.desired_replicas for pool in after.pools] == [2, 2]
-    others = set(live_workers(before)) - {"decode-1"}
-    assert {n: live_workers(after)[n].ref.incarnation for n in others} == {
-        n: live_workers(before)[n].ref.incarnation for n in others
-    }
+    assert dict(incarnations(before).items() ^ incarnations(after).items()).keys() == {"decode-1"}
     site.all_sound()
-
-
-def wait_until_running(fleet: Fleet, worker_id: str) -> None:
-    """Until a request decodes there, which has a second to go."""
-    give_up_at = time.monotonic() + 20
-    while books_of(live_workers(fleet)[worker_id].address).num_running == 0:
-        assert time.monotonic() < give_up_at, f"nothing ran on {worker_id}"
-        time.sleep(0.005)
 
 
 def test_a_decode_worker_killed_mid_stream_costs_no_token_and_is_recreated(site: Site) -> None:
     before = site.all_live()
-    with ThreadPoolExecutor(6) as threads:
-        streaming = threading.Semaphore(0)
-        running = [
-            threads.submit(
-                run, site.cluster.router_address, PROMPT[n : n + 120], 200, streaming.release
-            )
-            for n in range(6)
-        ]
-        for _ in range(18):
-            assert streaming.acquire(timeout=30)
-        wait_until_running(before, "decode-0")
+    with site.streams() as running:
+        address = live_workers(before)["decode-0"].address
+        wait_until(lambda: books_of(address).num_running, 20, "nothing ran on decode-0")
         kill(before, "decode-0")
-        answers = [request.result(90) for request in running]
-    for number, answer in enumerate(answers):
-        assert answer.ids == site.expect(PROMPT[number : number + 120], 200), number
-    assert any(len(answer.routed) > 1 for answer in answers), "nothing ran on the killed worker"
+    assert any(len(each.result().routed) > 1 for each in running), "nothing ran on decode-0"
     after = site.wait_for_recreated(before, "decode-0")
     assert len(live_workers(after)) == 4
     assert [pool.last_error for pool in after.pools] == ["", ""]
@@ -223,39 +190,29 @@ def listens(address: str) -> bool:
 
 def asked_until_it_listens(site: Site, address: str) -> list[Asked]:
     """Requests begun while nothing listens at the address of one that was killed just now."""
-    give_up_at = time.monotonic() + 10
-    while listens(address):
-        assert time.monotonic() < give_up_at, "it was not killed"
-        time.sleep(0.005)
+    wait_until(lambda: not listens(address), 10, "it was not killed")
     asked = []
     while not listens(address):
-        assert time.monotonic() < give_up_at + 30, "it does not come back"
         asked.append(site.ask_new())
     return asked
 
 
 def test_kill_9_of_the_supervisor_stops_nothing_and_it_adopts_what_it_finds(site: Site) -> None:
     before, supervisor = site.all_live(), site.cluster.supervisor_pid()
-    streaming = threading.Event()
-    with ThreadPoolExecutor(1) as threads:
-        running = threads.submit(run, site.cluster.router_address, PROMPT[:120], 300, streaming.set)
-        assert streaming.wait(30)
+    with site.streams(1, 300):
         os.kill(supervisor, signal.SIGKILL)
         begun_meanwhile = asked_until_it_listens(site, site.cluster.control_address)
-        assert running.result(60).ids == site.expect(PROMPT[:120], 300)
     assert begun_meanwhile
     site.check(begun_meanwhile)
     after = site.all_live()
-    assert {name: w.ref.incarnation for name, w in live_workers(after).items()} == {
-        name: w.ref.incarnation for name, w in live_workers(before).items()
-    }
+    assert incarnations(after) == incarnations(before)
     assert site.cluster.supervisor_pid() != supervisor
     site.all_sound()
 
 
 def test_kill_9_of_the_router_loses_and_repeats_no_token_and_no_decode_step(site: Site) -> None:
     before = site.all_sound()
-    router_pid, num_tokens = site.cluster.router_pid, 250
+    router_pid, num_tokens = site.cluster.router.pid, 250
     assert router_pid is not None
     streaming = [threading.Event() for _ in range(20)]
     with ThreadPoolExecutor(20) as threads:
@@ -275,7 +232,7 @@ def test_kill_9_of_the_router_loses_and_repeats_no_token_and_no_decode_step(site
             assert event.wait(30)
         os.kill(router_pid, signal.SIGKILL)
         answers = [request.result(90) for request in running]
-    assert site.cluster.router_pid != router_pid
+    assert site.cluster.router.pid != router_pid
     for number, answer in enumerate(answers):
         seed = answer.routed[-1].seed
         prompt = PROMPT[number : number + 120]

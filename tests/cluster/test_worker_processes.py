@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import grpc.aio
-import numpy as np
 import pytest
 import pytest_asyncio
 
 from baton.config.workers import RegistryConfig
-from baton.v1 import control_pb2, worker_pb2
+from baton.v1 import control_pb2
 from cluster.registry.control_service import Changes, fleet_message, serve
 from cluster.registry.registry import Registry
 from tests.cluster.fleet_processes import Fleet, started
@@ -42,29 +39,11 @@ transfer: {renew_within_s: 2.0, ack_timeout_s: 3.0}
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def running(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Fleet]:
+async def fleet(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Fleet]:
     config = tmp_path_factory.mktemp("fleet") / "cluster.yaml"
     config.write_text(CONFIG)
     async with started(config) as fleet:
         yield fleet
-
-
-@pytest_asyncio.fixture(loop_scope="module")
-async def fleet(running: Fleet) -> Fleet:
-    """Two and two workers, live; who left or was killed in the test before is started again."""
-    over = {name for name, process in running.processes.items() if process.returncode is not None}
-    before = fleet_message(running.registry.snapshot()).workers
-    old = {w.info.ref.incarnation for w in before if w.info.ref.worker_id in over}
-    for worker_id in over:
-        pool, _, index = worker_id.rpartition("-")
-        await running.start(pool, int(index))
-    await running.until(
-        lambda seen: (
-            _states(seen) == [control_pb2.WORKER_STATE_LIVE] * 4
-            and all(w.info.ref.incarnation not in old for w in seen.workers)
-        )
-    )
-    return running
 
 
 async def test_two_and_two_workers_hand_off_over_ucx_with_the_oracles_tokens(
@@ -87,88 +66,6 @@ async def test_two_and_two_workers_hand_off_over_ucx_with_the_oracles_tokens(
             for w in seen.workers
         )
     )
-
-
-async def test_a_prefill_worker_killed_mid_push_leaves_nothing_behind_and_another_takes_over(
-    fleet: Fleet, kit: Any
-) -> None:
-    link = kit.decode_link(fleet.address("decode-0"), "router-a")
-    await link.open()
-    doomed = kit.mini_router(fleet.address("prefill-0"), link)
-    spec = kit.make_spec("killed", 2000)  # about a second of prefill, in 32 chunks
-    lease = await doomed.reserve(spec, fleet.ref("prefill-0"))
-    call = asyncio.create_task(doomed.hand_off(spec, lease))
-    await fleet.until(lambda seen: _load(seen, "prefill-0").num_queued_tokens > 0)
-    await fleet.kill("prefill-0")
-    with pytest.raises(grpc.aio.AioRpcError):
-        await call
-    await link.until(lambda: link.of("killed").rejected)
-    assert link.of("killed").rejected.reason == worker_pb2.REJECT_REASON_HANDOFF_FAILED
-
-    other = kit.mini_router(fleet.address("prefill-1"), link)
-    spec.attempt = 2
-    assert await other.generate(spec, fleet.ref("prefill-1")) == kit.oracle.tokens(spec)
-    await fleet.until(
-        lambda seen: (
-            _load(seen, "decode-0").num_quarantined_blocks == 0
-            and _load(seen, "decode-0").num_free_blocks == _load(seen, "decode-0").num_blocks
-        )
-    )
-    await fleet.until(lambda seen: _state(seen, "prefill-0") != control_pb2.WORKER_STATE_LIVE)
-    for closing in (doomed, other, link):
-        await closing.close()
-
-
-async def test_a_decode_worker_killed_mid_stream_is_continued_elsewhere_from_its_last_index(
-    fleet: Fleet, kit: Any
-) -> None:
-    doomed = kit.decode_link(fleet.address("decode-0"), "router-a")
-    await doomed.open()
-    router = kit.mini_router(fleet.address("prefill-0"), doomed)
-    spec = kit.make_spec("moved", 60)
-    spec.sampling.max_tokens = 300
-    expected = kit.oracle.tokens(spec)
-    await router.hand_off(spec, await router.reserve(spec, fleet.ref("prefill-0")))
-    heard = doomed.of("moved")
-    await doomed.until(lambda: len(heard.tokens) > 20)
-    await fleet.kill("decode-0")
-    emitted = heard.in_order()
-    assert emitted == expected[: len(emitted)]
-
-    link = kit.decode_link(fleet.address("decode-1"), "router-a")
-    await link.open()
-    again = kit.mini_router(fleet.address("prefill-1"), link)
-    spec.attempt = 2
-    spec.token_ids += np.array(emitted, "<u4").tobytes()
-    heard = link.of("moved", 2)
-    heard.tokens.update(enumerate(emitted))
-    assert await again.generate(spec, fleet.ref("prefill-1")) == expected
-    for closing in (router, again, doomed, link):
-        await closing.close()
-
-
-async def test_a_drained_worker_finishes_what_runs_refuses_the_rest_and_leaves(
-    fleet: Fleet, kit: Any
-) -> None:
-    link = kit.decode_link(fleet.address("decode-0"), "router-a")
-    await link.open()
-    spec = kit.make_spec("last", 60)
-    spec.sampling.max_tokens = 200
-    await link.reserve(spec)
-    await link.until(lambda: link.of("last").tokens)
-    fleet.registry.ask_drain("decode-0")
-    await fleet.until(lambda seen: _state(seen, "decode-0") == control_pb2.WORKER_STATE_DRAINING)
-    for number in itertools.count():  # the registry knows of the drain before the worker does
-        late = link.of(f"late{number}")
-        await link.reserve(kit.make_spec(f"late{number}", 30))
-        await link.until(lambda late=late: late.rejected or late.finished)
-        if late.rejected is not None:
-            break
-    assert late.rejected.reason == worker_pb2.REJECT_REASON_DRAINING
-    await link.until(lambda: link.of("last").finished)
-    assert link.of("last").in_order() == kit.oracle.tokens(spec)
-    assert await asyncio.wait_for(fleet.processes["decode-0"].wait(), 15) == 0
-    await link.close()
 
 
 async def test_a_worker_of_another_model_ends_and_says_why(fleet: Fleet, tmp_path: Path) -> None:
@@ -252,14 +149,6 @@ async def test_a_drain_needs_no_registry_what_runs_finishes_and_the_worker_leave
         await link.until(lambda: link.of("last").finished, 60)
         assert link.of("last").in_order() == kit.oracle.tokens(spec)
         assert await asyncio.wait_for(fleet.processes["decode-0"].wait(), 15) == 0
-
-
-def _load(seen: control_pb2.WatchFleetResponse, worker_id: str) -> worker_pb2.WorkerLoad:
-    return next(w.load for w in seen.workers if w.info.ref.worker_id == worker_id)
-
-
-def _state(seen: control_pb2.WatchFleetResponse, worker_id: str) -> int:
-    return next(w.state for w in seen.workers if w.info.ref.worker_id == worker_id)
 
 
 def _states(seen: control_pb2.WatchFleetResponse) -> list[int]:

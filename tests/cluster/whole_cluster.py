@@ -8,8 +8,10 @@ import dataclasses
 import itertools
 import os
 import signal
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -158,6 +160,20 @@ class Site:
         prompt = [5 + next(_NUMBERS) % 200, *PROMPT[:40]]
         return prompt, run(self.cluster.router_address, prompt, _NUM_ASKED_TOKENS)
 
+    @contextlib.contextmanager
+    def streams(self, number: int = 6, num_tokens: int = 200) -> Iterator[list[Future[Answer]]]:
+        """Requests that run; afterwards each has the oracle's tokens."""
+        prompts = [PROMPT[first : first + 100] for first in range(number)]
+        flowing, address = threading.Semaphore(0), self.cluster.router_address
+        with ThreadPoolExecutor(number) as threads:
+            asked = [threads.submit(run, address, p, num_tokens, flowing.release) for p in prompts]
+            for _ in range(2 * number):
+                assert flowing.acquire(timeout=30)
+            yield asked
+            answers = [request.result(90) for request in asked]
+        expected = self.expected(prompts, [num_tokens] * number)
+        assert [answer.ids for answer in answers] == expected
+
     def check(self, asked: Sequence[Asked]) -> None:
         """Every answer is the oracle's."""
         expected = self.expected([p for p, _ in asked], [_NUM_ASKED_TOKENS] * len(asked))
@@ -209,6 +225,18 @@ def all_live(fleet: Fleet) -> bool:
 
 def live_workers(fleet: Fleet) -> dict[str, control_pb2.WorkerInfo]:
     return {w.info.ref.worker_id: w.info for w in fleet.workers if w.state == LIVE}
+
+
+def incarnations(fleet: Fleet) -> dict[str, int]:
+    return {name: worker.ref.incarnation for name, worker in live_workers(fleet).items()}
+
+
+def wait_until(happened: Callable[[], object], within_s: float = 30, otherwise: str = "") -> None:
+    """Wait for what has no event of its own."""
+    give_up_at = time.monotonic() + within_s
+    while not happened():
+        assert time.monotonic() < give_up_at, otherwise or "it did not happen"
+        time.sleep(0.005)
 
 
 def pid_of(fleet: Fleet, worker_id: str) -> int:

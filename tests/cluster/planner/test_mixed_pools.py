@@ -36,24 +36,6 @@ def test_a_small_load_of_both_roles_shares_one_worker() -> None:
     assert roles(planning) == RolePlan()
 
 
-def test_roles_follow_the_load_without_a_new_replica() -> None:
-    """Prefill to decode 3:1, then 1:3, then back."""
-    planning = Planning()
-    plan = BOTH
-    for begin_s, tokens_per_s, fill, wanted in (
-        (0.0, 2_450, 0.85, RolePlan(3, 1)),
-        (100.0, 820, 2.45, RolePlan(1, 3)),
-        (200.0, 2_450, 0.85, RolePlan(3, 1)),
-    ):
-        for now_s in (begin_s, begin_s + 5, begin_s + 10, begin_s + 15):
-            pool = mixed(now_s, 4, plan=plan, fill=fill, streams=40)
-            planning.see(moment(now_s, router(now_s, tokens_per_s=tokens_per_s), pool))
-            plan = roles(planning)
-            assert planning.desired("mixed") == 4
-        assert plan == wanted
-    assert "3 prefill alone, 1 decode alone, 0 both" in planning.reason("mixed")
-
-
 def test_roles_are_switched_once_for_each_turn_of_a_noisy_load() -> None:
     planning = Planning()
     plan, turned_s, switched_s = BOTH, [], []
@@ -71,6 +53,7 @@ def test_roles_are_switched_once_for_each_turn_of_a_noisy_load() -> None:
             switched_s.append(now_s)
             whole = RolePlan(3, 1) if much_prefill else RolePlan(1, 3)
     assert plan == whole == RolePlan(3, 1)
+    assert "3 prefill alone, 1 decode alone, 0 both" in planning.reason("mixed")
     assert len(switched_s) <= 2 * len(turned_s), "half way within the panic window, then wholly"
     for begin_s in turned_s:
         assert any(0 <= at_s - begin_s <= 20.0 for at_s in switched_s)
