@@ -57,6 +57,14 @@ def test_dynamo_10528_queue_wait_counts_where_service_time_is_within_target() ->
     assert "queue wait 160.0 s over target 3 s" in planning.reason("prefill")
 
 
+def test_dynamo_10528_a_queue_counts_after_its_burst_is_over() -> None:
+    planning = Planning()
+    for now_s in (0.0, 5.0, 10.0, 15.0, 20.0):
+        seen = router(now_s, tokens_per_s=100, for_prefill=queue(500, 100.0, 100_000))
+        planning.see(moment(now_s, seen, prefill_pool(now_s, 1), decode_pool(now_s, 1)))
+    assert planning.desired("prefill") == 2
+
+
 def test_dynamo_10528_one_odd_request_that_waits_long_asks_for_nothing() -> None:
     """Such as one that no worker of the fleet takes, while all others pass it by."""
     planning = Planning()
@@ -166,6 +174,15 @@ def test_dynamo_14251_a_pending_replica_holds_up_no_scale_in() -> None:
     seen = follow(planning, {"prefill": 2, "decode": 3}, 0.0, 1_800.0, look)
     assert all(sizes == {"prefill": 2, "decode": 3} for sizes in seen[: int(600 / EVERY_S)])
     assert seen[-1] == {"prefill": 1, "decode": 1}
+
+
+def test_dynamo_14251_a_pending_replica_is_not_asked_for_twice() -> None:
+    planning = Planning()
+    for now_s in (0.0, 5.0, 10.0):
+        decode = decode_pool(now_s, 3, num_live=2, streams=40, fill=1.9)
+        pending = replace(decode, num_pending=1)
+        planning.see(moment(now_s, router(now_s), prefill_pool(now_s, 1), pending))
+        assert planning.desired("decode") == 3
 
 
 def test_dynamo_12430_cold_workers_say_nothing_of_what_a_worker_can_do() -> None:
@@ -309,3 +326,32 @@ def test_aibrix_617_one_unready_worker_does_not_stop_the_pool_from_growing(which
     seen = router(0.0, for_decode=queue(500, 9.0, 100_000))
     planning.see(moment(0.0, seen, prefill_pool(0.0, 1), pool))
     assert planning.desired("decode") > 4
+
+
+def test_kthena_1589_what_runs_is_held_by_those_that_stay_and_leaves_one_by_one() -> None:
+    """Scale-in deleted pods with requests in them. Here the drain is the worker's own; the planner
+    lets go one at a time, and only as long as the others have room for every stream of now."""
+    planning = Planning()
+    leaving: list[str] = []
+
+    def look(now_s: float, sizes: dict[str, int]) -> Signals:
+        decode = decode_pool(now_s, sizes["decode"], streams=120, fill=1.2)
+        draining = (
+            worker(name, now_s, phase=WorkerPhase.DRAINING, streams=30, kv_use=0.3)
+            for name in leaving
+        )
+        pools = prefill_pool(now_s, 1), with_workers(decode, *draining)
+        return moment(now_s, router(now_s), *pools)
+
+    now_s, sizes, shrunk_at_s = 0.0, 4, []
+    while now_s < 1_800:
+        planning.see(look(now_s, {"decode": sizes}))
+        left = sizes - planning.desired("decode")
+        assert left in (0, 1)
+        if left:
+            shrunk_at_s.append(now_s)
+            leaving.append(f"decode-{sizes - 1}")
+        sizes -= left
+        now_s += EVERY_S
+    assert sizes == 2, "1.2 workers' worth of KV at 80% each, with margin"
+    assert shrunk_at_s[1] - shrunk_at_s[0] >= planning.config.scale_in_hold_s
