@@ -69,7 +69,6 @@ class LoopDoor:
 
 _OURS = frozenset({"cluster", "prefill_worker", "decode_worker", "kv_transfer", "engine"})
 _REPORT_S = 2.0
-_CONFIG_STATUS = 2
 _LOG_FORMAT = "%(asctime)s %(levelname).1s %(name)s: %(message)s"
 
 

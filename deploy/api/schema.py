@@ -12,6 +12,7 @@ import ast
 import dataclasses
 import functools
 import inspect
+import re
 import textwrap
 import types
 import typing
@@ -67,7 +68,12 @@ def _property(cls: type, field: dataclasses.Field[Any], kind: Any, text: str) ->
         schema["nullable"] = True
     if not text and dataclasses.is_dataclass(inner):
         text = inspect.cleandoc(inner.__doc__ or "")
-    return ({"description": text} if text else {}) | schema
+    return ({"description": _as_written(text)} if text else {}) | schema
+
+
+def _as_written(text: str) -> str:
+    """Fields that a text names, as the object spells them."""
+    return re.sub(r"`([a-z]+(?:_[a-z]+)+)`", lambda found: f"`{camel(found[1])}`", text)
 
 
 def _type_schema(kind: Any, bounds: Bounds) -> dict[str, Any]:

@@ -240,7 +240,7 @@ class RaySpec(Checked):
     version: str | None = bounded(None, max_size=32, pattern=RAY_VERSION)
     """Ray's version in the worker image, 2.52 or newer; None: as in the default image."""
     token_secret_name: str | None = bounded(None, max_size=253, pattern=OBJECT_NAME)
-    """A Secret with the token of Ray's processes, key `auth_token`; None: the operator makes it."""
+    """A Secret with the token of Ray's processes, key "auth_token". None: the operator makes it."""
     gcs_fault_tolerance: GcsFaultTolerance | None = None
     """None: when the head's pod is lost, all workers end."""
     head_template: Mapping[str, Any] = bounded(dict, foreign=POD_TEMPLATE)
@@ -290,7 +290,7 @@ class UnitRollout(Checked):
     """Percent of workers and requests that the coming unit gets at each step, where the model
     changes. Where it does not, requests follow the live workers."""
     interval: str = bounded("5m", pattern=DURATION, max_size=32)
-    """How long each step is watched."""
+    """How long each step is watched, the last one until the coming unit has ended ten requests."""
     pause: bool = False
     """True: the rollout stays at its step."""
     ready_timeout: str = bounded("30m", pattern=DURATION, max_size=32)

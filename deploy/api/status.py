@@ -53,9 +53,9 @@ class RolloutStatus(Reported):
     ] = bounded()  # fmt: skip
     """Making: there is no unit yet. Serving: the unit is what the spec asks for. Growing: the
     coming unit gets workers. Shifting: it has its share of the requests and is watched. Retiring:
-    it has all requests, the former unit runs its last streams. Reverting, Reverted: it goes back,
-    it went back. Replaced: the spec asks for another unit. Draining, Ending: the only unit makes
-    way (Recreate)."""
+    it has all requests; the former unit runs its last streams, and stays until the coming one can
+    be judged. Reverting, Reverted: it goes back, it went back. Replaced: the spec asks for another
+    unit. Draining, Ending: the only unit makes way (Recreate)."""
     reason: str = bounded("", max_size=4096)
     units: Mapping[str, str] = field(default_factory=dict)
     """While there are two: each unit's share of the requests and live workers, by code."""

@@ -86,7 +86,8 @@ class Pools:
         elif _is_made_again(seen, wanted):
             log.info("%s was deleted, and the spec names its pool: made again", key_of(seen))
             drop_finalizer(self._kube, WORKER_POOLS, seen)
-            self._create(wanted, _size_of(name, seen, cluster))
+            if not self._create(wanted, _size_of(name, seen, cluster)):
+                return _undeleted(seen)
         elif is_going(seen):
             return seen
         elif template.scaling.mode == "planner":
@@ -95,10 +96,13 @@ class Pools:
             _check_size(name, seen, _size_of(name, seen, cluster), template)
         return _undeleted(self._applied.apply(key_of(cluster), WORKER_POOLS, wanted))
 
-    def _create(self, wanted: Manifest, size: int) -> None:
-        """Unless it is there: the cache is old, or others' finalizers keep a deleted one."""
-        with contextlib.suppress(AlreadyExistsError):
+    def _create(self, wanted: Manifest, size: int) -> bool:
+        """False: it is there. The cache is old, or others' finalizers keep a deleted one."""
+        try:
             self._kube.create(WORKER_POOLS, wanted | {"spec": wanted["spec"] | {"replicas": size}})
+        except AlreadyExistsError:
+            return False
+        return True
 
     def _delete(self, pool: Object) -> None:
         if not is_going(pool):
@@ -106,8 +110,8 @@ class Pools:
                 self._kube.delete(WORKER_POOLS, key_of(pool))
 
     def _fit(self, seen: Object, template: PoolTemplate) -> None:
-        """The planner's size and roles follow their bounds, in one write with them: nobody else
-        may scale the pool, and beside bounds that leave them out they are refused."""
+        """In planner mode, fit size and roles to new bounds, in one patch with them: the API server
+        refuses a size outside its bounds."""
         spec = seen["spec"]
         fit: Manifest = {}
         size = max(template.min_replicas, min(spec.get("replicas", 1), template.max_replicas))
@@ -121,8 +125,8 @@ class Pools:
             self._kube.merge_patch(WORKER_POOLS, key_of(seen), {"spec": fit})
 
     def release(self, view: ClusterView) -> None:
-        """Deleted pools go when their last worker and pod have: those of a cluster that is deleted
-        all together, for what is left of it needs its routers while streams run."""
+        """Let a deleted pool go when its last worker and pod are gone. A deleted cluster's pools go
+        together: its last streams need the routers."""
         over = [pool for pool in view.pools.values() if pool.is_over]
         if not view.is_going or len(over) == len(view.pools):
             for pool in over:

@@ -229,7 +229,8 @@ def _alone(now: Situation, wanted: Unit, seen: UnitSeen) -> Step:
         kept = replace(stays, record=replace(record, refused="", refused_why=""))
         return Step(State.SERVING, "the unit is what the spec asks for", (kept,), routes)
     if record.refused == wanted.code and now.rollout.strategy != "Recreate":
-        reason = f"unit {wanted.code} went back: {record.refused_why}; change the spec to try again"
+        why = record.refused_why
+        reason = f"unit {wanted.code} went back: {why}; change what makes a unit to try again"
         return Step(State.REVERTED, reason, (stays,), routes)
     if must_recreate(now.rollout, now.totals):
         state = State.DRAINING if seen.num_pods else State.ENDING

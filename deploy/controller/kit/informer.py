@@ -58,7 +58,7 @@ Change = tuple[Object, ...]
 
 class Cache:
     """Own the newest known state of each object. The informer writes, others read, and change
-    nothing. `metadata.managedFields` is left out: it is half of an object, and no reconciler reads
+    nothing. `metadata.managedFields` is left out: it is half of an object, and no reconciler needs
     it."""
 
     def __init__(self) -> None:
