@@ -183,9 +183,10 @@ def test_a_pool_that_cannot_be_made_again_yet_keeps_its_workers(verb: str) -> No
     going["metadata"] |= GOING
     wanted = cluster(decode=DECODE)
     status = (409, "AlreadyExists") if verb == "POST" else (403, "Forbidden")
-    with pools_at(going, **{verb: status}) as (pools, _, _):
+    with pools_at(going, **{verb: status}) as (pools, server, _):
         found, failed = pools.keep(wanted, OWNER, read_spec(ServingClusterSpec, wanted))
     assert len(failed) == (verb == "PATCH")
+    assert len(server.writes) <= 2, "no finalizer is given back to what is being deleted"
     assert "deletionTimestamp" not in found["decode"]["metadata"]
 
 
