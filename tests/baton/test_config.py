@@ -196,7 +196,7 @@ def test_what_the_file_sets_reaches_the_supervisor_and_its_registry(tmp_path: Pa
     supervision = Supervision(config, tmp_path)
     registry = supervision._context.registry
     assert registry.pools.settings("decode").config.supervisor == config.supervisor
-    assert registry._config == config.registry
+    assert registry.config == config.registry
 
 
 def test_a_configuration_is_read_back_from_its_own_yaml() -> None:

@@ -33,7 +33,7 @@ from tests.decode_worker.links import linked, paired
 async def test_an_attempt_that_comes_again_within_a_step_gets_its_own_tokens() -> None:
     forgets = DecodeConfig(finished_ttl_s=0.0)
     async with (
-        running_worker("decode-0", Role.DECODE, TIMED_ENGINE, forgets) as worker,
+        running_worker("decode-0", Role.DECODE, TIMED_ENGINE, decode=forgets) as worker,
         linked(worker) as link,
     ):
         role = worker.decode

@@ -304,8 +304,6 @@ def test_a_lease_survives_the_wire() -> None:
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"transport": "tcp"},
-        {"checksum": "yes"},
         {"renew_within_s": 0.0},
         {"renew_within_s": 0.0005},
     ],

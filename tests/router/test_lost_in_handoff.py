@@ -63,7 +63,7 @@ async def held_workers(
 
     async with (
         running_worker("p0", Role.PREFILL, SLOW) as prefill,
-        running_worker("d0", Role.DECODE, SLOW, decode_config) as decode,
+        running_worker("d0", Role.DECODE, SLOW, decode=decode_config or DecodeConfig()) as decode,
     ):
         yield Held(prefill, decode, go_on)
         await nothing_held(prefill, decode)

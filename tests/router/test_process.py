@@ -321,7 +321,6 @@ def test_metrics_are_served_at_the_addresses_at_which_grpc_would_be(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"local_prefill": "sometimes"}, "local_prefill"),
         ({"token_timeout_s": -1.0}, "token_timeout_s"),
         ({"reconnect_min_s": 0.0}, "reconnect_min_s must be above 0, not 0.0"),
         ({"reconnect_max_s": 0.0}, "reconnect_max_s must be above 0, not 0.0"),
