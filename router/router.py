@@ -117,7 +117,9 @@ class Router:
             self._on_fault(task)
 
     async def run_out(self) -> None:
-        """Return when every request has ended and is forgotten; none outlives its deadline."""
+        """Return when every request has ended and is forgotten; none outlives its deadline. One
+        that still waits is not held for workers to come: its client asks again, another unit."""
+        self.fleet.is_leaving = True
         while self._runs:
             self._emptied.clear()
             await self._emptied.wait()

@@ -143,6 +143,8 @@ class Fleet:
         self._bookings: dict[int, Booking] = {}
         self.arrays = FleetArrays.empty(8)
         self.away = RolesAway()
+        self.is_leaving = False
+        """Its unit has left: no worker comes any more, whatever the registry last said."""
 
     # --- membership ----------------------------------------------------------------------------
 

@@ -333,7 +333,8 @@ class Admission:
     def _refuse_stranded(self, within_reach: Reach, now: float) -> None:
         """The time without a usable worker counts, not the whole wait: a worker that is away for a
         moment costs no request its position in line."""
-        are_held = self._fleet.away.hold(self._config.local_prefill)
+        fleet = self._fleet
+        are_held = not fleet.is_leaving and fleet.away.hold(self._config.local_prefill)
         for ticket in self._waiting:
             assert ticket.placed is not None
             if ticket.placed.done():

@@ -80,6 +80,19 @@ async def test_a_held_request_outwaits_a_stopped_pool_and_patience_begins_when_i
         await held
 
 
+async def test_a_request_is_not_held_for_the_workers_of_a_unit_that_leaves() -> None:
+    clock = ManualClock(100.0)
+    fleet = fleet_of(clock=clock)
+    fleet.away = AT_ZERO
+    admission = admission_of(fleet, clock, fleet_wait_s=10.0)
+    held = in_line(admission, prompt(10), 4)
+    await rounds(admission, clock, 100.0)
+    fleet.is_leaving = True
+    await rounds(admission, clock, 11.0)
+    with pytest.raises(UnavailableError, match="no decode worker is live"):
+        await held
+
+
 async def test_held_requests_are_a_bounded_line_and_go_on_in_order_with_the_first_workers() -> None:
     clock = ManualClock(100.0)
     fleet = fleet_of(clock=clock)
@@ -108,6 +121,15 @@ async def tell_pools(d: Deployment, desired: int, live: int = 0) -> None:
     ]
     await d.registry.publish()
     await d.until(lambda: d.router.fleet.away.hold("never") is (live == 0))
+
+
+async def test_a_router_that_runs_out_sends_away_what_waits_for_workers() -> None:
+    async with deployment(prefill=0, decode=0, fleet_wait_s=0.1) as d:
+        await tell_pools(d, 0)
+        asking = asyncio.create_task(d.client.ask(ask_for(PROMPT)))
+        await d.until(lambda: len(d.router.admission) == 1)
+        await asyncio.wait_for(d.router.run_out(), 10)
+        assert (await error_of(asking)).code() is grpc.StatusCode.UNAVAILABLE
 
 
 async def test_a_request_that_comes_while_nothing_runs_is_reported_as_held_and_then_answered() -> (
