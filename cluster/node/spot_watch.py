@@ -23,6 +23,7 @@ clouds' documentation.
 
 from __future__ import annotations
 
+import abc
 import argparse
 import datetime
 import http.client
@@ -91,7 +92,7 @@ class _Answer:
         return found
 
 
-class Cloud:
+class Cloud(abc.ABC):
     """One machine's metadata service, at an address such as http://169.254.169.254."""
 
     def __init__(self, address: str) -> None:
@@ -99,9 +100,9 @@ class Cloud:
         # The metadata service is never behind a proxy.
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
+    @abc.abstractmethod
     def poll(self) -> Notice | None:
         """The current notice; may wait for a change. Raises MetadataError."""
-        raise NotImplementedError
 
     def _ask(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import ctypes
 import mmap
 from collections.abc import Iterable, Sequence
@@ -35,7 +36,7 @@ _libc.munmap.argtypes = [c_void_p, c_size_t]
 _libc.madvise.argtypes = [c_void_p, c_size_t, c_int]
 
 
-class UcxMemory(TransferMemory):
+class UcxMemory(TransferMemory, abc.ABC):
     """Regions of equal size at a constant stride, each mapped for UCX separately."""
 
     def __init__(
@@ -48,10 +49,10 @@ class UcxMemory(TransferMemory):
     def enter_thread(self) -> None:
         """Make this memory's device current on the thread that will move its bytes."""
 
+    @abc.abstractmethod
     def is_written_by_peers(self, over: frozenset[str]) -> bool:
         """Whether peers write this memory themselves over these lanes. If not, this process writes
         it from what they send."""
-        raise NotImplementedError
 
     def free(self) -> None:
         """Unmap everything."""
