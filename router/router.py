@@ -34,8 +34,8 @@ from router.report.figures import Counts, Figures, PoolFigures, RequestFigures
 from router.report.metrics import Gauges, RouterMetrics
 from router.request.output import Finished, FinishReason, OutputReader
 from router.request.request_run import SHUTTING_DOWN, RequestRun
-from router.request.resume import is_kept
 from router.request.run_parts import Arrival, RunParts, ServedModel, Sought, wire_id
+from router.request.search import is_kept
 from router.request.validate import ParsedRequest, RequestLimits, body_digest
 
 log = logging.getLogger(__name__)

@@ -64,9 +64,9 @@ class AttemptHandler(Protocol):
 
     def on_reserved(self, reserved: worker_pb2.Reserved) -> None: ...
     def on_rejected(self, rejected: worker_pb2.Rejected) -> None: ...
-    def on_admitted(self) -> None: ...
+    def on_admitted(self, admitted: worker_pb2.HandoffAdmitted) -> None: ...
     def on_tokens(self, tokens: worker_pb2.RequestTokens) -> None: ...
-    def on_moved(self) -> None: ...
+    def on_moved(self, moved: worker_pb2.Moved) -> None: ...
     def on_session_lost(self, message: str) -> None: ...
 
 
@@ -264,14 +264,14 @@ class Session:
     def _dispatch(self, response: worker_pb2.SessionResponse) -> None:
         for handler, reserved in self._heard(response.reserved):
             handler.on_reserved(reserved)
-        for handler, _ in self._heard(response.admitted):
-            handler.on_admitted()
+        for handler, admitted in self._heard(response.admitted):
+            handler.on_admitted(admitted)
         for handler, tokens in self._heard(response.tokens):
             handler.on_tokens(tokens)
         for handler, rejected in self._heard(response.rejected):
             handler.on_rejected(rejected)
-        for handler, _ in self._heard(response.moved):
-            handler.on_moved()
+        for handler, moved in self._heard(response.moved):
+            handler.on_moved(moved)
 
     def _heard(self, messages: Iterable[_Message]) -> Iterator[tuple[AttemptHandler, _Message]]:
         """Yield each message of a current attempt with its handler."""

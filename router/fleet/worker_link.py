@@ -156,7 +156,7 @@ LOST_FOR = 2.0  # times `attach_timeout_s`: what a worker kept is waited for no 
 
 log = logging.getLogger(__name__)
 
-PrefillCall = grpc.aio.UnaryStreamCall[worker_pb2.PrefillRequest, worker_pb2.PrefillResponse]
+PrefillResponses = grpc.aio.UnaryStreamCall[worker_pb2.PrefillRequest, worker_pb2.PrefillResponse]
 
 
 def channel_to(address: str, config: RouterConfig) -> grpc.aio.Channel:
@@ -274,7 +274,7 @@ class WorkerLink:
             return False
         return self._contact.may_be_heard
 
-    def prefill(self, request: worker_pb2.PrefillRequest, timeout_s: float) -> PrefillCall:
+    def prefill(self, request: worker_pb2.PrefillRequest, timeout_s: float) -> PrefillResponses:
         return self._prefill.Prefill(request, timeout=timeout_s)
 
     async def attach(

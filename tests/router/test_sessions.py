@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import time
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
 
 import pytest
 
@@ -13,10 +15,10 @@ from baton.clock import ManualClock
 from baton.config.router import RouterConfig
 from baton.v1 import common_pb2, control_pb2, worker_pb2
 from baton.wire import ORPHANED
-from router.fleet.fleet import WorkerState
+from router.fleet.fleet import WorkerEntry, WorkerState
 from router.fleet.session import RouterIdentity, Session, SessionLostError
-from router.request.attempt import Attempt
-from router.request.patience import Patience
+from router.request.alarm import Alarm
+from router.request.request_run import RequestRun
 from tests.router.answers import PROMPT, Answer, ask_for, assert_whole, failures_of
 from tests.router.deployment import DECODE, Deployment, deployment, hung_prefill
 from tests.router.fleets import entry_of, facts, fleet_of
@@ -220,14 +222,14 @@ async def test_a_fault_of_ours_in_a_session_does_not_lose_the_worker(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async with deployment() as d:
-        faults, on_admitted = list[Attempt](), Attempt.on_admitted
+        faults, on_admitted = list[RequestRun](), RequestRun.on_admitted
 
-        def fail_once(attempt: Attempt) -> None:
-            monkeypatch.setattr(Attempt, "on_admitted", on_admitted)
-            faults.append(attempt)
+        def fail_once(run: RequestRun, _: object) -> None:
+            monkeypatch.setattr(RequestRun, "on_admitted", on_admitted)
+            faults.append(run)
             raise AssertionError("a fault of ours")
 
-        monkeypatch.setattr(Attempt, "on_admitted", fail_once)
+        monkeypatch.setattr(RequestRun, "on_admitted", fail_once)
         assert_whole(await d.client.ask(ask_for(PROMPT)), PROMPT)
         assert len(faults) == 1
 
@@ -284,26 +286,42 @@ async def test_a_flowing_stream_stays_on_a_suspect_worker() -> None:
         assert len(answer.routed) == 1
 
 
+@dataclass
+class Silences:
+    """What was awaited in vain."""
+
+    seen: list[str]
+
+    def on_silence(self, worker: WorkerEntry, what: str) -> None:
+        self.seen.append(what)
+
+    def on_deadline(self) -> None:
+        raise AssertionError("it has none")
+
+    def on_timer(self) -> None:
+        raise AssertionError("none was set")
+
+
 async def test_a_worker_that_is_live_again_gets_its_full_time_back() -> None:
     clock = ManualClock(100.0)
     fleet = fleet_of(facts("d0", False, True), clock=clock)
     entry = entry_of(fleet, "d0")
     over: list[str] = []
-    patience = Patience(1.5, clock, lambda worker, what: over.append(what))
-    patience.expect("a token", 30.0, entry)
+    alarm = Alarm(math.inf, 1.5, clock, Silences(over))
+    alarm.expect("a token", lambda _: 30.0, entry)
     clock.advance(10.0)
     fleet.set_state(entry, WorkerState.SUSPECT)
-    patience.review()
+    alarm.review()
     clock.advance(1.4)
     assert not over  # suspect for less than the limit, though silent for long
     fleet.set_state(entry, WorkerState.LIVE)
     clock.advance(1.0)
     assert not over
     fleet.set_state(entry, WorkerState.SUSPECT)
-    patience.review()
+    alarm.review()
     clock.advance(1.5)
     assert over == ["a token"]
-    patience.end()
+    alarm.end()
 
 
 # --- a worker that came back as another -----------------------------------------------------------
