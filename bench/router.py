@@ -28,6 +28,7 @@ import uvloop
 
 from baton.clock import LoopClock
 from baton.config.router import RouterConfig
+from baton.errors import BatonError
 from baton.v1 import common_pb2, router_pb2, router_pb2_grpc, worker_pb2, worker_pb2_grpc
 from bench.report import markdown
 from kv_transfer.block_hash import BlockHash
@@ -35,7 +36,7 @@ from router.fleet.fleet import Fleet, WorkerState
 from router.fleet.worker_facts import WorkerFacts
 from router.placement.admission import Admission
 from router.placement.prefix_index import PrefixIndex
-from router.placement.ticket import PromptBlocks
+from router.placement.ticket import Placed, PromptBlocks
 from tests.router.scripted_worker import FINGERPRINT, MODEL
 
 NUM_PROMPT_TOKENS = 400
@@ -228,7 +229,10 @@ async def placement_us(size: int) -> float:
         prompt = PromptBlocks(tokens, "")
         prompt.hashes(FINGERPRINT, 16)
         start = time.perf_counter()
-        placed = await admission.place(admission.ticket(prompt, 64))
+        answer: asyncio.Future[Placed | BatonError] = asyncio.get_running_loop().create_future()
+        admission.enter(admission.ticket(prompt, 64), answer.set_result)
+        placed = await answer
+        assert isinstance(placed, Placed)
         took.append(time.perf_counter() - start)
         fleet.release(placed.booking)
     fleet.check_integrity()
