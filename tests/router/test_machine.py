@@ -303,7 +303,7 @@ class World:
             self.feed(*self.events.pop())
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=250, deadline=None)
 @given(st.data(), st.booleans())
 def test_whatever_happens_a_request_ends_once_and_leaves_nothing(
     draw: st.DataObject, is_sought: bool
