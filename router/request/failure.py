@@ -6,8 +6,8 @@ import enum
 from dataclasses import dataclass
 
 import grpc
-import grpc.aio
 
+from baton.link import LinkError
 from baton.v1 import worker_pb2
 from router.fleet.fleet import WorkerEntry, WorkerState
 
@@ -18,6 +18,7 @@ class Failure(enum.Enum):
     NO_CAPACITY = "no capacity"
     DRAINING = "draining"  # it takes nothing more
     DRAINED = "drained"  # it was lost while it drained, as it had to be some time
+    LEFT = "left"  # before anything was asked of it
     FINGERPRINT = "another kv_fingerprint"
     REPLACED = "replaced"  # another start of the worker has its address
     INVALID = "invalid"
@@ -75,7 +76,7 @@ def failure_of_handoff(failed: worker_pb2.HandoffFailed) -> Failure:
     return _HANDOFF_NOT_BEGUN.get(failed.reason, Failure.HANDOFF_FAILED)
 
 
-def failure_of_call(error: grpc.aio.AioRpcError, worker: WorkerEntry) -> Failure:
+def failure_of_call(error: LinkError, worker: WorkerEntry) -> Failure:
     """Why a prefill worker ended a call with an error."""
     if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
         return Failure.INVALID

@@ -37,7 +37,7 @@ from router.request.alarm import Alarm
 from router.request.failure import Failed, Failure, failure_of, loss_of
 from router.request.machine import Do, Event, Phase, State, Stream
 from router.request.output import OutputLog, finish_reason_of, sendable_logprobs
-from router.request.prefill_call import PrefillCall, has_left
+from router.request.prefill_call import PrefillCall
 from router.request.request_output import RequestOutput
 from router.request.retrying import OUT_OF_TIME, Retrying
 from router.request.run_parts import Arrival, RunParts, not_resumable
@@ -498,11 +498,11 @@ class RequestRun:
         assert self._workers.prefill is not None
         writer = self._workers.prefill
         if writer.has_left:  # since the request was placed there
-            failure, message = has_left(writer.entry)
-            return self.on_prefill_failed(Failed(failure, writer.entry, message))
+            message = f"{writer.entry.facts.worker_id} has left the fleet"
+            return self.on_prefill_failed(Failed(Failure.LEFT, writer.entry, message))
         request = worker_pb2.PrefillRequest(spec=self._spec, lease=reserved.lease)
-        timeout_s = self._parts.config.max_timeout_s
-        self._prefill = PrefillCall(writer, self._decode, request, timeout_s, self)
+        self._prefill = PrefillCall(writer, self._decode, request, self)
+        return None
 
     def on_first_token(self, first: worker_pb2.FirstToken) -> None:
         if self._workers is not None and self._workers.prefill is not None:

@@ -35,6 +35,7 @@ _NOT_BEGUN = (
     Failure.FINGERPRINT,
     Failure.REPLACED,
     Failure.DRAINING,
+    Failure.LEFT,
 )
 
 

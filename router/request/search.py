@@ -9,19 +9,18 @@ from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass
 
 import grpc
-import grpc.aio
 
 from baton.errors import AlreadyExistsError, NotResumableError, UnavailableError
+from baton.link import LinkError
 from baton.v1 import worker_pb2
 from router.fleet.fleet_links import FleetLinks
 from router.fleet.session import AttemptHandler, SessionLostError
-from router.fleet.worker_link import ATTACH_AGAIN_S, WorkerLink
+from router.fleet.worker_link import WorkerLink
 from router.request.run_parts import Sought
 from router.request.validate import ParsedRequest
 
 log = logging.getLogger(__name__)
 
-# The last one: of a worker that has not yet read that there is a session.
 _NO_ANSWER = {
     grpc.StatusCode.DEADLINE_EXCEEDED,
     grpc.StatusCode.UNAVAILABLE,
@@ -199,7 +198,7 @@ async def _attach(
         return await link.attach(
             sought.wire_id, sought.tenant, sought.body_digest, sought.seed, timeout_s
         )
-    except grpc.aio.AioRpcError as error:
+    except LinkError as error:
         if error.code() is grpc.StatusCode.ALREADY_EXISTS:
             raise AlreadyExistsError(
                 f"request {sought.request_id!r} runs with another body or seed",
@@ -210,11 +209,6 @@ async def _attach(
         if error.code() in _NO_ANSWER:
             raise _NoAnswerError from error
         return None
-    except asyncio.CancelledError:
-        task = asyncio.current_task()
-        if task is None or task.cancelling():
-            raise
-        return None  # it has left the fleet while it was asked
 
 
 class NotAttachedError(Exception):
@@ -236,7 +230,7 @@ async def attach_again(
     try:
         async with asyncio.timeout(timeout_s):
             return await _ask_again(link, spec, probe, timeout_s)
-    except grpc.aio.AioRpcError as error:
+    except LinkError as error:
         if error.code() is grpc.StatusCode.ALREADY_EXISTS:
             raise TakenOverError(error.details()) from None
         raise NotAttachedError(error.details()) from None
@@ -255,7 +249,6 @@ async def _ask_again(
             return await link.attach(
                 spec.request_id, spec.tenant, spec.body_digest, spec.seed, timeout_s, spec.attempt
             )
-        except grpc.aio.AioRpcError as error:
+        except LinkError as error:
             if error.code() is not grpc.StatusCode.UNAVAILABLE:
                 raise
-        await asyncio.sleep(ATTACH_AGAIN_S)
