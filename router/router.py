@@ -328,7 +328,8 @@ class Router:
         )
         assert len(self.admission) <= self.num_active, (len(self.admission), self.num_active)
         listening = sum(link.session.num_attempts for link in self.links)
-        assert listening <= self.num_active, (listening, self.num_active)
+        searching = self.parts.searching.num_requests * sum(1 for _ in self.links)
+        assert listening <= self.num_active + searching, (listening, self.num_active, searching)
         waiting = sum(len(link.waiting) for link in self.links)
         assert waiting <= 2 * self.num_active, (waiting, self.num_active)
 
