@@ -120,7 +120,7 @@ def stream_answer(events: Generator[Event, None, None]) -> tuple[str, Text]:
         for event in events:
             of_kind[type(event)] = event
             if isinstance(event, Tokens) and event.text:
-                waiting.stop()
+                waiting.close()
                 pieces.append(event.text)
                 sys.stdout.write(event.text)
                 sys.stdout.flush()

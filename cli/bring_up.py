@@ -28,7 +28,8 @@ from cluster.local.process_tree import Process, descendants, wait_until_gone
 # --- the ports that a configuration takes ---------------------------------------------------------
 
 
-_ANY_HOST = {"0.0.0.0", "::", "[::]"}
+_ANY_HOST = {"0.0.0.0", "::"}
+_LOOPBACK = {"127.0.0.1", "::1"}
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,13 @@ def _wanted(config: ClusterConfig) -> list[_Wanted]:
 
 
 def _meet(host: str, other: str) -> bool:
-    return host == other or bool({host, other} & _ANY_HOST)
+    of_host, of_other = _addresses(host), _addresses(other)
+    return bool(of_host & of_other or (of_host | of_other) & _ANY_HOST)
+
+
+def _addresses(host: str) -> set[str]:
+    """Which a host names, as far as is known without asking for it."""
+    return _LOOPBACK if host == "localhost" else {host.strip("[]")}
 
 
 def _check_free(wanted: _Wanted) -> None:

@@ -56,10 +56,7 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "baton", unreachable:
     parser.set_defaults(prog=prog, unreachable=unreachable)
     arguments = parser.parse_args(argv)
     if arguments.version:
-        from importlib import metadata
-
-        print(f"baton {metadata.version('baton-serve')}")
-        return 0
+        return _print_version(arguments)
     if arguments.command is None:
         parser.print_help(sys.stderr)
         return EXIT_USAGE
@@ -85,6 +82,16 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "baton", unreachable:
         need = f"`baton {arguments.command}` needs {package}, which is not installed"
         return _report(ConfigError(f"{need}: pip install 'baton-serve[worker]'"), arguments)
     return code
+
+
+def _print_version(arguments: argparse.Namespace) -> int:
+    from importlib import metadata
+
+    try:
+        print(f"baton {metadata.version('baton-serve')}")
+    except metadata.PackageNotFoundError:
+        return _report(ConfigError("baton-serve is not installed, so it has no version"), arguments)
+    return 0
 
 
 def _report(error: BatonError, arguments: argparse.Namespace) -> int:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
+from contextlib import ExitStack
 from typing import Self
 
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import Progress, SpinnerColumn, TimeElapsedColumn
-from rich.status import Status
 from rich.text import Text
 
 _SHOW_TENTHS_AFTER_S = 0.05
@@ -31,9 +31,7 @@ class Steps:
         self.done()
         self._message, self._started = message, time.monotonic()
         if self._console.is_terminal:
-            columns = SpinnerColumn(style="cyan"), "{task.description}", TimeElapsedColumn()
-            self._live = Progress(*columns, console=self._console, transient=True)
-            self._live.add_task(escape(message))
+            self._live = _line(self._console, message)
             self._live.start()
         else:
             self._console.print(f"{message} ...", highlight=False, markup=False)
@@ -68,6 +66,17 @@ class Steps:
         self.done(failed=kind is not None)
 
 
-def spinner(console: Console, message: str) -> Status:
-    """For a wait that is usually short; leaves nothing behind. Shown on a terminal alone."""
-    return console.status(message, spinner_style="cyan")
+def spinner(console: Console, message: str) -> ExitStack:
+    """For a wait that is usually short; leaves nothing behind. Shown on a terminal alone, until it
+    is closed."""
+    shown = ExitStack()
+    if console.is_interactive:
+        shown.enter_context(_line(console, message))
+    return shown
+
+
+def _line(console: Console, message: str) -> Progress:
+    columns = SpinnerColumn(style="cyan"), "{task.description}", TimeElapsedColumn()
+    line = Progress(*columns, console=console, transient=True)
+    line.add_task(escape(message))
+    return line

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import defaultdict
 from collections.abc import Callable, Container
 from dataclasses import dataclass, field
 
@@ -370,23 +371,30 @@ class HeldHandoffs:
     def __init__(self, rank: TransferRank, open_here: Container[HandoffId]) -> None:
         self._rank = rank
         self._open_here = open_here
-        self._asked: dict[int, asyncio.Future[str]] = {}  # rank -> its answer, for all who wait
+        self._asked: defaultdict[int, set[asyncio.Future[str]]] = defaultdict(set)
+        """By rank: its answer, for each who waits."""
 
     async def problems(self) -> list[str]:
         """One line per rank that holds a handoff not open here or does not answer in time."""
+        asked: dict[int, asyncio.Future[str]] = {}
         for other in self._rank.identity.ranks[1:]:
-            if other.tp_rank not in self._asked:
-                self._asked[other.tp_rank] = asyncio.get_running_loop().create_future()
+            waiting = self._asked[other.tp_rank]
+            is_asked = bool(waiting)
+            asked[other.tp_rank] = asyncio.get_running_loop().create_future()
+            waiting.add(asked[other.tp_rank])
+            if not is_asked:
                 question = self._rank.new_message("", 0)
                 question.rank_books_asked.SetInParent()
                 self._rank.send(other.transfer_address, question)
-        asked = dict(self._asked)
-        if asked:
-            await asyncio.wait(asked.values(), timeout=_ANSWER_S)
+        try:
+            if asked:
+                await asyncio.wait(asked.values(), timeout=_ANSWER_S)
+        finally:  # whoever still waits keeps waiting; once nobody does, the next caller asks again
+            for rank, answer in asked.items():
+                self._asked[rank].discard(answer)
         found = []
         for rank, answer in asked.items():
             if not answer.done():
-                self._asked.pop(rank, None)  # the next caller asks again
                 found.append(f"rank {rank}: it did not answer within {_ANSWER_S:g} s")
             elif answer.result():
                 found.append(f"rank {rank}: {answer.result()}")
@@ -396,7 +404,7 @@ class HeldHandoffs:
         """Check a rank's answer now, before a later message of the rank is read."""
         if not self._rank.identity.sent(message):
             return
-        answer = self._asked.pop(message.sender_rank, None)
-        if answer is not None:
-            strays = [h for h in message.rank_books.handoffs if h not in self._open_here]
-            answer.set_result(f"it holds handoffs that are not open: {strays}" if strays else "")
+        strays = [h for h in message.rank_books.handoffs if h not in self._open_here]
+        problem = f"it holds handoffs that are not open: {strays}" if strays else ""
+        for answer in self._asked.pop(message.sender_rank, ()):
+            answer.set_result(problem)

@@ -29,7 +29,7 @@ from engine.request import (
     RequestSpec,
 )
 from engine.wire import finish_reason_to_proto
-from kv_transfer.errors import HandoffError
+from kv_transfer.errors import HandoffError, Reason
 from kv_transfer.exporter import Exporter
 from kv_transfer.lease import FirstToken, Lease, Receipt
 
@@ -202,7 +202,9 @@ class PrefillRole:
             else:
                 await self._hand_off(run, event)
         except HandoffError as error:
-            log.warning("handoff %s: %s", run.handoff, error)
+            # A client that leaves is no fault: the receiver then fences the writer.
+            level = logging.INFO if error.reason is Reason.FENCED else logging.WARNING
+            log.log(level, "handoff %s: %s", run.handoff, error)
             run.report(error)
 
     async def _hand_off(self, run: PrefillRun, event: PrefilledEvent) -> None:

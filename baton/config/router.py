@@ -152,7 +152,8 @@ class RouterConfig(Ranged):
     decode_horizon_tokens: Whole = 32
     """Tokens over which a decode worker's load counts when workers are compared."""
     decode_growth_tokens: Whole = 128
-    """Output tokens for which room is set aside on a decode worker, at most `max_tokens`."""
+    """Output tokens for which room is set aside on a decode worker, at most the request's own
+    limit."""
     prediction_ttl_s: NotNegative = 5.0
     """How long a placed prompt's blocks count as cached before the worker's events say so."""
     max_predictions: Whole = 200_000

@@ -19,6 +19,7 @@ from baton.fetch.checkpoint_files import WantedFile
 from baton.fetch.sources import (
     Content,
     CutOffError,
+    DamagedError,
     FetchError,
     ForbiddenError,
     NotThereError,
@@ -101,6 +102,8 @@ class Download:
             try:
                 return self._go_on(name)
             except CutOffError as error:
+                if isinstance(error, DamagedError):
+                    part.unlink(missing_ok=True)
                 came = part.stat().st_size if part.exists() else 0
                 tries = 0 if came > before else tries + 1
                 if tries == _TRIES:

@@ -5,6 +5,7 @@ FetchError              a person has to change something; names the field
 ├── NotThereError       the source has no such file
 ├── ForbiddenError      the source wants other credentials; or it has no such file and does not say
 └── CutOffError         the source, or the way to it, failed: worth another try
+    └── DamagedError    all came, and does not match the source's checksum: none of it may be kept
 """
 
 from __future__ import annotations
@@ -54,6 +55,10 @@ class ForbiddenError(FetchError):
 
 
 class CutOffError(FetchError):
+    pass
+
+
+class DamagedError(CutOffError):
     pass
 
 
@@ -275,7 +280,13 @@ class S3Source:
 @contextlib.contextmanager
 def _translated(where: str) -> Iterator[None]:
     """boto3's errors as Baton's, also those of a body on its way."""
-    from botocore.exceptions import BotoCoreError, ClientError, HTTPClientError, IncompleteReadError
+    from botocore.exceptions import (
+        BotoCoreError,
+        ClientError,
+        FlexibleChecksumError,
+        HTTPClientError,
+        IncompleteReadError,
+    )
     from urllib3.exceptions import HTTPError
 
     try:
@@ -284,6 +295,8 @@ def _translated(where: str) -> Iterator[None]:
         raise _of_status(_status(error), where) from error
     except (HTTPClientError, IncompleteReadError, HTTPError, OSError) as error:
         raise CutOffError(f"{where}: {error}") from error
+    except FlexibleChecksumError as error:
+        raise DamagedError(f"{where}: {error}") from error
     except BotoCoreError as error:
         raise FetchError(f"{where}: {error}") from error
 

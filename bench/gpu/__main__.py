@@ -75,6 +75,8 @@ def _test_rows(results: Path) -> list[tuple[str, ...]]:
 
 def run_transfer(device: torch.device, report: Report) -> None:
     try:
+        import libucx  # noqa: F401 - loaded only as the first worker starts
+
         from bench.gpu import transfer
     except Exception as error:  # noqa: BLE001 - protobuf's VersionError is no ImportError
         report.leave_out(f"transfer needs libucx-cu12, protobuf and uvloop: {error}")

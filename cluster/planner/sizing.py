@@ -11,7 +11,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -193,8 +192,21 @@ def _fit(prefill: _Side, decode: _Side, config: PlannerConfig) -> tuple[int, int
     present = prefill.replicas, decode.replicas
     if keeps(*present):
         return present
-    fits = (sizes for sizes in itertools.product(prefill.allowed, decode.allowed) if keeps(*sizes))
-    return min(fits, key=cost, default=present)
+    fits = ((_nearest(prefill, d, config), d) for d in decode.allowed)
+    return min((sizes for sizes in fits if keeps(*sizes)), key=cost, default=present)
+
+
+def _nearest(prefill: _Side, num_decode: int, config: PlannerConfig) -> int:
+    """Of the prefill replicas that keep the ratio beside `num_decode`, the nearest to the present:
+    the ones that fit best. Others, if none keep it."""
+    low, high = config.min_prefill_per_decode, config.max_prefill_per_decode
+    floor, most = prefill.allowed[0], prefill.allowed[-1]
+    nearest = prefill.replicas
+    if low is not None:
+        nearest = max(nearest, math.ceil(min(low * num_decode - _ROUNDING, most)))
+    if high is not None:
+        nearest = min(nearest, math.floor(min(high * num_decode + _ROUNDING, most)))
+    return max(floor, min(nearest, most))
 
 
 def _dealt(

@@ -226,9 +226,11 @@ class PoolTable:
         del self._slots[worker_id]
         self.version += 1
 
-    def update_slot(self, worker_id: str, **changes: Any) -> None:
-        """Change fields of an open slot."""
-        self._put(replace(self._slots[worker_id], **changes))
+    def update_slot(self, worker_id: str, **changes: Any) -> bool:
+        """Change fields of an open slot. Returns whether any is another than before."""
+        former = self._slots[worker_id]
+        self._put(replace(former, **changes))
+        return self._slots[worker_id] != former
 
     def slots_of(self, pool: str) -> tuple[Slot, ...]:
         return tuple(slot for slot in self._slots.values() if slot.pool == pool)

@@ -185,8 +185,9 @@ class SlotSupervisor:
 
     def _update(self, **changes: Any) -> None:
         """Report the slot to the registry. No adopted replica serves in it any more."""
-        self._context.registry.pools.update_slot(self.worker_id, is_adopted=False, **changes)
-        self._context.changes.announce()
+        pools = self._context.registry.pools
+        if pools.update_slot(self.worker_id, is_adopted=False, **changes):
+            self._context.changes.announce()
 
     async def _keep_until_over(self) -> None:
         """Watch the replica, destroy it at its end, and report a failure."""
@@ -210,6 +211,7 @@ class SlotSupervisor:
             self._context.registry.gone(self.worker_id, entry.registration.incarnation)
         self.replica = None
         self._update(pod_name=None, is_pending=False)
+        self._context.changes.announce()  # the worker is gone
 
     async def _until_over(self) -> str:
         """Wait for a reason to end the replica, and return it."""

@@ -341,17 +341,25 @@ class _Pair:
         now, figures = self.now, self.former.figures
         spent_s = now.now_s - record.since_s
         num_active = 0 if figures is None else figures.num_active
-        code, rollout = self.former.unit.code, now.rollout
+        code, coming, rollout = self.former.unit.code, self.coming.unit.code, now.rollout
         # Routers hear of the last share within seconds: streams of the moment before count, too.
         runs = spent_s < _ROUTERS_HEAR_S or (num_active > 0 and spent_s < now.max_timeout_s)
-        awaits = not _can_judge(self.coming.figures) and spent_s < rollout.interval_s
-        # One that is still short of workers gets them as the former goes.
-        awaits = awaits and all(self.coming.pool(n).live >= size for n, size in now.totals.items())
+        # Without a surge the coming unit's last workers have no room until the former goes.
+        awaits = (
+            rollout.max_surge > 0
+            and not _can_judge(self.coming.figures)
+            and spent_s < rollout.interval_s
+        )
         has_begun_to_go = not any(pool.size for pool in self.former.pools.values())
         keeps = (runs or awaits) and not has_begun_to_go
-        reason = f"unit {code} stays until unit {self.coming.unit.code} is judged"
-        if num_active or not awaits:
+        if num_active:
             reason = f"unit {code} runs its last {num_active} requests"
+        elif keeps and awaits:
+            reason = f"unit {code} stays until unit {coming} is judged"
+        elif keeps:
+            reason = f"unit {code} stays until routers know that unit {coming} has all requests"
+        else:
+            reason = f"unit {code} stays until enough workers of unit {coming} are live"
         step = self._both(State.RETIRING, reason, record, keeps_former=keeps)
         if keeps or any(step.plans[0].sizes.values()):
             return step

@@ -229,6 +229,14 @@ def test_the_installed_command_prints_the_version_of_the_project() -> None:
     )
 
 
+def test_a_checkout_that_is_not_installed_has_no_version(
+    monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    monkeypatch.setattr("importlib.metadata.MetadataPathFinder.find_distributions", lambda _: ())
+    assert main(["--version"]) == 2
+    assert "baton: baton-serve is not installed, so it has no version" in capsys.readouterr().err
+
+
 def test_scaling_a_pool_whose_workers_do_not_start_says_why(capsys: Capture) -> None:
     with SmallControl(failing="out of memory").serve() as address:
         assert main(["scale", "decode", "2", "--control", address]) == 1

@@ -19,7 +19,7 @@ from baton.config.cluster import ClusterConfig, parse_config
 from baton.errors import ConfigError
 from baton.model_folder import with_model_folder
 from cli.bring_up import Startup, read_config
-from cli.progress import Steps
+from cli.progress import Steps, spinner
 from cluster.pools.pool_settings import AutoSettings
 from cluster.worker.config import worker_config
 from engine.build import find_model
@@ -228,3 +228,14 @@ def test_how_far_a_step_has_come_is_reported_on_its_line() -> None:
             steps("fetching")
             steps.detail("1 of 3 GB")
         assert "fetching: 1 of 3 GB" in shown.getvalue()
+
+
+def test_a_wait_is_shown_with_its_time_on_a_terminal_alone() -> None:
+    for is_terminal in (True, False):
+        console = Console(
+            file=(shown := io.StringIO()), force_terminal=is_terminal, _environ={"TERM": "xterm"}
+        )
+        with spinner(console, "waiting") as waiting:
+            waiting.close()
+        assert ("0:00:00" in shown.getvalue()) == is_terminal
+        assert shown.getvalue() == "" or is_terminal

@@ -56,6 +56,14 @@ def test_up_names_any_port_that_is_taken_before_it_starts_anything(
             "control.port and worker.metrics_port",
         ),
         (
+            "control: {host: 127.0.0.1, port: PORT}\nrouter: {host: localhost, port: PORT}",
+            "control.port and router.port",
+        ),
+        (
+            "control: {host: '::1', port: PORT}\nrouter: {host: '[::1]', port: PORT}",
+            "control.port and router.port",
+        ),
+        (
             "control: {host: localhost, port: 0}\nrouter: {port: PORT}\n"
             "worker: {metrics_port: PORT}",
             "router.port and worker.metrics_port",

@@ -80,6 +80,13 @@ def test_what_transfer_lacks_is_named(tmp_path: Path) -> None:
     assert "transfer needs libucx-cu12, protobuf and uvloop: " in run.stdout
 
 
+def test_transfer_is_left_out_where_only_ucx_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "libucx", None)
+    gpu.run_transfer(torch.device("cpu"), report := Report("transfer", ""))
+    assert len(report.left_out) == 1
+    assert "libucx" in report.left_out[0]
+
+
 def test_a_machine_without_a_gpu_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert gpu.main([], no_gpu=lambda: "the driver is too old") == 2
     assert "no GPU to measure: the driver is too old" in capsys.readouterr().err

@@ -27,6 +27,7 @@ from tests.cluster.pool_settings import settings_of
 from tests.router.proxy import Proxy
 
 LIVE = control_pb2.WORKER_STATE_LIVE
+DRAINING = control_pb2.WORKER_STATE_DRAINING
 
 Call = grpc.aio.StreamStreamCall[control_pb2.RegisterRequest, control_pb2.RegisterResponse]
 
@@ -97,7 +98,9 @@ async def fleet_where(
     raise AssertionError("the stream ended")
 
 
-async def registering(stub: control_pb2_grpc.ControlServiceAsyncStub) -> Call:
+async def registering(
+    stub: control_pb2_grpc.ControlServiceAsyncStub, *, draining: bool = False
+) -> Call:
     """A Register call on which the registry has heard the worker's first message."""
     call = stub.Register()
     number = random.getrandbits(31)  # shown with the fleet, and so tells that it was heard
@@ -105,6 +108,7 @@ async def registering(stub: control_pb2_grpc.ControlServiceAsyncStub) -> Call:
         worker=worker_info(),
         progress=control_pb2.StepProgress(num_steps=3),
         load=worker_pb2.WorkerLoad(num_running=number),
+        draining=draining,
     )
     await call.write(message)
     async with asyncio.timeout(10):
@@ -125,13 +129,13 @@ async def states_of_next_messages(
     return seen
 
 
-async def test_a_second_stream_of_a_worker_ends_the_first_which_says_nothing_of_it() -> None:
+async def test_a_second_stream_of_a_worker_ends_the_first_and_its_own_end_changes_nothing() -> None:
     async with served() as (_, stub):
-        former = await registering(stub)
-        await registering(stub)
+        former = await registering(stub, draining=True)
+        latter = await registering(stub)  # which says nothing of a drain
         assert await asyncio.wait_for(former.read(), 10) is grpc.aio.EOF
-        former.cancel()
-        assert await states_of_next_messages(stub, 2) == {LIVE}
+        latter.cancel()
+        assert await states_of_next_messages(stub, 2) == {DRAINING}
 
 
 async def test_a_registered_worker_is_seen_live_with_its_load_and_suspect_once_cut_off() -> None:

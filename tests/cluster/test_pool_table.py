@@ -206,11 +206,11 @@ def test_a_slot_is_shown_from_its_opening_with_its_pod_as_soon_as_it_has_one() -
 
     table.open_slot("decode", "decode-0")
     assert shown() == [("decode-0", None, False)]
-    table.update_slot("decode-0", is_pending=True)
+    assert table.update_slot("decode-0", is_pending=True)
     assert shown() == [("decode-0", None, True)]
     table.update_slot("decode-0", pod_name="pod-a", is_pending=False)
     assert shown() == [("decode-0", "pod-a", False)]
-    table.update_slot("decode-0", pod_name="pod-a")
+    assert not table.update_slot("decode-0", pod_name="pod-a")
     assert table.version == versions[-1]
     table.close_slot("decode-0")
     assert shown() == []

@@ -44,7 +44,7 @@ class Slot:
         self, replicas: MemoryReplicas, adopted: Replica | None, executor: ThreadPoolExecutor,
         **settings: float,
     ) -> None:  # fmt: skip
-        self.replicas, self.clock = replicas, ManualClock()
+        self.replicas, self.clock, self.changes = replicas, ManualClock(), Changes()
         self.registry = Registry(RegistryConfig(), self.clock.now_s)
         self.registry.pools.add(settings_of(supervisor=SupervisorConfig(**settings)), 1)
         served = adopted is not None and adopted.serves
@@ -52,7 +52,7 @@ class Slot:
         self.registry.pools.open_slot("decode", "decode-1", pod_name, is_adopted=served)
         context = SlotContext(
             self.registry,
-            Changes(),
+            self.changes,
             replicas,
             executor,
             lambda name: cast(WorkerConfig, LogFile()),
@@ -129,6 +129,22 @@ async def test_a_slot_without_a_pod_is_pending_and_filled_as_soon_as_there_is_on
         await slot.until(lambda: replicas.started)
         assert slot.clock.now_s() - came_at < 3 * LOOK_S
         assert set(replicas.requested) == set(replicas.started)  # one name, requested repeatedly
+        assert slot.pool.pending_replicas == 0
+
+
+async def test_a_slot_that_waits_for_a_pod_announces_it_once() -> None:
+    replicas = MemoryReplicas()
+    replicas.has_room = False
+    async with supervised_slot(replicas) as slot:
+        await slot.until(lambda: slot.pool.pending_replicas)
+        announced, num_requested = (
+            asyncio.create_task(slot.changes.wait(60)),
+            len(replicas.requested),
+        )
+        await slot.until(lambda: len(replicas.requested) >= num_requested + 3)
+        assert not announced.done()
+        replicas.has_room = True
+        await slot.until(announced.done)
         assert slot.pool.pending_replicas == 0
 
 

@@ -189,6 +189,25 @@ async def test_an_asker_that_goes_away_takes_no_answer_from_the_next(make_pair: 
     assert await sender.call("rank_problems") == []
 
 
+async def test_an_asker_that_has_waited_too_long_takes_no_answer_from_a_later_one(
+    make_pair: MakePair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sender, _ = await make_pair(CONFIGS["memory"], 2, 1)
+    held = sender.side.exporter.held_handoffs  # type: ignore[union-attr]
+    rank1 = sender.side.ranks[1]  # type: ignore[union-attr]
+    answer, rank1._report_held = rank1._report_held, lambda: None
+    askers = []
+    for limit_s in (0.05, 30.0):
+        monkeypatch.setattr("kv_transfer.exporter._ANSWER_S", limit_s)
+        askers.append(asyncio.ensure_future(held.problems()))
+        await asyncio.sleep(0)  # it has asked
+    (problem,) = await askers[0]
+    assert problem.startswith("rank 1: it did not answer")
+    answer()
+    async with asyncio.timeout(10):
+        assert await askers[1] == []
+
+
 async def test_a_rank_of_another_worker_answers_for_none_of_ours(make_pair: MakePair) -> None:
     sender, receiver = await make_pair(CONFIGS["memory"], 2, 2)
     stranger = receiver.side.ranks[1].new_message("", 0)  # type: ignore[union-attr]

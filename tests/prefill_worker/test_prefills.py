@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections.abc import AsyncIterator, Sequence
 
@@ -118,6 +119,24 @@ async def test_an_id_that_comes_again_within_a_step_gets_its_own_tokens() -> Non
         await link.until(lambda: heard.finished)
         heard.tokens[0] = responses[0].first_token.id
         assert heard.in_order() == expected
+
+
+async def test_a_client_that_leaves_while_its_prompt_is_computed_is_no_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, "prefill_worker")
+    async with paired({"engine": TIMED_ENGINE}) as pair:
+        spec = make_spec("x", 60)
+        lease = await pair.router.reserve(spec, pair.writer)
+        step = HeldStep(pair.prefill)
+        handing_off = asyncio.create_task(pair.router.hand_off(spec, lease))
+        await asyncio.to_thread(step.begun.wait, 10)
+        await pair.link.cancel("x")
+        await until(lambda: "FENCED" in caplog.text)
+        step.go_on.set()
+        assert (await handing_off)[-1].handoff_failed.reason == "FENCED"
+    levels = {each.levelno for each in caplog.records if each.name == "prefill_worker.role"}
+    assert levels == {logging.INFO}
 
 
 async def test_blocks_that_a_put_may_still_read_are_not_free_until_it_has_drained(

@@ -7,7 +7,7 @@ import pytest
 from baton.clock import ManualClock
 from baton.grpc_options import WORKER_MESSAGE_BYTES
 from baton.v1 import common_pb2, worker_pb2
-from router.request.output import Finished, FinishReason, sendable_logprobs
+from router.request.output import Finished, FinishReason, TokenRun, sendable_logprobs
 from router.request.request_output import RequestOutput
 from tests.router.answers import ask_for
 from tests.router.request_outputs import output_for
@@ -100,6 +100,22 @@ async def test_no_stop_string_ends_an_answer_within_its_least_tokens(
     assert "".join(output.log.texts) + output.log.tail == text
     end = finish(output)
     assert end.stop == ("END" if num_out < 10 else "")
+
+
+@pytest.mark.parametrize("last", [b"E", b""])
+async def test_text_that_only_began_a_stop_string_comes_with_the_end(last: bytes) -> None:
+    """With the last token, or after it where a client has taken that."""
+    output = output_of(ManualClock(100.0), 4, stop="END")
+    reader = output.log.reader(0)
+    for ids, finished, text in (
+        (b"aEN", None, "a"),
+        (last, FinishReason.LENGTH, "EN" + last.decode()),
+    ):
+        if output.emit(ids, [], finished):
+            finish(output)
+        run, *_ = await reader.take()
+        assert isinstance(run, TokenRun)
+        assert run.text == text
 
 
 @pytest.mark.parametrize("max_message_bytes", [1 << 14, (1 << 31) - 1])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -55,6 +57,20 @@ def test_an_object_that_is_cut_off_goes_on_where_it_was(
     node.fetch()
     assert node.files() == CHECKPOINT
     assert [a.start for a in server.asked if a.path == path] == [0, 1_000_000]
+
+
+def test_nothing_is_kept_of_an_object_that_its_checksum_refuses(
+    server: CheckpointServer, node: Node
+) -> None:
+    path = f"bucket/models/tiny/{LARGE}"
+    checksum = zlib.crc32(CHECKPOINT[LARGE]).to_bytes(4, "big")
+    server.headers[path] = {"x-amz-checksum-crc32": base64.b64encode(checksum).decode()}
+    server.files[path] = b"?" * 3_000_000
+    assert "did not match calculated checksum" in node.refused()
+    assert {asked.start for asked in server.asked} == {0}
+    server.files[path] = CHECKPOINT[LARGE]
+    node.fetch()
+    assert node.files() == CHECKPOINT
 
 
 @pytest.mark.full

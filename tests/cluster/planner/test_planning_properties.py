@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from dataclasses import replace
@@ -10,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.config.planner import PlannerConfig
-from cluster.planner.needs import PlannerState
+from cluster.planner.measure import measure_pool
+from cluster.planner.needs import PlannerState, PoolMemory
 from cluster.planner.planner import Plan, decide
 from cluster.planner.signals import (
     PoolGaps,
@@ -21,6 +23,7 @@ from cluster.planner.signals import (
     WorkerPhase,
     WorkerSignals,
 )
+from cluster.planner.sizing import Pool, Size, keep_ratio
 from cluster.pools.role_plan import Role, RolePlan
 from tests.cluster.planner.moments import decode_pool, prefill_pool, router
 
@@ -213,6 +216,56 @@ def test_the_ratio_is_kept_wherever_the_pools_bounds_allow_it(
     ]
     if any(plan.values()) and any(keeps(p, d) for p in allowed[0] for d in allowed[1]):
         assert keeps(plan[prefill.name], plan[decode.name])
+
+
+@st.composite
+def sized_pools(draw: st.DrawFn, role: Role) -> tuple[Pool, Size]:
+    """A pool of this role, with a size by its own load."""
+    most = draw(st.integers(1, 25))
+    signals = PoolSignals(role.value, role, 1, most, min_replicas=draw(st.integers(0, most)))
+    measure = measure_pool(signals, Signals(NOW_S, (signals,), ()), PlannerConfig())
+    pool = Pool(signals, measure, PoolMemory(), is_known=True, words="")
+    allowed = st.integers(pool.floor, most)
+    return pool, Size(draw(allowed), draw(allowed), "")
+
+
+def best_fit(
+    prefill: tuple[Pool, Size], decode: tuple[Pool, Size], config: PlannerConfig
+) -> tuple[int, int]:
+    """What `keep_ratio` promises, by trying every size of both pools."""
+    low = config.min_prefill_per_decode or 0.0
+    high = config.max_prefill_per_decode or math.inf
+
+    def cost(sizes: tuple[int, int]) -> tuple[int, ...]:
+        (p, d), (present_p, present_d) = sizes, present
+        least_p, least_d = (min(size.goal, size.replicas) for _, size in (prefill, decode))
+        if least_p <= p <= present_p and least_d <= d <= present_d:
+            return 0, -d, -p
+        return 1, -min(p, present_p), -min(d, present_d), p, d
+
+    present = prefill[1].replicas, decode[1].replicas
+    allowed = [range(pool.floor, pool.signals.max_replicas + 1) for pool, _ in (prefill, decode)]
+    keep = [
+        (p, d) for p, d in itertools.product(*allowed) if low * d - 1e-9 <= p <= high * d + 1e-9
+    ]
+    return present if present in keep else min(keep, key=cost, default=present)
+
+
+RATIOS = st.none() | st.floats(0.05, 20) | st.sampled_from([1 / 3, 0.1, 3.0, 1e308])
+
+
+@settings(max_examples=500, deadline=None)
+@given(sized_pools(Role.PREFILL), sized_pools(Role.DECODE), RATIOS, RATIOS)
+def test_the_sizes_that_keep_the_ratio_are_the_best_of_all(
+    prefill: tuple[Pool, Size], decode: tuple[Pool, Size], low: float | None, high: float | None
+) -> None:
+    if low is not None and high is not None:
+        low, high = sorted((low, high))
+    config = PlannerConfig(min_prefill_per_decode=low, max_prefill_per_decode=high)
+    by_load = {pool.name: size for pool, size in (prefill, decode)}
+    kept = keep_ratio([prefill[0], decode[0]], by_load, config)
+    found = kept["prefill"].replicas, kept["decode"].replicas
+    assert found == best_fit(prefill, decode, config)
 
 
 @MANY

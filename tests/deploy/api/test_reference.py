@@ -62,3 +62,9 @@ def test_defaults_bounds_and_rules_are_told() -> None:
     assert "| `blockSize` | integer | (`16`) | Tokens of one KV block. |" in cluster
     assert "| `gcsFaultTolerance.redisAddress` | string | required |" in cluster
     assert "- pools must have names of 1 to 34" in cluster
+
+
+def test_texts_name_no_field_that_there_is_not() -> None:
+    (page,) = reference_files().values()
+    fields = {name.rpartition(".")[2] for name in named_in(page)}
+    assert set(re.findall(r"`([a-z]+[A-Z]\w*)`", page)) <= fields

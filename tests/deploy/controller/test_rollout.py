@@ -173,9 +173,9 @@ def changing(turns: int = 0, wanted: Unit = NEW, **world: Any) -> World:
     return found
 
 
-def retiring() -> World:
+def retiring(**settings: Any) -> World:
     """Where another image has all requests, and the former unit is yet to go."""
-    world = changing(wanted=OLD_IMAGE)
+    world = changing(wanted=OLD_IMAGE, **settings)
     while world.look().state is not State.RETIRING:
         world.turn()
     return world
@@ -324,6 +324,41 @@ def test_the_former_unit_goes_when_its_streams_have_ended_and_the_other_is_judge
         world.units["xxxxx"].figures = Figures(num_judged)
         world.turn()
     assert expected_s <= world.now_s - since_s <= expected_s + 15.0
+
+
+@pytest.mark.parametrize("unavailable", [0, 1])
+@pytest.mark.parametrize("happens", ["nothing", "a crash", "a larger pool"])
+def test_the_former_unit_keeps_a_worker_of_each_pool_until_the_other_is_judged(
+    happens: str, unavailable: int
+) -> None:
+    """Also while the other has fewer live workers than its pools are to have."""
+    world = retiring(rollout=replace(QUICK, max_unavailable=unavailable))
+    former, coming = world.units["bcdfg"], world.units["xxxxx"]
+    if happens == "a larger pool":
+        world.totals = {"prefill": 2, "decode": 6}
+    reasons = []
+    while all(former.sizes.values()):
+        former.figures, coming.figures = Figures(), Figures(9)
+        if happens == "a crash":
+            coming.workers[0].age = 0
+        reasons.append(world.turn().reason)
+    assert world.now_s - coming.record.since_s >= QUICK.interval_s
+    assert set(reasons[:-1]) == {"unit bcdfg stays until unit xxxxx is judged"}
+
+
+def test_a_former_unit_says_why_it_stays_where_it_runs_nothing() -> None:
+    world = retiring()
+    former, coming = world.units["bcdfg"], world.units["xxxxx"]
+    former.figures, coming.figures = Figures(), Figures(10)
+    reasons = []
+    while any(former.sizes.values()):
+        coming.workers[0].age = 0 if len(reasons) < 5 else 9
+        reasons.append(world.turn().reason)
+    assert list(dict.fromkeys(reasons)) == [
+        "unit bcdfg stays until routers know that unit xxxxx has all requests",
+        "unit bcdfg stays until enough workers of unit xxxxx are live",
+        "unit bcdfg goes: nothing runs there",
+    ]
 
 
 def test_a_former_unit_that_goes_is_not_called_back_by_a_lull() -> None:
