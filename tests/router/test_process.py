@@ -40,7 +40,7 @@ async def router_process(
     config = folder / "cluster.yaml"
     config.write_text(
         f"model: {folder}\nserved_model_name: {MODEL}\nlog_level: {log_level}\n"
-        "router:\n  local_prefill: never\n"
+        "router:\n  local_prefill: never\n  http_port: null\n"
     )
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "router", "--control", control, "--config", str(config)),
@@ -155,7 +155,7 @@ async def test_a_fault_in_what_follows_the_fleet_ends_the_process_and_not_the_st
     monkeypatch.setattr(RouterServer, "start", keep)
     async with deployment() as d:
         d.worker("d0").may_decode.clear()
-        routing = RouterConfig(local_prefill="never")
+        routing = RouterConfig(http_port=None, local_prefill="never")
         config = ClusterConfig(str(tmp_path), served_model_name=MODEL, router=routing)
         serving = asyncio.create_task(serve(config, d.registry.address, "127.0.0.1:0"))
         await d.until(lambda: len(servers) == 2)
