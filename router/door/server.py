@@ -101,7 +101,7 @@ class RouterServer:
         self.port = _bound(lambda: self._access.listen(self._server, listen), listen)
         self.address = f"{host}:{self.port}"
         self._serve_health(config)
-        self._app = OpenAiApp(self.intake, self._access.callers, config)
+        self.http_app = OpenAiApp(self.intake, self._access.callers, config)
         self._http = self._make_http(config)
 
     def _make_http(self, config: RouterConfig) -> HttpServer | None:
@@ -109,7 +109,7 @@ class RouterServer:
             return None
         try:
             return HttpServer(
-                self._app.asgi, config, config.host, config.http_port, self._access.context
+                self.http_app.asgi, config, config.host, config.http_port, self._access.context
             )
         except OSError as error:
             raise cannot_listen(f"{config.host}:{config.http_port}", error) from error
@@ -159,7 +159,7 @@ class RouterServer:
             self._starting.cancel()
             await asyncio.wait({self._starting})
         await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
-        self._app.is_ready = False
+        self.http_app.is_ready = False
         await self.door.close(drain_s)
         if self._http is not None:
             await self._http.stop()
@@ -175,7 +175,7 @@ class RouterServer:
         """Report health once the door can serve. Earlier requests are served all the same."""
         await self.door.can_serve()
         await self._set_health(health_pb2.HealthCheckResponse.SERVING)
-        self._app.is_ready = True
+        self.http_app.is_ready = True
 
     async def _set_health(self, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
         for name in ("", SERVICE):

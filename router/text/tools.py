@@ -13,10 +13,11 @@ writes them. What turns out to be no call is text.
 from __future__ import annotations
 
 import ast
+import enum
 import json
 import re
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
 ToolFormat = Literal["hermes", "llama3", "mistral"]
@@ -27,6 +28,7 @@ MARKERS: dict[ToolFormat, tuple[str, ...]] = {
     "mistral": ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"),
 }
 _ARGUMENTS = ("arguments", "parameters")
+_HERMES_MARKER = re.compile("</?tool_call>")
 _CALL = re.compile(r"[\w.-]+\.call\(.*\)", re.DOTALL)
 
 
@@ -54,107 +56,118 @@ class CallDelta:
 Piece = str | CallDelta
 
 
-@dataclass
+class _At(enum.Enum):
+    """Where the reader of a call is in its JSON object."""
+
+    OPENING = enum.auto()
+    KEY = enum.auto()
+    IN_KEY = enum.auto()
+    COLON = enum.auto()
+    VALUE = enum.auto()
+    IN_TEXT = enum.auto()
+    NESTED = enum.auto()  # an object or a list
+    IN_SCALAR = enum.auto()
+    AFTER = enum.auto()  # a value: a comma or the end follows
+    DONE = enum.auto()
+    BROKEN = enum.auto()
+
+
+_NEXT = {
+    (_At.OPENING, "{"): _At.KEY,
+    (_At.KEY, '"'): _At.IN_KEY,
+    (_At.KEY, "}"): _At.DONE,
+    (_At.COLON, ":"): _At.VALUE,
+    (_At.VALUE, '"'): _At.IN_TEXT,
+    (_At.VALUE, "{"): _At.NESTED,
+    (_At.VALUE, "["): _At.NESTED,
+    (_At.AFTER, ","): _At.KEY,
+    (_At.AFTER, "}"): _At.DONE,
+}
+
+
 class _Call:
     """Read `{"name": "f", "arguments": {...}}` character by character."""
 
-    name: str | None = None
-    is_done: bool = False
-    is_broken: bool = False
-    arguments: str = ""  # not taken yet
-    _has_arguments: bool = False
-    _depth: int = 0
-    _in_string: bool = False
-    _escaped: bool = False
-    _key: str | None = None  # of the value that comes
-    _token: list[str] = field(default_factory=list)  # of a key, or of a value but arguments
-    _is_complete: bool = False  # the value: a comma or the end follows
+    def __init__(self) -> None:
+        self.at = _At.OPENING
+        self.name: str | None = None
+        self._key = ""
+        self._token: list[str] = []  # of the key or value that is read
+        self._depth = 0  # of brackets in a nested value
+        self._in_quotes = self._escaped = False
+        self._arguments: list[str] | None = None  # not taken yet; None: none have come
 
     @property
     def is_over(self) -> bool:
-        return self.is_done or self.is_broken
-
-    def push(self, char: str) -> None:
-        if self._in_string:
-            self._keep(char)
-            if self._escaped:
-                self._escaped = False
-            elif char == "\\":
-                self._escaped = True
-            elif char == '"':
-                self._in_string = False
-                if self._depth == 1:
-                    self._end_string()
-        elif self._depth == 0:
-            self._depth, self.is_broken = 1, char != "{"
-        elif self._depth == 1:
-            self._push_outer(char)
-        else:
-            self._push_inner(char)
-
-    def _push_outer(self, char: str) -> None:
-        """Between the keys and values of the object itself."""
-        if char in " \t\r\n":
-            return
-        if char == ":" and self._token and self._key is None:
-            self._key, self._token = self._text_of_token(), []
-        elif char == "," or char == "}":
-            self._end_value()
-            self.is_done = char == "}" and not self.is_broken
-            self._depth -= char == "}"
-        elif self._is_complete or (self._key is None and (char != '"' or self._token)):
-            self.is_broken = True
-        else:
-            self._keep(char)
-            self._in_string = char == '"'
-            self._depth += char in "{["
-
-    def _push_inner(self, char: str) -> None:
-        self._keep(char)
-        self._in_string = char == '"'
-        self._depth += (char in "{[") - (char in "}]")
-        if self._depth == 1:
-            self._is_complete = True
-
-    def _keep(self, char: str) -> None:
-        is_streamed = self._key in _ARGUMENTS and not (self._depth == 1 and self._token)
-        if is_streamed and (self._depth > 1 or char in "{["):
-            self.arguments += char
-            self._has_arguments = True
-        else:
-            self._token.append(char)
-
-    def _end_string(self) -> None:
-        self._is_complete = self._key is not None
-        if self._key == "name":
-            self.name = self._text_of_token()
-
-    def _end_value(self) -> None:
-        """At a comma or the object's end."""
-        if self._key in _ARGUMENTS and self._token and not self._has_arguments:
-            self.arguments += self._text_of_token() if self._token[0] == '"' else ""
-            self._has_arguments = bool(self.arguments)
-        elif self._key is None and (self._token or self._depth != 1):
-            self.is_broken = True
-        self._key, self._token, self._is_complete = None, [], False
-
-    def _text_of_token(self) -> str:
-        try:
-            text = json.loads("".join(self._token))
-        except ValueError:
-            text = None
-        if not isinstance(text, str):
-            self.is_broken = True
-            return ""
-        return text
+        return self.at in (_At.DONE, _At.BROKEN)
 
     def take(self) -> str:
         """Arguments since the last time. A call without any has an empty object."""
-        if self.is_done and not self._has_arguments:
-            self._has_arguments = True
-            return "{}"
-        taken, self.arguments = self.arguments, ""
+        if self._arguments is None:
+            return "{}" if self.at is _At.DONE else ""
+        taken, self._arguments = "".join(self._arguments), []
         return taken
+
+    def push(self, char: str) -> None:
+        match self.at:
+            case _At.IN_KEY | _At.IN_TEXT:
+                self._token.append(char)
+                if self._closes_quotes(char):
+                    self._end_text()
+            case _At.NESTED:
+                self._push_nested(char)
+            case _At.IN_SCALAR if char in ",}":
+                self.at = _NEXT[_At.AFTER, char]
+            case _At.IN_SCALAR:
+                pass
+            case _ if char not in " \t\r\n":
+                self._push_mark(char)
+
+    def _push_mark(self, char: str) -> None:
+        """What stands between texts and values."""
+        other = _At.IN_SCALAR if self.at is _At.VALUE else _At.BROKEN
+        self.at = _NEXT.get((self.at, char), other)
+        self._in_quotes = self.at in (_At.IN_KEY, _At.IN_TEXT)
+        self._token = [char]
+        if self.at is _At.NESTED:
+            self._depth = 1
+            if self._key in _ARGUMENTS and self._arguments is None:
+                self._arguments = self._token
+
+    def _push_nested(self, char: str) -> None:
+        if self._key in _ARGUMENTS and self._arguments is not None:
+            self._arguments.append(char)
+        if self._in_quotes:
+            self._closes_quotes(char)
+            return
+        self._in_quotes = char == '"'
+        self._depth += (char in "{[") - (char in "}]")
+        if self._depth == 0:
+            self.at = _At.AFTER
+
+    def _closes_quotes(self, char: str) -> bool:
+        if self._escaped:
+            self._escaped = False
+        elif char == "\\":
+            self._escaped = True
+        elif char == '"':
+            self._in_quotes = False
+        return not self._in_quotes
+
+    def _end_text(self) -> None:
+        try:
+            text: str = json.loads("".join(self._token))
+        except ValueError:
+            self.at = _At.BROKEN
+            return
+        if self.at is _At.IN_KEY:
+            self._key, self.at = text, _At.COLON
+            return
+        self.at = _At.AFTER
+        if self._key == "name":
+            self.name = text
+        elif self._key in _ARGUMENTS and self._arguments is None and text:
+            self._arguments = [text]  # JSON within a text
 
 
 class ToolParser:
@@ -181,9 +194,15 @@ class ToolParser:
         """What was held back, once it is certain that nothing follows."""
         self._out = []
         rest = self._raw + self._text
-        if not self._is_shown and (rest.strip() or not self._num_calls):
+        is_between = self._num_calls and self._state in self._between
+        if not self._is_shown and not is_between and (rest.strip() or not self._num_calls):
             self._put(rest)
         return self._out
+
+    @property
+    def _between(self) -> tuple[Callable[[], bool], ...]:
+        """States after a call: what is left then is no text."""
+        return (self._after_call,)
 
     # States take from `_text`, and return whether the next one has something to do.
 
@@ -193,11 +212,10 @@ class ToolParser:
         shown = before if found else before[: -_begun(before, self._marker) or None]
         stripped = shown.rstrip()
         held = "" if found else before[len(stripped) :]
-        if self._num_calls:
-            stripped = stripped.lstrip() if not stripped.strip() else stripped
         self._put(stripped)
         if found:
-            self._raw, self._text, self._state = self._marker, after, self._after_marker
+            self._raw = before[len(stripped) :] + self._marker
+            self._text, self._state = after, self._after_marker
         else:
             self._text = held
         return bool(found)
@@ -209,7 +227,7 @@ class ToolParser:
         raise NotImplementedError
 
     def _skip(self, chars: str) -> str:
-        """Drop what stands before the next part; the character that follows, or none."""
+        """Step over what stands before the next part; the character that follows, or none."""
         rest = self._text.lstrip(chars)
         self._raw += self._text[: len(self._text) - len(rest)]
         self._text = rest
@@ -225,14 +243,15 @@ class ToolParser:
 
     def _in_call(self) -> bool:
         call, position = self._call, 0
-        for position, char in enumerate(self._text, 1):  # noqa: B007
+        for char in self._text:
             call.push(char)
-            if call.is_over or (call._is_complete and call._depth == 1 and self._is_bare):
+            position += 1
+            if self._is_bare and call.at is _At.AFTER:
+                call.push("}")
+            if call.is_over:
                 break
         self._raw += self._text[:position]
         self._text = self._text[position:]
-        if self._is_bare and call._is_complete and not call.is_over:
-            call.push("}")
         self._show()
         if call.is_over:
             self._end_call()
@@ -246,10 +265,10 @@ class ToolParser:
 
     def _show(self) -> None:
         call = self._call
-        if call.name is None or (call.is_broken and not self._is_shown):
+        if call.name is None:
             return
         if not self._is_shown and not self._is_call(call.name):
-            call.is_broken = True
+            call.at = _At.BROKEN
             return
         arguments = call.take()
         if not self._is_shown or arguments:
@@ -292,17 +311,15 @@ class HermesParser(ToolParser):
         return bool(self._skip(" \t\r\n")) and self._begin()
 
     def _after_call(self) -> bool:
-        """Up to the closing marker; what a broken call leaves is dropped."""
-        end = "</tool_call>"
-        if end in self._text:
-            self._text, self._state = self._text.partition(end)[2], self._outside
-            return True
-        if "<tool_call>" in self._text:  # never closed
-            self._text = "<tool_call>" + self._text.partition("<tool_call>")[2]
-            self._state = self._outside
-            return True
-        self._text = self._text[len(self._text) - _begun(self._text, "<") :] or self._text[-12:]
-        return False
+        """Up to the closing marker, or another call's; what a broken call leaves is dropped."""
+        found = _HERMES_MARKER.search(self._text)
+        if found is None:
+            self._text = self._text[1 - len("</tool_call>") :]
+            return False
+        is_next = found[0] == self._marker
+        self._text = self._text[found.start() if is_next else found.end() :]
+        self._state = self._outside
+        return True
 
 
 class MistralParser(ToolParser):
@@ -324,14 +341,20 @@ class MistralParser(ToolParser):
     def _in_list(self) -> bool:
         self._is_bare = False
         first = self._skip(" \t\r\n,")
+        if self._num_calls:
+            self._raw = ""
         if first == "{":
             return self._begin()
         if first == "]":
             self._text = self._text[1:]
         if first:
-            self._put("" if self._num_calls else self._raw)
+            self._put(self._raw)
             self._raw, self._state = "", self._outside
         return bool(first)
+
+    @property
+    def _between(self) -> tuple[Callable[[], bool], ...]:
+        return (self._after_call, self._in_list)
 
     def _in_name(self) -> bool:
         """`f[CALL_ID]id[ARGS]{...}`; also without the markers."""

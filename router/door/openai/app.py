@@ -35,10 +35,9 @@ _RENAMED = {
     "/v1/chat/completions": {
         "prompt": "messages",
         "chat": "messages",
-        "token_ids": "messages",
         "logprobs": "top_logprobs",
     },
-    "/v1/completions": {"text": "prompt", "token_ids": "prompt"},
+    "/v1/completions": {"text": "prompt"},
     "/tokenize": {"text": "prompt", "chat": "messages"},
 }
 
@@ -59,7 +58,7 @@ class OpenAiApp:
         self.is_ready = False
         self._created = int(time.time())
         self._document = openapi()
-        routes = [
+        self.routes = [
             Route("/v1/chat/completions", self._chat, methods=["POST"]),
             Route("/v1/completions", self._completions, methods=["POST"]),
             Route("/v1/embeddings", self._embeddings, methods=["POST"]),
@@ -71,7 +70,7 @@ class OpenAiApp:
             Route("/openapi.json", self._openapi, methods=["GET"]),
         ]
         self.asgi = Starlette(
-            routes=routes,
+            routes=self.routes,
             middleware=_cors(config),
             exception_handlers={
                 BatonError: self._refuse,

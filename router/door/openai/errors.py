@@ -23,10 +23,12 @@ _STATUSES = {
     "DEADLINE_EXCEEDED": 504,
 }
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+_NAMED = re.compile(r"^[\w.\[\]]+: ")  # what begins a message that is about a field
 _CONTEXT = "exceed the context of"  # as `validate` words it
 # Of a path in a `GenerateRequest`: how OpenAI's bodies call it.
 _RENAMED = (
     (re.compile(r"^(request|sampling|chat)\."), ""),
+    (re.compile(r"^token_ids(\.ids)?"), "prompt"),
     (re.compile(r"\.parts\b"), ".content"),
     (re.compile(r"(tool_calls\[\d+\])\.(name|arguments)$"), r"\1.function.\2"),
     (re.compile(r"^(tools\[\d+\])\.(name|parameters)$"), r"\1.function.\2"),
@@ -55,8 +57,7 @@ def shape_of(error: BatonError, renamed: Mapping[str, str]) -> dict[str, Any]:
         for pattern, name in _RENAMED:
             param = pattern.sub(name, param)
         param = renamed.get(param, param)
-        if message.startswith(f"{error.field}:"):
-            message = param + message[len(error.field or "") :]
+        message = _NAMED.sub(lambda _: f"{param}: ", message)
     return shape(status_of(error), message, param, _code(error))
 
 
