@@ -102,11 +102,12 @@ class RouterServer:
         self.address = f"{host}:{self.port}"
         self._serve_health(config)
         self.http_app = OpenAiApp(self.intake, self._access.callers, config)
-        self._http = self._make_http(config)
+        self.http = self._make_http(config)
 
     def _make_http(self, config: RouterConfig) -> HttpServer | None:
         if config.http_port is None:
             return None
+        check_can_listen(f"{config.host}:{config.http_port}", config.reuse_port)
         try:
             return HttpServer(
                 self.http_app.asgi, config, config.host, config.http_port, self._access.context
@@ -117,7 +118,7 @@ class RouterServer:
     @property
     def http_address(self) -> str | None:
         """Where OpenAI's API is served; None: nowhere."""
-        return None if self._http is None else f"{self._config.host}:{self._http.port}"
+        return None if self.http is None else f"{self._config.host}:{self.http.port}"
 
     def _serve_health(self, config: RouterConfig) -> None:
         """On a port of its own, in plain text, where the configuration names one."""
@@ -138,8 +139,8 @@ class RouterServer:
         await self._server.start()
         if self._health_server is not None:
             await self._health_server.start()
-        if self._http is not None:
-            await self._http.start(self.door.report_fault)
+        if self.http is not None:
+            await self.http.start(self.door.report_fault)
         self._following = asyncio.create_task(self._access.follow(self._renew))
         self._following.add_done_callback(self.door.report_fault)
         await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
@@ -147,8 +148,8 @@ class RouterServer:
         log.info("the router listens on %s", self.address)
 
     async def _renew(self, context: ssl.SSLContext) -> None:
-        if self._http is not None:
-            await self._http.renew(context)
+        if self.http is not None:
+            await self.http.renew(context)
 
     async def stop(self, drain_s: float) -> None:
         """Finish what runs within `drain_s`, and leave the rest to another router. gRPC's server
@@ -161,8 +162,8 @@ class RouterServer:
         await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
         self.http_app.is_ready = False
         await self.door.close(drain_s)
-        if self._http is not None:
-            await self._http.stop()
+        if self.http is not None:
+            await self.http.stop()
         await self._server.stop(grace=1.0)
         if self._health_server is not None:
             await self._health_server.stop(grace=None)

@@ -296,6 +296,7 @@ async def test_a_router_that_cannot_listen_says_so_in_one_line(tmp_path: Path) -
         assert await refused_start(tmp_path, listen=address) == in_use
         metrics = f"router:\n  metrics_port: {taken.getsockname()[1]}\n"
         assert await refused_start(tmp_path, metrics) == in_use
+        assert await refused_start(tmp_path, metrics.replace("metrics", "http")) == in_use
     assert "'nowhere' is no address" in await refused_start(tmp_path, control="nowhere")
 
 

@@ -63,6 +63,8 @@ class Answering:
         }
         if body.stream and asked.is_chat:
             self._head["object"] += ".chunk"
+        self._before = b"data: " + _json(self._head)[:-1] + b',"choices":['
+        self._after = b'],"usage":null}\n\n' if body.includes_usage else b"]}\n\n"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         work = asyncio.create_task(self._serve(scope, receive, send))
@@ -156,14 +158,15 @@ class Answering:
         await write(last, more=False)
 
     def _line(self, choice: Delta) -> bytes:
-        made = {**self._head, "choices": [choice]}
-        if self._asked.body.includes_usage:
-            made["usage"] = None
-        return _event(made)
+        return self._before + _json(choice) + self._after
 
 
 def _event(value: Any) -> bytes:
-    return b"data: " + json.dumps(value, ensure_ascii=False).encode() + b"\n\n"
+    return b"data: " + _json(value) + b"\n\n"
+
+
+def _json(value: Any) -> bytes:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
 
 
 async def _all(*works: Any) -> None:

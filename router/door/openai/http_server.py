@@ -137,9 +137,9 @@ class HttpServer:
         self._config.load()
         self._config.ssl = context
         logging.getLogger("uvicorn").setLevel(logging.ERROR)
-        self._listener = _listening(host, port, config.reuse_port)
-        self.port: int = self._listener.getsockname()[1]
-        self._server = _Server(self._config, self._listener)
+        self.listener = _listening(host, port, config.reuse_port)
+        self.port: int = self.listener.getsockname()[1]
+        self._server = _Server(self._config, self.listener)
         self._serving: asyncio.Task[None] | None = None
 
     async def start(self, on_fault: Callable[[asyncio.Future[None]], None]) -> None:
@@ -156,7 +156,7 @@ class HttpServer:
         self._server.should_exit = True
         if self._serving is not None:
             await asyncio.wait({self._serving})
-        self._listener.close()
+        self.listener.close()
 
 
 def _listening(host: str, port: int, reuse_port: bool) -> socket.socket:

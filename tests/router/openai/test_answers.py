@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -315,6 +316,40 @@ async def test_a_failure_within_a_stream_is_its_last_event(door: tuple[Deploymen
     d.worker("d0").may_decode.clear()
     answer = await http.complete("a story", stream=True, timeout_ms=500)
     assert answer.status == 200
-    assert answer.text.split("\n\n")[-2].startswith('data: {"error": {')
-    assert '"code": "deadline"' in answer.text
+    assert answer.text.split("\n\n")[-2].startswith('data: {"error":{')
+    assert '"code":"deadline"' in answer.text
     d.worker("d0").may_decode.set()
+
+
+async def test_a_reader_that_is_slow_gets_everything_in_fewer_pieces(
+    door: tuple[Deployment, Http],
+) -> None:
+    d, http = door
+    text = "a long story, " * 60
+    body = body_of(
+        {"prompt": prompt_for(text), "logprobs": 20, "max_tokens": len(text), "timeout_ms": 20_000}
+    )
+    host, _, port = http.address.rpartition(":")
+    server = d.servers[0].http
+    assert server is not None
+    server.listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # its connections' too
+    with socket.socket() as slow:
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        slow.connect((host, int(port)))
+        head = b"POST /v1/completions HTTP/1.0\r\nContent-Length: %d\r\n\r\n" % len(body)
+        slow.sendall(head + body)
+        await d.until(lambda: bool(d.worker("d0").finished))
+        slow.setblocking(True)
+        received = await asyncio.to_thread(read_all, slow)
+    lines = received.decode().split("\r\n\r\n", 1)[1].split("\n\n")
+    assert lines[-2:] == ["data: [DONE]", ""]
+    choices = [json.loads(line.removeprefix("data: "))["choices"][0] for line in lines[:-2]]
+    assert "".join(choice["text"] for choice in choices) == text
+    assert len(choices) < len(text), "tokens that it did not take came together"
+
+
+def read_all(sock: socket.socket) -> bytes:
+    parts = []
+    while part := sock.recv(1 << 16):
+        parts.append(part)
+    return b"".join(parts)
