@@ -12,6 +12,7 @@ import logging
 import socket
 import ssl
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import h11
@@ -33,10 +34,9 @@ _STOP_WITHIN_S = 1
 class _Protocol(H11Protocol):
     """One connection. Until a request is there whole, a timer runs."""
 
-    read_timeout_s = 60.0
-
-    def __init__(self, *args: Any, **named: Any) -> None:
-        super().__init__(*args, **named)
+    def __init__(self, *, read_timeout_s: float, **uvicorns: Any) -> None:
+        super().__init__(**uvicorns)
+        self._timeout_s = read_timeout_s + _GRACE_S
         self._reading: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -75,7 +75,7 @@ class _Protocol(H11Protocol):
 
     def _time(self) -> None:
         if self._reading is None:
-            self._reading = self.loop.call_later(self.read_timeout_s + _GRACE_S, self._end)
+            self._reading = self.loop.call_later(self._timeout_s, self._end)
 
     def _untime(self) -> None:
         if self._reading is not None:
@@ -118,7 +118,7 @@ class HttpServer:
         context: ssl.SSLContext | None,
     ) -> None:
         """Raises OSError when the port is taken. `context` None: plain text."""
-        protocol = type("_Timed", (_Protocol,), {"read_timeout_s": config.http_read_timeout_s})
+        protocol: Any = partial(_Protocol, read_timeout_s=config.http_read_timeout_s)
         self._config = uvicorn.Config(
             asgi,
             loop="none",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,6 +18,7 @@ openai = pytest.importorskip("openai")
 
 T = TypeVar("T")
 KEY = "red-token-1"
+README = (Path(__file__).resolve().parents[3] / "README.md").read_text()
 CALL = '<tool_call>{"name": "weather", "arguments": {"town": "Köln"}}</tool_call>'
 TOOLS: Any = [
     {
@@ -149,3 +151,23 @@ async def test_a_client_that_leaves_its_stream_ends_its_request(
         await stream.close()
         await d.until(lambda: not d.worker("d0").runs)
         d.worker("d0").may_decode.set()
+
+
+async def test_the_readme_s_example_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (code,) = (
+        block
+        for block in re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+        if "OpenAI" in block
+    )
+    async with spoken(tmp_path, monkeypatch) as (_, http):
+        for old, new in (
+            ("127.0.0.1:8000", http.address),
+            ('"demo"', '"tiny"'),
+            ('"Tell me a story."', repr(saying("Once upon a time"))),
+        ):
+            assert old in code
+            code = code.replace(old, new)
+        await asyncio.to_thread(exec, compile(code, "README.md", "exec"), {})
+    assert capsys.readouterr().out == "Once upon a time"
