@@ -29,7 +29,8 @@ from router.door.openai.errors import response_to, shape
 
 T = TypeVar("T")
 
-_REQUEST_ID = re.compile(r"[A-Za-z0-9._:@/+=-]{1,64}")
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:@/+=-]{1,128}")
+_MAX_GIVEN_CHARS = 64
 _MAX_TRACE_CHARS = 128
 _RENAMED = {
     "/v1/chat/completions": {
@@ -57,7 +58,6 @@ class OpenAiApp:
         self._intake, self._callers, self._config = intake, callers, config
         self.is_ready = False
         self._created = int(time.time())
-        self._document = openapi()
         self.routes = [
             Route("/v1/chat/completions", self._chat, methods=["POST"]),
             Route("/v1/completions", self._completions, methods=["POST"]),
@@ -98,15 +98,18 @@ class OpenAiApp:
     async def _answering(
         self, request: Request, kind: type[ChatBody] | type[CompletionBody]
     ) -> Answering:
+        request.state.request_id = _request_id(request)
         tenant = self._tenant(request)
         body: ChatBody | CompletionBody = parsed(kind, await self._body(request))
+        if body.request_id:
+            request.state.request_id = body.request_id
         made = _encodable(body.requests)
         traceparent = request.headers.get("traceparent", "")
         for each in made:
             each.traceparent = traceparent if len(traceparent) <= _MAX_TRACE_CHARS else ""
             confine(each, tenant)
-        asked = Asked(body, made, _request_id(request, body), self._renamed(request, body))
-        return Answering(self._intake, asked)
+        renamed = self._renamed(request, body)
+        return Answering(self._intake, Asked(body, made, request.state.request_id, renamed))
 
     async def _embeddings(self, request: Request) -> Response:
         self._tenant(request)
@@ -154,7 +157,7 @@ class OpenAiApp:
         return JSONResponse({"status": "ready"})
 
     async def _openapi(self, request: Request) -> Response:
-        return JSONResponse(self._document)
+        return JSONResponse(openapi())
 
     # --- what comes in -------------------------------------------------------------------------
 
@@ -189,7 +192,10 @@ class OpenAiApp:
     def _refuse(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, BatonError)
         renamed = getattr(request.state, "renamed", _RENAMED.get(request.url.path, {}))
-        return response_to(error, renamed)
+        response = response_to(error, renamed)
+        if _REQUEST_ID.fullmatch(request_id := getattr(request.state, "request_id", "")):
+            response.headers["x-request-id"] = request_id
+        return response
 
     def _renamed(self, request: Request, body: ChatBody | CompletionBody) -> dict[str, str]:
         """What this body calls fields of the `GenerateRequest`."""
@@ -200,11 +206,10 @@ class OpenAiApp:
         return renamed
 
 
-def _request_id(request: Request, body: ChatBody | CompletionBody) -> str:
+def _request_id(request: Request) -> str:
+    """Where the body names none."""
     given = request.headers.get("x-request-id", "")
-    if body.request_id:
-        return body.request_id
-    if _REQUEST_ID.fullmatch(given):
+    if len(given) <= _MAX_GIVEN_CHARS and _REQUEST_ID.fullmatch(given):
         return f"{given}-{uuid.uuid4().hex[:8]}"  # callers pass one on to several requests
     return uuid.uuid4().hex
 

@@ -52,7 +52,7 @@ class Tool(_Part):
 
 class CalledFunction(_Part):
     name: str
-    arguments: str | dict[str, Any] = ""
+    arguments: str | dict[str, Any] | None = None
 
 
 class ToolCall(_Part):
@@ -365,7 +365,7 @@ def _add(chat: router_pb2.ChatMessages, message: Message, field: str) -> None:
         made.parts.add(text=part.text)
     for call in message.tool_calls or ():
         given = call.function.arguments
-        arguments = given if isinstance(given, str) else json.dumps(given)
+        arguments = given if isinstance(given, str) else json.dumps(given or {})
         made.tool_calls.add(id=call.id, name=call.function.name, arguments=arguments)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from pydantic.json_schema import models_json_schema
@@ -24,6 +25,7 @@ _ERRORS = {
 }
 
 
+@functools.cache
 def openapi() -> dict[str, Any]:
     kinds = (ChatBody, CompletionBody, TokenizeBody)
     _, schemas = models_json_schema([(kind, "validation") for kind in kinds], ref_template=_REF)

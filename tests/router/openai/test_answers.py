@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from baton.errors import ConfigError
+from baton.v1 import router_pb2
 from tests.router.deployment import Deployment
 from tests.router.openai.spoken import CHAT, MARKS, Http, prompt_for, saying, spoken
 
@@ -309,6 +311,7 @@ async def test_a_request_id_is_echoed_and_names_the_request(door: tuple[Deployme
     other = await http.post("/v1/completions", body | {"request_id": "mine", "max_tokens": 1})
     assert (other.status, other.error["param"]) == (409, "request_id")
     assert other.headers["x-should-retry"] == "false"
+    assert other.headers["x-request-id"] == "mine"
 
 
 async def test_a_failure_within_a_stream_is_its_last_event(door: tuple[Deployment, Http]) -> None:
@@ -353,3 +356,63 @@ def read_all(sock: socket.socket) -> bytes:
     while part := sock.recv(1 << 16):
         parts.append(part)
     return b"".join(parts)
+
+
+async def test_grpc_has_the_same_chats_as_typed_messages(door: tuple[Deployment, Http]) -> None:
+    d, http = door
+    call = router_pb2.ToolCall(id="c1", name="f", arguments='{"a": 1}')
+    chat = router_pb2.ChatMessages(
+        messages=[
+            router_pb2.ChatMessage(role="assistant", tool_calls=[call]),
+            router_pb2.ChatMessage(role="tool", tool_call_id="c1", content="42"),
+            router_pb2.ChatMessage(
+                role="user", parts=[router_pb2.ContentPart(text=saying("it is 42"))]
+            ),
+        ],
+        tools=[router_pb2.Tool(name="f")],
+    )
+    answer = await d.client.ask(router_pb2.GenerateRequest(chat=chat))
+    assert answer.text == "it is 42"
+    ids = (await d.client.stub.Tokenize(router_pb2.TokenizeRequest(chat=chat))).ids
+    (run,) = d.worker("d0").finished.values()
+    assert list(ids) == run.tokens[: run.num_prompt]
+    messages = [
+        {"role": "assistant", "tool_calls": [
+            {"id": "c1", "function": {"name": "f", "arguments": '{"a": 1}'}}]},
+        {"role": "tool", "tool_call_id": "c1", "content": "42"},
+        {"role": "user", "content": saying("it is 42")},
+    ]  # fmt: skip
+    body = {"messages": messages, "tools": [{"function": {"name": "f"}}]}
+    assert (await http.post("/tokenize", body)).json["tokens"] == list(ids)
+
+
+async def test_a_router_that_leaves_finishes_its_streams_and_takes_nothing_new(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with spoken(tmp_path, monkeypatch) as (d, http):
+        worker, server = d.worker("d0"), d.servers[0]
+        worker.may_decode.clear()
+        streaming = asyncio.create_task(http.chat("to the end", stream=True))
+        await d.until(lambda: any(run.task is not None for run in worker.runs.values()))
+        leaving = asyncio.create_task(server.stop(10.0))
+        await d.until(lambda: not server.http_app.is_ready)
+        refused = await http.chat("nothing new")
+        assert (refused.status, refused.headers["retry-after"]) == (503, "1")
+        assert (await http.call("GET", "/ready")).status == 503
+        worker.may_decode.set()
+        events = (await streaming).events
+        said = "".join(event["choices"][0]["delta"].get("content", "") for event in events)
+        assert said == "to the end"
+        await leaving
+
+
+async def test_routers_of_one_machine_may_share_the_port(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with spoken(tmp_path, monkeypatch, reuse_port=True) as (d, http):
+        port = int(http.address.rpartition(":")[2])
+        await d.add_router(http_port=port)
+        for _ in range(4):
+            assert (await http.chat("yes")).status == 200
+        with pytest.raises(ConfigError, match=f"127.0.0.1:{port}: Address already in use"):
+            await d.add_router(http_port=port, reuse_port=False)
