@@ -273,7 +273,7 @@ class ToolParser:
         arguments = call.take()
         if not self._is_shown or arguments:
             name = None if self._is_shown else call.name
-            self._put_call(CallDelta(self._num_calls, name, arguments))
+            self._out.append(CallDelta(self._num_calls, name, arguments))
         self._is_shown, self._raw = True, ""
 
     def _end_call(self) -> None:
@@ -290,9 +290,6 @@ class ToolParser:
             self._out[-1] += text
         elif text:
             self._out.append(text)
-
-    def _put_call(self, delta: CallDelta) -> None:
-        self._out.append(delta)
 
 
 def _begun(text: str, marker: str) -> int:
@@ -327,7 +324,7 @@ class MistralParser(ToolParser):
         super().__init__("[TOOL_CALLS]", names)
 
     def _after_marker(self) -> bool:
-        first = self._skip(" \t\r\n")
+        first, self._is_bare = self._skip(" \t\r\n"), False
         if first == "[":
             self._raw += "["
             self._text = self._text[1:]
@@ -339,7 +336,6 @@ class MistralParser(ToolParser):
         return bool(first)
 
     def _in_list(self) -> bool:
-        self._is_bare = False
         first = self._skip(" \t\r\n,")
         if self._num_calls:
             self._raw = ""

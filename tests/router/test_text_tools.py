@@ -95,6 +95,11 @@ CASES: list[tuple[ToolFormat, str, Found]] = [
         ("Well.", [("f", '{"x": 1}'), ("g.h", "{}")]),
     ),
     ("mistral", '[TOOL_CALLS]{"name": "f", "arguments": {}}', ("", [("f", "{}")])),
+    (
+        "mistral",
+        '[TOOL_CALLS]f[ARGS]{}[TOOL_CALLS]{"name": "g.h", "arguments": {"x": 1}}',
+        ("", [("f", "{}"), ("g.h", '{"x": 1}')]),
+    ),
     ("mistral", "[TOOL_CALLS][5]", ("[TOOL_CALLS][5]", [])),
     ("mistral", "[TOOL_CALLS]nothing", ("[TOOL_CALLS]nothing", [])),
     ("mistral", "see [TOOL", ("see [TOOL", [])),
