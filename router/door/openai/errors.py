@@ -24,7 +24,7 @@ _STATUSES = {
 }
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 _NAMED = re.compile(r"^[\w.\[\]]+: ")  # what begins a message that is about a field
-_CONTEXT = "exceed the context of"  # as `validate` words it
+_CONTEXT = re.compile(r"exceed the context of (\d+)")  # as `validate` words it
 # Of a path in a `GenerateRequest`: how OpenAI's bodies call it.
 _RENAMED = (
     (re.compile(r"^(request|sampling|chat)\."), ""),
@@ -58,6 +58,8 @@ def shape_of(error: BatonError, renamed: Mapping[str, str]) -> dict[str, Any]:
             param = pattern.sub(name, param)
         param = renamed.get(param, param)
         message = _NAMED.sub(lambda _: f"{param}: ", message)
+    if found := _CONTEXT.search(message):  # litellm and others know it by OpenAI's words
+        message = f"This model's maximum context length is {found[1]} tokens: {message}"
     return shape(status_of(error), message, param, _code(error))
 
 
@@ -67,7 +69,7 @@ def _code(error: BatonError) -> str:
     if error.grpc_status == "UNAUTHENTICATED":
         return "invalid_api_key"
     if error.grpc_status == "INVALID_ARGUMENT":
-        return "context_length_exceeded" if _CONTEXT in error.message else "invalid_value"
+        return "context_length_exceeded" if _CONTEXT.search(error.message) else "invalid_value"
     return error.reason.lower()
 
 

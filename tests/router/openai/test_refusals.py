@@ -113,6 +113,7 @@ async def test_a_prompt_beyond_the_context_and_an_unknown_model_have_openai_s_co
     _, http = door
     long = await http.post("/v1/completions", {"prompt": "x" * 3000})
     assert (long.status, long.error["code"]) == (400, "context_length_exceeded")
+    assert "This model's maximum context length is 2048 tokens" in long.error["message"]
     for path, body in (
         ("/v1/completions", {"prompt": "x", "model": "gpt-9"}),
         ("/v1/chat/completions", {"messages": [USER], "model": "gpt-9"}),
