@@ -135,7 +135,11 @@ def running(model: Path, name: str) -> Iterator[Client]:
         model=str(model),
         pools=pools,
         engine=EngineConfig(device="cpu", max_num_batched_tokens=1024, max_model_len=2048),
-        router=RouterConfig(port=0, local_prefill="never" if name == "disaggregated" else "always"),
+        router=RouterConfig(
+            port=0,
+            http_port=None,
+            local_prefill="never" if name == "disaggregated" else "always",
+        ),
         control=ControlConfig(port=0),
     )
     with (

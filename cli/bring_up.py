@@ -71,6 +71,7 @@ def _wanted(config: ClusterConfig) -> list[_Wanted]:
     wanted = (
         ("control.port", control.host, control.port, False),
         ("router.port", router.host, router.port, router.reuse_port),
+        ("router.http_port", router.host, router.http_port, router.reuse_port),
         ("router.metrics_port", router.host, router.metrics_port, False),
         ("router.health_port", router.host, router.health_port, router.reuse_port),
         *((key, "127.0.0.1", port, False) for key, port in of_workers.items()),
@@ -229,6 +230,9 @@ def up(arguments: argparse.Namespace) -> int:
                 steps.done()
                 out.print(f"[bold]{config.model_name}[/bold] is served at {cluster.router_address}")
                 out.print(f"control service at {cluster.control_address}; ctrl-C ends the cluster")
+                if cluster.http_address is not None:
+                    scheme = "http" if config.router.tls is None else "https"
+                    out.print(f"OpenAI's API at {scheme}://{cluster.http_address}/v1")
                 out.print(f"try: {_first_question(config.router)}", style="dim", markup=False)
                 wanted = arguments.autoscale
                 with _autoscaler(config, cluster) if wanted else contextlib.nullcontext():

@@ -127,7 +127,7 @@ def _for_show(config: ClusterConfig) -> ClusterConfig:
     return dataclasses.replace(
         config,
         engine=dataclasses.replace(config.engine, device="cpu"),
-        router=dataclasses.replace(config.router, port=0, local_prefill="never"),
+        router=dataclasses.replace(config.router, port=0, http_port=None, local_prefill="never"),
         control=dataclasses.replace(config.control, port=0),
     )
 

@@ -47,6 +47,8 @@ async def serve(config: ClusterConfig, control: str, listen: str) -> int:
         loop.add_signal_handler(number, signals.put_nowait, number)
     await server.start()
     print(f"router listening on {server.address}", flush=True)
+    if server.http_address is not None:
+        log.info("OpenAI's API is served at %s", server.http_address)
     door.fault.add_done_callback(lambda _: signals.put_nowait(signal.SIGTERM))
     await signals.get()
     log.info("draining %d requests", door.num_active)

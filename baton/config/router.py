@@ -10,6 +10,8 @@ from typing import Annotated, Any, Literal
 from baton.config.ranges import Count, NotNegative, Port, Positive, Ranged, Whole, between
 
 LocalPrefill = Literal["auto", "never", "always"]
+ToolCalls = Literal["auto", "hermes", "llama3", "mistral", "none"]
+Reasoning = Literal["auto", "think", "none"]
 
 _Fraction = Annotated[float, between(0, 1)]
 # gRPC counts milliseconds in 31 bits, and bytes.
@@ -53,6 +55,19 @@ class RouterConfig(Ranged):
     host: str = "127.0.0.1"
     port: Port = 7100
     """0: any free port."""
+    http_port: Port | None = 8000
+    """The OpenAI-compatible API over HTTP, with the same TLS and tokens. 0: any free port; None:
+    not served."""
+    http_origins: tuple[str, ...] = ()
+    """Web pages of these origins may call it from a browser (CORS). `*`: of all."""
+    http_read_timeout_s: Positive = 60.0
+    """How long a request may take to come in over HTTP, its body included."""
+    tool_calls: ToolCalls = "auto"
+    """How the model writes its calls of tools: hermes (Qwen too), llama3 or mistral. auto: as its
+    chat template shows; none: as text."""
+    reasoning: Reasoning = "auto"
+    """Whether the model thinks between <think> and </think>, which HTTP returns apart from the
+    answer. auto: as its chat template shows."""
     metrics_port: Port | None = None
     """Prometheus metrics over HTTP; None: not served."""
     reuse_port: bool = False

@@ -78,6 +78,8 @@ class RunningCluster:
     stack: contextlib.ExitStack
     ray_heart: frozenset[Process]
     run_dir: Path
+    http_address: str | None
+    """host:port of OpenAI's API; None: not served."""
 
     @property
     def router_address(self) -> str:
@@ -120,7 +122,7 @@ def up(
     """
     _check_runs_here(config)
     config = config.with_absolute_folders()
-    config = dataclasses.replace(config, router=with_health_port(config.router))
+    config = dataclasses.replace(config, router=with_own_ports(config.router))
     with contextlib.ExitStack() as stack:
         if run_dir is None:
             run_dir = Path(tempfile.mkdtemp(prefix="baton-"))
@@ -147,7 +149,9 @@ def up(
             reaper.name(descendants(process.pid))
         router = _start_router(stack, config, control, run_dir, reaper)
         heart = frozenset(process for process in ray_processes if process.name in _RAY_HEART)
-        return RunningCluster(router, control, supervisor.pid, stack.pop_all(), heart, run_dir)
+        return RunningCluster(
+            router, control, supervisor.pid, stack.pop_all(), heart, run_dir, _http(config.router)
+        )
     raise AssertionError("unreachable")
 
 
@@ -319,11 +323,18 @@ _CHANNEL_OPTIONS = (
 )
 
 
-def with_health_port(config: RouterConfig) -> RouterConfig:
-    """The router's health is asked in plain text, so a router with TLS gets its own health port."""
-    if config.tls is None or config.health_port:
-        return config
-    return dataclasses.replace(config, health_port=free_port(config.host))
+def with_own_ports(config: RouterConfig) -> RouterConfig:
+    """Ports that stay over restarts. The router's health is asked in plain text, so a router with
+    TLS gets its own health port."""
+    if config.tls is not None and not config.health_port:
+        config = dataclasses.replace(config, health_port=free_port(config.host))
+    if config.http_port == 0:
+        config = dataclasses.replace(config, http_port=free_port(config.host))
+    return config
+
+
+def _http(config: RouterConfig) -> str | None:
+    return None if config.http_port is None else f"{config.host}:{config.http_port}"
 
 
 class RouterProcess:

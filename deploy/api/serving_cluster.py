@@ -39,7 +39,16 @@ CLAIMS_FOLDER = "/claims"
 SOURCE = 2048
 """Characters of a source, at most."""
 OPERATORS: Mapping[str, tuple[str, ...]] = {
-    "router": ("host", "port", "metrics_port", "health_port", "reuse_port", "tls", "auth"),
+    "router": (
+        "host",
+        "port",
+        "http_port",
+        "metrics_port",
+        "health_port",
+        "reuse_port",
+        "tls",
+        "auth",
+    ),
     "worker": ("port", "metrics_port"),
     "supervisor": ("drain_timeout_s",),
 }

@@ -8,7 +8,8 @@ import logging
 import os
 import re
 import ssl
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -79,23 +80,34 @@ class ServerTls:
         named = (config.certificate_file, config.key_file, config.client_ca_file)
         files = [Path(name) for name in named if name is not None]
         self._certificates = Reread(lambda: files, partial(read_certificates, config))
-        self._shown = self._certificates.value
+        self._shown = self._certificates.value.of_grpc
         self.look = self._certificates.look
 
     def credentials(self) -> grpc.ServerCredentials:
         newer: Any = self._newer  # its type in the stubs leaves None out, which gRPC allows
         return grpc.dynamic_ssl_server_credentials(self._shown, newer, self._asks_clients)
 
+    @property
+    def context(self) -> ssl.SSLContext:
+        """Of HTTP's connections; another one once the files have changed."""
+        return self._certificates.value.of_http
+
     def _newer(self) -> grpc.ServerCertificateConfiguration | None:
         """None: as before. gRPC asks on a thread of its own, before every handshake."""
-        value = self._certificates.value
+        value = self._certificates.value.of_grpc
         if value is self._shown:
             return None
         self._shown = value
         return value
 
 
-def read_certificates(config: TlsConfig) -> grpc.ServerCertificateConfiguration:
+@dataclass(frozen=True)
+class Certificates:
+    of_grpc: grpc.ServerCertificateConfiguration
+    of_http: ssl.SSLContext
+
+
+def read_certificates(config: TlsConfig) -> Certificates:
     """Check the files, since gRPC would only say that it failed. Raises ConfigError."""
     certificate = _read(config.certificate_file, "tls.certificate_file")
     key = _read(config.key_file, "tls.key_file")
@@ -108,8 +120,10 @@ def read_certificates(config: TlsConfig) -> grpc.ServerCertificateConfiguration:
             f"and its key, both PEM and without a password: {_why(error)}",
             field="router.tls",
         ) from error
+    context.set_alpn_protocols(["http/1.1"])
     if config.client_ca_file is None:
-        return grpc.ssl_server_certificate_configuration([(key, certificate)])
+        made = grpc.ssl_server_certificate_configuration([(key, certificate)])
+        return Certificates(made, context)
     client_ca = _read(config.client_ca_file, "tls.client_ca_file")
     try:
         context.load_verify_locations(config.client_ca_file)
@@ -119,7 +133,9 @@ def read_certificates(config: TlsConfig) -> grpc.ServerCertificateConfiguration:
             f"{_why(error)}",
             field="router.tls.client_ca_file",
         ) from error
-    return grpc.ssl_server_certificate_configuration([(key, certificate)], client_ca)
+    context.verify_mode = ssl.CERT_REQUIRED
+    made = grpc.ssl_server_certificate_configuration([(key, certificate)], client_ca)
+    return Certificates(made, context)
 
 
 def _why(error: OSError) -> str:
@@ -257,10 +273,19 @@ class Access:
             return server.add_insecure_port(address)
         return server.add_secure_port(address, self._tls.credentials())
 
-    async def follow(self) -> None:
-        """Read what has changed, again and again."""
+    @property
+    def context(self) -> ssl.SSLContext | None:
+        """None: plain text."""
+        return None if self._tls is None else self._tls.context
+
+    async def follow(self, on_context: Callable[[ssl.SSLContext], Awaitable[None]]) -> None:
+        """Read what has changed, again and again. `on_context` gets a new certificate's."""
+        shown = self.context
         looks = [part.look for part in (self._tls, self.callers) if part is not None]
         while True:
             await asyncio.sleep(_LOOK_S)
             for look in looks:
                 await asyncio.to_thread(look)
+            if self.context is not None and self.context is not shown:
+                shown = self.context
+                await on_context(shown)

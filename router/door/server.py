@@ -1,4 +1,5 @@
-"""The router's gRPC server: RouterService, health and reflection on one port.
+"""The router's servers: RouterService, health and reflection on one port, and OpenAI's API over
+HTTP on another.
 
 TLS and bearer tokens protect it where the configuration says so. Kubernetes' gRPC probes speak no
 TLS, so health may have a plain port of its own.
@@ -9,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import ssl
 from collections.abc import Callable
 
 import grpc.aio
@@ -22,6 +24,9 @@ from baton.v1 import router_pb2, router_pb2_grpc
 from router.door.access import Access
 from router.door.door import Door
 from router.door.gate import Gate
+from router.door.intake import Intake
+from router.door.openai.app import OpenAiApp
+from router.door.openai.http_server import HttpServer
 from router.door.service import RouterService
 
 
@@ -64,14 +69,14 @@ SERVICE = router_pb2.DESCRIPTOR.services_by_name["RouterService"].full_name
 
 
 class RouterServer:
-    """Own the server and the door behind it."""
+    """Own the servers and the door behind them."""
 
     def __init__(self, door: Door, config: RouterConfig, listen: str) -> None:
         """`listen` is host:port, port 0 for any free one. Raises ConfigError when it is taken, or
         the files for TLS or tokens cannot be read."""
         check_can_listen(listen, config.reuse_port)
         self.door, self._config = door, config
-        self.service = RouterService(door)
+        self.intake = Intake(door)
         self._health = health.aio.HealthServicer()
         self._access = Access(config)
         self._following: asyncio.Task[None] | None = None
@@ -86,7 +91,9 @@ class RouterServer:
                 *sends_pings(_CLIENT_KEEPALIVE_S),
             ),
         )
-        router_pb2_grpc.add_RouterServiceServicer_to_server(self.service, self._server)
+        router_pb2_grpc.add_RouterServiceServicer_to_server(
+            RouterService(self.intake), self._server
+        )
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         names = (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._server)
@@ -94,6 +101,24 @@ class RouterServer:
         self.port = _bound(lambda: self._access.listen(self._server, listen), listen)
         self.address = f"{host}:{self.port}"
         self._serve_health(config)
+        self.http_app = OpenAiApp(self.intake, self._access.callers, config)
+        self.http = self._make_http(config)
+
+    def _make_http(self, config: RouterConfig) -> HttpServer | None:
+        if config.http_port is None:
+            return None
+        check_can_listen(f"{config.host}:{config.http_port}", config.reuse_port)
+        try:
+            return HttpServer(
+                self.http_app.asgi, config, config.host, config.http_port, self._access.context
+            )
+        except OSError as error:
+            raise cannot_listen(f"{config.host}:{config.http_port}", error) from error
+
+    @property
+    def http_address(self) -> str | None:
+        """Where OpenAI's API is served; None: nowhere."""
+        return None if self.http is None else f"{self._config.host}:{self.http.port}"
 
     def _serve_health(self, config: RouterConfig) -> None:
         """On a port of its own, in plain text, where the configuration names one."""
@@ -114,11 +139,17 @@ class RouterServer:
         await self._server.start()
         if self._health_server is not None:
             await self._health_server.start()
-        self._following = asyncio.create_task(self._access.follow())
+        if self.http is not None:
+            await self.http.start(self.door.report_fault)
+        self._following = asyncio.create_task(self._access.follow(self._renew))
         self._following.add_done_callback(self.door.report_fault)
         await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
         self._starting = asyncio.create_task(self._report_serving())
         log.info("the router listens on %s", self.address)
+
+    async def _renew(self, context: ssl.SSLContext) -> None:
+        if self.http is not None:
+            await self.http.renew(context)
 
     async def stop(self, drain_s: float) -> None:
         """Finish what runs within `drain_s`, and leave the rest to another router. gRPC's server
@@ -129,11 +160,14 @@ class RouterServer:
             self._starting.cancel()
             await asyncio.wait({self._starting})
         await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
+        self.http_app.is_ready = False
         await self.door.close(drain_s)
+        if self.http is not None:
+            await self.http.stop()
         await self._server.stop(grace=1.0)
         if self._health_server is not None:
             await self._health_server.stop(grace=None)
-        self.service.close()
+        self.intake.close()
         if self._following is not None:
             self._following.cancel()
             await asyncio.wait({self._following})
@@ -142,6 +176,7 @@ class RouterServer:
         """Report health once the door can serve. Earlier requests are served all the same."""
         await self.door.can_serve()
         await self._set_health(health_pb2.HealthCheckResponse.SERVING)
+        self.http_app.is_ready = True
 
     async def _set_health(self, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
         for name in ("", SERVICE):

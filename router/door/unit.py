@@ -61,7 +61,7 @@ async def _read_once(control_address: str, config: RouterConfig) -> ReadTokenize
     info = await _live_worker(control_address, config)
     with tempfile.TemporaryDirectory(prefix="baton-tokenizer-") as folder:
         files = await _fetched(info.address, config, Path(folder))
-        text = await asyncio.to_thread(TextModel, files)
+        text = await asyncio.to_thread(TextModel, files, config.tool_calls, config.reasoning)
     log.info("tokenizer read from %s at %s", info.ref.worker_id, info.address)
     return ReadTokenizer(text, info.model_fingerprint)
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import datetime
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import jinja2
@@ -38,6 +39,23 @@ class Message(Protocol):
     def role(self) -> str: ...
     @property
     def content(self) -> str: ...
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """What a template reads, in the shapes of OpenAI's and transformers' messages and tools."""
+
+    messages: Sequence[Mapping[str, Any]]
+    tools: Sequence[Mapping[str, Any]] = ()
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    """Further variables of the template."""
+
+    @classmethod
+    def of(cls, messages: Sequence[Message]) -> Conversation:
+        return cls([{"role": each.role, "content": each.content} for each in messages])
+
+
+_OWN_ARGUMENTS = {"messages", "tools", "documents", "add_generation_prompt"}
 
 
 class _GenerationBlock(Extension):
@@ -94,25 +112,28 @@ class ChatTemplate:
         longest_first = sorted((t for t in guarded_tokens if len(t) > 1), key=len, reverse=True)
         self._guarded = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
-    def render(self, messages: Sequence[Message]) -> tuple[str, str | None]:
+    def render(self, conversation: Conversation) -> tuple[str, str | None]:
         """The text up to where the assistant begins, and the mark in it (None: no mark was needed).
 
         Raises InvalidRequestError when the template refuses the messages.
         """
-        contents = [message.content for message in messages]
-        mark = self._choose_mark(contents)
+        own = conversation.arguments.keys() & (_OWN_ARGUMENTS | self._special_tokens.keys())
+        if own:
+            raise InvalidRequestError(
+                f"template_arguments: {min(own)} is the router's to give",
+                field="chat.template_arguments",
+            )
+        values = {
+            "messages": conversation.messages,
+            "tools": conversation.tools or None,
+            **conversation.arguments,
+        }
+        mark = self._choose_mark(list(_texts(values)))
         if mark is not None:
-            contents = [self._guard(content, mark) for content in contents]
+            values = self._guard_all(values, mark)
         try:
             text = self._template.render(
-                messages=[
-                    {"role": message.role, "content": content}
-                    for message, content in zip(messages, contents)
-                ],
-                tools=None,
-                documents=None,
-                add_generation_prompt=True,
-                **self._special_tokens,
+                documents=None, add_generation_prompt=True, **self._special_tokens, **values
             )
         except _REFUSALS as error:
             raise InvalidRequestError(
@@ -120,15 +141,29 @@ class ChatTemplate:
             ) from error
         return text, mark
 
-    def _choose_mark(self, contents: Sequence[str]) -> str | None:
-        if not any(self._guarded.search(content) for content in contents):
+    def _choose_mark(self, texts: Sequence[str]) -> str | None:
+        if not any(self._guarded.search(text) for text in texts):
             return None
         for mark in _MARKS:
-            if not any(mark in content for content in contents):
+            if not any(mark in text for text in texts):
                 return mark
         raise InvalidRequestError(
             "special tokens beside every Unicode noncharacter cannot be kept apart", field="chat"
         )
+
+    def _guard_all(self, value: Any, mark: str) -> Any:
+        """The same with every text guarded."""
+        match value:
+            case str():
+                return self._guard(value, mark)
+            case Mapping():
+                return {
+                    self._guard(key, mark): self._guard_all(each, mark)
+                    for key, each in value.items()
+                }
+            case list() | tuple():
+                return [self._guard_all(each, mark) for each in value]
+        return value
 
     def _guard(self, content: str, mark: str) -> str:
         """Break every special token after its first character; tokens may overlap."""
@@ -139,3 +174,17 @@ class ChatTemplate:
             start = match.start() + 1
         pieces.append(content[start:])
         return mark.join(pieces)
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Every text in it."""
+    match value:
+        case str():
+            yield value
+        case Mapping():
+            for key, each in value.items():
+                yield key
+                yield from _texts(each)
+        case list() | tuple():
+            for each in value:
+                yield from _texts(each)

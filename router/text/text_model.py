@@ -15,12 +15,16 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from baton.errors import ConfigError, InvalidRequestError
-from router.text.chat_template import ChatTemplate, Message
+from router.text.chat_template import ChatTemplate, Conversation, Message
 from router.text.detokenizer import BytesDecoder, TextDecoder, WindowDecoder
 from router.text.encoder import SegmentEncoder
+from router.text.reasoning import CLOSE, OPEN
 from router.text.token_bytes import DecodeRules, TokenBytes
+from router.text.tools import MARKERS, ToolFormat, tool_format_of
 
 SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")
+
+_TAIL_TOKENS = 8  # that hold `<think>` and the white space after it
 
 _Named = Mapping[str, Path]
 
@@ -39,8 +43,11 @@ class SamplingDefaults:
 class TextModel:
     """Encodes prompts and decodes answers of one model. Immutable; safe to share among threads."""
 
-    def __init__(self, files: Iterable[Path]) -> None:
-        """Read a model's text files, as `find_text_files` finds them.
+    def __init__(
+        self, files: Iterable[Path], tool_calls: str = "auto", reasoning: str = "auto"
+    ) -> None:
+        """Read a model's text files, as `find_text_files` finds them. `tool_calls` and `reasoning`
+        are the router's settings.
 
         Raises ConfigError naming what is wrong with them.
         """
@@ -62,8 +69,17 @@ class TextModel:
             if template is None
             else ChatTemplate(template, special_tokens, self._encoder.special_tokens)
         )
+        self.tool_format: ToolFormat | None
+        """How the model writes calls; None: not known, or it makes none."""
+        self.tool_format = tool_format_of(template or "")
+        if tool_calls != "auto":
+            self.tool_format = next((name for name in MARKERS if name == tool_calls), None)
+        self.reasons = OPEN in (template or "") if reasoning == "auto" else reasoning == "think"
+        """It thinks between `<think>` and `</think>`, and not all it writes is its answer."""
         rules = DecodeRules.read(tokenizer)
-        self._token_bytes = None if rules is None else TokenBytes(tokenizer, rules)
+        self._token_bytes = (
+            None if rules is None else TokenBytes(tokenizer, rules, shown=self._markers)
+        )
         self.vocab_size: int = _size(config, "vocab_size") or tokenizer.get_vocab_size()
         self.max_model_len = _size(config, "max_position_embeddings")
         self.sampling_defaults = _sampling_defaults(generation)
@@ -85,11 +101,37 @@ class TextModel:
 
         Raises InvalidRequestError when there is no template, or it refuses the messages.
         """
+        return self.encode_conversation(Conversation.of(messages))
+
+    @property
+    def _markers(self) -> frozenset[str]:
+        """Special tokens that an answer's text keeps, since they say what it is."""
+        tools = MARKERS[self.tool_format] if self.tool_format else ()
+        return frozenset((*tools, *((OPEN, CLOSE) if self.reasons else ())))
+
+    def encode_conversation(self, conversation: Conversation) -> list[int]:
+        """The same with tools, calls and their results."""
         if self._template is None:
             raise InvalidRequestError(
                 "the model has no chat template; send a plain text prompt", field="chat"
             )
-        return self._encoder.encode_rendered(*self._template.render(messages))
+        return self._encoder.encode_rendered(*self._template.render(conversation))
+
+    def token_text(self, token_id: int) -> bytes:
+        """What a token is by itself; a special token is its name."""
+        if self._token_bytes is not None and (shown := self._token_bytes[token_id]):
+            return shown
+        name: str | None = self._tokenizer.id_to_token(token_id)
+        return (name or "").encode()
+
+    def thinks_after(self, token_ids: Sequence[int]) -> bool:
+        """Whether an answer to the prompt begins within its reasoning."""
+        if not self.reasons:
+            return False
+        tail: str = self._tokenizer.decode(
+            [int(each) for each in token_ids[-_TAIL_TOKENS:]], skip_special_tokens=False
+        )
+        return tail.rstrip().endswith(OPEN)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of a whole answer."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,14 +95,17 @@ class DecodeRules:
 class TokenBytes(dict[int, bytes]):
     """Token id to bytes, filled as ids are met; special and unknown ids give none."""
 
-    def __init__(self, tokenizer: Tokenizer, rules: DecodeRules) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, rules: DecodeRules, shown: Collection[str] = ()
+    ) -> None:
+        """`shown`: special tokens that are text all the same."""
         super().__init__()
         self.rules = rules
         self._tokenizer = tokenizer
         self._special = {
             token_id
             for token_id, token in tokenizer.get_added_tokens_decoder().items()
-            if token.special
+            if token.special and token.content not in shown
         }
 
     def __missing__(self, token_id: int) -> bytes:

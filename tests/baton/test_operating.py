@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
 import subprocess
 import sys
+import urllib.request
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -27,8 +29,8 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
 class Cluster:
     """The addresses of a cluster that runs, and commands sent to it."""
 
-    def __init__(self, router: str, control: str) -> None:
-        self.control = control
+    def __init__(self, router: str, control: str, openai: str) -> None:
+        self.control, self.openai = control, openai
         self.env = {**os.environ, "BATON_ROUTER": router, "BATON_CONTROL": control}
 
     def run(self, *arguments: str, text: str = "") -> subprocess.CompletedProcess[str]:
@@ -47,7 +49,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     folder = tmp_path_factory.mktemp("cluster")
     file = folder / "cluster.yaml"
     file.write_text(
-        "router: {port: 0, local_prefill: never}\n"
+        "router: {port: 0, http_port: 0, local_prefill: never}\n"
         "control: {port: 0}\n"
         "pools:\n"
         "  prefill: {role: prefill}\n"
@@ -62,7 +64,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     try:
         router = process.stdout.readline().split()[-1]
         control = process.stdout.readline().split(";")[0].split()[-1]
-        yield Cluster(router, control)
+        openai = process.stdout.readline().split()[-1]
+        yield Cluster(router, control, openai)
         processes = descendants(process.pid)
         process.send_signal(signal.SIGINT)
         assert process.wait(timeout=90) == 0, (folder / "errors.txt").read_text()
@@ -73,6 +76,15 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
             process.send_signal(signal.SIGTERM)
             process.wait(timeout=90)
         process.stdout.close()
+
+
+def test_openai_s_api_answers_where_up_says(cluster: Cluster) -> None:
+    body = {"model": "demo", "messages": [{"role": "user", "content": BAKER[0]}], "temperature": 0}
+    headers = {"Content-Type": "application/json"}
+    url, data = f"{cluster.openai}/chat/completions", json.dumps(body).encode()
+    with urllib.request.urlopen(urllib.request.Request(url, data, headers), timeout=60) as answer:
+        message = json.load(answer)["choices"][0]["message"]
+    assert message["content"] == BAKER[1].strip()
 
 
 def test_generate_answers_an_argument_and_standard_input_alike(cluster: Cluster) -> None:

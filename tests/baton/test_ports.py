@@ -19,6 +19,7 @@ Capture = pytest.CaptureFixture[str]
     [
         ("control.port", {}),
         ("router.port", {"reuse_port": True}),
+        ("router.http_port", {"reuse_port": True}),
         ("router.metrics_port", {}),
         ("router.health_port", {}),
         ("worker.port", {}),
@@ -30,6 +31,7 @@ def test_up_names_any_port_that_is_taken_before_it_starts_anything(
 ) -> None:
     section, _, name = key.partition(".")
     sections: dict[str, dict[str, object]] = {"control": {"port": 0}, "router": {"port": 0}}
+    sections["router"]["http_port"] = 0
     sections["pools"] = {"only": {"role": "mixed"}}
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -46,25 +48,31 @@ def test_up_names_any_port_that_is_taken_before_it_starts_anything(
 @pytest.mark.parametrize(
     ("text", "keys"),
     [
-        ("router: {port: PORT}\ncontrol: {port: PORT}", "control.port and router.port"),
         (
-            "router: {port: PORT, reuse_port: true, metrics_port: PORT}",
+            "router: {port: PORT, http_port: 0}\ncontrol: {port: PORT}",
+            "control.port and router.port",
+        ),
+        (
+            "router: {port: PORT, http_port: 0, reuse_port: true, metrics_port: PORT}",
             "router.port and router.metrics_port",
         ),
         (
-            "control: {host: 0.0.0.0, port: PORT}\nworker: {metrics_port: PORT}\nrouter: {port: 0}",
+            "control: {host: 0.0.0.0, port: PORT}\nworker: {metrics_port: PORT}\n"
+            "router: {port: 0, http_port: 0}",
             "control.port and worker.metrics_port",
         ),
+        ("router: {port: PORT, http_port: PORT}", "router.port and router.http_port"),
         (
-            "control: {host: 127.0.0.1, port: PORT}\nrouter: {host: localhost, port: PORT}",
+            "control: {host: 127.0.0.1, port: PORT}\n"
+            "router: {host: localhost, port: PORT, http_port: 0}",
             "control.port and router.port",
         ),
         (
-            "control: {host: '::1', port: PORT}\nrouter: {host: '[::1]', port: PORT}",
+            "control: {host: '::1', port: PORT}\nrouter: {host: '[::1]', port: PORT, http_port: 0}",
             "control.port and router.port",
         ),
         (
-            "control: {host: localhost, port: 0}\nrouter: {port: PORT}\n"
+            "control: {host: localhost, port: 0}\nrouter: {port: PORT, http_port: 0}\n"
             "worker: {metrics_port: PORT}",
             "router.port and worker.metrics_port",
         ),

@@ -214,6 +214,7 @@ def running_head(
     config: ClusterConfig, run_dir: Path, redis: Redis | None = None
 ) -> Iterator[PodCluster]:
     """A head pod's Ray, and nothing else yet; afterwards no process is left."""
+    config = dataclasses.replace(config, router=dataclasses.replace(config.router, http_port=None))
     with contextlib.ExitStack() as stack:
         reaper = stack.enter_context(watched_over())
         folder = Path(tempfile.mkdtemp(prefix="bray-", dir="/tmp"))  # short: Ray has sockets there

@@ -13,7 +13,7 @@ import pytest
 
 from baton.config.router import TlsConfig
 from baton.errors import ConfigError
-from cluster.local.bring_up import RouterProcess, UnavailableError, with_health_port
+from cluster.local.bring_up import RouterProcess, UnavailableError, with_own_ports
 from cluster.local.process_tree import descendants, wait_until_gone
 from tests.certificates import Authority
 from tests.cluster.whole_cluster import fake_cluster, wait_until
@@ -59,7 +59,7 @@ def test_a_router_that_serves_tls_is_waited_for_at_its_port_for_health(tmp_path:
     made = Authority(tmp_path).issue("router")
     tls = TlsConfig(str(made.certificate), str(made.key), str(tmp_path / "root.crt"))
     config = fake_cluster(tmp_path)
-    routing = with_health_port(dataclasses.replace(config.router, tls=tls))
+    routing = with_own_ports(dataclasses.replace(config.router, tls=tls))
     file = tmp_path / "cluster.yaml"
     file.write_text(dataclasses.replace(config, router=routing).to_yaml())
     router = RouterProcess("127.0.0.1:1", file, "127.0.0.1:0", tmp_path / "router.log", 30.0, {})

@@ -58,7 +58,7 @@ def describe(model: Path, engine: dict[str, Any], replicas: int = 2) -> ClusterC
                 "decode": {"role": "decode", "replicas": replicas},
             },
             "engine": _ENGINE | engine,
-            "router": {"port": 0, "local_prefill": "never"},
+            "router": {"port": 0, "http_port": None, "local_prefill": "never"},
             "control": {"port": 0},
         }
     )

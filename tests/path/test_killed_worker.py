@@ -47,7 +47,7 @@ async def two_block_sizes(folder: Path) -> AsyncIterator[tuple[Fleet, Router, As
     path.write_text(yaml.safe_dump(config))
     async with contextlib.AsyncExitStack() as stack:
         fleet = await stack.enter_async_context(started(path))
-        routing = RouterConfig(local_prefill="never")
+        routing = RouterConfig(http_port=None, local_prefill="never")
         door = Door(routing, fleet.control, "one")
         server = RouterServer(door, routing, "127.0.0.1:0")
         await server.start()

@@ -104,7 +104,7 @@ class Shape:
             },
             "engine": settings.dump(self.engine(), base=EngineConfig()),
             "transfer": {"checksum": self.checksum},
-            "router": {"local_prefill": local_prefill, "port": 0},
+            "router": {"local_prefill": local_prefill, "port": 0, "http_port": None},
             "control": {"port": 0},
         }
 

@@ -44,6 +44,7 @@ PREFILL, DECODE, MIXED = (
 )
 EOS = 256
 QUICK = RouterConfig(
+    http_port=None,
     keepalive_s=0.3,
     reconnect_min_s=0.02,
     reconnect_max_s=0.1,

@@ -69,3 +69,20 @@ class Running:
 def known_tokens(spec: worker_pb2.RequestSpec) -> list[int]:
     """Prompt and what was emitted before this attempt."""
     return [int(token) for token in np.frombuffer(spec.token_ids, dtype="<u4")]
+
+
+def logprobs_of(spec: worker_pb2.RequestSpec, tokens: Sequence[int]) -> list[common_pb2.Logprobs]:
+    """Where the request asks for them: each token is the likeliest, and the next ones follow."""
+    if not spec.sampling.HasField("logprobs"):
+        return []
+    return [
+        common_pb2.Logprobs(
+            logprob=-0.25,
+            rank=1,
+            top=[
+                common_pb2.TokenLogprob(id=token + number, logprob=-0.25 - number)
+                for number in range(spec.sampling.logprobs)
+            ],
+        )
+        for token in tokens
+    ]

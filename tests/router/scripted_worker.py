@@ -22,7 +22,7 @@ from baton.status import abort
 from baton.v1 import common_pb2, control_pb2, worker_pb2, worker_pb2_grpc
 from kv_transfer.block_hash import block_hashes, chain_seed
 from tests.link_stub import WorkerPort
-from tests.router.scripted_tokens import Running, known_tokens
+from tests.router.scripted_tokens import Running, known_tokens, logprobs_of
 
 
 @dataclass
@@ -104,6 +104,7 @@ class ScriptedKv(worker_pb2_grpc.WorkerServiceServicer):
 
 FINGERPRINT = b"f" * 16
 MODEL = "tiny"
+MAX_MODEL_LEN = 512
 
 
 class Fabric:
@@ -127,7 +128,7 @@ class ScriptedWorker:
         self.kv_bytes_per_token = 64 << 10
         self.max_num_seqs = 16
         self.num_blocks = 1000
-        self.max_model_len = 512
+        self.max_model_len = MAX_MODEL_LEN
         self.max_request_tokens = self.max_held_tokens = 0
         self.kv_fingerprint = FINGERPRINT
         self.state = control_pb2.WORKER_STATE_LIVE
@@ -261,6 +262,8 @@ class ScriptedWorker:
         run = Running(spec, None, known_tokens(spec), weights=self.weights)
         finished = run.next()
         first = worker_pb2.FirstToken(id=run.tokens[-1], prefill_ms=1.0, finished=finished)
+        for known in logprobs_of(spec, run.tokens[-1:]):
+            first.logprobs.CopyFrom(known)
         is_late = not self.may_send_first.is_set()
         owner = self.fabric.workers.get(request.lease.owner.worker_id)
         if finished and owner is not None:  # whether or not its caller is there to hear of it
@@ -431,6 +434,7 @@ class ScriptedWorker:
             attempt=running.spec.attempt,
             index=index,
             ids=running.output[index:],
+            logprobs=logprobs_of(running.spec, running.output[index:]),
             finished=running.finished,
             error=running.error,
         )

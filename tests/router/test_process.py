@@ -40,7 +40,7 @@ async def router_process(
     config = folder / "cluster.yaml"
     config.write_text(
         f"model: {folder}\nserved_model_name: {MODEL}\nlog_level: {log_level}\n"
-        "router:\n  local_prefill: never\n"
+        "router:\n  local_prefill: never\n  http_port: null\n"
     )
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "router", "--control", control, "--config", str(config)),
@@ -155,7 +155,7 @@ async def test_a_fault_in_what_follows_the_fleet_ends_the_process_and_not_the_st
     monkeypatch.setattr(RouterServer, "start", keep)
     async with deployment() as d:
         d.worker("d0").may_decode.clear()
-        routing = RouterConfig(local_prefill="never")
+        routing = RouterConfig(http_port=None, local_prefill="never")
         config = ClusterConfig(str(tmp_path), served_model_name=MODEL, router=routing)
         serving = asyncio.create_task(serve(config, d.registry.address, "127.0.0.1:0"))
         await d.until(lambda: len(servers) == 2)
@@ -296,6 +296,7 @@ async def test_a_router_that_cannot_listen_says_so_in_one_line(tmp_path: Path) -
         assert await refused_start(tmp_path, listen=address) == in_use
         metrics = f"router:\n  metrics_port: {taken.getsockname()[1]}\n"
         assert await refused_start(tmp_path, metrics) == in_use
+        assert await refused_start(tmp_path, metrics.replace("metrics", "http")) == in_use
     assert "'nowhere' is no address" in await refused_start(tmp_path, control="nowhere")
 
 

@@ -64,7 +64,7 @@ async def whole(d: Deployment, prompt: str) -> None:
 
 
 def tokenizing(d: Deployment) -> FairLine:
-    return d.servers[0].service.tokenizing.line
+    return d.servers[0].intake.tokenizing.line
 
 
 async def refused(d: Deployment, request: router_pb2.GenerateRequest) -> grpc.aio.AioRpcError:
@@ -238,7 +238,7 @@ async def test_an_abort_ends_a_request_that_is_tokenized_or_waits_for_it(
         await asyncio.gather(*others)
         await whole(d, PROMPT)  # the thread was not lost
         assert d.worker("d0").num_reserves == len(others) + 1
-        assert not len(d.servers[0].service.arriving)
+        assert not len(d.servers[0].intake.arriving)
 
 
 async def test_an_abort_while_it_is_tokenized_again_ends_a_request_that_another_router_began(

@@ -14,6 +14,8 @@ Object = dict[str, Any]
 CONTROL_PORT = 7101
 ROUTER_PORT = 7100
 METRICS_PORT = 7102
+HTTP_PORT = 8000
+"""Of OpenAI's API at the routers."""
 WORKER_PORT = 7104
 """Of a worker's gRPC services; 7103 is the routers' for health."""
 RAY_PORT = 6379

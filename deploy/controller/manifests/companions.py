@@ -11,7 +11,7 @@ Redis.
 | workers | gRPC | routers of the cluster |
 | head | Ray's dashboard | KubeRay's operator |
 | workers, routers | metrics | anywhere: who scrapes is not known |
-| routers | gRPC | anywhere |
+| routers | gRPC, HTTP | anywhere |
 
 Pods are known by their labels. Whoever may make pods in the cluster's namespace may give these to
 any pod. A pod's own node, and so probes and `kubectl port-forward`, always may connect.
@@ -41,6 +41,7 @@ from deploy.controller.manifests.common import (
     CLUSTER_LABEL,
     COMPONENT_LABEL,
     CONTROL_PORT,
+    HTTP_PORT,
     METRICS_PORT,
     OPERATOR_LABEL,
     POOL_LABEL,
@@ -81,7 +82,7 @@ def network_policies(owner: Owner, operator_namespace: str | None) -> list[Objec
             {"from": [kuberay], "ports": [_tcp(_DASHBOARD_PORT)]},
         ],
         "worker": [peers, {"from": [routers], "ports": [_tcp(WORKER_PORT)]}, metrics],
-        "router": [{"ports": [_tcp(ROUTER_PORT)]}, metrics],
+        "router": [{"ports": [_tcp(ROUTER_PORT), _tcp(HTTP_PORT)]}, metrics],
     }
     return [
         manifest(

@@ -15,6 +15,7 @@ from deploy.controller.manifests.common import (
     CONFIG_MOUNT,
     CONTAINER_SECURITY,
     CONTROL_PORT,
+    HTTP_PORT,
     METRICS_PORT,
     POD_ENV,
     POD_SECURITY,
@@ -50,6 +51,7 @@ def router_settings(spec: ServingClusterSpec) -> RouterConfig:
         spec.advanced.router,
         host="0.0.0.0",
         port=ROUTER_PORT,
+        http_port=HTTP_PORT,
         metrics_port=METRICS_PORT,
         health_port=None if router.tls is None else HEALTH_PORT,
         tls=None if router.tls is None else _tls_files(router.tls),
@@ -107,7 +109,7 @@ def _router_pod(
     owner: Owner, spec: ServingClusterSpec, release: Release, has_grpc_probes: bool
 ) -> Object:
     router = spec.router
-    ports = {"grpc": ROUTER_PORT, "metrics": METRICS_PORT}
+    ports = {"grpc": ROUTER_PORT, "http": HTTP_PORT, "metrics": METRICS_PORT}
     if router.tls is not None:
         ports["health"] = HEALTH_PORT
     probe = probe_of(ports.get("health", ROUTER_PORT), has_grpc_probes)
@@ -170,12 +172,20 @@ def control_service(owner: Owner, unit: str) -> Object:
 
 
 def router_service(owner: Owner, router: RouterSpec) -> Object:
-    port = {
-        "name": "grpc",
-        "port": ROUTER_PORT,
-        "targetPort": "grpc",
-        "protocol": "TCP",
-        "appProtocol": "kubernetes.io/h2c" if router.tls is None else "https",
+    is_plain = router.tls is None
+    spoken = {
+        "grpc": (ROUTER_PORT, "kubernetes.io/h2c" if is_plain else "https"),
+        "http": (HTTP_PORT, "http" if is_plain else "https"),
     }
-    spec = {"type": router.service_type, "selector": owner.labels("router"), "ports": [port]}
+    ports = [
+        {
+            "name": name,
+            "port": port,
+            "targetPort": name,
+            "protocol": "TCP",
+            "appProtocol": protocol,
+        }
+        for name, (port, protocol) in spoken.items()
+    ]
+    spec = {"type": router.service_type, "selector": owner.labels("router"), "ports": ports}
     return manifest("v1", "Service", owner.metadata(owner.router_name, "router"), spec=spec)

@@ -9,7 +9,7 @@ from deploy.api.naming import as_written
 from deploy.api.serving_cluster import ModelSource, RouterSpec
 from deploy.controller.kit.objects import Object as Seen
 from deploy.controller.manifests.cluster_yaml import model_field, model_name, model_path
-from deploy.controller.manifests.common import ROUTER_PORT, Object
+from deploy.controller.manifests.common import HTTP_PORT, ROUTER_PORT, Object
 from deploy.controller.manifests.routers import FIRST_ROUTERS
 from deploy.controller.rollout import State
 from deploy.controller.status.conditions import AVAILABLE, DEGRADED, PROGRESSING, Verdict
@@ -43,13 +43,16 @@ def cluster_status(view: ClusterView, verdicts: Sequence[Verdict]) -> Object:
     it."""
     is_available = any(each.type == AVAILABLE and each.is_true for each in verdicts)
     called = {"model": model_name(view.spec)} if is_available else {}
-    router = f"{view.owner.router_name}.{view.owner.namespace}.svc:{ROUTER_PORT}"
-    if view.spec.router.tls is not None:
+    host = f"{view.owner.router_name}.{view.owner.namespace}.svc"
+    is_plain = view.spec.router.tls is None
+    router, openai = f"{host}:{ROUTER_PORT}", f"{host}:{HTTP_PORT}/v1"
+    if not is_plain:
         router = f"grpcs://{router}"
     former = dict.fromkeys(view.obj.get("status", {}).get("pools", ()))
     return called | {
         "endpoints": {
             "grpc": router,
+            "openai": f"{'http' if is_plain else 'https'}://{openai}",
             "external": _external(view.spec.router),
             "control": view.owner.control_address,
         },

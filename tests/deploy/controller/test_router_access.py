@@ -100,8 +100,9 @@ def test_nobody_issues_what_is_given() -> None:
 
 def test_the_service_says_what_is_spoken_behind_it() -> None:
     for router, said in (({}, "kubernetes.io/h2c"), ({"tls": GIVEN}, "https")):
-        (port,) = router_service(OWNER, spec_of(router=router).router)["spec"]["ports"]
-        assert port["appProtocol"] == said
+        ports = router_service(OWNER, spec_of(router=router).router)["spec"]["ports"]
+        spoken = {port["name"]: port["appProtocol"] for port in ports}
+        assert spoken == {"grpc": said, "http": "https" if router else "http"}
 
 
 def test_files_of_a_pod_cannot_be_named_in_a_serving_cluster() -> None:

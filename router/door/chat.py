@@ -1,0 +1,171 @@
+"""Chats with tools, calls, results, content parts or template variables, and how all prompts are
+read.
+
+A plain chat, of roles and contents, goes to `validate` as it is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+from baton.errors import InvalidRequestError
+from baton.v1 import router_pb2
+from kv_transfer.block_hash import TokenIds
+from router.request.validate import (
+    ParsedRequest,
+    RequestLimits,
+    body_digest,
+    check_names,
+    encode_prompt,
+    parse_generate,
+)
+from router.text import Conversation, TextModel
+
+_ROLES = ("system", "user", "assistant", "tool")
+_MAX_MESSAGES, _MAX_TOOLS, _MAX_CALLS = 4096, 1024, 1024
+
+
+def read(
+    request: router_pb2.GenerateRequest, model: TextModel, limits: RequestLimits
+) -> ParsedRequest:
+    """`parse_generate`, for every chat."""
+    if not _is_extended(request.chat):
+        return parse_generate(request, model, limits)
+    check_names(request, limits)
+    parsed = parse_generate(_with_ids(request, model, limits), model, limits)
+    return dataclasses.replace(parsed, is_chat=True, body_digest=body_digest(request))
+
+
+def encode(
+    request: router_pb2.TokenizeRequest, model: TextModel, limits: RequestLimits
+) -> TokenIds:
+    """`encode_prompt`, for every chat."""
+    if not _is_extended(request.chat):
+        return encode_prompt(request, model, limits)
+    made = router_pb2.GenerateRequest(chat=request.chat)
+    return encode_prompt(_with_ids(made, model, limits), model, limits)
+
+
+def _is_extended(chat: router_pb2.ChatMessages) -> bool:
+    return bool(chat.tools or chat.template_arguments) or any(
+        message.parts
+        or message.tool_calls
+        or message.tool_call_id
+        or message.reasoning_content
+        or message.role == "tool"
+        for message in chat.messages
+    )
+
+
+def _with_ids(
+    request: router_pb2.GenerateRequest, model: TextModel, limits: RequestLimits
+) -> router_pb2.GenerateRequest:
+    """The request with its chat's token ids in place of the chat."""
+    if request.ByteSize() > limits.max_bytes:
+        raise InvalidRequestError(
+            f"the request has {request.ByteSize()} bytes; at most {limits.max_bytes} are taken for"
+            f" a context of {limits.context} tokens",
+            field="chat",
+        )
+    made = router_pb2.GenerateRequest()
+    made.CopyFrom(request)
+    try:
+        ids = model.encode_conversation(conversation_of(request.chat))
+    except RecursionError:
+        raise InvalidRequestError("chat: JSON is nested too deeply", field="chat") from None
+    made.token_ids.ids.extend(ids)
+    return made
+
+
+def conversation_of(chat: router_pb2.ChatMessages) -> Conversation:
+    """Raises InvalidRequestError."""
+    if not chat.messages:
+        raise InvalidRequestError("chat: at least one message is needed", field="chat.messages")
+    _check_count("chat.messages", len(chat.messages), _MAX_MESSAGES)
+    _check_count("chat.tools", len(chat.tools), _MAX_TOOLS)
+    names: dict[str, str] = {}  # of tools, by the calls' ids
+    messages = []
+    for index, message in enumerate(chat.messages):
+        field = f"chat.messages[{index}]"
+        messages.append(_message(message, field, names))
+        names.update((call.id, call.name) for call in message.tool_calls if call.id)
+    arguments = _object(chat.template_arguments, "chat.template_arguments")
+    return Conversation(messages, [_tool(*each) for each in enumerate(chat.tools)], arguments)
+
+
+def _message(message: router_pb2.ChatMessage, field: str, names: dict[str, str]) -> dict[str, Any]:
+    if message.role not in _ROLES:
+        raise InvalidRequestError(
+            f"chat: unknown role {message.role!r}; it is one of {', '.join(_ROLES)}",
+            field=f"{field}.role",
+        )
+    made: dict[str, Any] = {"role": message.role, "content": _content(message, field)}
+    if message.tool_calls:
+        if message.role != "assistant":
+            raise InvalidRequestError(
+                "chat: tool_calls are an assistant's", field=f"{field}.tool_calls"
+            )
+        _check_count(f"{field}.tool_calls", len(message.tool_calls), _MAX_CALLS)
+        made["tool_calls"] = [
+            _call(call, f"{field}.tool_calls[{position}]")
+            for position, call in enumerate(message.tool_calls)
+        ]
+    if message.role == "tool":
+        made["tool_call_id"] = message.tool_call_id
+        if name := names.get(message.tool_call_id):
+            made["name"] = name
+    elif message.tool_call_id:
+        raise InvalidRequestError("chat: tool_call_id is a tool's", field=f"{field}.tool_call_id")
+    if message.reasoning_content:
+        made["reasoning_content"] = message.reasoning_content
+    return made
+
+
+def _content(message: router_pb2.ChatMessage, field: str) -> str:
+    if message.parts and message.content:
+        raise InvalidRequestError("chat: either content or parts", field=f"{field}.parts")
+    for index, part in enumerate(message.parts):
+        if part.WhichOneof("part") != "text":
+            raise InvalidRequestError(
+                "chat: parts other than text are not supported", field=f"{field}.parts[{index}]"
+            )
+    return "\n".join(part.text for part in message.parts) if message.parts else message.content
+
+
+def _call(call: router_pb2.ToolCall, field: str) -> dict[str, Any]:
+    if not call.name:
+        raise InvalidRequestError("chat: a call needs a name", field=f"{field}.name")
+    arguments = _object(call.arguments, f"{field}.arguments")
+    return {
+        "id": call.id,
+        "type": "function",
+        "function": {"name": call.name, "arguments": arguments},
+    }
+
+
+def _tool(index: int, tool: router_pb2.Tool) -> dict[str, Any]:
+    if not tool.name:
+        raise InvalidRequestError("chat: a tool needs a name", field=f"chat.tools[{index}].name")
+    function: dict[str, Any] = {"name": tool.name, "description": tool.description}
+    parameters = _object(tool.parameters, f"chat.tools[{index}].parameters")
+    function["parameters"] = parameters or {"type": "object", "properties": {}}
+    return {"type": "function", "function": function}
+
+
+def _object(text: str, field: str) -> dict[str, Any]:
+    """A JSON object; empty where there is none."""
+    try:
+        value = json.loads(text) if text else {}
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()  # no lone surrogate
+    except ValueError as error:
+        raise InvalidRequestError(f"{field}: no valid JSON: {error}", field=field) from None
+    if not isinstance(value, dict):
+        raise InvalidRequestError(f"{field}: a JSON object is expected", field=field)
+    return value
+
+
+def _check_count(field: str, count: int, most: int) -> None:
+    if count > most:
+        raise InvalidRequestError(f"{field}: {count}; at most {most} are taken", field=field)

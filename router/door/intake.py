@@ -1,0 +1,184 @@
+"""What both doors do with a request, from its arrival to its events.
+
+gRPC and HTTP turn what they receive into a `GenerateRequest` and hand it to `Intake`. So every
+check exists once, and one line before the tokenizer serves both.
+
+A client that goes away: a request that its client named (`request_id` set) runs on for
+`resume_window_s`, so that the client can come back for it. `abort` ends it at once, even while it
+is only being tokenized. A request that the router named is aborted at once, at every hop.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import uuid
+from collections.abc import AsyncIterator, Coroutine
+from dataclasses import dataclass
+from typing import Any
+
+from baton.errors import BatonError
+from baton.v1 import router_pb2
+from kv_transfer.block_hash import TokenIds
+from router.door.arriving import Arriving, Tokenizing
+from router.door.chat import encode, read
+from router.door.door import Door
+from router.fleet.worker_facts import NO_BOUND
+from router.placement.placement import Placement
+from router.report.request_line import of_refused
+from router.request.output import Event, Finished, FinishReason, OutputReader, Timings
+from router.request.request_run import RequestRun
+from router.request.run_parts import Arrival
+from router.request.validate import (
+    ParsedRequest,
+    RequestLimits,
+    check_names,
+    check_tokenize_names,
+)
+from router.router import Router
+
+MAX_CANDIDATES = 100
+READ_AT_ONCE_BYTES = 16_384  # of a request with token ids: a thread would cost more than it
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A request that runs, for one client."""
+
+    router: Router
+    run: RequestRun
+    reader: OutputReader
+
+    async def take(self) -> list[Event]:
+        """What is new, at least one event; empty after the end. Raises the BatonError that the
+        request ended with."""
+        return await self.reader.take()
+
+    @property
+    def parsed(self) -> ParsedRequest:
+        return self.run.arrival.parsed
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A request that was aborted before its router knew it."""
+
+    e2e_s: float
+
+    @property
+    def event(self) -> Finished:
+        return Finished(FinishReason.ABORTED, 0, 0, 0, Timings(e2e_s=self.e2e_s))
+
+
+class Intake:
+    """Own the line before the tokenizer and the requests that arrive. Raises BatonErrors."""
+
+    def __init__(self, door: Door) -> None:
+        self.door = door
+        self.tokenizing = Tokenizing(door.config)
+        self.arriving = Arriving()
+        self._of_names = RequestLimits(NO_BOUND, model_names=(door.model_name,))
+
+    def close(self) -> None:
+        self.tokenizing.close()
+
+    # --- Generate ------------------------------------------------------------------------------
+
+    @contextlib.asynccontextmanager
+    async def opened(
+        self, request: router_pb2.GenerateRequest, drawn_id: str = ""
+    ) -> AsyncIterator[Opened | Ended]:
+        """Run the request, or attach to it where it runs; leave it at the end.
+
+        `drawn_id`: what the door calls a request that its client did not name.
+        """
+        arrived_s = self.door.clock.now_s()
+        opened = await self._open(request, drawn_id or uuid.uuid4().hex, arrived_s)
+        if opened is None:
+            yield Ended(self.door.clock.now_s() - arrived_s)
+            return
+        try:
+            yield opened
+        finally:
+            opened.router.leave(opened.run, opened.reader)
+
+    async def _open(
+        self, request: router_pb2.GenerateRequest, drawn_id: str, arrived_s: float
+    ) -> Opened | None:
+        """None: aborted before the router knew it. Only a request that its client named can be.
+
+        A request that comes no further leaves its line in the log here.
+        """
+        outcome, opened = FinishReason.ABORTED.value, None
+        arriving: Coroutine[Any, Any, tuple[Router, Arrival] | None]
+        arriving = self._arrival(request, request.request_id or drawn_id, arrived_s)
+        if request.request_id:
+            arriving = self.arriving.run((request.tenant, request.request_id), arriving)
+        try:
+            arrived = await arriving
+            if arrived is not None:
+                router, arrival = arrived
+                opened = Opened(router, *router.open(arrival))
+        except BatonError as error:
+            outcome = error.reason
+            raise
+        finally:
+            if opened is None:
+                of_refused(request, outcome, self.door.clock.now_s() - arrived_s).write()
+        return opened
+
+    async def _arrival(
+        self, request: router_pb2.GenerateRequest, request_id: str, arrived_s: float
+    ) -> tuple[Router, Arrival]:
+        check_names(request, self._of_names)  # before it waits anywhere
+        router = await self.door.router_for(request, request_id)
+        started_s = time.perf_counter()
+        parsed = await self._read(router, request)
+        arrival = Arrival(
+            request_id=request_id,
+            parsed=parsed,
+            traceparent=request.traceparent,
+            arrived_s=arrived_s,
+            tokenize_s=time.perf_counter() - started_s,
+        )
+        return router, arrival
+
+    async def _read(self, router: Router, request: router_pb2.GenerateRequest) -> ParsedRequest:
+        model, limits = router.text, router.request_limits()
+        if request.HasField("token_ids") and request.ByteSize() <= READ_AT_ONCE_BYTES:
+            return read(request, model, limits)
+        named_s = request.timeout_ms / 1e3 if request.HasField("timeout_ms") else None
+        return await self.tokenizing.run(
+            lambda: read(request, model, limits),
+            request.tenant,
+            request.ByteSize(),
+            router.config.timeout_s(named_s),
+        )
+
+    # --- the rest ------------------------------------------------------------------------------
+
+    def abort(self, tenant: str, request_id: str) -> None:
+        """End a request, wherever it is. Raises NotFoundError."""
+        if self.arriving.abort((tenant, request_id)):
+            self.door.abort_everywhere(tenant, request_id)
+        else:
+            self.door.abort(tenant, request_id)
+
+    async def tokenize(self, request: router_pb2.TokenizeRequest) -> tuple[Router, TokenIds]:
+        check_tokenize_names(request, self._of_names)
+        router = await self.door.main_router()
+        model, limits = router.text, router.request_limits()
+        ids = await self.tokenizing.run(
+            lambda: encode(request, model, limits),
+            request.tenant,
+            request.ByteSize(),
+            self.door.config.default_timeout_s,
+        )
+        return router, ids
+
+    async def explain(self, request: router_pb2.GenerateRequest) -> tuple[Router, list[Placement]]:
+        """Where a request would go, cheapest first. Books nothing."""
+        check_names(request, self._of_names)
+        router = await self.door.router_for(request, request.request_id)
+        parsed = await self._read(router, request)
+        return router, router.candidates(parsed, MAX_CANDIDATES)

@@ -1,0 +1,190 @@
+"""The response to a body that asks for answers, as one JSON document or as server-sent events.
+
+1. Every choice is opened. What is refused up to the first event has its own status.
+2. Each choice's events are written as they come. A slow reader's tokens are coalesced.
+3. A client that goes ends its requests, as over gRPC: a request that it named with `request_id`
+   runs on for `resume_window_s`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.responses import JSONResponse
+from starlette.types import Receive, Scope, Send
+
+from baton.errors import BatonError, InvalidRequestError
+from baton.v1 import router_pb2
+from router.door.intake import Intake
+from router.door.openai.bodies import ChatBody, CompletionBody
+from router.door.openai.choices import ChatChoice, Choice, Delta, TextChoice, usage_of
+from router.door.openai.errors import shape_of
+from router.request.output import Event
+
+_STREAM_HEADERS = {
+    "content-type": "text/event-stream; charset=utf-8",
+    "cache-control": "no-cache",
+    "x-accel-buffering": "no",
+}
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A body, and what it became."""
+
+    body: ChatBody | CompletionBody
+    requests: Sequence[router_pb2.GenerateRequest]
+    request_id: str
+    """What the answer and the log call it."""
+    renamed: Mapping[str, str]
+
+    @property
+    def is_chat(self) -> bool:
+        return isinstance(self.body, ChatBody)
+
+
+class Answering:
+    """Write the answer to one HTTP request; an ASGI application for it alone."""
+
+    def __init__(self, intake: Intake, asked: Asked) -> None:
+        self._intake, self._asked = intake, asked
+        body = asked.body
+        self._head: dict[str, Any] = {
+            "id": f"{'chatcmpl' if asked.is_chat else 'cmpl'}-{asked.request_id}",
+            "object": "chat.completion" if asked.is_chat else "text_completion",
+            "created": int(time.time()),
+            "model": body.model or intake.door.model_name,
+        }
+        if body.stream and asked.is_chat:
+            self._head["object"] += ".chunk"
+        self._before = b"data: " + _json(self._head)[:-1] + b',"choices":['
+        self._after = b'],"usage":null}\n\n' if body.includes_usage else b"]}\n\n"
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        work = asyncio.create_task(self._serve(scope, receive, send))
+        gone = asyncio.create_task(_until_gone(receive))
+        try:
+            await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            gone.cancel()
+            if not work.done():
+                work.cancel()
+                await asyncio.wait({work})
+        if not work.cancelled():
+            work.result()
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        body = self._asked.body
+        if isinstance(body, ChatBody) and body.calls_tools:
+            await self._check_tools()
+        async with contextlib.AsyncExitStack() as stack:
+            choices = []
+            for index, request in enumerate(self._asked.requests):
+                suffix = f".{index}" if index else ""
+                opening = self._intake.opened(request, self._asked.request_id + suffix)
+                choices.append(self._choice(index, await stack.enter_async_context(opening)))
+            if body.stream:
+                await self._stream(choices, send)
+            else:
+                whole = JSONResponse(await self._whole(choices))
+                whole.headers["x-request-id"] = self._asked.request_id
+                await whole(scope, receive, send)
+
+    async def _check_tools(self) -> None:
+        model = (await self._intake.door.main_router()).text
+        if model.tool_format is None:
+            raise InvalidRequestError(
+                "tools: the model's chat template names no format of calls that is known; "
+                "router.tool_calls sets one",
+                field="tools",
+            )
+
+    def _choice(self, index: int, opened: Any) -> Choice:
+        body = self._asked.body
+        if isinstance(body, ChatBody):
+            return ChatChoice(index, opened, body)
+        return TextChoice(index, opened, body.logprobs is not None)
+
+    # --- one document --------------------------------------------------------------------------
+
+    async def _whole(self, choices: Sequence[Choice]) -> Delta:
+        async def run(choice: Choice) -> None:
+            while events := await choice.events():
+                choice.take(events)
+
+        await _all(*(run(choice) for choice in choices))
+        return {
+            **self._head,
+            "choices": [choice.whole() for choice in choices],
+            "usage": usage_of(choices, self._asked.body.num_choices),
+        }
+
+    # --- server-sent events --------------------------------------------------------------------
+
+    async def _stream(self, choices: Sequence[Choice], send: Send) -> None:
+        first = await choices[0].events()
+        headers = {**_STREAM_HEADERS, "x-request-id": self._asked.request_id}
+        raw = [(name.encode(), value.encode()) for name, value in headers.items()]
+        await send({"type": "http.response.start", "status": 200, "headers": raw})
+
+        async def write(data: bytes, more: bool = True) -> None:
+            await send({"type": "http.response.body", "body": data, "more_body": more})
+
+        async def run(choice: Choice, events: list[Event]) -> None:
+            while True:
+                if data := b"".join(map(self._line, choice.take(events))):
+                    await write(data)
+                if not (events := await choice.events()):
+                    return
+
+        async def begin(choice: Choice) -> None:
+            if events := await choice.events():
+                await run(choice, events)
+
+        try:
+            await _all(run(choices[0], first), *map(begin, choices[1:]))
+            last = b"data: [DONE]\n\n"
+            if self._asked.body.includes_usage:
+                usage = usage_of(choices, self._asked.body.num_choices)
+                last = _event({**self._head, "choices": [], "usage": usage}) + last
+        except BatonError as error:
+            last = _event(shape_of(error, self._asked.renamed))
+        await write(last, more=False)
+
+    def _line(self, choice: Delta) -> bytes:
+        return self._before + _json(choice) + self._after
+
+
+def _event(value: Any) -> bytes:
+    return b"data: " + _json(value) + b"\n\n"
+
+
+def _json(value: Any) -> bytes:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
+
+
+async def _all(*works: Any) -> None:
+    """Run them together. Raises the first BatonError, once all have ended."""
+    if len(works) == 1:
+        await works[0]
+        return
+    try:
+        async with asyncio.TaskGroup() as group:
+            for work in works:
+                group.create_task(work)
+    except* BatonError as errors:
+        first: BaseException = errors
+        while isinstance(first, BaseExceptionGroup):
+            first = first.exceptions[0]
+        raise first from None
+
+
+async def _until_gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,252 @@
+"""The endpoints, who may call them, and how large a body may be."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+import uuid
+from collections.abc import Callable
+from typing import TypeVar
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from baton.config.router import RouterConfig
+from baton.errors import BatonError, InvalidRequestError, NotFoundError
+from router.door.access import Callers
+from router.door.gate import confine
+from router.door.intake import Intake
+from router.door.openai.answering import Answering, Asked
+from router.door.openai.bodies import ChatBody, CompletionBody, TokenizeBody, parsed
+from router.door.openai.document import openapi
+from router.door.openai.errors import response_to, shape
+
+T = TypeVar("T")
+
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:@/+=-]{1,128}")
+_MAX_GIVEN_CHARS = 64
+_MAX_TRACE_CHARS = 128
+_RENAMED = {
+    "/v1/chat/completions": {
+        "prompt": "messages",
+        "chat": "messages",
+        "logprobs": "top_logprobs",
+    },
+    "/v1/completions": {"text": "prompt"},
+    "/tokenize": {"text": "prompt", "chat": "messages"},
+}
+
+
+class _TooLargeError(Exception):
+    """The body is over the limit."""
+
+
+class _TooSlowError(Exception):
+    """The body did not come in time."""
+
+
+class OpenAiApp:
+    """Own the routes. Holds nothing of any request."""
+
+    def __init__(self, intake: Intake, callers: Callers | None, config: RouterConfig) -> None:
+        self._intake, self._callers, self._config = intake, callers, config
+        self.is_ready = False
+        self._created = int(time.time())
+        self.routes = [
+            Route("/v1/chat/completions", self._chat, methods=["POST"]),
+            Route("/v1/completions", self._completions, methods=["POST"]),
+            Route("/v1/embeddings", self._embeddings, methods=["POST"]),
+            Route("/v1/models", self._models, methods=["GET"]),
+            Route("/v1/models/{name:path}", self._model, methods=["GET"]),
+            Route("/tokenize", self._tokenize, methods=["POST"]),
+            Route("/health", self._health, methods=["GET"]),
+            Route("/ready", self._ready, methods=["GET"]),
+            Route("/openapi.json", self._openapi, methods=["GET"]),
+        ]
+        self.asgi = Starlette(
+            routes=self.routes,
+            middleware=_cors(config),
+            exception_handlers={
+                BatonError: self._refuse,
+                HTTPException: _no_such,
+                ClientDisconnect: lambda *_: Response(status_code=400),
+                _TooLargeError: lambda *_: _plain(
+                    413, f"the body has more than {config.max_message_bytes} bytes"
+                ),
+                _TooSlowError: lambda *_: _plain(
+                    408, f"the body did not come within {config.http_read_timeout_s:g} s"
+                ),
+                Exception: lambda *_: _plain(500, "a fault of the router's; its log has more"),
+            },
+        )
+        self.asgi.router.redirect_slashes = False
+
+    # --- answers -------------------------------------------------------------------------------
+
+    async def _chat(self, request: Request) -> Answering:
+        return await self._answering(request, ChatBody)
+
+    async def _completions(self, request: Request) -> Answering:
+        return await self._answering(request, CompletionBody)
+
+    async def _answering(
+        self, request: Request, kind: type[ChatBody] | type[CompletionBody]
+    ) -> Answering:
+        request.state.request_id = _request_id(request)
+        tenant = self._tenant(request)
+        body: ChatBody | CompletionBody = parsed(kind, await self._body(request))
+        if body.request_id:
+            request.state.request_id = body.request_id
+        made = _encodable(body.requests)
+        traceparent = request.headers.get("traceparent", "")
+        for each in made:
+            each.traceparent = traceparent if len(traceparent) <= _MAX_TRACE_CHARS else ""
+            confine(each, tenant)
+        renamed = self._renamed(request, body)
+        return Answering(self._intake, Asked(body, made, request.state.request_id, renamed))
+
+    async def _embeddings(self, request: Request) -> Response:
+        self._tenant(request)
+        return _plain(501, "embeddings are not supported by this release", "not_implemented")
+
+    # --- the rest ------------------------------------------------------------------------------
+
+    async def _models(self, request: Request) -> Response:
+        self._tenant(request)
+        return JSONResponse({"object": "list", "data": [self._entry()]})
+
+    async def _model(self, request: Request) -> Response:
+        self._tenant(request)
+        name, served = request.path_params["name"], self._intake.door.model_name
+        if name != served:
+            raise NotFoundError(f"unknown model {name!r}; served here: {served}", field="model")
+        return JSONResponse(self._entry())
+
+    def _entry(self) -> dict[str, object]:
+        """At once, also while there are no workers yet."""
+        lengths = [router.max_model_len() for router in self._intake.door.routers]
+        return {
+            "id": self._intake.door.model_name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "baton",
+            "max_model_len": max((each for each in lengths if each), default=None),
+        }
+
+    async def _tokenize(self, request: Request) -> Response:
+        tenant = self._tenant(request)
+        body: TokenizeBody = parsed(TokenizeBody, await self._body(request))
+        made = _encodable(body.request)
+        confine(made, tenant)
+        router, ids = await self._intake.tokenize(made)
+        length = router.max_model_len()
+        return JSONResponse({"count": len(ids), "max_model_len": length, "tokens": ids.tolist()})
+
+    async def _health(self, request: Request) -> Response:
+        return JSONResponse({"status": "ok"})
+
+    async def _ready(self, request: Request) -> Response:
+        if not self.is_ready:
+            return _plain(503, "not ready: no workers are known yet, or the router leaves")
+        return JSONResponse({"status": "ready"})
+
+    async def _openapi(self, request: Request) -> Response:
+        return JSONResponse(openapi())
+
+    # --- what comes in -------------------------------------------------------------------------
+
+    def _tenant(self, request: Request) -> str | None:
+        """None: any. Raises UnauthenticatedError."""
+        if self._callers is None:
+            return None
+        return self._callers.tenant_of(request.headers.items())
+
+    async def _body(self, request: Request) -> bytes:
+        """A body that says that it is too large is not read."""
+        limit = self._config.max_message_bytes
+        length = request.headers.get("content-length", "0")
+        if length.isdecimal() and int(length) > limit:
+            raise _TooLargeError
+        if request.headers.get("content-encoding", "identity") != "identity":
+            raise InvalidRequestError("content-encoding: only identity", field="content-encoding")
+        parts, size = [], 0
+        try:
+            async with asyncio.timeout(self._config.http_read_timeout_s):
+                async for part in request.stream():
+                    size += len(part)
+                    if size > limit:
+                        raise _TooLargeError
+                    parts.append(part)
+        except TimeoutError:
+            raise _TooSlowError from None
+        return b"".join(parts)
+
+    # --- what goes out -------------------------------------------------------------------------
+
+    def _refuse(self, request: Request, error: Exception) -> Response:
+        assert isinstance(error, BatonError)
+        renamed = getattr(request.state, "renamed", _RENAMED.get(request.url.path, {}))
+        response = response_to(error, renamed)
+        if _REQUEST_ID.fullmatch(request_id := getattr(request.state, "request_id", "")):
+            response.headers["x-request-id"] = request_id
+        return response
+
+    def _renamed(self, request: Request, body: ChatBody | CompletionBody) -> dict[str, str]:
+        """What this body calls fields of the `GenerateRequest`."""
+        renamed = dict(_RENAMED.get(request.url.path, {}))
+        if isinstance(body, ChatBody) and body.max_completion_tokens is not None:
+            renamed["max_tokens"] = "max_completion_tokens"
+        request.state.renamed = renamed
+        return renamed
+
+
+def _request_id(request: Request) -> str:
+    """Where the body names none."""
+    given = request.headers.get("x-request-id", "")
+    if len(given) <= _MAX_GIVEN_CHARS and _REQUEST_ID.fullmatch(given):
+        return f"{given}-{uuid.uuid4().hex[:8]}"  # callers pass one on to several requests
+    return uuid.uuid4().hex
+
+
+def _encodable(make: Callable[[], T]) -> T:
+    """What `make` makes. JSON may hold halves of characters, which are no text."""
+    try:
+        return make()
+    except UnicodeEncodeError:
+        raise InvalidRequestError("a text holds half of a surrogate pair") from None
+
+
+def _no_such(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    if error.status_code == 405:
+        message = f"{request.url.path} does not take {request.method}"
+    else:
+        message = f"unknown path {request.method} {request.url.path}"
+    response = _plain(error.status_code, message)
+    response.headers.update(error.headers or {})
+    return response
+
+
+def _plain(status: int, message: str, code: str | None = None) -> Response:
+    return JSONResponse(shape(status, message, code=code), status)
+
+
+def _cors(config: RouterConfig) -> list[Middleware]:
+    """Off unless origins are listed."""
+    if not config.http_origins:
+        return []
+    return [
+        Middleware(
+            CORSMiddleware,
+            allow_origins=config.http_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["X-Request-Id", "Retry-After"],
+        )
+    ]

@@ -1,0 +1,276 @@
+"""A request's events as OpenAI's choices: pieces of a stream, or one whole answer."""
+
+from __future__ import annotations
+
+import math
+import secrets
+import string
+from collections.abc import Sequence
+from typing import Any
+
+from baton.v1 import common_pb2
+from router.door.intake import Ended, Opened
+from router.door.openai.bodies import ChatBody
+from router.request.output import Event, Finished, FinishReason, TokenRun
+from router.text import TextModel
+from router.text.reasoning import ReasoningSplitter, Split
+from router.text.tools import CallDelta, Piece, ToolFormat, new_parser
+
+Delta = dict[str, Any]
+
+_LEAST_LOGPROB = -9999.0  # JSON has no infinities
+_ID_CHARS = string.ascii_letters + string.digits
+_ID_LENGTHS = {"mistral": 9}  # its templates refuse others
+
+
+class Choice:
+    """Own one choice. `take` gives a stream's pieces; `whole`, at the end, the whole of them."""
+
+    def __init__(self, index: int, opened: Opened | Ended) -> None:
+        self.index = index
+        self.opened = opened
+        self.end: Finished | None = None
+        self._model = opened.router.text if isinstance(opened, Opened) else None
+        self._is_over = False
+
+    async def events(self) -> list[Event]:
+        """What is new; empty after the end."""
+        if isinstance(self.opened, Opened):
+            return await self.opened.take()
+        events: list[Event] = [] if self._is_over else [self.opened.event]
+        self._is_over = True
+        return events
+
+    def take(self, events: Sequence[Event]) -> list[Delta]:
+        """The entries of `choices` that these events are."""
+        made: list[Delta] = []
+        for event in events:
+            if isinstance(event, TokenRun):
+                made += self._tokens(event)
+            elif isinstance(event, Finished):
+                self.end = event
+                made += self._finish(event.reason)
+        return made
+
+    def whole(self) -> Delta:
+        raise NotImplementedError
+
+    def _tokens(self, run: TokenRun) -> list[Delta]:
+        raise NotImplementedError
+
+    def _finish(self, reason: FinishReason) -> list[Delta]:
+        raise NotImplementedError
+
+
+_REASONS = {
+    FinishReason.STOP: "stop",
+    FinishReason.LENGTH: "length",
+    FinishReason.ABORTED: "abort",  # by an Abort over gRPC
+}
+
+
+class ChatChoice(Choice):
+    def __init__(self, index: int, opened: Opened | Ended, body: ChatBody) -> None:
+        super().__init__(index, opened)
+        self._content, self._reasoning = list[str](), list[str]()
+        self._calls: list[Delta] = []
+        self._logprobs: list[Delta] | None = [] if body.logprobs else None
+        self._has_role = False
+        self._reason: str | None = None
+        self._is_parallel = body.parallel_tool_calls is not False
+        self._splitter = self._parser = None
+        self._format: ToolFormat | None = None
+        if self._model is None or not isinstance(opened, Opened):
+            return
+        if self._model.reasons:
+            is_open = self._model.thinks_after(opened.parsed.token_ids[-64:].tolist())
+            self._splitter = ReasoningSplitter(is_open=is_open)
+        self._format = self._model.tool_format
+        if body.calls_tools and self._format is not None:
+            self._parser = new_parser(self._format, body.tool_names)
+
+    def _tokens(self, run: TokenRun) -> list[Delta]:
+        deltas = self._deltas(run.text)
+        logprobs = None
+        if self._logprobs is not None and self._model is not None:
+            new = [_chat_logprob(self._model, *each) for each in zip(run.ids, run.logprobs)]
+            self._logprobs += new
+            logprobs = {"content": new}
+            deltas = deltas or [{"content": ""}]
+        made = [] if self._has_role else [self._piece({"role": "assistant", "content": ""})]
+        self._has_role = True
+        for delta in deltas:
+            made.append(self._piece(delta, logprobs))
+            logprobs = None
+        return made
+
+    def _finish(self, reason: FinishReason) -> list[Delta]:
+        deltas = self._rest()
+        made = [] if self._has_role else [self._piece({"role": "assistant", "content": ""})]
+        has_called = reason is FinishReason.STOP and self._calls
+        self._reason = "tool_calls" if has_called else _REASONS[reason]
+        made += [self._piece(delta) for delta in deltas]
+        return [*made, self._piece({}, None, self._reason)]
+
+    def _piece(
+        self, delta: Delta, logprobs: Delta | None = None, reason: str | None = None
+    ) -> Delta:
+        return {
+            "index": self.index,
+            "delta": delta,
+            "logprobs": logprobs,
+            "finish_reason": reason,
+        }
+
+    def _deltas(self, text: str) -> list[Delta]:
+        if self._splitter is None:
+            return self._of_content(self._parsed(text))
+        return self._of_split(self._splitter.push(text))
+
+    def _rest(self) -> list[Delta]:
+        deltas = [] if self._splitter is None else self._of_split(self._splitter.finish())
+        return deltas + ([] if self._parser is None else self._of_content(self._parser.finish()))
+
+    def _of_split(self, split: Split) -> list[Delta]:
+        made: list[Delta] = []
+        if split.reasoning:
+            self._reasoning.append(split.reasoning)
+            made.append({"reasoning_content": split.reasoning})
+        return made + self._of_content(self._parsed(split.content))
+
+    def _parsed(self, text: str) -> Sequence[Piece]:
+        if not text:
+            return ()
+        return (text,) if self._parser is None else self._parser.push(text)
+
+    def _of_content(self, pieces: Sequence[Piece]) -> list[Delta]:
+        made: list[Delta] = []
+        for piece in pieces:
+            if isinstance(piece, str):
+                self._content.append(piece)
+                made.append({"content": piece})
+            elif self._is_parallel or piece.index == 0:
+                made.append({"tool_calls": [self._called(piece)]})
+        return made
+
+    def _called(self, delta: CallDelta) -> Delta:
+        if delta.name is None:
+            self._calls[delta.index]["function"]["arguments"] += delta.arguments
+            return {"index": delta.index, "function": {"arguments": delta.arguments}}
+        function = {"name": delta.name, "arguments": delta.arguments}
+        call = {"id": _call_id(self._format), "type": "function", "function": function}
+        self._calls.append({**call, "function": dict(function)})
+        return {"index": delta.index, **call}
+
+    def whole(self) -> Delta:
+        content = "".join(self._content)
+        message: Delta = {"role": "assistant", "content": content, "refusal": None}
+        if self._reasoning:
+            message["reasoning_content"] = "".join(self._reasoning)
+        if self._calls:
+            message |= {"content": content or None, "tool_calls": self._calls}
+        logprobs = None if self._logprobs is None else {"content": self._logprobs}
+        return {
+            "index": self.index,
+            "message": message,
+            "logprobs": logprobs,
+            "finish_reason": self._reason,
+        }
+
+
+class TextChoice(Choice):
+    def __init__(self, index: int, opened: Opened | Ended, has_logprobs: bool) -> None:
+        super().__init__(index, opened)
+        self._texts: list[str] = []
+        self._has_logprobs = has_logprobs
+        self._logprobs: list[Delta] = []
+        self._offset = 0
+        self._reason: str | None = None
+
+    def _tokens(self, run: TokenRun) -> list[Delta]:
+        self._texts.append(run.text)
+        logprobs = None
+        if self._has_logprobs and self._model is not None and run.ids:
+            pairs = list(zip(run.ids, run.logprobs))
+            new = [_text_logprob(self._model, *each) for each in pairs]
+            for each in new:
+                each["text_offset"] = self._offset
+                self._offset += len(each["tokens"])
+            self._logprobs += new
+            logprobs = _columns(new)
+        if not run.text and logprobs is None:
+            return []
+        return [self._piece(run.text, logprobs)]
+
+    def _finish(self, reason: FinishReason) -> list[Delta]:
+        self._reason = _REASONS[reason]
+        return [self._piece("", None, self._reason)]
+
+    def _piece(self, text: str, logprobs: Delta | None, reason: str | None = None) -> Delta:
+        return {"index": self.index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+
+    def whole(self) -> Delta:
+        logprobs = _columns(self._logprobs) if self._has_logprobs else None
+        return self._piece("".join(self._texts), logprobs, self._reason)
+
+
+def usage_of(choices: Sequence[Choice], num_of_prompt: int) -> dict[str, Any]:
+    """`num_of_prompt`: choices of each prompt, which counts once."""
+    ends = [each.end for each in choices if each.end is not None]
+    firsts = [
+        each.end for each in choices if each.end is not None and each.index % num_of_prompt == 0
+    ]
+    prompt = sum(end.num_prompt_tokens for end in firsts)
+    output = sum(end.num_output_tokens for end in ends)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": output,
+        "total_tokens": prompt + output,
+        "prompt_tokens_details": {"cached_tokens": sum(end.num_cached_tokens for end in firsts)},
+    }
+
+
+# --- log-probabilities ----------------------------------------------------------------------------
+
+
+def _chat_logprob(model: TextModel, token_id: int, known: common_pb2.Logprobs) -> Delta:
+    top = [_entry(model, each.id, each.logprob) for each in known.top]
+    return {**_entry(model, token_id, _logprob_of(known)), "top_logprobs": top}
+
+
+def _entry(model: TextModel, token_id: int, logprob: float) -> Delta:
+    data = model.token_text(token_id)
+    text = data.decode(errors="replace")
+    return {"token": text, "logprob": _finite(logprob), "bytes": list(data)}
+
+
+def _text_logprob(model: TextModel, token_id: int, known: common_pb2.Logprobs) -> Delta:
+    top = {
+        model.token_text(each.id).decode(errors="replace"): _finite(each.logprob)
+        for each in known.top
+    }
+    return {
+        "tokens": model.token_text(token_id).decode(errors="replace"),
+        "token_logprobs": _finite(_logprob_of(known)),
+        "top_logprobs": top,
+    }
+
+
+def _columns(rows: Sequence[Delta]) -> Delta:
+    names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+    return {name: [row[name] for row in rows] for name in names}
+
+
+def _logprob_of(known: common_pb2.Logprobs) -> float:
+    return known.logprob if known.rank else -math.inf  # not known any more
+
+
+def _finite(logprob: float) -> float:
+    return logprob if math.isfinite(logprob) else _LEAST_LOGPROB
+
+
+def _call_id(tool_format: ToolFormat | None) -> str:
+    length = _ID_LENGTHS.get(tool_format or "")
+    if length is None:
+        return f"call_{secrets.token_hex(12)}"
+    return "".join(secrets.choice(_ID_CHARS) for _ in range(length))

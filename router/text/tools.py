@@ -1,0 +1,440 @@
+"""Tool calls in an answer's text, found while it streams.
+
+- hermes (Hermes, Qwen): `<tool_call>{"name": "f", "arguments": {...}}</tool_call>`, again for each
+  call.
+- llama3: `{"name": "f", "parameters": {...}}` as the whole answer, with `;` between calls. Or
+  `<|python_tag|>` and the same, or `<|python_tag|>f.call(key="value")`.
+- mistral: `[TOOL_CALLS][{"name": "f", "arguments": {...}}, ...]`, or `[TOOL_CALLS]f[ARGS]{...}`.
+
+A parser's output does not depend on how the text was cut into pieces. Arguments come as the model
+writes them. What turns out to be no call is text.
+"""
+
+from __future__ import annotations
+
+import ast
+import enum
+import json
+import re
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
+from typing import Literal
+
+ToolFormat = Literal["hermes", "llama3", "mistral"]
+
+MARKERS: dict[ToolFormat, tuple[str, ...]] = {
+    "hermes": ("<tool_call>", "</tool_call>"),
+    "llama3": ("<|python_tag|>",),
+    "mistral": ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"),
+}
+_ARGUMENTS = ("arguments", "parameters")
+_HERMES_MARKER = re.compile("</?tool_call>")
+_CALL = re.compile(r"[\w.-]+\.call\(.*\)", re.DOTALL)
+
+
+def tool_format_of(template: str) -> ToolFormat | None:
+    """The format in which a chat template makes its model write calls; None: it names none."""
+    if "tools" not in template or "<function=" in template:  # the latter is Qwen3-Coder's XML
+        return None
+    if "[TOOL_CALLS]" in template:
+        return "mistral"
+    if "<tool_call>" in template:
+        return "hermes"
+    is_llama = "<|python_tag|>" in template or "Environment: ipython" in template
+    return "llama3" if is_llama else None
+
+
+@dataclass(frozen=True)
+class CallDelta:
+    """A further piece of a call. The first one of each call has its name."""
+
+    index: int
+    name: str | None
+    arguments: str
+
+
+Piece = str | CallDelta
+
+
+class _At(enum.Enum):
+    """Where the reader of a call is in its JSON object."""
+
+    OPENING = enum.auto()
+    KEY = enum.auto()
+    IN_KEY = enum.auto()
+    COLON = enum.auto()
+    VALUE = enum.auto()
+    IN_TEXT = enum.auto()
+    NESTED = enum.auto()  # an object or a list
+    IN_SCALAR = enum.auto()
+    AFTER = enum.auto()  # a value: a comma or the end follows
+    DONE = enum.auto()
+    BROKEN = enum.auto()
+
+
+_NEXT = {
+    (_At.OPENING, "{"): _At.KEY,
+    (_At.KEY, '"'): _At.IN_KEY,
+    (_At.KEY, "}"): _At.DONE,
+    (_At.COLON, ":"): _At.VALUE,
+    (_At.VALUE, '"'): _At.IN_TEXT,
+    (_At.VALUE, "{"): _At.NESTED,
+    (_At.VALUE, "["): _At.NESTED,
+    (_At.AFTER, ","): _At.KEY,
+    (_At.AFTER, "}"): _At.DONE,
+}
+
+
+class _Call:
+    """Read `{"name": "f", "arguments": {...}}` character by character."""
+
+    def __init__(self) -> None:
+        self.at = _At.OPENING
+        self.name: str | None = None
+        self._key = ""
+        self._token: list[str] = []  # of the key or value that is read
+        self._depth = 0  # of brackets in a nested value
+        self._in_quotes = self._escaped = False
+        self._arguments: list[str] | None = None  # not taken yet; None: none have come
+
+    @property
+    def is_over(self) -> bool:
+        return self.at in (_At.DONE, _At.BROKEN)
+
+    def take(self) -> str:
+        """Arguments since the last time. A call without any has an empty object."""
+        if self._arguments is None:
+            return "{}" if self.at is _At.DONE else ""
+        taken, self._arguments = "".join(self._arguments), []
+        return taken
+
+    def push(self, char: str) -> None:
+        match self.at:
+            case _At.IN_KEY | _At.IN_TEXT:
+                self._token.append(char)
+                if self._closes_quotes(char):
+                    self._end_text()
+            case _At.NESTED:
+                self._push_nested(char)
+            case _At.IN_SCALAR if char in ",}":
+                self.at = _NEXT[_At.AFTER, char]
+            case _At.IN_SCALAR:
+                pass
+            case _ if char not in " \t\r\n":
+                self._push_mark(char)
+
+    def _push_mark(self, char: str) -> None:
+        """What stands between texts and values."""
+        other = _At.IN_SCALAR if self.at is _At.VALUE else _At.BROKEN
+        self.at = _NEXT.get((self.at, char), other)
+        self._in_quotes = self.at in (_At.IN_KEY, _At.IN_TEXT)
+        self._token = [char]
+        if self.at is _At.NESTED:
+            self._depth = 1
+            if self._key in _ARGUMENTS and self._arguments is None:
+                self._arguments = self._token
+
+    def _push_nested(self, char: str) -> None:
+        if self._key in _ARGUMENTS and self._arguments is not None:
+            self._arguments.append(char)
+        if self._in_quotes:
+            self._closes_quotes(char)
+            return
+        self._in_quotes = char == '"'
+        self._depth += (char in "{[") - (char in "}]")
+        if self._depth == 0:
+            self.at = _At.AFTER
+
+    def _closes_quotes(self, char: str) -> bool:
+        if self._escaped:
+            self._escaped = False
+        elif char == "\\":
+            self._escaped = True
+        elif char == '"':
+            self._in_quotes = False
+        return not self._in_quotes
+
+    def _end_text(self) -> None:
+        try:
+            text: str = json.loads("".join(self._token))
+        except ValueError:
+            self.at = _At.BROKEN
+            return
+        if self.at is _At.IN_KEY:
+            self._key, self.at = text, _At.COLON
+            return
+        self.at = _At.AFTER
+        if self._key == "name":
+            self.name = text
+        elif self._key in _ARGUMENTS and self._arguments is None and text:
+            self._arguments = [text]  # JSON within a text
+
+
+class ToolParser:
+    """Own what was not decided yet of one answer's text."""
+
+    def __init__(self, marker: str, names: Collection[str]) -> None:
+        """`names`: of the tools that the request has."""
+        self._marker, self._names = marker, names
+        self._text = ""  # not looked at yet
+        self._raw = ""  # of the call that is read: text, if it turns out to be none
+        self._out: list[Piece] = []
+        self._call = _Call()
+        self._is_shown = False  # the call's name is out
+        self._num_calls = 0
+        self._state: Callable[[], bool] = self._outside
+
+    def push(self, text: str) -> list[Piece]:
+        self._text, self._out = self._text + text, []
+        while self._text and self._state():
+            pass
+        return self._out
+
+    def finish(self) -> list[Piece]:
+        """What was held back, once it is certain that nothing follows."""
+        self._out = []
+        rest = self._raw + self._text
+        is_between = self._num_calls and self._state in self._between
+        if not self._is_shown and not is_between and (rest.strip() or not self._num_calls):
+            self._put(rest)
+        return self._out
+
+    @property
+    def _between(self) -> tuple[Callable[[], bool], ...]:
+        """States after a call: what is left then is no text."""
+        return (self._after_call,)
+
+    # States take from `_text`, and return whether the next one has something to do.
+
+    def _outside(self) -> bool:
+        """Text up to the marker. White space before a marker, and after a call, is nobody's."""
+        before, found, after = self._text.partition(self._marker)
+        shown = before if found else before[: -_begun(before, self._marker) or None]
+        stripped = shown.rstrip()
+        held = "" if found else before[len(stripped) :]
+        self._put(stripped)
+        if found:
+            self._raw = before[len(stripped) :] + self._marker
+            self._text, self._state = after, self._after_marker
+        else:
+            self._text = held
+        return bool(found)
+
+    def _after_marker(self) -> bool:
+        raise NotImplementedError
+
+    def _after_call(self) -> bool:
+        raise NotImplementedError
+
+    def _skip(self, chars: str) -> str:
+        """Step over what stands before the next part; the character that follows, or none."""
+        rest = self._text.lstrip(chars)
+        self._raw += self._text[: len(self._text) - len(rest)]
+        self._text = rest
+        return rest[:1]
+
+    def _begin(self, head: str = "") -> bool:
+        """A call begins; `head` is read before the model's own text."""
+        self._call, self._is_shown = _Call(), False
+        for char in head:
+            self._call.push(char)
+        self._state = self._in_call
+        return True
+
+    def _in_call(self) -> bool:
+        call, position = self._call, 0
+        for char in self._text:
+            call.push(char)
+            position += 1
+            if self._is_bare and call.at is _At.AFTER:
+                call.push("}")
+            if call.is_over:
+                break
+        self._raw += self._text[:position]
+        self._text = self._text[position:]
+        self._show()
+        if call.is_over:
+            self._end_call()
+        return call.is_over
+
+    _is_bare = False
+    """The model writes the arguments alone."""
+
+    def _is_call(self, name: str) -> bool:
+        return True
+
+    def _show(self) -> None:
+        call = self._call
+        if call.name is None:
+            return
+        if not self._is_shown and not self._is_call(call.name):
+            call.at = _At.BROKEN
+            return
+        arguments = call.take()
+        if not self._is_shown or arguments:
+            name = None if self._is_shown else call.name
+            self._out.append(CallDelta(self._num_calls, name, arguments))
+        self._is_shown, self._raw = True, ""
+
+    def _end_call(self) -> None:
+        if self._is_shown:
+            self._num_calls += 1
+            self._state = self._after_call
+        else:
+            self._put(self._raw)
+            self._state = self._outside
+        self._is_shown, self._raw = False, ""
+
+    def _put(self, text: str) -> None:
+        if text and self._out and isinstance(self._out[-1], str):
+            self._out[-1] += text
+        elif text:
+            self._out.append(text)
+
+
+def _begun(text: str, marker: str) -> int:
+    """How many characters at the end of `text` may begin the marker."""
+    for length in range(min(len(marker) - 1, len(text)), 0, -1):
+        if marker.startswith(text[-length:]):
+            return length
+    return 0
+
+
+class HermesParser(ToolParser):
+    def __init__(self, names: Collection[str]) -> None:
+        super().__init__("<tool_call>", names)
+
+    def _after_marker(self) -> bool:
+        return bool(self._skip(" \t\r\n")) and self._begin()
+
+    def _after_call(self) -> bool:
+        """Up to the closing marker, or another call's; what a broken call leaves is dropped."""
+        found = _HERMES_MARKER.search(self._text)
+        if found is None:
+            self._text = self._text[1 - len("</tool_call>") :]
+            return False
+        is_next = found[0] == self._marker
+        self._text = self._text[found.start() if is_next else found.end() :]
+        self._state = self._outside
+        return True
+
+
+class MistralParser(ToolParser):
+    def __init__(self, names: Collection[str]) -> None:
+        super().__init__("[TOOL_CALLS]", names)
+
+    def _after_marker(self) -> bool:
+        first, self._is_bare = self._skip(" \t\r\n"), False
+        if first == "[":
+            self._raw += "["
+            self._text = self._text[1:]
+            self._state = self._in_list
+        elif first == "{":
+            return self._begin()
+        elif first:
+            self._state = self._in_name
+        return bool(first)
+
+    def _in_list(self) -> bool:
+        first = self._skip(" \t\r\n,")
+        if self._num_calls:
+            self._raw = ""
+        if first == "{":
+            return self._begin()
+        if first == "]":
+            self._text = self._text[1:]
+        if first:
+            self._put(self._raw)
+            self._raw, self._state = "", self._outside
+        return bool(first)
+
+    @property
+    def _between(self) -> tuple[Callable[[], bool], ...]:
+        return (self._after_call, self._in_list)
+
+    def _in_name(self) -> bool:
+        """`f[CALL_ID]id[ARGS]{...}`; also without the markers."""
+        name, found, _ = self._text.partition("{")
+        if not found:
+            return False
+        self._raw += name
+        self._text = self._text[len(name) :]
+        name = re.split(r"\[(?:CALL_ID|ARGS)\]", name)[0].strip()
+        self._is_bare = True
+        return self._begin(f'{{"name": {json.dumps(name)}, "arguments": ')
+
+    def _after_call(self) -> bool:
+        self._state = self._outside if self._is_bare else self._in_list
+        return True
+
+
+class Llama3Parser(ToolParser):
+    """A JSON object without a marker is a call only if it names a tool of the request's."""
+
+    def __init__(self, names: Collection[str]) -> None:
+        super().__init__("<|python_tag|>", names)
+        self._state = self._at_start
+        self._has_marker = False
+
+    def _at_start(self) -> bool:
+        first = self._skip(" \t\r\n")
+        if first == "{":
+            return self._begin()
+        if first:
+            self._text, self._raw, self._state = self._raw + self._text, "", self._outside
+        return bool(first)
+
+    def _after_marker(self) -> bool:
+        self._has_marker = True
+        first = self._skip(" \t\r\n")
+        if first == "{":
+            return self._begin()
+        if first:
+            self._state = self._in_code
+        return bool(first)
+
+    def _in_code(self) -> bool:
+        return False  # only the whole of it says what it is
+
+    def _after_call(self) -> bool:
+        first = self._skip(" \t\r\n;,")
+        self._raw = ""
+        if first == "{":
+            return self._begin()
+        if first:
+            self._state = self._outside
+        return bool(first)
+
+    def _is_call(self, name: str) -> bool:
+        return self._has_marker or name in self._names
+
+    def finish(self) -> list[Piece]:
+        if self._state == self._in_code and (delta := _call_in_code(self._text)):
+            return [replace(delta, index=self._num_calls)]
+        return super().finish()
+
+
+def _call_in_code(code: str) -> CallDelta | None:
+    """The call in `f.call(key="value")`; None: it is none, with literals alone."""
+    if not _CALL.fullmatch(code.strip()):
+        return None
+    try:
+        call = ast.parse(code.strip(), mode="eval").body
+        assert isinstance(call, ast.Call)
+        values = {each.arg: ast.literal_eval(each.value) for each in call.keywords}
+        if call.args or None in values:
+            return None
+        return CallDelta(0, ast.unparse(call.func).removesuffix(".call"), json.dumps(values))
+    except (AssertionError, SyntaxError, TypeError, ValueError, RecursionError, MemoryError):
+        return None
+
+
+_PARSERS: dict[ToolFormat, Callable[[Collection[str]], ToolParser]] = {
+    "hermes": HermesParser,
+    "llama3": Llama3Parser,
+    "mistral": MistralParser,
+}
+
+
+def new_parser(tool_format: ToolFormat, names: Collection[str]) -> ToolParser:
+    return _PARSERS[tool_format](names)

@@ -1,0 +1,257 @@
+"""Errors in OpenAI's shape, each naming its field, and what is refused before it is read."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.router.deployment import Deployment
+from tests.router.openai.spoken import CHAT, MARKS, Http, spoken
+
+TOOL = {"type": "function", "function": {"name": "f"}}
+USER = {"role": "user", "content": "hi"}
+
+
+@pytest.fixture
+async def door(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[tuple[Deployment, Http]]:
+    async with spoken(tmp_path, monkeypatch, MARKS["hermes"] + CHAT) as made:
+        yield made
+
+
+def called(call: dict[str, Any], role: str = "assistant") -> dict[str, Any]:
+    return {"messages": [USER, {"role": role, "content": "", "tool_calls": [call]}]}
+
+
+async def test_every_wrong_field_of_a_chat_is_named(door: tuple[Deployment, Http]) -> None:
+    d, http = door
+    picture = {"type": "image_url", "image_url": {"url": "http://x"}}
+    for fields, param in (
+        ({"messages": []}, "messages"),
+        ({"messages": "hi"}, "messages"),
+        ({"messages": None}, "messages"),
+        ({"messages": [{"role": "king", "content": "hi"}]}, "messages[0].role"),
+        ({"messages": [{"content": "hi"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": [picture]}]}, "messages[0].content[0]"),
+        ({"messages": [USER, {**USER, "tool_call_id": "x"}]}, "messages[1].tool_call_id"),
+        (called({"function": {"name": "f", "arguments": "{"}}),
+         "messages[1].tool_calls[0].function.arguments"),
+        (called({"function": {"name": "", "arguments": "{}"}}),
+         "messages[1].tool_calls[0].function.name"),
+        (called({"function": {"name": "f"}}, role="user"), "messages[1].tool_calls"),
+        ({"temperature": "warm"}, "temperature"),
+        ({"temperature": -1}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": -1}, "max_tokens"),
+        ({"max_tokens": True}, "max_tokens"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens"),
+        ({"presence_penalty": 3}, "presence_penalty"),
+        ({"n": 0}, "n"),
+        ({"n": 1000}, "n"),
+        ({"stop": ["a"] * 17}, "stop"),
+        ({"stop": ["a", ""]}, "stop[1]"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids"),
+        ({"stop_token_ids": [999]}, "stop_token_ids[0]"),
+        ({"seed": 1 << 70}, "seed"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"logit_bias": {"5": 1.0}}, "logit_bias"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {}}}},
+         "response_format"),
+        ({"response_format": {"type": "poem"}}, "response_format"),
+        ({"tools": [{"type": "retrieval", "function": {"name": "f"}}]}, "tools[0].type"),
+        ({"tools": [{"function": {"name": ""}}]}, "tools[0].function.name"),
+        ({"tools": [TOOL], "tool_choice": "required"}, "tool_choice"),
+        ({"tools": [TOOL], "tool_choice": TOOL}, "tool_choice"),
+        ({"tools": [TOOL], "tool_choice": "perhaps"}, "tool_choice"),
+        ({"tool_choice": "auto"}, "tool_choice"),
+        ({"functions": [{"name": "f"}]}, "functions"),
+        ({"audio": {"voice": "x"}}, "audio"),
+        ({"request_id": "no spaces"}, "request_id"),
+        ({"timeout_ms": 0}, "timeout_ms"),
+        ({"session_id": "x" * 200}, "session_id"),
+    ):  # fmt: skip
+        answer = await http.post("/v1/chat/completions", {"messages": [USER]} | fields)
+        assert (answer.status, answer.error["param"]) == (400, param), (fields, answer.text)
+        assert answer.error["type"] == "invalid_request_error"
+        assert answer.error["message"]
+    assert d.worker("d0").num_reserves == 0
+
+
+async def test_every_wrong_field_of_a_completion_is_named(door: tuple[Deployment, Http]) -> None:
+    _, http = door
+    for fields, param in (
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": [[]]}, "prompt"),
+        ({"prompt": [5, 999]}, "prompt[1]"),
+        ({"prompt": [-1]}, "prompt"),
+        ({"prompt": {"text": "x"}}, "prompt"),
+        ({"prompt": ["x"] * 65, "n": 2}, "prompt"),
+        ({"echo": True}, "echo"),
+        ({"suffix": "end"}, "suffix"),
+        ({"best_of": 3}, "best_of"),
+        ({"logprobs": 21}, "logprobs"),
+        ({"prompt": ["a", "b"], "request_id": "r"}, "request_id"),
+    ):
+        answer = await http.post("/v1/completions", {"prompt": "x"} | fields)
+        assert (answer.status, answer.error["param"]) == (400, param), (fields, answer.text)
+
+
+async def test_a_prompt_beyond_the_context_and_an_unknown_model_have_openai_s_codes(
+    door: tuple[Deployment, Http],
+) -> None:
+    _, http = door
+    long = await http.post("/v1/completions", {"prompt": "x" * 3000})
+    assert (long.status, long.error["code"]) == (400, "context_length_exceeded")
+    assert "This model's maximum context length is 2048 tokens" in long.error["message"]
+    for path, body in (
+        ("/v1/completions", {"prompt": "x", "model": "gpt-9"}),
+        ("/v1/chat/completions", {"messages": [USER], "model": "gpt-9"}),
+    ):
+        unknown = await http.post(path, body)
+        assert (unknown.status, unknown.error["code"]) == (404, "model_not_found")
+        assert unknown.error["param"] == "model"
+
+
+async def test_tools_are_refused_where_the_model_writes_no_calls(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with spoken(tmp_path, monkeypatch, "{{ messages[0].content }}") as (_, http):
+        body = {"messages": [USER], "tools": [TOOL]}
+        answer = await http.post("/v1/chat/completions", body)
+        assert (answer.status, answer.error["param"]) == (400, "tools")
+
+
+async def test_what_is_no_json_or_no_text_is_refused_and_harms_no_one(
+    door: tuple[Deployment, Http],
+) -> None:
+    _, http = door
+    half = json.dumps({"messages": [{"role": "user", "content": "\ud800"}]}).encode()
+    deep = b'{"messages": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+    nested = '{"a":' * 150 + "0" + "}" * 150
+    kwargs = (
+        '{"messages": [{"role": "user", "content": ""}], "chat_template_kwargs": ' + nested + "}"
+    )
+    for raw in (
+        *(b"", b"{", b"[]", b"null", b'{"messages": "\xff\xfe"}', half, deep),
+        b'{"messages": [{"role": "user", "content": "hi"}], "temperature": NaN}',
+        b'{"messages": [{"role": "user", "content": "hi"}], "seed": ' + b"9" * 10_000 + b"}",
+    ):
+        answer = await http.call("POST", "/v1/chat/completions", raw)
+        assert answer.status == 400, (raw[:40], answer.text)
+        assert answer.error["type"] == "invalid_request_error"
+    within = await http.call("POST", "/tokenize", kwargs.encode())
+    assert within.status in (200, 400)
+    assert (await http.chat("yes")).status == 200
+
+
+async def test_unknown_paths_and_methods_are_refused_in_openai_s_shape(
+    door: tuple[Deployment, Http],
+) -> None:
+    _, http = door
+    for method, path, status in (
+        ("GET", "/", 404),
+        ("POST", "/v1/images/generations", 404),
+        ("POST", "/v1/chat/completions/", 404),
+        ("GET", "/v1/chat/completions", 405),
+        ("DELETE", "/v1/models", 405),
+    ):
+        answer = await http.call(method, path)
+        assert (answer.status, answer.error["type"]) == (status, "invalid_request_error")
+        assert path in answer.error["message"]
+
+
+async def test_a_full_queue_says_when_to_come_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with spoken(tmp_path, monkeypatch, max_queue=1, overload_retry_s=1.5) as (d, http):
+        d.router.fleet.arrays.max_running[:] = 0  # no room anywhere
+        waiting = asyncio.create_task(http.chat("yes"))
+        await d.until(lambda: len(d.router.admission) == 1)
+        answer = await http.chat("yes", stream=True)
+        assert (answer.status, answer.error["code"]) == (429, "overloaded")
+        assert answer.error["type"] == "rate_limit_error"
+        assert answer.headers["retry-after"] == "2"
+        assert answer.headers["retry-after-ms"] == "1500"
+        d.router.fleet.arrays.max_running[:] = 8
+        d.router.admission.kick()
+        assert (await waiting).status == 200
+
+
+# --- over a bare connection -----------------------------------------------------------------------
+
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
+
+
+async def raw(http: Http, *parts: bytes) -> bytes:
+    """What comes back until the connection is closed."""
+    host, _, port = http.address.rpartition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    try:
+        for part in parts:
+            writer.write(part)
+            await writer.drain()
+        async with asyncio.timeout(10):
+            return await reader.read()
+    except ConnectionResetError:
+        return b""
+    finally:
+        writer.close()
+
+
+async def test_a_body_over_the_limit_is_refused_unread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with spoken(tmp_path, monkeypatch, max_message_bytes=10_000) as (_, http):
+        close = b"Connection: close\r\n"
+        said = await raw(http, HEAD + close + b"Content-Length: 10000000000\r\n\r\n")
+        assert said.startswith(b"HTTP/1.1 413 ")
+        assert b"10000 bytes" in said
+        chunk = b"%x\r\n%s\r\n" % (6000, b"x" * 6000)
+        said = await raw(http, HEAD + close + b"Transfer-Encoding: chunked\r\n\r\n", chunk, chunk)
+        assert said.startswith(b"HTTP/1.1 413 ")
+        expecting = HEAD + close + b"Expect: 100-continue\r\nContent-Length: 20000\r\n\r\n"
+        assert (await raw(http, expecting)).startswith(b"HTTP/1.1 413 ")
+        whole = await http.post("/v1/completions", {"prompt": "x" * 20_000})
+        assert whole.status == 413
+        assert (await http.chat("yes")).status == 200
+
+
+async def test_requests_that_trickle_are_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with spoken(tmp_path, monkeypatch, http_read_timeout_s=0.3) as (_, http):
+        slow_body = HEAD + b"Content-Length: 100\r\n\r\n{"
+        assert (await raw(http, slow_body)).startswith(b"HTTP/1.1 408 ")
+        slow_heads = (b"", b"POST /v1/comp", HEAD)
+        assert await asyncio.gather(*(raw(http, head) for head in slow_heads)) == [b""] * 3
+        assert (await http.chat("yes")).status == 200
+
+
+async def test_what_is_no_http_and_heads_without_end_are_refused(
+    door: tuple[Deployment, Http],
+) -> None:
+    _, http = door
+    for sent in (b"\x16\x03\x01\x00\xff\r\n\r\n", b"GET /\r\n\r\n"):
+        said = await raw(http, sent)
+        assert said.startswith(b"HTTP/1.1 400 ")
+        assert b'{"error": {' in said
+    bomb = HEAD + b"".join(b"X-%d: %s\r\n" % (n, b"y" * 1000) for n in range(1000))
+    assert (await raw(http, bomb))[:13] in (b"HTTP/1.1 400 ", b"")
+    assert (await http.chat("yes")).status == 200
+
+
+async def test_compressed_bodies_are_refused_by_name(door: tuple[Deployment, Http]) -> None:
+    _, http = door
+    answer = await http.post("/v1/completions", {"prompt": "x"}, content_encoding="gzip")
+    assert (answer.status, answer.error["param"]) == (400, "content-encoding")
