@@ -90,6 +90,11 @@ class FleetArrays:
         progress = np.minimum(self.head_tokens, rates * np.maximum(0.0, now_s - self.head_since_s))
         return np.maximum(0.0, self.queued_tokens - progress) / rates
 
+    def queued_ahead(self, slot: int, now_s: float) -> float:
+        """Tokens in a worker's queue, less what its own rate has made of the first prompt."""
+        progress = self.prefill_tokens_per_s[slot] * max(0.0, now_s - self.head_since_s[slot])
+        return float(max(0.0, self.queued_tokens[slot] - min(self.head_tokens[slot], progress)))
+
     def speeds(self, kv_class: int, since_s: float) -> tuple[Floats, Floats]:
         """(prefill tokens/s, seconds a decode step) [slots] to reckon with.
 
@@ -179,60 +184,107 @@ class Placement:
 
 
 @dataclass(frozen=True)
-class Costs:
-    """All candidates: rows are prefill workers and, last, local prefill; columns decode workers.
-
-    Seconds, float64 [num_prefill + 1, num_decode]; infinite where no candidate is.
-    """
+class Terms:
+    """What candidates cost, in seconds, by worker. Only the transfer depends on both workers."""
 
     prefill_slots: Ints
     decode_slots: Ints
-    total_s: Floats
     queue_s: Floats
+    """[slots] Wait before the prompt starts there."""
     prefill_s: Floats
-    transfer_s: Floats
+    """[slots]"""
+    bytes_to_move: Floats
+    """[decode workers]"""
     decode_s: Floats
+    """[decode workers] Slow-down of the decode batch."""
+    local_decode_s: Floats
+    """[decode workers] The same if the decode worker prefills too."""
+    prefill_penalty_s: Floats
+    """[prefill workers] What is added if the request failed there."""
+    decode_penalty_s: Floats
+
+    def local_s(self, policy: RouterConfig) -> Floats:
+        """[decode workers] Cost of prefill on the decode worker itself; infinite if forbidden."""
+        d = self.decode_slots
+        if policy.local_prefill == "never":
+            return np.full(len(d), np.inf)
+        return self.queue_s[d] + self.prefill_s[d] + self.local_decode_s + self.decode_penalty_s
+
+    def writers_s(self, fleet: FleetArrays, policy: RouterConfig, sizes: Floats) -> Floats:
+        """[prefill workers, sizes] The part of a pair's cost that does not depend on the decode
+        worker beyond the bytes that it lacks."""
+        p = self.prefill_slots
+        prefill = self.prefill_s[p]
+        alone = self.queue_s[p] + prefill + self.prefill_penalty_s
+        rates = fleet.handoff_bytes_per_s[p][:, None]
+        return alone[:, None] + transfer_s(sizes, rates, prefill[:, None], policy)
 
 
-def evaluate(
+def transfer_s(
+    num_bytes: Floats, bytes_per_s: Floats, prefill_s: Floats, policy: RouterConfig
+) -> Floats:
+    """What a handoff adds to a prefill, elementwise."""
+    move, overlap = num_bytes / bytes_per_s, policy.handoff_overlap
+    never_hidden = (1 - overlap) * move  # the last layers
+    return policy.handoff_overhead_s + np.maximum(never_hidden, move - overlap * prefill_s)
+
+
+def terms_of(
     query: PlacementQuery, fleet: FleetArrays, policy: RouterConfig, now_s: float
-) -> Costs:
-    """Cost of every candidate, vectorised over the fleet. Pure."""
+) -> Terms:
+    """Terms of every candidate that has room, vectorised over the fleet. Pure."""
     open_ = fleet.usable & (fleet.kv_class == query.kv_class) & (fleet.hold_until_s <= now_s)
+    left = fleet.unquarantined_tokens
+    open_ &= (query.num_tokens <= left) | (fleet.max_held_tokens <= left)
     needed = query.num_tokens - query.cached_tokens + query.max_new_tokens
-    room = (fleet.running < fleet.max_running) & (
-        (fleet.free_tokens >= np.minimum(needed, fleet.max_held_tokens)) | (fleet.running == 0)
-    )
+    room = fleet.free_tokens >= np.minimum(needed, fleet.max_held_tokens)
+    room |= fleet.running == 0
+    room &= fleet.running < fleet.max_running
     if query.reserved is not None:
         room &= ~query.reserved
     fits = fleet.longest_request >= query.num_tokens + query.least_new_tokens
     takes_prompt = fleet.longest_request > query.num_tokens
-    open_ &= query.num_tokens <= _longest_beside_quarantine(fleet)
-    p = np.flatnonzero(open_ & fleet.can_prefill & takes_prompt)
-    d = np.flatnonzero(open_ & fleet.can_decode & fits & room)
-    shape = (len(p) + 1, len(d))
+    (p,) = (open_ & fleet.can_prefill & takes_prompt).nonzero()
+    (d,) = (open_ & fleet.can_decode & fits & room).nonzero()
     since_s = now_s - policy.trust_rates_s if query.explores else -np.inf
     rates, steps = fleet.speeds(query.kv_class, since_s)
-    queue_all = fleet.queue_s(rates, now_s)
-    compute_all = np.maximum(1, query.num_tokens - query.cached_tokens) / rates
-    queue, prefill, transfer = np.zeros(shape), np.zeros(shape), np.zeros(shape)
-    queue[:-1], queue[-1] = queue_all[p][:, None], queue_all[d]
-    prefill[:-1], prefill[-1] = compute_all[p][:, None], compute_all[d]
+    prefill = np.maximum(1, query.num_tokens - query.cached_tokens) / rates
     bytes_to_move = (query.num_tokens - query.cached_tokens[d]) * fleet.kv_bytes_per_token[d]
-    move = np.maximum(0, bytes_to_move)[None, :] / fleet.handoff_bytes_per_s[p][:, None]
-    overlap = policy.handoff_overlap  # the rest of a move is never hidden: its last layers
-    exposed = np.maximum((1 - overlap) * move, move - overlap * prefill[:-1])
-    transfer[:-1] = policy.handoff_overhead_s + exposed
     share = (fleet.running[d] + 1) / fleet.max_running[d]
-    decode = np.broadcast_to(policy.decode_horizon_tokens * steps[d] * share, shape).copy()
+    decode = policy.decode_horizon_tokens * steps[d] * share
+    local_decode = decode
     if len(p):  # a decode worker's compute is dearer than a prefill worker's: streams wait for it
-        decode[-1] += compute_all[d] * (policy.local_prefill_weight - 1.0 + share)
-    total = queue + prefill + transfer + decode
-    _exclude(total, p, d, policy)
-    for slot in query.failed:
-        total[:-1][p == slot] += RETRY_PENALTY_S
-        total[:, d == slot] += RETRY_PENALTY_S
-    return Costs(p, d, total, queue, prefill, transfer, decode)
+        local_decode = decode + prefill[d] * (policy.local_prefill_weight - 1.0 + share)
+    return Terms(
+        prefill_slots=p,
+        decode_slots=d,
+        queue_s=fleet.queue_s(rates, now_s),
+        prefill_s=prefill,
+        bytes_to_move=np.maximum(0.0, bytes_to_move),
+        decode_s=decode,
+        local_decode_s=local_decode,
+        prefill_penalty_s=_penalty_s(p, query.failed),
+        decode_penalty_s=_penalty_s(d, query.failed),
+    )
+
+
+def _penalty_s(slots: Ints, failed: frozenset[int]) -> Floats:
+    penalty = np.zeros(len(slots))
+    for slot in failed:
+        penalty[slots == slot] = RETRY_PENALTY_S
+    return penalty
+
+
+def evaluate(terms: Terms, fleet: FleetArrays, policy: RouterConfig) -> Floats:
+    """Cost of every candidate: rows are prefill workers and, last, local prefill; columns decode
+    workers. Seconds; infinite where no candidate is."""
+    p, d = terms.prefill_slots, terms.decode_slots
+    pairs = terms.writers_s(fleet, policy, terms.bytes_to_move)
+    pairs += terms.decode_s + terms.decode_penalty_s
+    pairs[p[:, None] == d[None, :]] = np.inf  # that is local prefill
+    if policy.local_prefill == "always":
+        pairs[:] = np.inf
+    return np.vstack([pairs, terms.local_s(policy)])
 
 
 def _longest_beside_quarantine(fleet: FleetArrays) -> Floats:
@@ -241,15 +293,6 @@ def _longest_beside_quarantine(fleet: FleetArrays) -> Floats:
     quarantine until a late reader has stopped."""
     left = fleet.unquarantined_tokens
     return np.where(fleet.max_held_tokens <= left, np.inf, left)
-
-
-def _exclude(total: Floats, p: Ints, d: Ints, policy: RouterConfig) -> None:
-    """Rule out a worker paired with itself (local prefill), and what the policy forbids."""
-    total[:-1][p[:, None] == d[None, :]] = np.inf
-    if policy.local_prefill == "never":
-        total[-1] = np.inf
-    if policy.local_prefill == "always":
-        total[:-1] = np.inf
 
 
 @dataclass(frozen=True)
@@ -306,55 +349,113 @@ def choose(
     now_s: float,
     rng: random.Random,
 ) -> Placement | None:
-    """The cheapest placement, ties at random; None when no decode worker has room."""
-    costs = evaluate(query, fleet, policy, now_s)
-    if not costs.total_s.size:
+    """The cheapest placement, ties at random; None when no decode worker has room.
+
+    The same as the least of `evaluate`, without looking at every pair. Decode workers that lack
+    equally many bytes are a group. Within a group the cheapest prefill worker is the same for all,
+    unless it is the decode worker itself.
+    """
+    terms = terms_of(query, fleet, policy, now_s)
+    p, d = terms.prefill_slots, terms.decode_slots
+    if not len(d):
         return None
-    best = float(costs.total_s.min())
-    if not np.isfinite(best):
+    sizes, group = _grouped(terms.bytes_to_move)
+    writers = terms.writers_s(fleet, policy, sizes)
+    if policy.local_prefill == "always":
+        writers = writers[:0]
+    local = terms.local_s(policy)
+    decode = terms.decode_s + terms.decode_penalty_s
+    total = np.minimum(local, _cheapest_writer_s(writers, p, d, group) + decode)
+    best = total.min()
+    if best == np.inf:
         return None
-    ties = np.flatnonzero(costs.total_s <= best + TIE_TOLERANCE_S)
-    return _placement(query, fleet, costs, int(ties[rng.randrange(len(ties))]), now_s)
+    (ties,) = (total <= best + TIE_TOLERANCE_S).nonzero()
+    column = int(ties[rng.randrange(len(ties))])
+    costs = np.append(writers[:, group[column]] + decode[column], local[column])
+    costs[:-1][p[: len(writers)] == d[column]] = np.inf
+    (ties,) = (costs <= costs.min() + TIE_TOLERANCE_S).nonzero()
+    row = int(ties[rng.randrange(len(ties))])
+    is_local = row == len(writers)
+    return _placement(query, fleet, policy, terms, (None if is_local else row, column), now_s)
+
+
+def _grouped(values: Floats) -> tuple[Floats, Ints]:
+    """The distinct values, and for each value which of them it is."""
+    if values.min() == values.max():
+        return values[:1], np.zeros(len(values), dtype=np.int64)
+    return np.unique(values, return_inverse=True)
+
+
+def _cheapest_writer_s(writers: Floats, p: Ints, d: Ints, group: Ints) -> Floats:
+    """[decode workers] Of the prefill workers' costs to each group, the least of another worker
+    than the decode worker itself; infinite without one."""
+    if not len(writers):
+        return np.full(len(d), np.inf)
+    first = writers.argmin(axis=0)
+    columns = np.arange(len(first))
+    least: Floats = writers[first, columns][group]
+    is_own = p[first][group] == d
+    if is_own.any():
+        others = writers.copy()
+        others[first, columns] = np.inf
+        least = np.where(is_own, others.min(axis=0)[group], least)
+    return least
 
 
 def ranked(
     query: PlacementQuery, fleet: FleetArrays, policy: RouterConfig, now_s: float, limit: int
 ) -> Sequence[Placement]:
     """Candidates, cheapest first, at most `limit`."""
-    costs = evaluate(query, fleet, policy, now_s)
-    order = np.argsort(costs.total_s, axis=None, kind="stable")[:limit]
-    return [
-        _placement(query, fleet, costs, int(flat), now_s)
-        for flat in order
-        if np.isfinite(costs.total_s.flat[flat])
-    ]
+    terms = terms_of(query, fleet, policy, now_s)
+    costs = evaluate(terms, fleet, policy)
+    num_rows, num_columns = costs.shape
+    found = []
+    for flat in np.argsort(costs, axis=None, kind="stable")[:limit].tolist():
+        if np.isfinite(costs.flat[flat]):
+            row, column = divmod(flat, num_columns)
+            at = (None if row == num_rows - 1 else row, column)
+            found.append(_placement(query, fleet, policy, terms, at, now_s))
+    return found
 
 
 def _placement(
-    query: PlacementQuery, fleet: FleetArrays, costs: Costs, flat: int, now_s: float
+    query: PlacementQuery,
+    fleet: FleetArrays,
+    policy: RouterConfig,
+    terms: Terms,
+    at: tuple[int | None, int],
+    now_s: float,
 ) -> Placement:
-    row, column = divmod(flat, len(costs.decode_slots))
-    decode_slot = int(costs.decode_slots[column])
-    local = row == len(costs.prefill_slots)
-    prefill_slot = None if local else int(costs.prefill_slots[row])
+    """The candidate of a prefill worker (None: local prefill) and a decode worker of the terms."""
+    row, column = at
+    decode_slot = int(terms.decode_slots[column])
+    prefill_slot = None if row is None else int(terms.prefill_slots[row])
+    slot = decode_slot if prefill_slot is None else prefill_slot
+    queue_s, prefill_s = float(terms.queue_s[slot]), float(terms.prefill_s[slot])
+    penalty_s = float(terms.decode_penalty_s[column])
+    if row is None:
+        moving_s, decode_s = 0.0, float(terms.local_decode_s[column])
+    else:
+        rate, num_bytes = fleet.handoff_bytes_per_s[slot], terms.bytes_to_move[column]
+        moving_s = float(transfer_s(num_bytes, rate, terms.prefill_s[slot], policy))
+        decode_s = float(terms.decode_s[column])
+        penalty_s += float(terms.prefill_penalty_s[row])
     cached = query.cached_tokens
-    slot, rates = decode_slot if prefill_slot is None else prefill_slot, fleet.prefill_tokens_per_s
     uncached = max(1, query.num_tokens - int(cached[slot]))
-    queued = fleet.queue_s(rates, now_s)[slot] * rates[slot]
     return Placement(
         prefill_slot=prefill_slot,
         decode_slot=decode_slot,
         prefill_worker="" if prefill_slot is None else fleet.names[prefill_slot],
         decode_worker=fleet.names[decode_slot],
-        cost_s=float(costs.total_s[row, column]),
-        queue_s=float(costs.queue_s[row, column]),
-        prefill_s=float(costs.prefill_s[row, column]),
-        transfer_s=float(costs.transfer_s[row, column]),
-        decode_s=float(costs.decode_s[row, column]),
+        cost_s=queue_s + prefill_s + moving_s + decode_s + penalty_s,
+        queue_s=queue_s,
+        prefill_s=prefill_s,
+        transfer_s=moving_s,
+        decode_s=decode_s,
         num_cached_tokens_prefill=0 if prefill_slot is None else int(cached[prefill_slot]),
         num_cached_tokens_decode=int(cached[decode_slot]),
         num_tokens=query.num_tokens,
-        num_tokens_ahead=float(queued + uncached),
+        num_tokens_ahead=fleet.queued_ahead(slot, now_s) + uncached,
     )
 
 
