@@ -16,7 +16,7 @@ import numpy as np
 from baton.config.router import RouterConfig
 from bench.report import markdown
 from bench.router import fleet_of
-from kv_transfer.block_hash import TokenIds
+from kv_transfer.block_hash import SHARED_BY_ALL, TokenIds
 from router.placement.placement import (
     FleetArrays,
     PlacementQuery,
@@ -73,7 +73,7 @@ def best_us(size: int) -> float:
     config, index = RouterConfig(), PrefixIndex()
     fleet = fleet_of(size, config, index)
     placing = Placing(config, fleet, index, random.Random(0))
-    prompt = PromptBlocks(prompt_of(1024), "")
+    prompt = PromptBlocks(prompt_of(1024), SHARED_BY_ALL)
     index.store(1, None, prompt.hashes(FINGERPRINT, 16)[:32])
     ticket = Ticket((0, 0.0, 0), prompt, 64, 64)
     reserved = np.zeros(fleet.num_slots, dtype=np.bool_)

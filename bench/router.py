@@ -30,7 +30,7 @@ from baton.clock import LoopClock
 from baton.config.router import RouterConfig
 from baton.v1 import common_pb2, router_pb2, router_pb2_grpc, worker_pb2, worker_pb2_grpc
 from bench.report import markdown
-from kv_transfer.block_hash import BlockHash
+from kv_transfer.block_hash import SHARED_BY_ALL, BlockHash
 from router.fleet.fleet import Fleet, WorkerState
 from router.fleet.worker_facts import WorkerFacts
 from router.placement.admission import Admission
@@ -225,7 +225,7 @@ async def placement_us(size: int) -> float:
     rng = np.random.default_rng(0)
     for _ in range(NUM_PLACEMENTS):
         tokens = rng.integers(0, 256, 1024, dtype=np.uint32)
-        prompt = PromptBlocks(tokens, "")
+        prompt = PromptBlocks(tokens, SHARED_BY_ALL)
         prompt.hashes(FINGERPRINT, 16)
         start = time.perf_counter()
         placed = await admission.place(admission.ticket(prompt, 64))

@@ -1,12 +1,14 @@
 """Identity of a full KV block across workers: a chained hash of its tokens and all before them.
 
-The chain is seeded with the KV fingerprint and the request's cache salt, so that blocks of
-different models or differently salted requests never match.
+A chain begins with the KV fingerprint, so blocks of different models never match. The first block
+that is not public is hashed with the request's tenant and cache salt. So from there on blocks match
+only those of the same tenant and salt: nobody learns from a fast answer what another has asked.
 """
 
 from __future__ import annotations
 
 import hashlib
+from dataclasses import dataclass
 from typing import NewType
 
 import numpy as np
@@ -18,28 +20,60 @@ HASH_BYTES = 16
 TokenIds = npt.NDArray[np.uint32]
 
 
-def chain_seed(kv_fingerprint: bytes, cache_salt: str) -> BlockHash:
-    """Parent of a prompt's first block."""
-    digest = hashlib.blake2b(cache_salt.encode(), digest_size=HASH_BYTES, key=kv_fingerprint)
-    return BlockHash(digest.digest())
+@dataclass(frozen=True)
+class CacheScope:
+    """Who shares a request's cached blocks: requests of its tenant with its salt. Without either,
+    all others that have neither."""
+
+    tenant: str = ""
+    cache_salt: str = ""
+    num_public_tokens: int = 0
+    """Leading tokens that the operator lets all tenants share."""
+
+    def salted(self, parent: BlockHash) -> BlockHash:
+        """What the first block that is not public is hashed with, in place of its parent's hash."""
+        for part, name in ((b"tenant", self.tenant), (b"cache_salt", self.cache_salt)):
+            if name:
+                data = parent + name.encode()
+                digest = hashlib.blake2b(data, digest_size=HASH_BYTES, person=part)
+                parent = BlockHash(digest.digest())
+        return parent
 
 
-def block_hash(parent: BlockHash, tokens: TokenIds) -> BlockHash:
-    """Hash of one full block; `tokens` is [block_size] uint32, little-endian when hashed."""
-    digest = hashlib.blake2b(parent, digest_size=HASH_BYTES)
-    digest.update(tokens.astype("<u4", copy=False).tobytes())
-    return BlockHash(digest.digest())
+SHARED_BY_ALL = CacheScope()
 
 
-def block_hashes(seed: BlockHash, tokens: TokenIds, block_size: int) -> list[BlockHash]:
-    """Hashes of all full blocks of `tokens`, parents first; a partial last block has none."""
-    hashes = []
-    parent = seed
+def chain_root(kv_fingerprint: bytes) -> BlockHash:
+    """Parent of every prompt's first block."""
+    return BlockHash(hashlib.blake2b(digest_size=HASH_BYTES, key=kv_fingerprint).digest())
+
+
+def chain_hashes(
+    parent: BlockHash,
+    scope: CacheScope,
+    tokens: TokenIds,
+    block_size: int,
+    num_before: int = 0,
+) -> bytes:
+    """Hashes of all full blocks of `tokens`, concatenated; a partial last block has none.
+
+    `parent` is the hash of the block before them, of which there are `num_before`, or the root.
+    """
     data = tokens.astype("<u4", copy=False).tobytes()
     step = block_size * 4
-    for start in range(0, len(data) - step + 1, step):
-        parent = BlockHash(
-            hashlib.blake2b(parent + data[start : start + step], digest_size=HASH_BYTES).digest()
-        )
-        hashes.append(parent)
-    return hashes
+    num_public = scope.num_public_tokens // block_size - num_before
+    hashes = bytearray()
+    for number in range(len(data) // step):
+        if number == num_public:
+            parent = scope.salted(parent)
+        block = data[number * step : (number + 1) * step]
+        parent = BlockHash(hashlib.blake2b(parent + block, digest_size=HASH_BYTES).digest())
+        hashes += parent
+    return bytes(hashes)
+
+
+def split_hashes(packed: bytes) -> list[BlockHash]:
+    """The hashes that are concatenated."""
+    return [
+        BlockHash(packed[start : start + HASH_BYTES]) for start in range(0, len(packed), HASH_BYTES)
+    ]

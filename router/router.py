@@ -29,7 +29,8 @@ from router.placement.admission import Admission
 from router.placement.fairness import FairLine, RetryBudget
 from router.placement.placement import Placement
 from router.placement.prefix_index import PrefixIndex
-from router.placement.ticket import PromptBlocks, Ticket
+from router.placement.public_prefix import PublicPrefix
+from router.placement.ticket import Ticket
 from router.report.figures import Counts, Figures, PoolFigures, RequestFigures
 from router.report.metrics import Gauges, RouterMetrics
 from router.request.output import Finished, FinishReason, OutputReader
@@ -68,7 +69,8 @@ class Router:
         self.index = PrefixIndex(config.max_predictions)
         self.fleet = Fleet(config, clock.now_s, lambda: self.admission.kick())
         self.links = FleetLinks(config, self.identity, self.fleet, self.index, model.name)
-        self.admission = Admission(config, self.fleet, self.index, clock, random.Random())
+        public = PublicPrefix.of(config.public_prefix, model.text)
+        self.admission = Admission(config, self.fleet, self.index, clock, random.Random(), public)
         self.watch = FleetWatch(control_address, config, self._take_fleet, self.fleet.forget_others)
         self.parts = self._make_parts()
         self._runs: dict[tuple[str, str], RequestRun] = {}
@@ -225,7 +227,7 @@ class Router:
 
     def candidates(self, parsed: ParsedRequest, limit: int) -> list[Placement]:
         """Where a request could go, cheapest first. Books nothing."""
-        prompt = PromptBlocks(parsed.token_ids, parsed.cache_salt)
+        prompt = self.admission.prompt(parsed.token_ids, parsed.tenant, parsed.cache_salt)
         ticket = Ticket((0, 0.0, 0), prompt, parsed.sampling.max_tokens, parsed.least_tokens)
         return self.admission.candidates(ticket, limit)
 

@@ -132,6 +132,11 @@ class RouterConfig(Ranged):
     max_session_backlog: Count = 4096
     """Unsent session messages to one worker before it counts as hung."""
 
+    public_prefix: str = ""
+    """Text that prompts of all tenants may begin with, such as a common system message. Its whole
+    blocks are cached once for all tenants. All else is cached for each tenant apart: a tenant could
+    probe for what others asked by how fast a prompt is answered."""
+
     local_prefill: LocalPrefill = "auto"
     """auto, never or always: may a decode worker prefill by itself."""
     local_prefill_weight: NotNegative = 2.0

@@ -130,7 +130,9 @@ class GenerateRequest(_message.Message):
     itl_target_ms: _builtins.int
     tenant: _builtins.str
     cache_salt: _builtins.str
-    """Requests with different salts never share cached blocks."""
+    """Requests of different tenants, or with different salts, never share cached blocks, but for a prefix
+    that the operator makes public.
+    """
     session_id: _builtins.str
     """Told in the request's line in the router's log; requests of one session are treated as any."""
     resume_from_index: _builtins.int

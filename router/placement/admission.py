@@ -28,11 +28,13 @@ import numpy as np
 from baton.clock import Clock, Timer
 from baton.config.router import RouterConfig
 from baton.errors import NoCapacityError, OverloadedError, UnavailableError
+from kv_transfer.block_hash import CacheScope, TokenIds
 from router.fleet.fleet import Fleet
 from router.placement.fairness import FairShare
 from router.placement.placement import Bools, Placement, Reach, longest_open, reach
 from router.placement.placing import Placing
 from router.placement.prefix_index import PrefixIndex
+from router.placement.public_prefix import NO_PREFIX, PublicPrefix
 from router.placement.ticket import Placed, PromptBlocks, Ticket
 
 
@@ -100,8 +102,9 @@ class Admission:
         index: PrefixIndex,
         clock: Clock,
         rng: random.Random,
+        public: PublicPrefix = NO_PREFIX,
     ) -> None:
-        self._config, self._fleet = config, fleet
+        self._config, self._fleet, self._public = config, fleet, public
         self._clock, self._rng = clock, rng
         self._placing = Placing(config, fleet, index, rng)
         self._arrivals = itertools.count()
@@ -120,6 +123,11 @@ class Admission:
     def waiting(self) -> Sequence[Ticket]:
         """Requests in line, oldest first. Some may be placed already."""
         return self._waiting
+
+    def prompt(self, token_ids: TokenIds, tenant: str, cache_salt: str) -> PromptBlocks:
+        """Its tenant shares its blocks with nobody, but for the public prefix."""
+        num_public = self._public.num_tokens(token_ids)
+        return PromptBlocks(token_ids, CacheScope(tenant, cache_salt, num_public))
 
     def ticket(
         self,

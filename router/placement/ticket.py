@@ -8,7 +8,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kv_transfer.block_hash import BlockHash, TokenIds, block_hashes, chain_seed
+from kv_transfer.block_hash import (
+    BlockHash,
+    CacheScope,
+    TokenIds,
+    chain_hashes,
+    chain_root,
+    split_hashes,
+)
 from router.fleet.fleet import Booking
 from router.placement.placement import Placement
 
@@ -17,14 +24,19 @@ class PromptBlocks:
     """Own a request's known tokens: the prompt first, then emitted ones. Hashes are kept per
     (kv_fingerprint, block_size) and only extended, never computed twice."""
 
-    def __init__(self, prompt: TokenIds, cache_salt: str) -> None:
+    def __init__(self, prompt: TokenIds, scope: CacheScope) -> None:
         self.num_prompt_tokens = len(prompt)
         self._tokens = np.ascontiguousarray(prompt, dtype=np.uint32)
-        self._salt = cache_salt
+        self._scope = scope
         self._hashes: dict[tuple[bytes, int], list[BlockHash]] = {}
 
     def __len__(self) -> int:
         return len(self._tokens)
+
+    @property
+    def num_public_tokens(self) -> int:
+        """Leading tokens of the prompt that all tenants share."""
+        return self._scope.num_public_tokens
 
     @property
     def wire_tokens(self) -> bytes:
@@ -40,9 +52,9 @@ class PromptBlocks:
     def hashes(self, kv_fingerprint: bytes, block_size: int) -> list[BlockHash]:
         """Hashes of all full blocks, parents first."""
         known = self._hashes.setdefault((kv_fingerprint, block_size), [])
-        parent = known[-1] if known else chain_seed(kv_fingerprint, self._salt)
+        parent = known[-1] if known else chain_root(kv_fingerprint)
         rest = self._tokens[len(known) * block_size :]
-        known.extend(block_hashes(parent, rest, block_size))
+        known += split_hashes(chain_hashes(parent, self._scope, rest, block_size, len(known)))
         return known
 
 

@@ -30,7 +30,7 @@ from baton.v1 import common_pb2, router_pb2, worker_pb2
 from router.fleet.fleet import Booking, WorkerEntry
 from router.fleet.worker_link import Workers
 from router.placement.placement import Placement, least_prefill_s
-from router.placement.ticket import Placed, PromptBlocks, Ticket
+from router.placement.ticket import Placed, Ticket
 from router.request.attempt import Attempt
 from router.request.output import OutputLog, sendable_logprobs
 from router.request.request_output import RequestOutput
@@ -52,7 +52,7 @@ class RequestRun:
         self.seed = parts.rng.getrandbits(64) if parsed.seed is None else parsed.seed
         self._output = RequestOutput(arrival, parts)
         self.log: OutputLog = self._output.log
-        self._prompt = PromptBlocks(parsed.token_ids, parsed.cache_salt)
+        self._prompt = parts.admission.prompt(parsed.token_ids, parsed.tenant, parsed.cache_salt)
         self._deadline_s = arrival.arrived_s + config.timeout_s(parsed.timeout_s)
         self._retrying = Retrying(arrival, parts, self.log)
         self._aborted = self._orphaned = self._has_lost_model = False
@@ -313,6 +313,7 @@ class RequestRun:
             seed=self.seed,
             stop_token_ids=parsed.stop_token_ids,
             cache_salt=parsed.cache_salt,
+            num_public_tokens=self._prompt.num_public_tokens,
             priority=parsed.priority,
             timeout_ms=max(1, int(left_s * 1e3)),
             traceparent=arrival.traceparent,
