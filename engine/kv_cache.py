@@ -45,6 +45,7 @@ from kv_transfer.block_hash import (
     TokenIds,
     chain_hashes,
     chain_root,
+    native_chain,
     split_hashes,
 )
 from kv_transfer.layout import NULL_BLOCK, BlockId, KvLayout
@@ -135,6 +136,7 @@ class KvCache:
         self._spans = [
             num_blocks if w is None else span_blocks(w, step, self.block_size) for w in self.windows
         ]
+        native_chain()  # compiled now, if ever: not while requests wait
         self._root = chain_root(kv_fingerprint)
         self._prefix_cache = prefix_cache
         self._held: set[RequestBlocks] = set()

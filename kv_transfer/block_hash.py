@@ -7,12 +7,22 @@ only those of the same tenant and salt: nobody learns from a fast answer what an
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import hashlib
+import logging
+from collections.abc import Callable
+from ctypes import c_char_p, c_uint64, c_void_p
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NewType
 
 import numpy as np
 import numpy.typing as npt
+
+from baton.native_build import NativeBuildError, Recipe, build
+
+log = logging.getLogger(__name__)
 
 BlockHash = NewType("BlockHash", bytes)
 HASH_BYTES = 16
@@ -59,17 +69,56 @@ def chain_hashes(
 
     `parent` is the hash of the block before them, of which there are `num_before`, or the root.
     """
-    data = tokens.astype("<u4", copy=False).tobytes()
     step = block_size * 4
+    num_blocks = len(tokens) // block_size
+    data = tokens.astype("<u4", copy=False).tobytes()
     num_public = scope.num_public_tokens // block_size - num_before
+    if not 0 <= num_public < num_blocks:  # no block is the first private one
+        return _run(parent, data, step, num_blocks)
+    public = _run(parent, data, step, num_public)
+    parent = scope.salted(BlockHash(public[-HASH_BYTES:]) if public else parent)
+    return public + _run(parent, data[num_public * step :], step, num_blocks - num_public)
+
+
+def _run(parent: BlockHash, data: bytes, step: int, num_blocks: int) -> bytes:
+    native = native_chain()
+    if native is None:
+        return python_chain(parent, data, step, num_blocks)
+    hashes = ctypes.create_string_buffer(num_blocks * HASH_BYTES)
+    native(parent, data, step, num_blocks, hashes)
+    return hashes.raw
+
+
+def python_chain(parent: BlockHash, data: bytes, step: int, num_blocks: int) -> bytes:
+    """Hashes of the leading blocks of `step` bytes: what the C code computes 8 times as fast."""
     hashes = bytearray()
-    for number in range(len(data) // step):
-        if number == num_public:
-            parent = scope.salted(parent)
-        block = data[number * step : (number + 1) * step]
-        parent = BlockHash(hashlib.blake2b(parent + block, digest_size=HASH_BYTES).digest())
+    for start in range(0, num_blocks * step, step):
+        block = hashlib.blake2b(parent + data[start : start + step], digest_size=HASH_BYTES)
+        parent = BlockHash(block.digest())
         hashes += parent
     return bytes(hashes)
+
+
+@functools.cache
+def native_chain() -> Callable[[bytes, bytes, int, int, object], None] | None:
+    """The C code; None where it cannot be built, or does not agree with Python. The first call may
+    compile for a second."""
+    source = Path(__file__).with_suffix(".c")
+    flags = ("-O3", "-march=native", "-std=c11", "-shared", "-fPIC")
+    try:
+        library = build(Recipe("block_hash", (source,), flags, ("cc", "gcc", "clang")))
+        chain = ctypes.PyDLL(str(library)).baton_chain_hashes  # keeps the GIL: it is quick
+    except (NativeBuildError, OSError) as error:
+        log.warning("no native block hashes, using Python's: %s", error)
+        return None
+    chain.argtypes = [c_char_p, c_char_p, c_uint64, c_uint64, c_void_p]
+    chain.restype = None
+    data, hashes = bytes(range(160)), ctypes.create_string_buffer(2 * HASH_BYTES)
+    chain(data, data, 80, 2, hashes)
+    if hashes.raw != python_chain(BlockHash(data[:HASH_BYTES]), data, 80, 2):
+        log.warning("native block hashes are wrong on this machine, using Python's")
+        return None
+    return chain
 
 
 def split_hashes(packed: bytes) -> list[BlockHash]:
