@@ -34,6 +34,7 @@ from kv_transfer.block_hash import SHARED_BY_ALL, BlockHash
 from router.fleet.fleet import Fleet, WorkerState
 from router.fleet.worker_facts import WorkerFacts
 from router.placement.admission import Admission
+from router.placement.native_index import make_index
 from router.placement.prefix_index import PrefixIndex
 from router.placement.ticket import PromptBlocks
 from tests.router.scripted_worker import FINGERPRINT, MODEL
@@ -218,7 +219,7 @@ def fleet_of(size: int, config: RouterConfig, index: PrefixIndex) -> Fleet:
 
 async def placement_us(size: int) -> float:
     """Median microseconds from the queue to a booked placement, and back."""
-    config, index = RouterConfig(), PrefixIndex()
+    config, index = RouterConfig(), make_index(200_000)
     fleet = fleet_of(size, config, index)
     admission = Admission(config, fleet, index, LoopClock(), random.Random(0))
     took = []

@@ -27,8 +27,8 @@ from router.fleet.session import RouterIdentity
 from router.fleet.worker_facts import NO_BOUND
 from router.placement.admission import Admission
 from router.placement.fairness import FairLine, RetryBudget
+from router.placement.native_index import make_index
 from router.placement.placement import Placement
-from router.placement.prefix_index import PrefixIndex
 from router.placement.public_prefix import PublicPrefix
 from router.placement.ticket import Ticket
 from router.report.figures import Counts, Figures, PoolFigures, RequestFigures
@@ -66,7 +66,7 @@ class Router:
         self.metrics = metrics
         self.identity = RouterIdentity(f"router-{uuid.uuid4().hex[:12]}", time.time_ns())
         self._figures = Figures(self.identity.router_id, clock.now_s)
-        self.index = PrefixIndex(config.max_predictions)
+        self.index = make_index(config.max_predictions)
         self.fleet = Fleet(config, clock.now_s, lambda: self.admission.kick())
         self.links = FleetLinks(config, self.identity, self.fleet, self.index, model.name)
         public = PublicPrefix.of(config.public_prefix, model.text)

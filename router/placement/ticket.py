@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kv_transfer.block_hash import (
+    HASH_BYTES,
     BlockHash,
     CacheScope,
     TokenIds,
     chain_hashes,
     chain_root,
-    split_hashes,
 )
 from router.fleet.fleet import Booking
 from router.placement.placement import Placement
@@ -28,7 +28,7 @@ class PromptBlocks:
         self.num_prompt_tokens = len(prompt)
         self._tokens = np.ascontiguousarray(prompt, dtype=np.uint32)
         self._scope = scope
-        self._hashes: dict[tuple[bytes, int], list[BlockHash]] = {}
+        self._hashes: dict[tuple[bytes, int], bytes] = {}
 
     def __len__(self) -> int:
         return len(self._tokens)
@@ -49,12 +49,15 @@ class PromptBlocks:
         if new:
             self._tokens = np.concatenate([self._tokens, np.asarray(new, dtype=np.uint32)])
 
-    def hashes(self, kv_fingerprint: bytes, block_size: int) -> list[BlockHash]:
-        """Hashes of all full blocks, parents first."""
-        known = self._hashes.setdefault((kv_fingerprint, block_size), [])
-        parent = known[-1] if known else chain_root(kv_fingerprint)
-        rest = self._tokens[len(known) * block_size :]
-        known += split_hashes(chain_hashes(parent, self._scope, rest, block_size, len(known)))
+    def hashes(self, kv_fingerprint: bytes, block_size: int) -> bytes:
+        """Hashes of all full blocks, parents first, concatenated."""
+        known = self._hashes.get((kv_fingerprint, block_size), b"")
+        num_known = len(known) // HASH_BYTES
+        if (num_known + 1) * block_size <= len(self._tokens):
+            parent = BlockHash(known[-HASH_BYTES:]) if known else chain_root(kv_fingerprint)
+            rest = self._tokens[num_known * block_size :]
+            known += chain_hashes(parent, self._scope, rest, block_size, num_known)
+            self._hashes[kv_fingerprint, block_size] = known
         return known
 
 

@@ -13,6 +13,7 @@ import pytest
 
 from baton.errors import InvalidRequestError
 from cluster.pools.role_plan import Role
+from kv_transfer.block_hash import HASH_BYTES
 from router.placement.public_prefix import PublicPrefix
 from router.router import Router
 from router.text import Message
@@ -35,7 +36,8 @@ async def ask(router: Router, client: Client, text: str, tenant: str, salt: str 
     prompt = router.admission.prompt(ids, tenant, salt)
     ((kv_class, _),) = router.fleet.kinds.classes
     hashes = prompt.hashes(kv_class.kv_fingerprint, kv_class.block_size)
-    await until(lambda: router.index.lookup(hashes, 2).tolist() == [len(hashes)] * 2)
+    num_blocks = len(hashes) // HASH_BYTES
+    await until(lambda: router.index.lookup(hashes, 2).tolist() == [num_blocks] * 2)
     expected = (routed.num_cached_tokens_prefill, routed.num_cached_tokens_decode)
     return [tokens // kv_class.block_size for tokens in (*expected, prefilled.num_cached_tokens)]
 
