@@ -74,6 +74,18 @@ def choice_us(fleet: FleetArrays, num_distinct: int) -> list[float]:
     return median_us(lambda: choose(query, fleet, config, NOW_S, rng), every_pair)
 
 
+def across_two_racks(fleet: FleetArrays) -> FleetArrays:
+    """Links from one half of the workers to the other are slow."""
+    size, rate = len(fleet.names), float(fleet.handoff_bytes_per_s[0])
+    for writer in range(0, size, 2):
+        for reader in range(1, size, 2):
+            if (writer < size // 2) != (reader < size // 2):
+                for _ in range(20):
+                    fleet.links.observe(writer, reader, rate / 8, rate)
+        fleet.links.compare(writer, rate)
+    return fleet
+
+
 def prompt_of(num_tokens: int, seed: int = 0) -> TokenIds:
     return np.random.default_rng(seed).integers(0, 256, num_tokens, dtype=np.uint32)
 
@@ -99,6 +111,8 @@ def choices() -> list[list[str]]:
             chosen, looked = choice_us(fleet, num_distinct)
             half = f"{size // 2} x {size // 2}, {num_distinct} parts held"
             rows.append([half, f"{chosen:.0f}", f"{looked:.0f}"])
+        chosen, looked = choice_us(across_two_racks(fleet), 4)
+        rows.append([f"{size // 2} x {size // 2}, two racks", f"{chosen:.0f}", f"{looked:.0f}"])
         rows.append([f"{size // 2} x {size // 2}, with look-up", f"{best_us(size):.0f}", ""])
     return rows
 

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from baton.config.router import RouterConfig
+from router.placement.link_rates import LinkRates
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -48,6 +49,7 @@ class FleetArrays:
     longest_request: Floats  # prompt plus output tokens that the worker accepts
     max_held_tokens: Floats  # that one request holds at once; infinite: its whole length
     unquarantined_tokens: Floats  # room for KV beside quarantine; infinite: nothing is in it
+    links: LinkRates
 
     @classmethod
     def empty(cls, num_slots: int) -> FleetArrays:
@@ -74,6 +76,7 @@ class FleetArrays:
             longest_request=np.zeros(n),
             max_held_tokens=np.zeros(n),
             unquarantined_tokens=np.full(n, np.inf),
+            links=LinkRates(n),
         )
 
     def grown(self) -> FleetArrays:
@@ -81,7 +84,10 @@ class FleetArrays:
         size = len(self.names)
         bigger = FleetArrays.empty(2 * size)
         for name, column in vars(self).items():
-            getattr(bigger, name)[:size] = column
+            if name == "links":
+                bigger.links = self.links.grown()
+            else:
+                getattr(bigger, name)[:size] = column
         return bigger
 
     def queue_s(self, rates: Floats, now_s: float) -> Floats:
@@ -202,6 +208,8 @@ class Terms:
     prefill_penalty_s: Floats
     """[prefill workers] What is added if the request failed there."""
     decode_penalty_s: Floats
+    trusts_links: bool
+    """Links count as slow or fast as they were learned; else all are as fast as their writers."""
 
     def local_s(self, policy: RouterConfig) -> Floats:
         """[decode workers] Cost of prefill on the decode worker itself; infinite if forbidden."""
@@ -210,14 +218,33 @@ class Terms:
             return np.full(len(d), np.inf)
         return self.queue_s[d] + self.prefill_s[d] + self.local_decode_s + self.decode_penalty_s
 
-    def writers_s(self, fleet: FleetArrays, policy: RouterConfig, sizes: Floats) -> Floats:
-        """[prefill workers, sizes] The part of a pair's cost that does not depend on the decode
-        worker beyond the bytes that it lacks."""
+    def writers_s(self, fleet: FleetArrays, policy: RouterConfig, columns: Ints) -> Floats:
+        """[prefill workers, columns] What a pair costs before its decode worker, which is one of
+        `columns`, begins. Of the decode worker only the bytes that it lacks and its links count."""
         p = self.prefill_slots
         prefill = self.prefill_s[p]
         alone = self.queue_s[p] + prefill + self.prefill_penalty_s
-        rates = fleet.handoff_bytes_per_s[p][:, None]
-        return alone[:, None] + transfer_s(sizes, rates, prefill[:, None], policy)
+        rates = self.link_bytes_per_s(fleet, p, columns)
+        lacks = self.bytes_to_move[columns]
+        return alone[:, None] + transfer_s(lacks, rates, prefill[:, None], policy)
+
+    def link_bytes_per_s(self, fleet: FleetArrays, p: Ints, columns: Ints) -> Floats:
+        """[p, columns], or [p, 1] where all links are as fast as their writers."""
+        rates = fleet.handoff_bytes_per_s[p]
+        if self.trusts_links and not fleet.links.are_plain:
+            return fleet.links.rates(p, self.decode_slots[columns], rates)
+        return rates[:, None]
+
+    def groups(self, fleet: FleetArrays) -> tuple[Ints, Ints]:
+        """Decode workers with equal `writers_s` are a group: a column of each group, and the group
+        of each decode worker."""
+        key = self.bytes_to_move
+        if self.trusts_links and not fleet.links.are_plain:  # both are whole numbers
+            key = key * len(fleet.links.kinds) + fleet.links.kinds[self.decode_slots]
+        if key.min() == key.max():
+            return np.zeros(1, dtype=np.int64), np.zeros(len(key), dtype=np.int64)
+        _, columns, group = np.unique(key, return_index=True, return_inverse=True)
+        return columns, group
 
 
 def transfer_s(
@@ -265,6 +292,7 @@ def terms_of(
         local_decode_s=local_decode,
         prefill_penalty_s=_penalty_s(p, query.failed),
         decode_penalty_s=_penalty_s(d, query.failed),
+        trusts_links=not query.explores,
     )
 
 
@@ -279,7 +307,7 @@ def evaluate(terms: Terms, fleet: FleetArrays, policy: RouterConfig) -> Floats:
     """Cost of every candidate: rows are prefill workers and, last, local prefill; columns decode
     workers. Seconds; infinite where no candidate is."""
     p, d = terms.prefill_slots, terms.decode_slots
-    pairs = terms.writers_s(fleet, policy, terms.bytes_to_move)
+    pairs = terms.writers_s(fleet, policy, np.arange(len(d)))
     pairs += terms.decode_s + terms.decode_penalty_s
     pairs[p[:, None] == d[None, :]] = np.inf  # that is local prefill
     if policy.local_prefill == "always":
@@ -352,15 +380,15 @@ def choose(
     """The cheapest placement, ties at random; None when no decode worker has room.
 
     The same as the least of `evaluate`, without looking at every pair. Decode workers that lack
-    equally many bytes are a group. Within a group the cheapest prefill worker is the same for all,
-    unless it is the decode worker itself.
+    equally many bytes, over equal links, are a group. Within a group the cheapest prefill worker is
+    the same for all, unless it is the decode worker itself.
     """
     terms = terms_of(query, fleet, policy, now_s)
     p, d = terms.prefill_slots, terms.decode_slots
     if not len(d):
         return None
-    sizes, group = _grouped(terms.bytes_to_move)
-    writers = terms.writers_s(fleet, policy, sizes)
+    columns, group = terms.groups(fleet)
+    writers = terms.writers_s(fleet, policy, columns)
     if policy.local_prefill == "always":
         writers = writers[:0]
     local = terms.local_s(policy)
@@ -377,13 +405,6 @@ def choose(
     row = int(ties[rng.randrange(len(ties))])
     is_local = row == len(writers)
     return _placement(query, fleet, policy, terms, (None if is_local else row, column), now_s)
-
-
-def _grouped(values: Floats) -> tuple[Floats, Ints]:
-    """The distinct values, and for each value which of them it is."""
-    if values.min() == values.max():
-        return values[:1], np.zeros(len(values), dtype=np.int64)
-    return np.unique(values, return_inverse=True)
 
 
 def _cheapest_writer_s(writers: Floats, p: Ints, d: Ints, group: Ints) -> Floats:
@@ -436,8 +457,9 @@ def _placement(
     if row is None:
         moving_s, decode_s = 0.0, float(terms.local_decode_s[column])
     else:
-        rate, num_bytes = fleet.handoff_bytes_per_s[slot], terms.bytes_to_move[column]
-        moving_s = float(transfer_s(num_bytes, rate, terms.prefill_s[slot], policy))
+        (rate,) = terms.link_bytes_per_s(fleet, terms.prefill_slots[[row]], np.array([column]))[0]
+        lacks = terms.bytes_to_move[column]
+        moving_s = float(transfer_s(lacks, rate, terms.prefill_s[slot], policy))
         decode_s = float(terms.decode_s[column])
         penalty_s += float(terms.prefill_penalty_s[row])
     cached = query.cached_tokens

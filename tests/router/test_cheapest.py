@@ -52,6 +52,12 @@ def random_fleet(rng: np.random.Generator, num_slots: int) -> FleetArrays:
     fleet.longest_request = column(600, 10_000)
     fleet.max_held_tokens = column(np.inf, 512)
     fleet.unquarantined_tokens = column(np.inf, np.inf, 400)
+    if rng.random() < 0.7:
+        for writer, reader in rng.integers(0, num_slots, (int(rng.choice([1, 4, 200])), 2)):
+            rate = fleet.handoff_bytes_per_s[writer]
+            for _ in range(20):
+                fleet.links.observe(writer, reader, rate * rng.choice([0.1, 1.0, 8.0]), rate)
+            fleet.links.compare(writer, rate)
     return fleet
 
 
