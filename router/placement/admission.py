@@ -136,12 +136,14 @@ class Admission:
         priority: int = 0,
         tenant: str = "",
         deadline_s: float | None = None,
+        session_id: str = "",
     ) -> Ticket:
         """Raises OverloadedError when the queue is full of requests that go first."""
         rank = (-priority, self._shares.stamp(tenant), next(self._arrivals))
         if len(self._waiting) >= self._config.max_queue and not self._shed_after(rank):
             raise self._full()
-        ticket = Ticket(rank, prompt, max_new_tokens, max_new_tokens, tenant)
+        session = (tenant, session_id) if session_id else None
+        ticket = Ticket(rank, prompt, max_new_tokens, max_new_tokens, tenant, session)
         ticket.deadline_s, ticket.uncached_tokens = deadline_s, len(prompt)
         ticket.charged = len(prompt) + min(max_new_tokens, self._config.decode_growth_tokens)
         self._shares.charge(tenant, ticket.charged)

@@ -22,6 +22,7 @@ Bools = npt.NDArray[np.bool_]
 
 RETRY_PENALTY_S = 30.0  # against a worker that just failed this very request
 TIE_TOLERANCE_S = 1e-9
+SESSION_TOLERANCE_S = 1e-3  # a session stays on its decode worker if that costs no more than this
 
 
 @dataclass
@@ -136,6 +137,8 @@ class PlacementQuery:
     """[slots] Decode workers that are kept for a request before this one."""
     explores: bool = False
     """Old measures of a worker's speed do not count, so that it is measured again."""
+    preferred: int | None = None
+    """Slot of the decode worker on which the request's session was last."""
 
 
 @dataclass(frozen=True)
@@ -377,7 +380,8 @@ def choose(
     now_s: float,
     rng: random.Random,
 ) -> Placement | None:
-    """The cheapest placement, ties at random; None when no decode worker has room.
+    """The cheapest placement, ties at random; None when no decode worker has room. A session stays
+    on its decode worker if that costs hardly more.
 
     The same as the least of `evaluate`, without looking at every pair. Decode workers that lack
     equally many bytes, over equal links, are a group. Within a group the cheapest prefill worker is
@@ -398,6 +402,9 @@ def choose(
     if best == np.inf:
         return None
     (ties,) = (total <= best + TIE_TOLERANCE_S).nonzero()
+    if query.preferred is not None:
+        (stays,) = ((d == query.preferred) & (total <= best + SESSION_TOLERANCE_S)).nonzero()
+        ties = stays if len(stays) else ties
     column = int(ties[rng.randrange(len(ties))])
     costs = np.append(writers[:, group[column]] + decode[column], local[column])
     costs[:-1][p[: len(writers)] == d[column]] = np.inf

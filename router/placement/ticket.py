@@ -72,6 +72,8 @@ class Ticket:
     least_new_tokens: int = field(compare=False)
     """Of these, how many must fit after the prompt: all that the client asked for."""
     tenant: str = field(compare=False, default="")
+    session: tuple[str, str] | None = field(compare=False, default=None)
+    """Its tenant and session id; None: it is of no session."""
     charged: int = field(compare=False, default=0)
     """Tokens that its tenant has paid for it; given back if it is never placed."""
     owed_before: int = field(compare=False, default=0)

@@ -169,7 +169,12 @@ class RequestRun:
         parsed = self.arrival.parsed
         deadline_s = None if parsed.timeout_s is None else self._deadline_s
         ticket = self._parts.admission.ticket(
-            self._prompt, parsed.sampling.max_tokens, parsed.priority, parsed.tenant, deadline_s
+            self._prompt,
+            parsed.sampling.max_tokens,
+            parsed.priority,
+            parsed.tenant,
+            deadline_s,
+            parsed.session_id,
         )
         ticket.failed = self._retrying.failed
         return ticket

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from baton.config.router import RouterConfig
 from router.placement.placement import (
+    SESSION_TOLERANCE_S,
     TIE_TOLERANCE_S,
     FleetArrays,
     PlacementQuery,
@@ -73,6 +74,7 @@ def random_query(rng: np.random.Generator, num_slots: int) -> PlacementQuery:
         failed=frozenset(failed.tolist()),
         reserved=rng.random(num_slots) < 0.1 if rng.random() < 0.5 else None,
         explores=bool(rng.random() < 0.3),
+        preferred=int(rng.integers(num_slots)) if rng.random() < 0.5 else None,
     )
 
 
@@ -106,8 +108,11 @@ def test_the_choice_is_one_of_the_cheapest_of_all_pairs(
     chosen = choose(query, fleet, policy, NOW_S, random.Random(seed))
     if chosen is None:
         assert not pairs
+    elif chosen.decode_slot == query.preferred:
+        assert chosen.cost_s <= least + SESSION_TOLERANCE_S + 2e-9
     else:
         assert (chosen.prefill_slot, chosen.decode_slot) in pairs
+        assert query.preferred not in {decode for _, decode in pairs}
         assert chosen.cost_s == pytest.approx(least, abs=2e-9)
 
 
@@ -116,7 +121,7 @@ def test_each_of_the_cheapest_pairs_is_chosen_at_times(seed: int) -> None:
     rng = np.random.default_rng(seed)
     fleet, query = random_fleet(rng, 8), random_query(rng, 8)
     fleet.queued_tokens[:] = fleet.running[:] = 0
-    query = dataclasses.replace(query, cached_tokens=query.cached_tokens * 0)
+    query = dataclasses.replace(query, cached_tokens=query.cached_tokens * 0, preferred=None)
     _, pairs = cheapest_pairs(query, fleet, RouterConfig())
     draws = random.Random(seed)
     chosen = {
