@@ -45,12 +45,12 @@ FLEETS = (128, 1000)  # half of them decode
 NOW_S = 1.0
 
 
-def median_us(*ways: Callable[[], object], rounds: int = ROUNDS) -> list[float]:
+def median_us(*ways: Callable[[], object]) -> list[float]:
     """Of each way, taken in turns."""
     took: list[list[float]] = [[] for _ in ways]
     for way in ways:
         way()
-    for _ in range(rounds):
+    for _ in range(ROUNDS):
         for times, way in zip(took, ways):
             start = time.perf_counter()
             way()
