@@ -123,9 +123,14 @@ class NativePrefixIndex(PrefixIndex):
         assert fault is None, fault.decode()
 
 
-def make_index(max_predictions: int) -> PrefixIndex:
-    """In C++ where that can be built. Compiles what placement needs, if this machine never did."""
+def build_native() -> None:
+    """Compile what placement needs, if this machine never did: not while requests wait."""
     native_chain()
+    native_library()
+
+
+def make_index(max_predictions: int) -> PrefixIndex:
+    """In C++ where that can be built."""
     library = native_library()
     if library is None:
         return PrefixIndex(max_predictions)
