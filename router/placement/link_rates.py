@@ -28,6 +28,8 @@ class LinkRates:
         self._kinds: Ints | None = np.zeros(num_slots, dtype=np.int64)  # None: not known
         self.are_plain = True
         """All links are as fast as their writers."""
+        self.most_gained = 1.0
+        """How much faster than its writer's rate the fastest link is, at least 1."""
 
     def grown(self) -> LinkRates:
         """Twice the slots, the old ones first."""
@@ -85,3 +87,4 @@ class LinkRates:
 
     def _changed(self) -> None:
         self._kinds, self.are_plain = None, not self._sums.any()
+        self.most_gained = 2.0 ** max(0, int(self._steps.max()))

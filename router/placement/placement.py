@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +22,7 @@ Bools = npt.NDArray[np.bool_]
 
 RETRY_PENALTY_S = 30.0  # against a worker that just failed this very request
 TIE_TOLERANCE_S = 1e-9
+MANY_PAIRS = 16_384  # beyond so many to look at, decode workers that cannot win are left out first
 SESSION_TOLERANCE_S = 1e-3  # a session stays on its decode worker if that costs no more than this
 
 
@@ -392,6 +393,10 @@ def choose(
     if not len(d):
         return None
     columns, group = terms.groups(fleet)
+    if len(columns) * len(p) > MANY_PAIRS:
+        terms = _without_losers(terms, fleet, policy)
+        d = terms.decode_slots
+        columns, group = terms.groups(fleet)
     writers = terms.writers_s(fleet, policy, columns)
     if policy.local_prefill == "always":
         writers = writers[:0]
@@ -412,6 +417,38 @@ def choose(
     row = int(ties[rng.randrange(len(ties))])
     is_local = row == len(writers)
     return _placement(query, fleet, policy, terms, (None if is_local else row, column), now_s)
+
+
+def _without_losers(terms: Terms, fleet: FleetArrays, policy: RouterConfig) -> Terms:
+    """The same without decode workers that cannot be chosen: what they cost at least exceeds what
+    another costs with one good prefill worker."""
+    p, d = terms.prefill_slots, terms.decode_slots
+    least = local = terms.local_s(policy)
+    bound = local.min()
+    if len(p) and policy.local_prefill != "always":
+        decode = terms.decode_s + terms.decode_penalty_s
+        prefill, rates = terms.prefill_s[p], fleet.handoff_bytes_per_s[p]
+        alone = terms.queue_s[p] + prefill + terms.prefill_penalty_s
+        fastest = rates.max() * fleet.links.most_gained
+        at_least = transfer_s(terms.bytes_to_move, fastest, prefill.max(), policy)
+        least = np.minimum(local, alone.min() + at_least + decode)
+        good = alone.argmin()
+        one = replace(
+            terms,
+            prefill_slots=p[[good]],
+            prefill_penalty_s=terms.prefill_penalty_s[[good]],
+        )
+        costs = one.writers_s(fleet, policy, np.arange(len(d)))[0] + decode
+        bound = min(bound, costs[d != p[good]].min(initial=np.inf))
+    (kept,) = (least <= bound + SESSION_TOLERANCE_S + TIE_TOLERANCE_S).nonzero()
+    return replace(
+        terms,
+        decode_slots=d[kept],
+        bytes_to_move=terms.bytes_to_move[kept],
+        decode_s=terms.decode_s[kept],
+        local_decode_s=terms.local_decode_s[kept],
+        decode_penalty_s=terms.decode_penalty_s[kept],
+    )
 
 
 def _cheapest_writer_s(writers: Floats, p: Ints, d: Ints, group: Ints) -> Floats:

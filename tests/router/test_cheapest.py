@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.config.router import RouterConfig
+from router.placement import placement
 from router.placement.placement import (
     SESSION_TOLERANCE_S,
     TIE_TOLERANCE_S,
@@ -64,7 +65,8 @@ def random_fleet(rng: np.random.Generator, num_slots: int) -> FleetArrays:
 
 def random_query(rng: np.random.Generator, num_slots: int) -> PlacementQuery:
     num_tokens = int(rng.choice([1, 300, 700, 4000]))
-    cached = np.minimum(rng.choice([0, 0, 16, 256, 3999], num_slots), num_tokens - 1)
+    held = [0, 0, 16, 256, 3999] if rng.random() < 0.7 else range(4000)  # few or many groups
+    cached = np.minimum(rng.choice(held, num_slots), num_tokens - 1)
     failed = rng.choice(num_slots, rng.integers(0, 3), replace=False)
     return PlacementQuery(
         num_tokens,
@@ -95,17 +97,20 @@ def cheapest_pairs(
 @settings(max_examples=400, deadline=None)
 @given(
     seed=st.integers(0, 2**32 - 1),
-    num_slots=st.sampled_from([2, 6, 16, 40]),
+    num_slots=st.sampled_from([2, 6, 16, 40, 150]),
     local_prefill=st.sampled_from(["auto", "auto", "never", "always"]),
+    many_pairs=st.sampled_from([0, placement.MANY_PAIRS]),
 )
 def test_the_choice_is_one_of_the_cheapest_of_all_pairs(
-    seed: int, num_slots: int, local_prefill: str
+    seed: int, num_slots: int, local_prefill: str, many_pairs: int
 ) -> None:
     rng = np.random.default_rng(seed)
     fleet, query = random_fleet(rng, num_slots), random_query(rng, num_slots)
     policy = dataclasses.replace(RouterConfig(), local_prefill=local_prefill)  # type: ignore[arg-type]
     least, pairs = cheapest_pairs(query, fleet, policy)
-    chosen = choose(query, fleet, policy, NOW_S, random.Random(seed))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(placement, "MANY_PAIRS", many_pairs)
+        chosen = choose(query, fleet, policy, NOW_S, random.Random(seed))
     if chosen is None:
         assert not pairs
     elif chosen.decode_slot == query.preferred:
@@ -125,8 +130,8 @@ def test_each_of_the_cheapest_pairs_is_chosen_at_times(seed: int) -> None:
     _, pairs = cheapest_pairs(query, fleet, RouterConfig())
     draws = random.Random(seed)
     chosen = {
-        (placement.prefill_slot, placement.decode_slot)
+        (found.prefill_slot, found.decode_slot)
         for _ in range(300)
-        if (placement := choose(query, fleet, RouterConfig(), NOW_S, draws))
+        if (found := choose(query, fleet, RouterConfig(), NOW_S, draws))
     }
     assert chosen == pairs
