@@ -18,6 +18,7 @@ from baton.config.router import RouterConfig
 from baton.errors import ConfigError
 from router.door.door import Door
 from router.door.server import RouterServer, cannot_listen, split_address
+from router.placement.native_index import build_native
 from router.report.metrics import RouterMetrics
 
 log = logging.getLogger("router")
@@ -89,6 +90,7 @@ def main() -> int:
         )
         listen = arguments.listen or f"{config.router.host}:{config.router.port}"
         split_address(arguments.control)
+        build_native()
         return uvloop.run(serve(config, arguments.control, listen))
     except ConfigError as error:
         print(f"router: {' '.join(error.message.split())}", file=sys.stderr)
