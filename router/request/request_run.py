@@ -84,6 +84,7 @@ class RequestRun:
         self._placement: Placement | None = None  # None: another router's
         self._workers: Workers | None = None
         self._spec = worker_pb2.RequestSpec()
+        self.number: int | None = None
         self._first_index = 0  # output index of the first token that is the attempt's own
         self._early: list[worker_pb2.RequestTokens] = []  # that wait for those before them
         self._listener: AttemptHandler = self  # who is handed what the session brings
@@ -129,11 +130,6 @@ class RequestRun:
     @property
     def state(self) -> State:
         return self._state
-
-    @property
-    def number(self) -> int | None:
-        """Of the attempt that is under way."""
-        return self._spec.attempt
 
     # --- the machine ---------------------------------------------------------------------------
 
@@ -276,6 +272,7 @@ class RequestRun:
     def _begin(self, routed: router_pb2.Routed | None) -> None:
         assert self._booking is not None
         assert self._workers is not None
+        self.number = self._spec.attempt
         self._first_index = len(self._spec.token_ids) // 4 - self._spec.num_prompt_tokens
         self.progress_s = -math.inf
         taken_in = partial(self._retrying.taken_in, self._booking.decode)
