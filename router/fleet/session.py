@@ -224,8 +224,9 @@ class Session:
         for handler, admitted in self._heard(response.admitted):
             handler.on_admitted(admitted)
         for tokens in response.tokens:
-            if handler := self._handler(tokens.request_id, tokens.attempt):
-                handler.on_tokens(tokens)
+            follows = self._handler(tokens.request_id, tokens.attempt)
+            if follows is not None:
+                follows.on_tokens(tokens)
         for handler, rejected in self._heard(response.rejected):
             handler.on_rejected(rejected)
         for handler, moved in self._heard(response.moved):
