@@ -245,7 +245,8 @@ class Link(_Frames):
     async def connect(
         cls, address: str, *, max_message_bytes: int, keepalive_s: float, timeout_s: float
     ) -> Link:
-        """Connect to a worker that answers. Raises OSError, TimeoutError."""
+        """Connect to a worker that answers. Raises OSError where nobody listens, and
+        ConnectionResetError or TimeoutError where somebody does and does not answer."""
         host, _, port = address.rpartition(":")
         loop = asyncio.get_running_loop()
         link = cls(max_message_bytes, keepalive_s)
@@ -303,7 +304,7 @@ class Link(_Frames):
 
     def _on_lost(self, why: str) -> None:
         if not self._welcomed.done():
-            self._welcomed.set_exception(ConnectionError(why))
+            self._welcomed.set_exception(ConnectionResetError(why))
         if not self.lost.done():
             self.lost.set_result(why)
         calls, self._calls = self._calls, {}
@@ -389,6 +390,7 @@ class LinkServer:
         self._methods = methods
         self._server: asyncio.Server | None = None
         self._grpc = ""
+        self.is_stopped = False
         self._connections: set[_Arriving] = set()
 
     async def start(self, host: str, port: int, grpc_address: str) -> int:
@@ -405,6 +407,7 @@ class LinkServer:
 
     async def stop(self) -> None:
         """Cut every connection, and wait until their calls have ended."""
+        self.is_stopped = True
         if self._server is not None:
             self._server.close()
         tasks = [task for one in list(self._connections) for task in one.end()]
@@ -425,6 +428,8 @@ class _Arriving(asyncio.Protocol):
     def connection_made(self, transport: Any) -> None:
         self._transport = transport
         self._server._connections.add(self)
+        if self._server.is_stopped:  # accepted just before
+            transport.abort()
 
     def data_received(self, data: bytes) -> None:
         self._first += data

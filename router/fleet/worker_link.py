@@ -336,8 +336,8 @@ class WorkerLink:
             began_s = loop.time()
             try:
                 await self._connected()
-            except TimeoutError:
-                log.debug("%s does not answer", self.entry.facts.worker_id)
+            except (TimeoutError, ConnectionResetError) as error:  # it may answer yet
+                log.debug("%s does not answer: %s", self.entry.facts.worker_id, error)
             except OSError as error:  # nothing answers at its address
                 log.debug("%s: %s", self.entry.facts.worker_id, error)
                 self.session.refuse_waiting()
