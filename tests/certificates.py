@@ -38,7 +38,8 @@ class Authority:
         self.ca.write_bytes(_pem(built.sign(self._key, hashes.SHA256())))
 
     def issue(self, name: str, host: str = "127.0.0.1") -> Certificate:
-        """For a server at `host`, or a client. One of the same name is replaced at once."""
+        """For a server at `host` (or a URI), or a client. One of the same name is replaced at
+        once."""
         key = ec.generate_private_key(ec.SECP256R1())
         builder = _builder(_name(name), self._name, key).add_extension(
             x509.SubjectAlternativeName([_host(host)]), critical=False
@@ -68,6 +69,8 @@ def _name(name: str) -> x509.Name:
 
 
 def _host(host: str) -> x509.GeneralName:
+    if host.startswith("baton:"):
+        return x509.UniformResourceIdentifier(host)
     try:
         return x509.IPAddress(ipaddress.ip_address(host))
     except ValueError:

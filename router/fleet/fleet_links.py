@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from baton.config.router import RouterConfig
+from baton.link_tls import LinkTls
 from router.fleet.fleet import Fleet, ReportedLoad, RolesAway, WorkerEntry, WorkerState
 from router.fleet.session import RouterIdentity
 from router.fleet.worker_facts import WorkerFacts
@@ -58,6 +59,8 @@ class FleetLinks:
         index: PrefixIndex,
         model_name: str,
     ) -> None:
+        """Raises ConfigError when the files of `link_tls` cannot be read."""
+        self._tls = None if config.link_tls is None else LinkTls(config.link_tls, "router")
         self._config, self._identity = config, identity
         self._fleet, self._index, self._model_name = fleet, index, model_name
         self._links: dict[str, WorkerLink] = {}
@@ -156,7 +159,9 @@ class FleetLinks:
 
     def _connect(self, facts: WorkerFacts) -> WorkerLink:
         entry = self._fleet.add(facts)
-        link = WorkerLink(entry, self._config, self._identity, self._index, self._on_connected)
+        link = WorkerLink(
+            entry, self._config, self._identity, self._index, self._on_connected, self._tls
+        )
         self._links[facts.worker_id] = link
         link.start()
         return link

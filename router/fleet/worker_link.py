@@ -25,6 +25,7 @@ from baton.clock import NowS
 from baton.config.router import RouterConfig
 from baton.grpc_options import DIRECT, sends_pings
 from baton.link import Call, Caller, Link, LinkError, Method
+from baton.link_tls import LinkTls
 from baton.v1 import worker_pb2
 from router.fleet.fleet import WorkerEntry, WorkerState
 from router.fleet.session import RouterIdentity, Session
@@ -213,8 +214,9 @@ class WorkerLink:
         identity: RouterIdentity,
         index: PrefixIndex,
         on_connected: Callable[[WorkerEntry, bool], None],
+        tls: LinkTls | None,
     ) -> None:
-        self.entry = entry
+        self.entry, self._tls = entry, tls
         self._config = config
         self._on_connected = on_connected
         facts = entry.facts
@@ -355,6 +357,7 @@ class WorkerLink:
             max_message_bytes=config.max_message_bytes,
             keepalive_s=config.keepalive_s,
             timeout_s=config.connect_timeout_s,
+            tls=self._tls,
         )
         try:
             if self.entry.facts.can_decode:
