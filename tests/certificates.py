@@ -57,6 +57,20 @@ class Authority:
         return made
 
 
+def link_folder(authority: Authority, role: str, name: str = "") -> str:
+    """The files of `link_tls`, as cert-manager mounts them."""
+    made = authority.issue(f"{role}-{name or 'one'}", f"baton:{role}")
+    folder = made.certificate.parent / (name or role)
+    folder.mkdir(exist_ok=True)
+    for file, source in (
+        ("ca.crt", authority.ca),
+        ("tls.crt", made.certificate),
+        ("tls.key", made.key),
+    ):
+        swap(folder / file, source.read_bytes())
+    return str(folder)
+
+
 def swap(path: Path, content: bytes) -> None:
     """Put it there whole: who reads sees the old one or this one."""
     new = path.with_name(f".{path.name}.new")

@@ -16,24 +16,10 @@ from baton.errors import ConfigError
 from baton.link import CallContext, Link, Method, answers
 from baton.link_tls import LinkTls
 from baton.v1 import worker_pb2
-from tests.certificates import Authority, swap
+from tests.certificates import Authority, link_folder, swap
 from tests.link_stub import WorkerPort
 
 ASK = worker_pb2.AttachRequest(request_id="r")
-
-
-def folder_of(authority: Authority, role: str, name: str = "") -> str:
-    """As cert-manager mounts it."""
-    made = authority.issue(f"{role}-{name or 'one'}", f"baton:{role}")
-    folder = made.certificate.parent / (name or role)
-    folder.mkdir(exist_ok=True)
-    for file, source in (
-        ("ca.crt", authority.ca),
-        ("tls.crt", made.certificate),
-        ("tls.key", made.key),
-    ):
-        swap(folder / file, source.read_bytes())
-    return str(folder)
 
 
 async def attached(
@@ -67,8 +53,8 @@ async def answer(address: str, tls: LinkTls | None) -> str:
 
 async def test_a_router_is_served_and_health_needs_no_certificate(tmp_path: Path) -> None:
     root = Authority(tmp_path)
-    async with worker(LinkTls(folder_of(root, "worker"), "worker")) as address:
-        assert await answer(address, LinkTls(folder_of(root, "router"), "router")) == "r"
+    async with worker(LinkTls(link_folder(root, "worker"), "worker")) as address:
+        assert await answer(address, LinkTls(link_folder(root, "router"), "router")) == "r"
         async with grpc.aio.insecure_channel(address) as channel:
             stub = health_pb2_grpc.HealthStub(channel)
             served = await stub.Check(health_pb2.HealthCheckRequest(), timeout=10)
@@ -78,46 +64,46 @@ async def test_a_router_is_served_and_health_needs_no_certificate(tmp_path: Path
 @pytest.mark.parametrize("who", ["nobody", "a worker", "a stranger's router"])
 async def test_nobody_else_is_served(tmp_path: Path, who: str) -> None:
     root, stranger = Authority(tmp_path), Authority(tmp_path / "stranger", "stranger")
-    async with worker(LinkTls(folder_of(root, "worker"), "worker")) as address:
+    async with worker(LinkTls(link_folder(root, "worker"), "worker")) as address:
         tls = {
             "nobody": None,
-            "a worker": LinkTls(folder_of(root, "worker", "other"), "router"),
-            "a stranger's router": LinkTls(folder_of(stranger, "router"), "router"),
+            "a worker": LinkTls(link_folder(root, "worker", "other"), "router"),
+            "a stranger's router": LinkTls(link_folder(stranger, "router"), "router"),
         }[who]
         with pytest.raises(OSError):
             await answer(address, tls)
-        assert await answer(address, LinkTls(folder_of(root, "router"), "router")) == "r"
+        assert await answer(address, LinkTls(link_folder(root, "router"), "router")) == "r"
 
 
 async def test_a_router_leaves_who_is_no_worker(tmp_path: Path) -> None:
     root = Authority(tmp_path)
-    async with worker(LinkTls(folder_of(root, "router", "posing"), "worker")) as address:
+    async with worker(LinkTls(link_folder(root, "router", "posing"), "worker")) as address:
         with pytest.raises(ConnectionResetError, match="does not name baton:worker"):
-            await answer(address, LinkTls(folder_of(root, "router"), "router"))
+            await answer(address, LinkTls(link_folder(root, "router"), "router"))
 
 
 async def test_changed_files_count_for_the_next_connection(tmp_path: Path) -> None:
     root, other = Authority(tmp_path), Authority(tmp_path / "other", "other")
-    tls = LinkTls(folder_of(root, "worker"), "worker")
-    router = LinkTls(folder_of(root, "router"), "router")
+    tls = LinkTls(link_folder(root, "worker"), "worker")
+    router = LinkTls(link_folder(root, "router"), "router")
     async with worker(tls) as address:
         assert await answer(address, router) == "r"
         for role in ("worker", "router"):
-            moved = Path(folder_of(other, role))
+            moved = Path(link_folder(other, role))
             for name in ("ca.crt", "tls.crt", "tls.key"):
                 swap(tmp_path / role / name, (moved / name).read_bytes())
         assert await answer(address, router) == "r"
-        old = LinkTls(folder_of(root, "router", "old"), "router")
+        old = LinkTls(link_folder(root, "router", "old"), "router")
         with pytest.raises(OSError):
             await answer(address, old)
 
 
 async def test_a_connection_that_says_nothing_is_closed_at_the_end(tmp_path: Path) -> None:
     root = Authority(tmp_path)
-    async with worker(LinkTls(folder_of(root, "worker"), "worker")) as address:
+    async with worker(LinkTls(link_folder(root, "worker"), "worker")) as address:
         host, _, port = address.rpartition(":")
         reader, writer = await asyncio.open_connection(host, int(port))
-        assert await answer(address, LinkTls(folder_of(root, "router"), "router")) == "r"
+        assert await answer(address, LinkTls(link_folder(root, "router"), "router")) == "r"
     with contextlib.suppress(ConnectionError):
         assert await asyncio.wait_for(reader.read(), 10) == b""
     writer.close()
@@ -125,7 +111,7 @@ async def test_a_connection_that_says_nothing_is_closed_at_the_end(tmp_path: Pat
 
 @pytest.mark.parametrize("missing", ["ca.crt", "tls.crt", "tls.key"])
 def test_files_that_are_missing_are_named(tmp_path: Path, missing: str) -> None:
-    folder = Path(folder_of(Authority(tmp_path), "worker"))
+    folder = Path(link_folder(Authority(tmp_path), "worker"))
     (folder / missing).unlink()
     with pytest.raises(ConfigError, match=r"worker\.link_tls: .*ca\.crt, tls\.crt, tls\.key") as e:
         LinkTls(str(folder), "worker")
