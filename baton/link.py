@@ -69,12 +69,14 @@ class Method(enum.IntEnum):
     PREFILL = 2
     ATTACH = 3
     FOLLOW_KV = 4
+    CANCEL = 5
 
 
 _MESSAGES: dict[Method, tuple[type[Message], type[Message]]] = {
     Method.SESSION: (worker_pb2.SessionRequest, worker_pb2.SessionResponse),
     Method.PREFILL: (worker_pb2.PrefillRequest, worker_pb2.PrefillResponse),
     Method.ATTACH: (worker_pb2.AttachRequest, worker_pb2.AttachResponse),
+    Method.CANCEL: (worker_pb2.Cancel, worker_pb2.CancelResponse),
     Method.FOLLOW_KV: (worker_pb2.SubscribeKvRequest, worker_pb2.SubscribeKvResponse),
 }
 

@@ -51,7 +51,7 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         self, request: router_pb2.AbortRequest, context: Context
     ) -> router_pb2.AbortResponse:
         try:
-            self._intake.abort(request.tenant, request.request_id)
+            await self._intake.abort(request.tenant, request.request_id)
         except BatonError as error:
             await abort(context, error)
         return router_pb2.AbortResponse()

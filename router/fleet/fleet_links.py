@@ -90,6 +90,11 @@ class FleetLinks:
         for link in self.with_open_session():
             link.session.cancel_every_attempt(wire_id)
 
+    async def cancel_anywhere(self, wire_id: str, timeout_s: float) -> bool:
+        """The same; whether it ran anywhere."""
+        asked = (link.cancel(wire_id, timeout_s) for link in self.with_open_session())
+        return any(await asyncio.gather(*asked))
+
     def num_degraded(self) -> int:
         return sum(link.index_state is IndexState.DEGRADED for link in self._links.values())
 

@@ -27,6 +27,7 @@ from baton.grpc_options import DIRECT, sends_pings
 from baton.link import Call, Caller, Link, LinkError, Method
 from baton.link_tls import LinkTls
 from baton.v1 import worker_pb2
+from baton.wire import ANY_ATTEMPT
 from router.fleet.fleet import WorkerEntry, WorkerState
 from router.fleet.session import RouterIdentity, Session
 from router.placement.prefix_index import PrefixIndex
@@ -323,6 +324,19 @@ class WorkerLink:
         response: worker_pb2.AttachResponse
         response = await self._link.ask(Method.ATTACH, request, timeout_s)
         return response
+
+    async def cancel(self, wire_id: str, timeout_s: float) -> bool:
+        """End what runs here under the id, whichever router follows it. False: nothing does, or the
+        worker does not say."""
+        if self._link is None:
+            return False
+        request = worker_pb2.Cancel(request_id=wire_id, attempt=ANY_ATTEMPT)
+        try:
+            response = await self._link.ask(Method.CANCEL, request, timeout_s)
+        except LinkError as error:
+            log.info("cancel at %s: %s", self.entry.facts.worker_id, error)
+            return False
+        return bool(response.found)
 
     def review_waiting(self) -> None:
         """Let all attempts that wait for this worker compute their limits again."""

@@ -172,6 +172,7 @@ class ScriptedWorker:
             methods[Method.PREFILL] = streams(self.prefill)
         if self.role != common_pb2.WORKER_ROLE_PREFILL:
             methods |= {Method.SESSION: Served(self.session), Method.ATTACH: answers(self.attach)}
+            methods[Method.CANCEL] = answers(self.cancel)
         self._port = WorkerPort(server, methods, self.tls)
         self.address = await self._port.start(port)
         self.fabric.workers[self.worker_id] = self
@@ -444,6 +445,18 @@ class ScriptedWorker:
             finished=running.finished,
             error=running.error,
         )
+
+    async def cancel(
+        self, request: worker_pb2.Cancel, context: CallContext
+    ) -> worker_pb2.CancelResponse:
+        running = self.runs.get(request.request_id)
+        if running is not None:
+            running.finished = common_pb2.FINISH_REASON_ABORTED
+            running.error = "cancelled"
+            at = len(running.output)
+            self.send(running.router_id, tokens=[self.tokens_of(running, at)])
+            self._cancel(request.request_id, request.attempt)
+        return worker_pb2.CancelResponse(found=running is not None)
 
     async def attach(
         self, request: worker_pb2.AttachRequest, context: CallContext
