@@ -55,11 +55,22 @@ _HANDSHAKES = {
 
 
 class RpcFailure(Protocol):
-    """A grpc.RpcError with these methods, as sync and asyncio calls raise it."""
+    """A grpc.RpcError with these methods, as sync and asyncio calls raise it, or a LinkError."""
 
     def code(self) -> grpc.StatusCode: ...
     def details(self) -> str | None: ...
     def trailing_metadata(self) -> Iterable[tuple[str, str | bytes]] | None: ...
+
+
+class CallEnds(Protocol):
+    """What a handler ends its call with: gRPC's servicer context, or the link's."""
+
+    async def abort(
+        self,
+        code: grpc.StatusCode,
+        details: str = ...,
+        trailing_metadata: Any = ...,
+    ) -> NoReturn: ...
 
 
 def status_code(error: BatonError) -> grpc.StatusCode:
@@ -89,7 +100,7 @@ def status_metadata(error: BatonError) -> tuple[tuple[str, bytes], ...]:
     return ((DETAILS_KEY, status.SerializeToString()),)
 
 
-async def abort(context: grpc.aio.ServicerContext[Any, Any], error: BatonError) -> NoReturn:
+async def abort(context: CallEnds, error: BatonError) -> NoReturn:
     """End a call with the error's status and details; metadata have to be short."""
     message = error.message.encode()
     if len(message) > _MAX_ERROR_BYTES:  # it quotes what the client sent
@@ -99,7 +110,7 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], error: BatonError) 
 
 
 async def first_message(
-    requests: AsyncIterator[T], timeout_s: float, context: grpc.aio.ServicerContext[Any, Any]
+    requests: AsyncIterator[T], timeout_s: float, context: CallEnds
 ) -> T | None:
     """Read the first message of a caller's stream; None when it ends without one.
 

@@ -14,7 +14,9 @@ import grpc.aio
 import uvloop
 
 from baton.grpc_options import accepts_pings
+from baton.link import CallContext, Method, Served, streams
 from baton.v1 import common_pb2, control_pb2, worker_pb2, worker_pb2_grpc
+from tests.link_stub import WorkerPort
 from tests.router.deployment import Registry, byte_files
 from tests.router.scripted_worker import BLOCK_SIZE, FINGERPRINT, MODEL
 
@@ -33,11 +35,7 @@ class Stream:
     num_sent: int = 0  # 0: not admitted yet
 
 
-class FreeWorker(
-    worker_pb2_grpc.PrefillServiceServicer,
-    worker_pb2_grpc.DecodeServiceServicer,
-    worker_pb2_grpc.WorkerServiceServicer,
-):
+class FreeWorker(worker_pb2_grpc.WorkerServiceServicer):
     """A worker of one role that has no model."""
 
     def __init__(self, worker_id: str, role: int, peers: dict[str, FreeWorker]) -> None:
@@ -45,15 +43,18 @@ class FreeWorker(
         self.address = ""
         self._streams: dict[str, Stream] = {}
         self._outbox: asyncio.Queue[worker_pb2.SessionResponse] = asyncio.Queue()
-        self._server = grpc.aio.server(options=(("grpc.so_reuseport", 0), *accepts_pings()))
+        server = grpc.aio.server(options=accepts_pings())
+        worker_pb2_grpc.add_WorkerServiceServicer_to_server(self, server)
+        methods = {
+            Method.FOLLOW_KV: streams(self.follow),
+            Method.PREFILL: streams(self.prefill),
+            Method.SESSION: Served(self.session),
+        }
+        self._port = WorkerPort(server, methods)
         peers[worker_id] = self
 
     async def start(self) -> None:
-        worker_pb2_grpc.add_PrefillServiceServicer_to_server(self, self._server)
-        worker_pb2_grpc.add_DecodeServiceServicer_to_server(self, self._server)
-        worker_pb2_grpc.add_WorkerServiceServicer_to_server(self, self._server)
-        self.address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
-        await self._server.start()
+        self.address = await self._port.start()
 
     def info(self) -> control_pb2.FleetWorker:
         info = control_pb2.WorkerInfo(
@@ -72,8 +73,8 @@ class FreeWorker(
         load = worker_pb2.WorkerLoad(prefill_tokens_per_s=1e6, decode_step_s=STEP_S)
         return control_pb2.FleetWorker(info=info, state=control_pb2.WORKER_STATE_LIVE, load=load)
 
-    async def SubscribeKv(  # noqa: N802
-        self, request: worker_pb2.SubscribeKvRequest, context: Context
+    async def follow(
+        self, request: worker_pb2.SubscribeKvRequest, context: CallContext
     ) -> AsyncIterator[worker_pb2.SubscribeKvResponse]:
         yield worker_pb2.SubscribeKvResponse(incarnation=1, sequence=1, snapshot=True)
         await asyncio.Event().wait()
@@ -84,8 +85,8 @@ class FreeWorker(
         for name, data in byte_files().items():
             yield worker_pb2.ReadTokenizerResponse(name=name, data=data)
 
-    async def Prefill(  # noqa: N802
-        self, request: worker_pb2.PrefillRequest, context: Context
+    async def prefill(
+        self, request: worker_pb2.PrefillRequest, context: CallContext
     ) -> AsyncIterator[worker_pb2.PrefillResponse]:
         first = worker_pb2.FirstToken(id=LETTERS[0], prefill_ms=0.01)
         yield worker_pb2.PrefillResponse(first_token=first)
@@ -94,11 +95,11 @@ class FreeWorker(
             stream.num_sent = 1
         yield worker_pb2.PrefillResponse(handoff_done=worker_pb2.HandoffDone(num_blocks=1))
 
-    async def Session(  # noqa: N802
-        self, request_iterator: AsyncIterator[worker_pb2.SessionRequest], context: Context
+    async def session(
+        self, requests: AsyncIterator[worker_pb2.SessionRequest], context: CallContext
     ) -> AsyncIterator[worker_pb2.SessionResponse]:
         self._outbox = asyncio.Queue()
-        work = [asyncio.create_task(w) for w in (self._read(request_iterator), self._steps())]
+        work = [asyncio.create_task(w) for w in (self._read(requests), self._steps())]
         try:
             while True:
                 yield await self._outbox.get()

@@ -28,14 +28,16 @@ import uvloop
 
 from baton.clock import LoopClock
 from baton.config.router import RouterConfig
-from baton.v1 import common_pb2, router_pb2, router_pb2_grpc, worker_pb2, worker_pb2_grpc
+from baton.errors import BatonError
+from baton.v1 import common_pb2, router_pb2, router_pb2_grpc, worker_pb2
 from bench.report import markdown
 from kv_transfer.block_hash import BlockHash
 from router.fleet.fleet import Fleet, WorkerState
 from router.fleet.worker_facts import WorkerFacts
 from router.placement.admission import Admission
 from router.placement.prefix_index import PrefixIndex
-from router.placement.ticket import PromptBlocks
+from router.placement.ticket import Placed, PromptBlocks
+from tests.link_stub import LinkStub, StubCall
 from tests.router.scripted_worker import FINGERPRINT, MODEL
 
 NUM_PROMPT_TOKENS = 400
@@ -126,9 +128,7 @@ async def many(
     return run
 
 
-async def read_lease(
-    session: grpc.aio.StreamStreamCall[worker_pb2.SessionRequest, worker_pb2.SessionResponse],
-) -> worker_pb2.Lease:
+async def read_lease(session: StubCall) -> worker_pb2.Lease:
     while True:
         response = await session.read()
         assert isinstance(response, worker_pb2.SessionResponse), "the session has ended"
@@ -139,28 +139,25 @@ async def read_lease(
 async def direct(prefill: str, decode: str) -> list[float]:
     """Time to a first token when the client talks to the workers itself, seconds."""
     took = []
-    async with grpc.aio.insecure_channel(prefill) as p, grpc.aio.insecure_channel(decode) as d:
-        session = worker_pb2_grpc.DecodeServiceStub(d).Session()
-        stub = worker_pb2_grpc.PrefillServiceStub(p)
-        await session.write(
-            worker_pb2.SessionRequest(open=worker_pb2.OpenSession(router_id="bench"))
+    p, d = LinkStub(prefill), LinkStub(decode)
+    session = d.session()
+    await session.write(worker_pb2.SessionRequest(open=worker_pb2.OpenSession(router_id="bench")))
+    for number in range(NUM_ALONE):
+        spec = worker_pb2.RequestSpec(
+            request_id=str(number), attempt=1, token_ids=bytes(4 * NUM_PROMPT_TOKENS)
         )
-        for number in range(NUM_ALONE):
-            spec = worker_pb2.RequestSpec(
-                request_id=str(number), attempt=1, token_ids=bytes(4 * NUM_PROMPT_TOKENS)
-            )
-            reserve = worker_pb2.Reserve(spec=spec, writer=common_pb2.WorkerRef(worker_id="p0"))
-            start = time.perf_counter()
-            await session.write(worker_pb2.SessionRequest(reserve=reserve))
-            lease = await read_lease(session)
-            call = stub.Prefill(worker_pb2.PrefillRequest(spec=spec, lease=lease))
-            async for _ in call:
-                took.append(time.perf_counter() - start)
-                break
-            call.cancel()
-            cancel = worker_pb2.Cancel(request_id=str(number), attempt=1)
-            await session.write(worker_pb2.SessionRequest(cancel=cancel))
-        session.cancel()
+        reserve = worker_pb2.Reserve(spec=spec, writer=common_pb2.WorkerRef(worker_id="p0"))
+        start = time.perf_counter()
+        await session.write(worker_pb2.SessionRequest(reserve=reserve))
+        lease = await read_lease(session)
+        call = await p.prefill(worker_pb2.PrefillRequest(spec=spec, lease=lease))
+        await call.read()
+        took.append(time.perf_counter() - start)
+        call.cancel()
+        cancel = worker_pb2.Cancel(request_id=str(number), attempt=1)
+        await session.write(worker_pb2.SessionRequest(cancel=cancel))
+    for stub in (p, d):
+        await stub.close()
     return took
 
 
@@ -228,7 +225,10 @@ async def placement_us(size: int) -> float:
         prompt = PromptBlocks(tokens, "")
         prompt.hashes(FINGERPRINT, 16)
         start = time.perf_counter()
-        placed = await admission.place(admission.ticket(prompt, 64))
+        answer: asyncio.Future[Placed | BatonError] = asyncio.get_running_loop().create_future()
+        admission.enter(admission.ticket(prompt, 64), answer.set_result)
+        placed = await answer
+        assert isinstance(placed, Placed)
         took.append(time.perf_counter() - start)
         fleet.release(placed.booking)
     fleet.check_integrity()

@@ -1,18 +1,16 @@
-"""`DecodeService`: the gRPC side of the decode role. Protobuf messages stop here."""
+"""The link's side of the decode role. Protobuf messages stop here."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from collections.abc import AsyncIterator
-from typing import Any
 
 import grpc
-import grpc.aio
 
 from baton.errors import InvalidRequestError
-from baton.status import first_message
-from baton.v1 import common_pb2, worker_pb2, worker_pb2_grpc
+from baton.link import TOKENS_ROOM, CallContext, Method, Served, answers
+from baton.v1 import common_pb2, worker_pb2
 from baton.wire import field_on_wire
 from decode_worker.request_log import (
     NoSessionError,
@@ -36,28 +34,29 @@ from kv_transfer.lease import WorkerIdentity, logprobs_from_proto, logprobs_to_p
 
 log = logging.getLogger(__name__)
 
-Context = grpc.aio.ServicerContext[Any, Any]
-
 _REASON_OF = {
     refusal: worker_pb2.RejectReason.Value(f"REJECT_REASON_{refusal.name}") for refusal in Refusal
 }
 
 
-class DecodeService(worker_pb2_grpc.DecodeServiceServicer):
-    def __init__(self, role: DecodeRole, open_timeout_s: float) -> None:
+class DecodeService:
+    def __init__(self, role: DecodeRole) -> None:
         self._role = role
-        self._open_timeout_s = open_timeout_s
+        self.methods = {
+            Method.SESSION: Served(self._session, TOKENS_ROOM),
+            Method.ATTACH: answers(self._attach),
+        }
 
-    async def Session(  # noqa: N802
-        self, request_iterator: AsyncIterator[worker_pb2.SessionRequest], context: Context
+    async def _session(
+        self, requests: AsyncIterator[worker_pb2.SessionRequest], context: CallContext
     ) -> AsyncIterator[worker_pb2.SessionResponse]:
-        first = await first_message(request_iterator, self._open_timeout_s, context)
-        if first is None or not first.open.router_id:
+        first = await anext(requests)
+        if not first.open.router_id:
             await context.abort(
                 grpc.StatusCode.INVALID_ARGUMENT, "a session begins with `open` and a router_id"
             )
         session = self._role.open_session(first.open.router_id)
-        reader = asyncio.create_task(self._read(session, request_iterator))
+        reader = asyncio.create_task(self._read(session, requests))
         self._role.watch(reader)
         try:
             async for update in session.updates():
@@ -118,8 +117,8 @@ class DecodeService(worker_pb2_grpc.DecodeServiceServicer):
         )
         return submission, writer
 
-    async def Attach(  # noqa: N802
-        self, request: worker_pb2.AttachRequest, context: Context
+    async def _attach(
+        self, request: worker_pb2.AttachRequest, context: CallContext
     ) -> worker_pb2.AttachResponse:
         try:
             record = self._role.attach(

@@ -1,16 +1,15 @@
-"""`PrefillService`: the gRPC side of the prefill role. Protobuf messages stop here."""
+"""The link's side of the prefill role. Protobuf messages stop here."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from typing import Any
 
 import grpc
-import grpc.aio
 
 from baton.errors import InvalidRequestError
+from baton.link import CallContext, Method, streams
 from baton.status import abort
-from baton.v1 import worker_pb2, worker_pb2_grpc
+from baton.v1 import worker_pb2
 from baton.wire import field_on_wire
 from engine import errors
 from engine.request import PrefilledEvent
@@ -31,8 +30,6 @@ from prefill_worker.role import (
     Stopped,
 )
 
-Context = grpc.aio.ServicerContext[Any, Any]
-
 # HandoffFailed reasons before anything was begun: the router picks another worker at no cost.
 _NOT_FOR_US: dict[type[Exception], str] = {
     DrainingError: "DRAINING",
@@ -41,16 +38,17 @@ _NOT_FOR_US: dict[type[Exception], str] = {
 }
 
 
-class PrefillService(worker_pb2_grpc.PrefillServiceServicer):
+class PrefillService:
     def __init__(self, role: PrefillRole, kv_fingerprint: bytes) -> None:
         self._role = role
         self._kv_fingerprint = kv_fingerprint
+        self.methods = {Method.PREFILL: streams(self._prefill)}
         self._asked_again: dict[tuple[str, int], bool] = {}
         """(lease id, epoch) of each running call -> whether another call asked for it since.
         Then the lease's owner ends the prefill, not the end of the first call."""
 
-    async def Prefill(  # noqa: N802
-        self, request: worker_pb2.PrefillRequest, context: Context
+    async def _prefill(
+        self, request: worker_pb2.PrefillRequest, context: CallContext
     ) -> AsyncIterator[worker_pb2.PrefillResponse]:
         grant = (request.lease.lease_id, request.lease.lease_epoch)
         try:

@@ -34,8 +34,8 @@ from router.report.figures import Counts, Figures, PoolFigures, RequestFigures
 from router.report.metrics import Gauges, RouterMetrics
 from router.request.output import Finished, FinishReason, OutputReader
 from router.request.request_run import SHUTTING_DOWN, RequestRun
-from router.request.resume import is_kept
 from router.request.run_parts import Arrival, RunParts, ServedModel, Sought, wire_id
+from router.request.search import is_kept
 from router.request.validate import ParsedRequest, RequestLimits, body_digest
 
 log = logging.getLogger(__name__)
@@ -328,7 +328,8 @@ class Router:
         )
         assert len(self.admission) <= self.num_active, (len(self.admission), self.num_active)
         listening = sum(link.session.num_attempts for link in self.links)
-        assert listening <= self.num_active, (listening, self.num_active)
+        searching = self.parts.searching.num_requests * sum(1 for _ in self.links)
+        assert listening <= self.num_active + searching, (listening, self.num_active, searching)
         waiting = sum(len(link.waiting) for link in self.links)
         assert waiting <= 2 * self.num_active, (waiting, self.num_active)
 

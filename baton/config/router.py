@@ -144,8 +144,8 @@ class RouterConfig(Ranged):
     eject_s: NotNegative = 2.0
     """A worker that failed a request gets nothing for this long while others can serve."""
     max_message_bytes: _MessageBytes = 32 << 20
-    max_session_backlog: Count = 4096
-    """Unsent session messages to one worker before it counts as hung."""
+    max_unsent_bytes: Count = 64 << 20
+    """To one worker, that it has not read, before it counts as hung."""
 
     local_prefill: LocalPrefill = "auto"
     """auto, never or always: may a decode worker prefill by itself."""

@@ -104,5 +104,3 @@ class DecodeConfig(Ranged):
     """When a router that met a full worker is to come back."""
     max_lease_s: Positive = 600.0
     """Longest life of a lease for a request without a deadline."""
-    open_timeout_s: Positive = 10.0
-    """A session whose first message has not come by then is ended."""

@@ -25,201 +25,9 @@ if _version_not_supported:
     )
 
 
-class PrefillServiceStub:
-    """Missing associated documentation comment in .proto file."""
-
-    def __init__(self, channel):
-        """Constructor.
-
-        Args:
-            channel: A grpc.Channel.
-        """
-        self.Prefill = channel.unary_stream(
-                '/baton.v1.PrefillService/Prefill',
-                request_serializer=baton_dot_v1_dot_worker__pb2.PrefillRequest.SerializeToString,
-                response_deserializer=baton_dot_v1_dot_worker__pb2.PrefillResponse.FromString,
-                _registered_method=True)
-
-
-class PrefillServiceServicer:
-    """Missing associated documentation comment in .proto file."""
-
-    def Prefill(self, request, context):
-        """Compute a prompt, push its KV into the lease, sample the first token. Cancelling the call
-        cancels the prefill and drains its handoff, unless another call has asked for the same lease
-        since (FAILED_PRECONDITION): then the lease's owner ends it.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-
-def add_PrefillServiceServicer_to_server(servicer, server):
-    rpc_method_handlers = {
-            'Prefill': grpc.unary_stream_rpc_method_handler(
-                    servicer.Prefill,
-                    request_deserializer=baton_dot_v1_dot_worker__pb2.PrefillRequest.FromString,
-                    response_serializer=baton_dot_v1_dot_worker__pb2.PrefillResponse.SerializeToString,
-            ),
-    }
-    generic_handler = grpc.method_handlers_generic_handler(
-            'baton.v1.PrefillService', rpc_method_handlers)
-    server.add_generic_rpc_handlers((generic_handler,))
-    server.add_registered_method_handlers('baton.v1.PrefillService', rpc_method_handlers)
-
-
- # This class is part of an EXPERIMENTAL API.
-class PrefillService:
-    """Missing associated documentation comment in .proto file."""
-
-    @staticmethod
-    def Prefill(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_stream(
-            request,
-            target,
-            '/baton.v1.PrefillService/Prefill',
-            baton_dot_v1_dot_worker__pb2.PrefillRequest.SerializeToString,
-            baton_dot_v1_dot_worker__pb2.PrefillResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-
-class DecodeServiceStub:
-    """Missing associated documentation comment in .proto file."""
-
-    def __init__(self, channel):
-        """Constructor.
-
-        Args:
-            channel: A grpc.Channel.
-        """
-        self.Session = channel.stream_stream(
-                '/baton.v1.DecodeService/Session',
-                request_serializer=baton_dot_v1_dot_worker__pb2.SessionRequest.SerializeToString,
-                response_deserializer=baton_dot_v1_dot_worker__pb2.SessionResponse.FromString,
-                _registered_method=True)
-        self.Attach = channel.unary_unary(
-                '/baton.v1.DecodeService/Attach',
-                request_serializer=baton_dot_v1_dot_worker__pb2.AttachRequest.SerializeToString,
-                response_deserializer=baton_dot_v1_dot_worker__pb2.AttachResponse.FromString,
-                _registered_method=True)
-
-
-class DecodeServiceServicer:
-    """Missing associated documentation comment in .proto file."""
-
-    def Session(self, request_iterator, context):
-        """The one stream between one router and one decode worker: reservations and cancels in, the
-        tokens of a step for all of the router's requests out as one message.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def Attach(self, request, context):
-        """Take over a request whose router is gone. Its later tokens flow on the caller's Session.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-
-def add_DecodeServiceServicer_to_server(servicer, server):
-    rpc_method_handlers = {
-            'Session': grpc.stream_stream_rpc_method_handler(
-                    servicer.Session,
-                    request_deserializer=baton_dot_v1_dot_worker__pb2.SessionRequest.FromString,
-                    response_serializer=baton_dot_v1_dot_worker__pb2.SessionResponse.SerializeToString,
-            ),
-            'Attach': grpc.unary_unary_rpc_method_handler(
-                    servicer.Attach,
-                    request_deserializer=baton_dot_v1_dot_worker__pb2.AttachRequest.FromString,
-                    response_serializer=baton_dot_v1_dot_worker__pb2.AttachResponse.SerializeToString,
-            ),
-    }
-    generic_handler = grpc.method_handlers_generic_handler(
-            'baton.v1.DecodeService', rpc_method_handlers)
-    server.add_generic_rpc_handlers((generic_handler,))
-    server.add_registered_method_handlers('baton.v1.DecodeService', rpc_method_handlers)
-
-
- # This class is part of an EXPERIMENTAL API.
-class DecodeService:
-    """Missing associated documentation comment in .proto file."""
-
-    @staticmethod
-    def Session(request_iterator,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.stream_stream(
-            request_iterator,
-            target,
-            '/baton.v1.DecodeService/Session',
-            baton_dot_v1_dot_worker__pb2.SessionRequest.SerializeToString,
-            baton_dot_v1_dot_worker__pb2.SessionResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Attach(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/baton.v1.DecodeService/Attach',
-            baton_dot_v1_dot_worker__pb2.AttachRequest.SerializeToString,
-            baton_dot_v1_dot_worker__pb2.AttachResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-
 class WorkerServiceStub:
-    """Missing associated documentation comment in .proto file."""
+    """What is asked seldom, by gRPC.
+    """
 
     def __init__(self, channel):
         """Constructor.
@@ -227,11 +35,6 @@ class WorkerServiceStub:
         Args:
             channel: A grpc.Channel.
         """
-        self.SubscribeKv = channel.unary_stream(
-                '/baton.v1.WorkerService/SubscribeKv',
-                request_serializer=baton_dot_v1_dot_worker__pb2.SubscribeKvRequest.SerializeToString,
-                response_deserializer=baton_dot_v1_dot_worker__pb2.SubscribeKvResponse.FromString,
-                _registered_method=True)
         self.Load = channel.unary_unary(
                 '/baton.v1.WorkerService/Load',
                 request_serializer=baton_dot_v1_dot_worker__pb2.LoadRequest.SerializeToString,
@@ -255,14 +58,8 @@ class WorkerServiceStub:
 
 
 class WorkerServiceServicer:
-    """Missing associated documentation comment in .proto file."""
-
-    def SubscribeKv(self, request, context):
-        """Which blocks this worker's prefix cache holds: one snapshot, then deltas.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
+    """What is asked seldom, by gRPC.
+    """
 
     def Load(self, request, context):
         """Missing associated documentation comment in .proto file."""
@@ -295,11 +92,6 @@ class WorkerServiceServicer:
 
 def add_WorkerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
-            'SubscribeKv': grpc.unary_stream_rpc_method_handler(
-                    servicer.SubscribeKv,
-                    request_deserializer=baton_dot_v1_dot_worker__pb2.SubscribeKvRequest.FromString,
-                    response_serializer=baton_dot_v1_dot_worker__pb2.SubscribeKvResponse.SerializeToString,
-            ),
             'Load': grpc.unary_unary_rpc_method_handler(
                     servicer.Load,
                     request_deserializer=baton_dot_v1_dot_worker__pb2.LoadRequest.FromString,
@@ -329,34 +121,8 @@ def add_WorkerServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class WorkerService:
-    """Missing associated documentation comment in .proto file."""
-
-    @staticmethod
-    def SubscribeKv(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_stream(
-            request,
-            target,
-            '/baton.v1.WorkerService/SubscribeKv',
-            baton_dot_v1_dot_worker__pb2.SubscribeKvRequest.SerializeToString,
-            baton_dot_v1_dot_worker__pb2.SubscribeKvResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
+    """What is asked seldom, by gRPC.
+    """
 
     @staticmethod
     def Load(request,

@@ -1,4 +1,4 @@
-"""`WorkerService`: what any worker reports about itself, whatever its role.
+"""What any worker reports about itself, whatever its role.
 
 `KvFeed` sends the blocks of the prefix cache to followers: a snapshot, then changes. The engine's
 thread takes the snapshot between two steps and passes it on like the steps' events. So no change is
@@ -18,12 +18,13 @@ import grpc
 import grpc.aio
 
 from baton.errors import ConfigError
+from baton.link import CallContext, Method, streams
 from baton.v1 import worker_pb2, worker_pb2_grpc
 from engine.api import Engine
 from engine.errors import EngineStoppedError
 from engine.loop import EngineThread
 from engine.request import BlocksRemovedEvent, BlocksStoredEvent, EngineEvent
-from kv_transfer.block_hash import BlockHash
+from kv_transfer.block_hash import HASH_BYTES, BlockHash
 
 Context = grpc.aio.ServicerContext[Any, Any]
 Chain = tuple[BlockHash | None, tuple[BlockHash, ...]]
@@ -31,6 +32,7 @@ KvMessage = worker_pb2.SubscribeKvResponse
 """`removed` applies first, then `stored`."""
 
 PIECE_BYTES = 1 << 20  # of a file, in one message
+MAX_KV_BYTES = 48 << 10  # of hashes, in one message: a multiple of a hash's
 
 
 class Subscription:
@@ -67,12 +69,33 @@ class KvFeed:
     """Own the subscriptions. Runs on the event loop."""
 
     def __init__(
-        self, engine: EngineThread, loop: asyncio.AbstractEventLoop, max_pending: int = 1024
+        self,
+        engine: EngineThread,
+        loop: asyncio.AbstractEventLoop,
+        incarnation: int,
+        max_pending: int = 1024,
     ) -> None:
-        self._engine = engine
+        """`incarnation`: the worker's."""
+        self._engine, self._incarnation = engine, incarnation
+        self.methods = {Method.FOLLOW_KV: streams(self._follow)}
         self._loop = loop
         self._max_pending = max_pending
         self._subscriptions: set[Subscription] = set()
+
+    async def _follow(
+        self, request: worker_pb2.SubscribeKvRequest, context: CallContext
+    ) -> AsyncIterator[KvMessage]:
+        subscription = self.subscribe()
+        sequence = 0
+        try:
+            async for change in subscription.changes():
+                for piece in pieces_of(change):
+                    message = KvMessage(incarnation=self._incarnation, sequence=sequence)
+                    message.MergeFrom(piece)  # which other followers get too
+                    yield message
+                    sequence += 1
+        finally:
+            self.unsubscribe(subscription)
 
     def subscribe(self) -> Subscription:
         subscription = Subscription(self._max_pending)
@@ -120,6 +143,26 @@ def changes_of(events: Iterable[EngineEvent]) -> list[KvMessage]:
     return changes
 
 
+def pieces_of(change: KvMessage) -> list[KvMessage]:
+    """The same in messages of at most about `MAX_KV_BYTES`: tokens wait for no more than one."""
+    if change.ByteSize() <= MAX_KV_BYTES:
+        return [change]
+    pieces, num_bytes = [KvMessage(snapshot=change.snapshot)], 0
+    for start in range(0, len(change.removed), MAX_KV_BYTES):
+        pieces[-1].removed = change.removed[start : start + MAX_KV_BYTES]
+        pieces.append(KvMessage())
+    for chain in change.stored:
+        parent, hashes = chain.parent_hash, chain.hashes
+        for start in range(0, len(hashes), MAX_KV_BYTES):
+            part = hashes[start : start + MAX_KV_BYTES]
+            if num_bytes + len(part) > MAX_KV_BYTES:
+                pieces.append(KvMessage())
+                num_bytes = 0
+            pieces[-1].stored.add(parent_hash=parent, hashes=part)
+            parent, num_bytes = part[-HASH_BYTES:], num_bytes + len(part)
+    return pieces
+
+
 def _stored(parent: BlockHash | None, hashes: Sequence[BlockHash]) -> worker_pb2.BlockStored:
     return worker_pb2.BlockStored(parent_hash=parent or b"", hashes=b"".join(hashes))
 
@@ -130,33 +173,15 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
 
     def __init__(
         self,
-        incarnation: int,
-        feed: KvFeed,
         load: Callable[[], Awaitable[worker_pb2.WorkerLoad]],
         drain: Callable[[float | None], None],
         integrity: Callable[[], Awaitable[worker_pb2.CheckIntegrityResponse]],
         text_files: Callable[[], Sequence[Path]],
     ) -> None:
-        self._incarnation = incarnation
-        self._feed = feed
         self._load = load
         self._drain = drain
         self._integrity = integrity
         self._text_files = text_files
-
-    async def SubscribeKv(  # noqa: N802
-        self, request: worker_pb2.SubscribeKvRequest, context: Context
-    ) -> AsyncIterator[worker_pb2.SubscribeKvResponse]:
-        subscription = self._feed.subscribe()
-        sequence = 0
-        try:
-            async for change in subscription.changes():
-                message = KvMessage(incarnation=self._incarnation, sequence=sequence)
-                message.MergeFrom(change)  # which other followers get too
-                yield message
-                sequence += 1
-        finally:
-            self._feed.unsubscribe(subscription)
 
     async def Load(  # noqa: N802
         self, request: worker_pb2.LoadRequest, context: Context

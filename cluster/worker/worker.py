@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from pathlib import Path
@@ -29,6 +30,7 @@ from grpc_health.v1.health import aio as health_aio
 from baton.clock import LoopClock
 from baton.errors import OtherModelError
 from baton.grpc_options import WORKER_MESSAGE_BYTES, accepts_pings
+from baton.link import LinkServer
 from baton.model_folder import find_text_files
 from baton.v1 import control_pb2, worker_pb2, worker_pb2_grpc
 from cluster.node.pod import PodWorkers
@@ -89,7 +91,7 @@ class Worker:
         engine = build_engine(config.engine, rank.runner, rank.transfer)
         self._capacity = engine.capacity
         self.engine = EngineThread(engine, self._from_engine, self._engine_failed)
-        self.feed = KvFeed(self.engine, loop)
+        self.feed = KvFeed(self.engine, loop, rank.identity.incarnation)
         # Every worker has both: it always reads transfer messages for either role.
         self.exporter = Exporter(
             rank.transfer, fingerprint, self._send_to_sinks, self.engine_is_well, clock
@@ -250,37 +252,30 @@ class Worker:
 
     @contextlib.asynccontextmanager
     async def _server(self) -> AsyncIterator[None]:
+        """Routers' links and gRPC, on one port."""
         server = grpc.aio.server(options=_SERVER_OPTIONS)
-        fingerprint = self.rank.model.kv_fingerprint
-        if self._config.role is not Role.DECODE:
-            worker_pb2_grpc.add_PrefillServiceServicer_to_server(
-                PrefillService(self.prefill, fingerprint), server
-            )
-        if self._config.role is not Role.PREFILL:
-            worker_pb2_grpc.add_DecodeServiceServicer_to_server(
-                DecodeService(self.decode, self._config.decode.open_timeout_s), server
-            )
-        incarnation = self.rank.identity.incarnation
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(
-            WorkerService(
-                incarnation,
-                self.feed,
-                self._load_now,
-                self.drain,
-                self.integrity,
-                self._text_files,
-            ),
-            server,
+            WorkerService(self._load_now, self.drain, self.integrity, self._text_files), server
         )
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-        port = server.add_insecure_port(f"{self._config.host}:{self._config.settings.port}")
-        self.address = f"{self._config.host}:{port}"
-        await server.start()
-        await self._health.set("", health_pb2.HealthCheckResponse.SERVING)
-        try:
-            yield
-        finally:
-            await server.stop(grace=0.5)
+        methods = dict(self.feed.methods)
+        if self._config.role is not Role.DECODE:
+            methods |= PrefillService(self.prefill, self.rank.model.kv_fingerprint).methods
+        if self._config.role is not Role.PREFILL:
+            methods |= DecodeService(self.decode).methods
+        links = LinkServer(methods)
+        with tempfile.TemporaryDirectory(prefix="baton-worker-") as folder:
+            grpc_address = f"unix:{folder}/grpc"
+            server.add_insecure_port(grpc_address)
+            await server.start()
+            host, port = self._config.host, self._config.settings.port
+            self.address = f"{host}:{await links.start(host, port, grpc_address)}"
+            await self._health.set("", health_pb2.HealthCheckResponse.SERVING)
+            try:
+                yield
+            finally:
+                await links.stop()
+                await server.stop(grace=0.5)
 
     @contextlib.contextmanager
     def _metrics(self, port: int) -> Iterator[None]:

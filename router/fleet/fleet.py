@@ -85,7 +85,7 @@ class ReportedLoad:
     handoff_bytes_per_s: float = 0.0
 
 
-@dataclass
+@dataclass(eq=False)
 class WorkerEntry:
     """One worker's row, as kept by `Fleet`; read-only elsewhere."""
 

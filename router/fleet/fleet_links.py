@@ -178,8 +178,7 @@ class FleetLinks:
         entry = link.entry
         del self._links[entry.facts.worker_id]
         self._fleet.remove(entry)
-        link.stop()
-        link.session.end("the worker has left the fleet")
+        link.stop("the worker has left the fleet")
         self._index.clear(entry.slot)
         self._index.forget_predictions(entry.slot)
         closing = asyncio.create_task(link.close())

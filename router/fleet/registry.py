@@ -289,5 +289,4 @@ def waiting_requests(
             is_held=not has_roles,
         )
         for ticket in tickets
-        if ticket.placed is not None and not ticket.placed.done()
     ]

@@ -1,10 +1,10 @@
-"""The one stream between this router and one decode worker.
+"""The one session between this router and one decode worker.
 
-1. `run` waits for the connection, opens the session and stays until it is lost. 2. Reservations and
-cancels go out in order; what comes in is handed to the attempt it names. 3. When the session is
-lost every attempt on it is informed once, and forgotten here. It may wait for the next session with
-the same worker (`wait_open`) and attach there. Cancels that were not sent, or may have been lost,
-go first in the next session: an abandoned attempt may still run there.
+1. It is opened on each new link to the worker. 2. Reservations and cancels go out in order; what
+comes in is handed to the attempt it names. 3. When the link is lost every attempt is informed once,
+and forgotten here. It may wait for the next session with the same worker (`wait_open`) and attach
+there. Cancels that were not sent, or may have been lost, go first in the next session: an abandoned
+attempt may still run there.
 
 Every session has an id of its own. The worker may learn of the lost session after the next one, and
 must not attach a request to the lost one.
@@ -16,21 +16,18 @@ import asyncio
 import contextlib
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-import grpc.aio
-
-from baton.v1 import worker_pb2, worker_pb2_grpc
+from baton.link import Call, Link, LinkError, Method
+from baton.v1 import worker_pb2
 from baton.wire import ANY_ATTEMPT
 
 log = logging.getLogger(__name__)
 
 MAX_KEPT_CANCELS = 10_000
 SURELY_RECEIVED_S = 10.0  # a session that lived this long after a cancel has carried it
-
-SessionCall = grpc.aio.StreamStreamCall[worker_pb2.SessionRequest, worker_pb2.SessionResponse]
 
 
 @dataclass(frozen=True)
@@ -64,22 +61,23 @@ class AttemptHandler(Protocol):
 
     def on_reserved(self, reserved: worker_pb2.Reserved) -> None: ...
     def on_rejected(self, rejected: worker_pb2.Rejected) -> None: ...
-    def on_admitted(self) -> None: ...
+    def on_admitted(self, admitted: worker_pb2.HandoffAdmitted) -> None: ...
     def on_tokens(self, tokens: worker_pb2.RequestTokens) -> None: ...
-    def on_moved(self) -> None: ...
+    def on_moved(self, moved: worker_pb2.Moved) -> None: ...
     def on_session_lost(self, message: str) -> None: ...
 
 
 class Session:
-    """Own the stream to one worker and the attempts that listen on it."""
+    """Own the session and the attempts that listen on it. The link's `Caller`."""
 
-    def __init__(self, worker_id: str, identity: RouterIdentity, max_backlog: int) -> None:
+    def __init__(self, worker_id: str, identity: RouterIdentity, max_unsent_bytes: int) -> None:
+        """`max_unsent_bytes`: a worker that leaves more than this unread is lost."""
         self._worker_id = worker_id
         self._identity = identity
-        self._max_backlog = max_backlog
+        self._max_unsent_bytes = max_unsent_bytes
         self._handlers: dict[str, AttemptHandler] = {}
-        self._outbox: asyncio.Queue[worker_pb2.SessionRequest] | None = None
-        self._cancel_call: Callable[[], object] = lambda: None
+        self._link: Link | None = None
+        self._call: Call | None = None
         self._waiting: set[asyncio.Future[None]] = set()  # for the next session
         self._num_sessions = 0
         self._is_over = False
@@ -89,7 +87,7 @@ class Session:
 
     @property
     def is_open(self) -> bool:
-        return self._outbox is not None
+        return self._call is not None
 
     @property
     def session_id(self) -> str:
@@ -99,7 +97,7 @@ class Session:
     async def wait_open(self) -> None:
         """Wait for a session. Raises SessionLostError when the worker is given up, or is dead:
         nothing answers at its address."""
-        if self._outbox is not None:
+        if self._call is not None:
             return
         if self._is_over:
             raise SessionLostError(f"{self._worker_id} was given up")
@@ -124,7 +122,7 @@ class Session:
 
     def listen(self, handler: AttemptHandler) -> None:
         """Hand messages about the handler's request to it. Raises SessionLostError."""
-        if self._outbox is None:
+        if self._call is None:
             raise SessionLostError(f"no session with {self._worker_id}")
         self._handlers[handler.wire_id] = handler
 
@@ -134,32 +132,27 @@ class Session:
 
     def reserve(self, reserve: worker_pb2.Reserve) -> None:
         """Raises SessionLostError."""
-        if self._outbox is None:
-            raise SessionLostError(f"no session with {self._worker_id}")
-        self._put(self._outbox, worker_pb2.SessionRequest(reserve=reserve))
+        self._send(worker_pb2.SessionRequest(reserve=reserve))
 
     def cancel(self, wire_id: str, attempt: int) -> None:
         """Abort an attempt, now or when the worker is connected again."""
         now = asyncio.get_running_loop().time()
         sent_s: float | None = None
-        if self._outbox is not None:
-            cancel = worker_pb2.Cancel(request_id=wire_id, attempt=attempt)
-            try:
-                self._put(self._outbox, worker_pb2.SessionRequest(cancel=cancel))
-                sent_s = now
-            except SessionLostError as error:
-                log.warning("cancel of %s is kept: %s", wire_id, error)
+        cancel = worker_pb2.Cancel(request_id=wire_id, attempt=attempt)
+        try:
+            self._send(worker_pb2.SessionRequest(cancel=cancel))
+            sent_s = now
+        except SessionLostError as error:
+            log.debug("cancel of %s is kept: %s", wire_id, error)
         self._cancels[(wire_id, attempt)] = sent_s
         self._forget_received(now)
 
     def cancel_every_attempt(self, wire_id: str) -> None:
         """Abort what runs under the id. The cancel is not kept when the session is lost: nobody
         follows the request any more, and a later one may have the id."""
-        if self._outbox is None:
-            return
         cancel = worker_pb2.Cancel(request_id=wire_id, attempt=ANY_ATTEMPT)
         with contextlib.suppress(SessionLostError):
-            self._put(self._outbox, worker_pb2.SessionRequest(cancel=cancel))
+            self._send(worker_pb2.SessionRequest(cancel=cancel))
 
     def _forget_received(self, now: float) -> None:
         while self._cancels:
@@ -174,104 +167,68 @@ class Session:
         """(request, attempt) of cancels that the worker may not know of."""
         return list(self._cancels)
 
-    def _put(
-        self,
-        outbox: asyncio.Queue[worker_pb2.SessionRequest],
-        message: worker_pb2.SessionRequest,
-    ) -> None:
-        try:
-            outbox.put_nowait(message)
-        except asyncio.QueueFull:
-            self._cancel_call()
-            self._lose(f"{self._worker_id} takes no messages")
-            raise SessionLostError(f"{self._worker_id} takes no messages") from None
+    def _send(self, message: worker_pb2.SessionRequest) -> None:
+        """Raises SessionLostError."""
+        if self._link is None or self._call is None:
+            raise SessionLostError(f"no session with {self._worker_id}")
+        if self._link.num_unsent > self._max_unsent_bytes:
+            self._link.close("it takes no messages")
+            raise SessionLostError(f"{self._worker_id} takes no messages")
+        self._call.send(message)
 
-    # --- the stream ----------------------------------------------------------------------------
+    # --- the link ------------------------------------------------------------------------------
 
-    async def run(
-        self, stub: worker_pb2_grpc.DecodeServiceStub, on_open: Callable[[], None]
-    ) -> None:
-        """Open a session and serve it until it ends, or is given up here for its backlog.
-
-        Raises grpc.aio.AioRpcError when it breaks.
-        """
-        outbox: asyncio.Queue[worker_pb2.SessionRequest] = asyncio.Queue(self._max_backlog)
+    def open(self, link: Link) -> None:
+        """Begin the next session, on this link."""
         now = asyncio.get_running_loop().time()
         self._forget_received(now)
-        for wire_id, attempt in self.unconfirmed_cancels[: self._max_backlog // 2]:
-            cancel = worker_pb2.Cancel(request_id=wire_id, attempt=attempt)
-            outbox.put_nowait(worker_pb2.SessionRequest(cancel=cancel))
-            self._cancels[(wire_id, attempt)] = now
         self._num_sessions += 1
-        call = stub.Session()
-        writer = asyncio.create_task(self._write(call, outbox))
-        self._outbox, self._cancel_call = outbox, call.cancel
-        on_open()
+        opening = worker_pb2.OpenSession(
+            router_id=self.session_id, incarnation=self._identity.incarnation
+        )
+        self._link = link
+        self._call = link.call(Method.SESSION, worker_pb2.SessionRequest(open=opening), self)
+        for wire_id, attempt in self.unconfirmed_cancels:
+            cancel = worker_pb2.Cancel(request_id=wire_id, attempt=attempt)
+            self._call.send(worker_pb2.SessionRequest(cancel=cancel))
+            self._cancels[(wire_id, attempt)] = now
         for waiter in self._waiting:
             if not waiter.done():
                 waiter.set_result(None)
-        message = "the worker closed its session"
-        try:
-            async for response in call:
-                if self._outbox is not outbox:
-                    break
-                self._dispatch(response)
-        except grpc.aio.AioRpcError as error:
-            message = f"session lost: {error.code().name}: {error.details()}"
-            raise
-        except asyncio.CancelledError:
-            message = "the session was given up"
-            task = asyncio.current_task()
-            if task is None or task.cancelling():
-                raise
-            # Else it is the call alone that was cancelled here: its worker takes no messages.
-        finally:
-            writer.cancel()
-            call.cancel()
-            if self._outbox is outbox:
-                self._lose(f"{self._worker_id}: {message}")
 
-    async def _write(
-        self, call: SessionCall, outbox: asyncio.Queue[worker_pb2.SessionRequest]
-    ) -> None:
-        """Send until the call ends. Its reader sees why it ended."""
-        identity = self._identity
-        opening = worker_pb2.OpenSession(
-            router_id=self.session_id, incarnation=identity.incarnation
-        )
-        message = worker_pb2.SessionRequest(open=opening)
-        try:
-            while True:
-                await call.write(message)
-                message = await outbox.get()
-        except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
-            log.debug("session with %s: nothing more is sent: %s", self._worker_id, error)
+    def on_end(self, error: LinkError | None) -> None:
+        """A session lives as long as its link."""
+        why = "the worker closed its session" if error is None else f"session lost: {error}"
+        link = self._link
+        self._lose(f"{self._worker_id}: {why}")
+        if link is not None:
+            link.close(why)
 
     def end(self, message: str) -> None:
         """The worker is given up: attempts on it are informed at once."""
         self._is_over = True
         self.refuse_waiting()
-        if self._outbox is not None:
-            self._cancel_call()
+        if self._call is not None:
+            self._call.cancel()
             self._lose(message)
 
     def _lose(self, message: str) -> None:
-        self._outbox = None
+        self._link = self._call = None
         handlers, self._handlers = self._handlers, {}
         for handler in handlers.values():
             handler.on_session_lost(message)
 
-    def _dispatch(self, response: worker_pb2.SessionResponse) -> None:
+    def on_message(self, response: worker_pb2.SessionResponse) -> None:
         for handler, reserved in self._heard(response.reserved):
             handler.on_reserved(reserved)
-        for handler, _ in self._heard(response.admitted):
-            handler.on_admitted()
+        for handler, admitted in self._heard(response.admitted):
+            handler.on_admitted(admitted)
         for handler, tokens in self._heard(response.tokens):
             handler.on_tokens(tokens)
         for handler, rejected in self._heard(response.rejected):
             handler.on_rejected(rejected)
-        for handler, _ in self._heard(response.moved):
-            handler.on_moved()
+        for handler, moved in self._heard(response.moved):
+            handler.on_moved(moved)
 
     def _heard(self, messages: Iterable[_Message]) -> Iterator[tuple[AttemptHandler, _Message]]:
         """Yield each message of a current attempt with its handler."""

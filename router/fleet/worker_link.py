@@ -1,8 +1,8 @@
-"""One worker as this router is connected to it: a channel, a session, its KV events.
+"""One worker as this router is connected to it: a link, a session on it, its KV events.
 
 A worker gets requests only while it is connected: a decode worker while its session is open, a
 prefill worker while it sends KV events. A lost connection is noticed at once, a dead or hung host
-by unanswered keepalive pings. The link is made again until `close`; `FleetLinks` decides whether
+by its silence. The link is made again until `close`; `FleetLinks` decides whether
 the worker belongs to the fleet.
 """
 
@@ -14,7 +14,7 @@ import logging
 import math
 import random
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -24,7 +24,8 @@ import grpc.aio
 from baton.clock import NowS
 from baton.config.router import RouterConfig
 from baton.grpc_options import DIRECT, sends_pings
-from baton.v1 import worker_pb2, worker_pb2_grpc
+from baton.link import Call, Caller, Link, LinkError, Method
+from baton.v1 import worker_pb2
 from kv_transfer.block_hash import HASH_BYTES, BlockHash
 from router.fleet.fleet import WorkerEntry, WorkerState
 from router.fleet.session import RouterIdentity, Session
@@ -101,35 +102,58 @@ def split_hashes(data: bytes) -> list[BlockHash]:
 
 
 class KvFollower:
-    """Own what the index knows of one worker: its snapshot, then every change, without a gap."""
+    """Own what the index knows of one worker: its snapshot, then every change, without a gap. The
+    link's `Caller`."""
 
-    def __init__(self, index: PrefixIndex, slot: int, incarnation: int) -> None:
+    def __init__(
+        self,
+        index: PrefixIndex,
+        slot: int,
+        incarnation: int,
+        on_first: Callable[[], None],
+        again_s: float,
+    ) -> None:
+        """`on_first` is called with a link's first message. `again_s`: when to ask again after the
+        worker ended it."""
         self._index, self._slot, self._incarnation = index, slot, incarnation
+        self._on_first, self._again_s = on_first, again_s
+        self._link: Link | None = None
+        self._call: Call | None = None
         self._sequence: int | None = None
         self.state = IndexState.DEGRADED
         self.num_gaps = 0
 
-    async def run(
-        self, stub: worker_pb2_grpc.WorkerServiceStub, on_connected: Callable[[], None]
-    ) -> bool:
-        """Follow one subscription; raises grpc.aio.AioRpcError when it breaks.
+    def follow(self, link: Link) -> None:
+        self._link, self._sequence = link, None
+        self._call = link.call(Method.FOLLOW_KV, worker_pb2.SubscribeKvRequest(), self)
 
-        `on_connected` is called with the first message. False when the worker ended it, True when
-        events were missed and it is to be made again at once.
-        """
-        self._sequence = None
-        call = stub.SubscribeKv(worker_pb2.SubscribeKvRequest())
-        try:
-            async for message in call:
-                first = self._sequence is None
-                if not self.apply(message):
-                    return message.incarnation == self._incarnation
-                if first:
-                    on_connected()
-            return False
-        finally:
-            self.state = IndexState.DEGRADED
-            call.cancel()
+    def stop(self) -> None:
+        """Take in nothing more."""
+        self.state, self._link = IndexState.DEGRADED, None
+        if self._call is not None:
+            self._call.cancel()
+
+    def on_message(self, message: worker_pb2.SubscribeKvResponse) -> None:
+        is_first = self._sequence is None
+        if self.apply(message):
+            if is_first:
+                self._on_first()
+        elif self._call is not None and self._link is not None:
+            self._call.cancel()
+            if message.incarnation == self._incarnation:  # some were missed
+                self.follow(self._link)
+            else:
+                self.on_end(None)
+
+    def on_end(self, error: LinkError | None) -> None:
+        self.state = IndexState.DEGRADED
+        if (link := self._link) is not None and link.is_open:
+            loop = asyncio.get_running_loop()
+            loop.call_later(self._again_s, lambda: self._follow_again(link))
+
+    def _follow_again(self, link: Link) -> None:
+        if self._link is link and link.is_open:
+            self.follow(link)
 
     def apply(self, message: worker_pb2.SubscribeKvResponse) -> bool:
         """Take in one message; False when it does not follow the one before: subscribe again."""
@@ -151,12 +175,9 @@ class KvFollower:
         return True
 
 
-ATTACH_AGAIN_S = 0.005  # while the session's first message is on its way to the worker
 LOST_FOR = 2.0  # times `attach_timeout_s`: what a worker kept is waited for no longer
 
 log = logging.getLogger(__name__)
-
-PrefillCall = grpc.aio.UnaryStreamCall[worker_pb2.PrefillRequest, worker_pb2.PrefillResponse]
 
 
 def channel_to(address: str, config: RouterConfig) -> grpc.aio.Channel:
@@ -204,15 +225,14 @@ class WorkerLink:
         self._config = config
         self._on_connected = on_connected
         facts = entry.facts
-        self._channel = channel_to(facts.address, config)
-        self._decode = worker_pb2_grpc.DecodeServiceStub(self._channel)
-        self._prefill = worker_pb2_grpc.PrefillServiceStub(self._channel)
-        self._worker = worker_pb2_grpc.WorkerServiceStub(self._channel)
-        self.session = Session(facts.worker_id, identity, config.max_session_backlog)
+        self.session = Session(facts.worker_id, identity, config.max_unsent_bytes)
         self.waiting: set[Waiting] = set()
         self.first_token_s = -math.inf  # when it last sent one, as a prefill worker
-        self._kv = KvFollower(index, entry.slot, facts.incarnation)
-        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._link: Link | None = None
+        self._kv = KvFollower(
+            index, entry.slot, facts.incarnation, self._on_first_kv, config.reconnect_max_s
+        )
+        self._task: asyncio.Task[None] | None = None
         self._is_stopped = False
         self._contact = Contact(LOST_FOR * config.attach_timeout_s, time.monotonic)
         self.tried = asyncio.Event()
@@ -227,38 +247,37 @@ class WorkerLink:
         return self._kv.num_gaps
 
     def start(self) -> None:
-        name = self.entry.facts.worker_id
-        self._begin(f"kv:{name}", self._follow_kv)
-        if self.entry.facts.can_decode:
-            self._begin(f"session:{name}", self._hold_session)
-
-    def _begin(self, name: str, work: Callable[[], Coroutine[None, None, None]]) -> None:
-        """Start a task that ends only with the link. If a fault ends it, it is started again, so
-        the worker is not lost."""
+        """Connect, again and again. If a fault ends that, it is started again, so the worker is not
+        lost."""
         if self._is_stopped:
             return
-        task = self._tasks[name] = asyncio.create_task(work(), name=name)
+        name = f"link:{self.entry.facts.worker_id}"
+        task = self._task = asyncio.create_task(self._hold(), name=name)
 
         def ended(_: asyncio.Task[None]) -> None:
             if not self._is_stopped:
                 error = None if task.cancelled() else task.exception()
                 log.error("%s ended and is started again: %r", name, error, exc_info=error)
                 again_s = self._config.reconnect_max_s
-                asyncio.get_running_loop().call_later(again_s, self._begin, name, work)
+                asyncio.get_running_loop().call_later(again_s, self.start)
 
         task.add_done_callback(ended)
 
-    def stop(self) -> None:
+    def stop(self, why: str = "the link was closed") -> None:
         """Take in nothing more from the worker, since its slot may go to another."""
         self._is_stopped = True
         self.tried.set()
-        for task in self._tasks.values():
-            task.cancel()
+        self._kv.stop()
+        self.session.end(why)
+        if self._task is not None:
+            self._task.cancel()
+        if self._link is not None:
+            self._link.close(why)
 
     async def close(self) -> None:
         self.stop()
-        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
-        await self._channel.close()
+        if self._task is not None:
+            await asyncio.wait({self._task})
 
     @property
     def has_left(self) -> bool:
@@ -274,8 +293,12 @@ class WorkerLink:
             return False
         return self._contact.may_be_heard
 
-    def prefill(self, request: worker_pb2.PrefillRequest, timeout_s: float) -> PrefillCall:
-        return self._prefill.Prefill(request, timeout=timeout_s)
+    def prefill(self, request: worker_pb2.PrefillRequest, caller: Caller) -> Call | None:
+        """None: it is not connected, and the caller has been told."""
+        if self._link is not None:
+            return self._link.call(Method.PREFILL, request, caller)
+        caller.on_end(LinkError(grpc.StatusCode.UNAVAILABLE, "it is not connected"))
+        return None
 
     async def attach(
         self,
@@ -289,28 +312,22 @@ class WorkerLink:
         """Take over a request: its later tokens come on the session that is open now. Without a
         `seed` or an `attempt`, whichever it runs with.
 
-        Raises grpc.aio.AioRpcError: NOT_FOUND when the worker does not know the request,
-        ALREADY_EXISTS when the id is another request's, which stays where it is.
+        Raises LinkError: NOT_FOUND when the worker does not know the request, ALREADY_EXISTS when
+        the id is another request's, which stays where it is.
         """
-        loop = asyncio.get_running_loop()
-        deadline_s = loop.time() + timeout_s
-        while True:
-            request = worker_pb2.AttachRequest(
-                router_id=self.session.session_id,
-                request_id=wire_id,
-                tenant=tenant,
-                body_digest=body_digest,
-                seed=seed,
-                attempt=attempt,
-            )
-            left_s = max(0.001, deadline_s - loop.time())
-            try:
-                return await self._decode.Attach(request, timeout=left_s)
-            except grpc.aio.AioRpcError as error:
-                early = error.code() is grpc.StatusCode.FAILED_PRECONDITION
-                if not early or loop.time() + ATTACH_AGAIN_S >= deadline_s:
-                    raise
-            await asyncio.sleep(ATTACH_AGAIN_S)
+        if self._link is None:
+            raise LinkError(grpc.StatusCode.UNAVAILABLE, "there is no connection")
+        request = worker_pb2.AttachRequest(
+            router_id=self.session.session_id,
+            request_id=wire_id,
+            tenant=tenant,
+            body_digest=body_digest,
+            seed=seed,
+            attempt=attempt,
+        )
+        response: worker_pb2.AttachResponse
+        response = await self._link.ask(Method.ATTACH, request, timeout_s)
+        return response
 
     def review_waiting(self) -> None:
         """Let all attempts that wait for this worker compute their limits again."""
@@ -319,55 +336,49 @@ class WorkerLink:
 
     # --- keeping it up -------------------------------------------------------------------------
 
-    async def _follow_kv(self) -> None:
-        counts = not self.entry.facts.can_decode
-        backoff = Backoff(self._config)
-
-        def connected() -> None:
-            backoff.reset()
-            if counts:
-                self._set_connected(True)
-
-        while True:
-            missed = False
-            try:
-                missed = await self._kv.run(self._worker, connected)
-            except grpc.aio.AioRpcError as error:
-                log.debug("KV events of %s: %s", self.entry.facts.worker_id, error.code().name)
-            if counts and not missed:
-                self._set_connected(False)
-            await asyncio.sleep(backoff.next_s())
-
-    async def _hold_session(self) -> None:
+    async def _hold(self) -> None:
         """Attempts of a lost session wait for the next one, so the first try comes at once."""
-        backoff = Backoff(self._config)
-        loop = asyncio.get_running_loop()
+        backoff, loop = Backoff(self._config), asyncio.get_running_loop()
         while True:
+            began_s = loop.time()
             try:
-                async with asyncio.timeout(self._config.connect_timeout_s):
-                    await self._wait_ready()
+                await self._connected()
             except TimeoutError:
-                self.tried.set()
-                continue
-            opened_at = loop.time()
-            try:
-                await self.session.run(self._decode, lambda: self._set_connected(True))
-            except grpc.aio.AioRpcError as error:
-                log.info("session with %s: %s", self.entry.facts.worker_id, error.code().name)
-            finally:
-                self._set_connected(False)
-            if loop.time() - opened_at > STABLE_S:
+                log.debug("%s does not answer", self.entry.facts.worker_id)
+            except OSError as error:  # nothing answers at its address
+                log.debug("%s: %s", self.entry.facts.worker_id, error)
+                self.session.refuse_waiting()
+            self.tried.set()
+            if loop.time() - began_s > STABLE_S:
                 backoff.reset()
             else:
                 await asyncio.sleep(backoff.next_s())
 
-    async def _wait_ready(self) -> None:
-        """Wait for the channel to connect. A refused connection is reported to those that wait for
-        it."""
-        while (state := self._channel.get_state(True)) is not grpc.ChannelConnectivity.READY:
-            if state is grpc.ChannelConnectivity.TRANSIENT_FAILURE:
-                self.session.refuse_waiting()
-            await self._channel.wait_for_state_change(state)
+    async def _connected(self) -> None:
+        """Connect, and return when the connection is lost. Raises OSError, TimeoutError."""
+        config = self._config
+        link = self._link = await Link.connect(
+            self.entry.facts.address,
+            max_message_bytes=config.max_message_bytes,
+            keepalive_s=config.keepalive_s,
+            timeout_s=config.connect_timeout_s,
+        )
+        try:
+            if self.entry.facts.can_decode:
+                self.session.open(link)
+                self._set_connected(True)
+            self._kv.follow(link)
+            why = await link.lost
+            log.info("link to %s: %s", self.entry.facts.worker_id, why)
+        finally:
+            link.close("it was given up")
+            self._link = None
+            self._kv.stop()
+            self._set_connected(False)
+
+    def _on_first_kv(self) -> None:
+        if not self.entry.facts.can_decode:
+            self._set_connected(True)
 
     def _set_connected(self, connected: bool) -> None:
         self.tried.set()

@@ -20,14 +20,14 @@ import itertools
 import math
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from baton.clock import Clock, Timer
 from baton.config.router import RouterConfig
-from baton.errors import NoCapacityError, OverloadedError, UnavailableError
+from baton.errors import BatonError, NoCapacityError, OverloadedError, UnavailableError
 from router.fleet.fleet import Fleet
 from router.placement.fairness import FairShare
 from router.placement.placement import Bools, Placement, Reach, longest_open, reach
@@ -108,6 +108,7 @@ class Admission:
         self._shares = FairShare()
         self._owed: Counter[str] = Counter()  # tokens that requests in line do not account for yet
         self._waiting: list[Ticket] = []
+        self._answers: list[tuple[Ticket, Placed | BatonError]] = []  # not given yet
         self._round: Timer | None = None
         self._round_at_s = self._pause_until_s = 0.0
         self._kinds: set[tuple[float, float]] = set()  # of decode workers (`Reach.kinds`)
@@ -118,7 +119,7 @@ class Admission:
 
     @property
     def waiting(self) -> Sequence[Ticket]:
-        """Requests in line, oldest first. Some may be placed already."""
+        """Requests in line, oldest first."""
         return self._waiting
 
     def ticket(
@@ -164,10 +165,10 @@ class Admission:
     def _shed_after(self, rank: tuple[int, float, int]) -> bool:
         """Refuse the last in line if it comes after `rank`, unless it has been placed before."""
         last = self._waiting[-1]
-        if last.rank < rank or last.was_placed or last.placed is None or last.placed.done():
+        if last.rank < rank or last.was_placed:
             return False
-        del self._waiting[-1]
-        last.placed.set_exception(self._full())
+        self._refuse(last, self._full())
+        self._give_answers()
         return True
 
     def _full(self) -> OverloadedError:
@@ -176,40 +177,56 @@ class Admission:
             retry_after_s=self._config.overload_retry_s,
         )
 
-    async def place(self, ticket: Ticket) -> Placed:
-        """Wait in line, then return a booked placement: the caller releases the booking.
+    def enter(self, ticket: Ticket, answer: Callable[[Placed | BatonError], None]) -> None:
+        """Take the position in line. `answer` gets a booked placement, whose booking it releases,
+        or an error: UnavailableError when no usable worker took the request for `fleet_wait_s`,
+        OverloadedError when it was shed.
 
-        Raises NoCapacityError when the request is too large for any worker, UnavailableError when
-        no usable worker took it for `fleet_wait_s`, OverloadedError when it would come too late.
+        Raises NoCapacityError when the request is too large for any worker, OverloadedError when it
+        would come too late.
         """
         try:
-            return await self._wait_in_line(ticket)
-        finally:
-            if not ticket.was_placed:
-                self._shares.refund(ticket.tenant, ticket.charged)
-
-    async def _wait_in_line(self, ticket: Ticket) -> Placed:
-        if error := too_large(ticket, self._fleet, self._config):
-            raise error
-        if not ticket.was_placed and (self._waiting or ticket.deadline_s is not None):
-            self._refuse_too_late(ticket)
+            if error := too_large(ticket, self._fleet, self._config):
+                raise error
+            if not ticket.was_placed and (self._waiting or ticket.deadline_s is not None):
+                self._refuse_too_late(ticket)
+        except BatonError:
+            self._refund(ticket)
+            raise
         ticket.since_s, ticket.stranded_since_s = self._clock.now_s(), None
         ticket.owed_before = self._owed[ticket.tenant]
         ticket.explores = self._rng.random() < self._config.explore_share
-        ticket.placed = asyncio.get_running_loop().create_future()
+        ticket.answer = answer
         bisect.insort(self._waiting, ticket)
         self.kick()
-        try:
-            return await ticket.placed
-        except asyncio.CancelledError:
-            done = ticket.placed
-            if done.done() and not done.cancelled() and done.exception() is None:
-                self._fleet.release(done.result().booking)  # placed and cancelled at once
-            raise
-        finally:
-            self._leave(ticket)
 
-    def _leave(self, ticket: Ticket) -> None:
+    def leave(self, ticket: Ticket) -> None:
+        """Give up the position in line, if it is there."""
+        if ticket.answer is not None:
+            ticket.answer = None
+            self._remove(ticket)
+            self._refund(ticket)
+
+    def _refund(self, ticket: Ticket) -> None:
+        if not ticket.was_placed:
+            self._shares.refund(ticket.tenant, ticket.charged)
+
+    def _refuse(self, ticket: Ticket, error: BatonError) -> None:
+        self._remove(ticket)
+        self._refund(ticket)
+        self._answers.append((ticket, error))
+
+    def _give_answers(self) -> None:
+        """Last of all: whoever gets one may enter again."""
+        answers, self._answers = self._answers, []
+        for ticket, result in answers:
+            answer, ticket.answer = ticket.answer, None
+            if answer is not None:
+                answer(result)
+            elif isinstance(result, Placed):  # it left meanwhile
+                self._fleet.release(result.booking)
+
+    def _remove(self, ticket: Ticket) -> None:
         at = bisect.bisect_left(self._waiting, ticket)
         if at < len(self._waiting) and self._waiting[at] is ticket:
             del self._waiting[at]
@@ -256,13 +273,13 @@ class Admission:
         self._try_in_order(within_reach, tally)
         ended_s = self._clock.now_s()
         self._pause_until_s = ended_s + ROUND_PAUSE * (ended_s - now) * tally.share_in_vain
-        self._waiting = [t for t in self._waiting if t.placed is not None and not t.placed.done()]
         if self._waiting:
             self._schedule(max(tally.next_s, 0.002))
         else:
             self._owed.clear()
             self._shares.idle()
             self._unschedule()
+        self._give_answers()
 
     def _try_in_order(self, within_reach: Reach, tally: _Tally) -> None:
         """Place requests that can start on decode workers that are not reserved."""
@@ -271,16 +288,16 @@ class Admission:
         longest = longest_open(arrays, reserved, now)
         if longest:
             self._charge_owed()
-        for ticket in self._waiting:
+        for ticket in list(self._waiting):
             if not longest or tally.num_tries >= SCAN_AHEAD:
                 break
-            assert ticket.placed is not None
             if not ticket.may_fit(longest):
                 continue
             tally.num_tries += 1
             best = self._placing.best(ticket, reserved, now)
             if best is not None and best.queue_s <= config.lease_lead_s:
-                ticket.placed.set_result(self._book(ticket, best, now))
+                self._remove(ticket)
+                self._answers.append((ticket, self._book(ticket, best, now)))
             else:
                 tally.num_in_vain += 1
                 if best is not None:
@@ -335,18 +352,15 @@ class Admission:
         moment costs no request its position in line."""
         fleet = self._fleet
         are_held = not fleet.is_leaving and fleet.away.hold(self._config.local_prefill)
-        for ticket in self._waiting:
-            assert ticket.placed is not None
-            if ticket.placed.done():
-                continue
+        for ticket in list(self._waiting):
             total, num_tokens = ticket.num_tokens, len(ticket.prompt)
             if any(total <= longest and num_tokens <= prompt for longest, prompt in self._kinds):
                 ticket.stranded_since_s = None
             elif error := too_large(
                 ticket, self._fleet, self._config
             ):  # the worker that took it has left
-                ticket.placed.set_exception(error)
+                self._refuse(ticket, error)
             elif ticket.stranded_since_s is None or are_held:
                 ticket.stranded_since_s = now
             elif now - ticket.stranded_since_s >= self._config.fleet_wait_s:
-                ticket.placed.set_exception(stranded(ticket, within_reach))
+                self._refuse(ticket, stranded(ticket, within_reach))

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from baton.errors import BatonError
 from kv_transfer.block_hash import BlockHash, TokenIds, block_hashes, chain_seed
 from router.fleet.fleet import Booking
 from router.placement.placement import Placement
@@ -71,7 +71,8 @@ class Ticket:
     since_s: float = field(compare=False, default=0.0)
     stranded_since_s: float | None = field(compare=False, default=None)
     """Since when no usable worker takes it; None while one does."""
-    placed: asyncio.Future[Placed] | None = field(compare=False, default=None)
+    answer: Callable[[Placed | BatonError], None] | None = field(compare=False, default=None)
+    """Called once with its placement, or why it gets none; None: it is not in line."""
     explores: bool = field(compare=False, default=False)
     """Its next placement does not trust old measures of the workers' speed."""
 
@@ -83,8 +84,7 @@ class Ticket:
     def may_fit(self, longest: float) -> bool:
         """It waits for a worker with room for this many tokens. If it is stranded, no worker's
         reach has changed since that was seen."""
-        waits = self.placed is not None and not self.placed.done()
-        return waits and self.stranded_since_s is None and self.num_tokens <= longest
+        return self.stranded_since_s is None and self.num_tokens <= longest
 
 
 @dataclass(frozen=True)

@@ -10,14 +10,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import grpc.aio
 import numpy as np
 import pytest
 
 from baton.config.engine import EngineConfig, FakeEngineConfig
 from baton.config.transfer import TransferConfig
 from baton.config.workers import WorkerSettings
-from baton.v1 import common_pb2, worker_pb2, worker_pb2_grpc
+from baton.link import LinkError
+from baton.v1 import common_pb2, worker_pb2
 from cluster.pools.role_plan import Role
 from cluster.worker.config import RankPosition, WorkerConfig
 from cluster.worker.rank import build_rank
@@ -30,6 +30,7 @@ from engine.build import (
 from engine.fake_runner import FakeRunner
 from engine.request import RequestSpec, TokenEvent
 from engine.wire import read_spec
+from tests.link_stub import LinkStub
 
 ENGINE = EngineConfig(
     backend="fake",
@@ -116,15 +117,14 @@ class DecodeLink:
     """A session with one decode worker: sends requests and keeps what it receives."""
 
     def __init__(self, address: str, router_id: str) -> None:
-        self._channel = grpc.aio.insecure_channel(address)
-        self.stub = worker_pb2_grpc.DecodeServiceStub(self._channel)
+        self.stub = LinkStub(address)
         self.router_id = router_id
         self.heard: dict[tuple[str, int], Heard] = {}
         self._changed = asyncio.Condition()
         self._reader: asyncio.Task[None] | None = None
 
     async def open(self) -> None:
-        self._call = self.stub.Session()
+        self._call = self.stub.session()
         await self._call.write(
             worker_pb2.SessionRequest(open=worker_pb2.OpenSession(router_id=self.router_id))
         )
@@ -137,8 +137,8 @@ class DecodeLink:
             # Also where the worker has ended the session.
             await asyncio.wait({self._reader})
             if not self._reader.cancelled() and (error := self._reader.exception()) is not None:
-                assert isinstance(error, grpc.aio.AioRpcError), error
-        await self._channel.close()
+                assert isinstance(error, LinkError), error
+        await self.stub.close()
 
     async def reserve(
         self, spec: worker_pb2.RequestSpec, writer: common_pb2.WorkerRef | None = None
@@ -181,12 +181,11 @@ class MiniRouter:
     """Runs one request at a time to its end, over a prefill and a decode worker."""
 
     def __init__(self, prefill_address: str, decode: DecodeLink) -> None:
-        self._channel = grpc.aio.insecure_channel(prefill_address)
-        self.prefill = worker_pb2_grpc.PrefillServiceStub(self._channel)
+        self.prefill = LinkStub(prefill_address)
         self.decode = decode
 
     async def close(self) -> None:
-        await self._channel.close()
+        await self.prefill.close()
 
     async def reserve(
         self, spec: worker_pb2.RequestSpec, writer: common_pb2.WorkerRef
@@ -202,9 +201,8 @@ class MiniRouter:
     ) -> list[worker_pb2.PrefillResponse]:
         heard = self.decode.of(spec.request_id, spec.attempt)
         responses = []
-        async for response in self.prefill.Prefill(
-            worker_pb2.PrefillRequest(spec=spec, lease=lease)
-        ):
+        request = worker_pb2.PrefillRequest(spec=spec, lease=lease)
+        async for response in await self.prefill.prefill(request):
             responses.append(response)
             if response.HasField("first_token"):
                 index = len(spec.token_ids) // 4 - spec.num_prompt_tokens

@@ -12,6 +12,7 @@ import grpc.aio
 import pytest
 
 from baton.config.engine import FakeEngineConfig
+from baton.link import LinkError
 from baton.v1 import worker_pb2
 from cluster.pools.role_plan import Role
 from kv_transfer.memory_transport import MemoryNetwork, Operation, ThreadScheduler
@@ -30,7 +31,7 @@ from tests.cluster.conftest import (
 
 
 async def refusal(pair: Any, spec: worker_pb2.RequestSpec, lease: worker_pb2.Lease) -> Any:
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
+    with pytest.raises(LinkError) as caught:
         await pair.router.hand_off(spec, lease)
     return caught.value.code()
 

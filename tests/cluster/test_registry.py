@@ -321,7 +321,7 @@ def test_failed_starts_are_counted_in_a_row_and_forgiven_once_the_worker_is_live
         (RegistryConfig, "forget_after_s", -1.0),
         (RegistryConfig, "first_step_s", float("inf")),
         (RegistryConfig, "register_within_s", 0.0),
-        (DecodeConfig, "open_timeout_s", 0.0),
+        (DecodeConfig, "max_lease_s", 0.0),
         (WorkerSettings, "heartbeat_s", 0.0),
         (WorkerSettings, "drain_timeout_s", -1.0),
         (WorkerSettings, "leave_timeout_s", 0.0),

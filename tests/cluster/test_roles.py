@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 
 from baton.config.workers import DecodeConfig
-from baton.v1 import common_pb2, worker_pb2, worker_pb2_grpc
+from baton.link import LinkError
+from baton.v1 import common_pb2, worker_pb2
 from cluster.pools.role_plan import Role
+from tests.link_stub import LinkStub
 
 
 async def test_a_handed_off_request_gives_the_oracles_tokens(pair: Any, kit: Any) -> None:
@@ -74,7 +76,7 @@ async def test_a_cancelled_prefill_call_fails_the_handoff_and_frees_both_sides(
 ) -> None:
     spec = kit.make_spec("cut", 1500)
     lease = await pair.router.reserve(spec, pair.writer)
-    call = pair.router.prefill.Prefill(worker_pb2.PrefillRequest(spec=spec, lease=lease))
+    call = await pair.router.prefill.prefill(worker_pb2.PrefillRequest(spec=spec, lease=lease))
     call.cancel()
     await pair.link.until(lambda: pair.link.of("cut").rejected)
     assert pair.link.of("cut").rejected.reason == worker_pb2.REJECT_REASON_HANDOFF_FAILED
@@ -90,7 +92,7 @@ async def test_a_reservation_cancelled_before_its_prefill_is_never_served(
     await pair.link.until(lambda: pair.link.of("early").finished)
     assert pair.link.of("early").finished == common_pb2.FINISH_REASON_ABORTED
     await kit.nothing_held(pair.prefill, pair.decode)
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
+    with pytest.raises(LinkError) as caught:
         await pair.router.hand_off(spec, lease)
     assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
 
@@ -202,7 +204,7 @@ async def test_an_orphan_runs_on_and_whoever_attaches_gets_everything_once(
     other = kit.decode_link(pair.decode.address, "router-b")
     await other.open()
     ask = worker_pb2.AttachRequest(router_id="router-b", request_id="orphan", tenant="tenant")
-    answer = await attach_when_open(other, ask)
+    answer = await other.stub.attach(ask)
     assert answer.spec == spec
     assert answer.tokens.index == 0
     heard = other.of("orphan")
@@ -211,7 +213,7 @@ async def test_an_orphan_runs_on_and_whoever_attaches_gets_everything_once(
         await other.until(lambda: heard.finished)
     assert heard.in_order() == kit.oracle.tokens(spec)
     # Ended, it is kept a while for a router that dies right after.
-    answer = await other.stub.Attach(ask)
+    answer = await other.stub.attach(ask)
     assert list(answer.tokens.ids) == heard.in_order()
     assert answer.tokens.finished == common_pb2.FINISH_REASON_LENGTH
     for changes, code in (
@@ -225,8 +227,8 @@ async def test_an_orphan_runs_on_and_whoever_attaches_gets_everything_once(
         wrong.CopyFrom(ask)
         for name, value in changes.items():
             setattr(wrong, name, value)
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await other.stub.Attach(wrong)
+        with pytest.raises(LinkError) as caught:
+            await other.stub.attach(wrong)
         assert caught.value.code() is code
     await other.close()
 
@@ -259,15 +261,14 @@ async def test_a_deadline_ends_a_request_wherever_it_is(pair: Any, kit: Any) -> 
 
 
 async def test_kv_events_add_up_to_what_a_later_snapshot_shows(pair: Any, kit: Any) -> None:
-    channel = grpc.aio.insecure_channel(pair.decode.address)
-    stub = worker_pb2_grpc.WorkerServiceStub(channel)
-    early = stub.SubscribeKv(worker_pb2.SubscribeKvRequest())
+    stub = LinkStub(pair.decode.address)
+    early = await stub.follow_kv()
     held: set[bytes] = set()
     sequence = -1
     assert (await early.read()).snapshot
     for number in range(40):  # more than fits: the cache evicts
         await pair.router.generate(kit.make_spec(f"kv{number}", 200), pair.writer)
-    late = await stub.SubscribeKv(worker_pb2.SubscribeKvRequest()).read()
+    late = await (await stub.follow_kv()).read()
     snapshot = hashes_of(late)
     assert snapshot
     sequence = 0
@@ -282,8 +283,7 @@ async def test_kv_events_add_up_to_what_a_later_snapshot_shows(pair: Any, kit: A
             held -= set(split(message.removed))
             held |= hashes_of(message)
     assert removed_any
-    early.cancel()
-    await channel.close()
+    await stub.close()
 
 
 def split(hashes: bytes) -> list[bytes]:
@@ -292,13 +292,3 @@ def split(hashes: bytes) -> list[bytes]:
 
 def hashes_of(message: worker_pb2.SubscribeKvResponse) -> set[bytes]:
     return {h for stored in message.stored for h in split(stored.hashes)}
-
-
-async def attach_when_open(link: Any, ask: worker_pb2.AttachRequest) -> worker_pb2.AttachResponse:
-    """A session counts as open once the worker has read its first message."""
-    async with asyncio.timeout(10):
-        while True:
-            call = link.stub.Attach(ask)
-            if await call.code() is not grpc.StatusCode.FAILED_PRECONDITION:
-                return await call
-            await asyncio.sleep(0.01)

@@ -12,6 +12,7 @@ import pytest
 
 from baton.config.workers import DecodeConfig
 from baton.errors import InvalidRequestError
+from baton.link import LinkError
 from baton.status import from_rpc_error
 from baton.v1 import common_pb2, worker_pb2
 from cluster.pools.role_plan import Role
@@ -83,7 +84,7 @@ async def test_a_writer_s_last_token_ends_the_request_at_its_receiver_and_is_kep
         attach = worker_pb2.AttachRequest(
             router_id=link.router_id, request_id="known", tenant="tenant"
         )
-        kept = (await link.stub.Attach(attach)).tokens
+        kept = (await link.stub.attach(attach)).tokens
         assert list(kept.ids) == [7]
         assert kept.finished == common_pb2.FINISH_REASON_STOP
 
@@ -132,7 +133,7 @@ async def test_a_worker_that_refuses_a_request_names_the_field() -> None:
                 assert heard.rejected.reason == worker_pb2.REJECT_REASON_INVALID
                 assert heard.rejected.field == field
             lease = await router.reserve(make_spec(f"good-{number}"), writer)
-            with pytest.raises(grpc.aio.AioRpcError) as caught:
+            with pytest.raises(LinkError) as caught:
                 await router.hand_off(wrong(f"good-{number}", spoil), lease)
             assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
             refused = from_rpc_error(caught.value)

@@ -13,10 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.config.workers import DecodeConfig
-from baton.errors import DeadlineError
-from baton.status import from_rpc_error
-from baton.v1 import worker_pb2, worker_pb2_grpc
+from baton.link import LinkError
+from baton.v1 import worker_pb2
 from cluster.pools.role_plan import Role
 from decode_worker.request_log import (
     NotHereError,
@@ -37,6 +35,7 @@ from engine.request import (
 )
 from tests.cluster.conftest import Oracle, make_spec, running_worker, until
 from tests.decode_worker.links import linked
+from tests.link_stub import LinkStub
 
 
 def submission(
@@ -234,16 +233,15 @@ async def test_news_of_a_former_attempt_is_not_sent_in_the_next_ones_name() -> N
     assert (run.attempt, run.token_ids) == (2, (7,))
 
 
-async def test_a_session_that_never_names_its_router_is_ended_by_a_typed_error() -> None:
-    decode = DecodeConfig(open_timeout_s=0.2)
-    async with running_worker("decode-0", Role.DECODE, decode=decode) as worker:
-        async with grpc.aio.insecure_channel(worker.address) as channel:
-            call = worker_pb2_grpc.DecodeServiceStub(channel).Session()
-            with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await asyncio.wait_for(call.read(), 10)
-            error = from_rpc_error(caught.value)
-            assert isinstance(error, DeadlineError)
-            assert error.message == "no first message within 0.2 s"
+async def test_a_session_that_does_not_name_its_router_is_ended_by_a_typed_error() -> None:
+    async with running_worker("decode-0", Role.DECODE) as worker:
+        stub = LinkStub(worker.address)
+        call = stub.session()
+        await call.write(worker_pb2.SessionRequest())
+        with pytest.raises(LinkError, match="a session begins with `open`") as caught:
+            await asyncio.wait_for(call.read(), 10)
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        await stub.close()
         async with linked(worker) as link:
             spec = make_spec("good")
             await link.reserve(spec)

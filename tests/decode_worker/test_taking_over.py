@@ -9,6 +9,7 @@ import grpc
 import grpc.aio
 import pytest
 
+from baton.link import LinkError
 from baton.v1 import common_pb2, worker_pb2
 from cluster.pools.role_plan import Role
 from cluster.worker.worker import Worker
@@ -77,7 +78,7 @@ async def test_a_router_whose_request_was_taken_over_hears_of_it_and_cannot_end_
     former, latter = await open_link("router-a/1"), await open_link("router-b/1")
     await former.reserve(endless("x"))
     await former.until(lambda: len(former.of("x").tokens) > 3)
-    answer = await latter.stub.Attach(ask_of(latter))
+    answer = await latter.stub.attach(ask_of(latter))
     await former.until(lambda: former.of("x").moved)
     await former.cancel("x")
     await barrier(former, "after the cancel")
@@ -110,7 +111,7 @@ async def test_logprobs_that_are_not_as_many_as_the_emitted_tokens_are_no_fault_
     worker: Worker,
 ) -> None:
     session = worker.decode.open_session("router-a/1")
-    service = DecodeService(worker.decode, 10.0)
+    service = DecodeService(worker.decode)
     known = [common_pb2.Logprobs(logprob=-0.5, rank=1)] * 2
     spec = make_spec("x")
     spec.num_prompt_tokens -= 3
@@ -138,7 +139,7 @@ async def test_an_unforeseen_error_in_a_request_ends_that_request_alone(
         raise error
 
     session = worker.decode.open_session("router-a/1")
-    service = DecodeService(worker.decode, 10.0)
+    service = DecodeService(worker.decode)
     with monkeypatch.context() as patched:
         patched.setattr(part, fail)
         # One message of a session, without the stream around it.
@@ -237,7 +238,7 @@ async def test_a_router_takes_nothing_back_that_another_attached_while_its_sessi
     await lost.close()
     await until(lambda: runs.num_orphans() == 1)
     latter = await open_link("router-b/1")
-    await latter.stub.Attach(ask_of(latter))
+    await latter.stub.attach(ask_of(latter))
     former = await open_link("router-a/2")
     its_own = ask_of(former)
     its_own.attempt = 1
@@ -247,7 +248,7 @@ async def test_a_router_takes_nothing_back_that_another_attached_while_its_sessi
     await refused_and_unheard(worker, former, its_own)
     latter = await open_link("router-b/2")
     its_own.router_id = latter.router_id
-    assert (await latter.stub.Attach(its_own)).tokens.ids
+    assert (await latter.stub.attach(its_own)).tokens.ids
     await latter.cancel("x")
     await latter.until(lambda: latter.of("x").finished)
     assert not former.of("x").tokens
@@ -259,8 +260,8 @@ async def refused_and_unheard(
     """The router is not given the request, and its cancel is of no account."""
     assert worker.decode is not None
     orphans = worker.decode.runs.num_orphans()
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await link.stub.Attach(ask)
+    with pytest.raises(LinkError) as caught:
+        await link.stub.attach(ask)
     assert caught.value.code() is grpc.StatusCode.ALREADY_EXISTS
     await link.cancel("x")
     await barrier(link, f"after the cancel with {orphans} orphans")

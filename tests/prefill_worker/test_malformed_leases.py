@@ -10,6 +10,7 @@ import grpc
 import grpc.aio
 import pytest
 
+from baton.link import LinkError
 from baton.v1 import worker_pb2
 from cluster.pools.role_plan import Role
 from cluster.worker.worker import WorkerFailedError
@@ -50,13 +51,13 @@ async def test_a_lease_that_cannot_be_served_is_its_owner_s_fault_and_refused_be
         wrong = worker_pb2.Lease()
         wrong.CopyFrom(lease)
         spoil(wrong)
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
+        with pytest.raises(LinkError) as caught:
             await router.hand_off(spec, wrong)
         error: Any = caught.value
         assert error.code() is grpc.StatusCode.INTERNAL
         assert pair.prefill.exporter.num_open() == 0
         await router.hand_off(spec, lease)
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
+        with pytest.raises(LinkError) as caught:
             await router.hand_off(spec, lease)
         error = caught.value
         assert error.code() is grpc.StatusCode.FAILED_PRECONDITION  # its owner reports how it ends
@@ -79,7 +80,7 @@ async def finish_twice() -> None:
         for export in prefill.exporter._exports.values():
             export.finishing_at_s = 0.0
         step.go_on.set()
-        with pytest.raises(grpc.aio.AioRpcError):
+        with pytest.raises(LinkError):
             await asking
         await prefill.left.wait()
 

@@ -105,7 +105,7 @@ async def test_an_id_that_comes_again_within_a_step_gets_its_own_tokens() -> Non
         former.request_id = latter.request_id = "x"
 
         step = HeldStep(prefill)
-        call = router.prefill.Prefill(worker_pb2.PrefillRequest(spec=former, lease=leases[0]))
+        call = await router.prefill.prefill(worker_pb2.PrefillRequest(spec=former, lease=leases[0]))
         await asyncio.to_thread(step.begun.wait, 10)
         call.cancel()
         role = prefill.prefill

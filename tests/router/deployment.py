@@ -262,7 +262,8 @@ class Deployment:
     async def check_empty(self) -> None:
         """Nothing is left of any request, in the router or on a worker."""
         router = self.router
-        await self.until(lambda: router.num_active == 0)
+        searching = router.parts.searching
+        await self.until(lambda: router.num_active == 0 and not searching.num_requests)
         router.check_integrity()
         assert router.fleet.num_bookings == 0
         assert len(router.admission) == 0

@@ -11,13 +11,14 @@ import numpy as np
 
 from baton.clock import ManualClock
 from baton.config.router import RouterConfig
+from baton.errors import BatonError
 from baton.v1 import common_pb2
 from router.fleet.fleet import Fleet, WorkerEntry, WorkerState
 from router.fleet.worker_facts import WorkerFacts
 from router.placement.admission import Admission
 from router.placement.placement import Placement, PlacementQuery, choose
 from router.placement.prefix_index import PrefixIndex
-from router.placement.ticket import Placed, PromptBlocks
+from router.placement.ticket import Placed, PromptBlocks, Ticket
 
 POLICY = RouterConfig()
 
@@ -93,7 +94,25 @@ def admission_of(fleet: Fleet, clock: ManualClock, **changes: object) -> Admissi
 
 def in_line(admission: Admission, *ticket: Any, **named: Any) -> asyncio.Task[Placed]:
     """A request in line; `ticket` is what `Admission.ticket` takes."""
-    return asyncio.create_task(admission.place(admission.ticket(*ticket, **named)))
+    return asyncio.create_task(place(admission, admission.ticket(*ticket, **named)))
+
+
+async def place(admission: Admission, ticket: Ticket) -> Placed:
+    """Wait in line, as a request does. Raises what the line answers."""
+    placed: asyncio.Future[Placed] = asyncio.get_running_loop().create_future()
+
+    def answer(result: Placed | BatonError) -> None:
+        if isinstance(result, BatonError):
+            placed.set_exception(result)
+        else:
+            placed.set_result(result)
+
+    admission.enter(ticket, answer)
+    try:
+        return await placed
+    except asyncio.CancelledError:
+        admission.leave(ticket)
+        raise
 
 
 async def rounds(admission: Admission, clock: ManualClock, seconds: float) -> None:

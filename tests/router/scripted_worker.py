@@ -1,4 +1,4 @@
-"""Real gRPC workers without a model, for the router's tests: they speak the worker protocol
+"""Real workers without a model, for the router's tests: they speak the worker protocol
 honestly and fail on command.
 
 KV "moves" through a `Fabric` the workers share.
@@ -17,9 +17,11 @@ import numpy as np
 
 from baton.errors import InvalidRequestError
 from baton.grpc_options import accepts_pings
+from baton.link import CallContext, Method, Served, answers, streams
 from baton.status import abort
 from baton.v1 import common_pb2, control_pb2, worker_pb2, worker_pb2_grpc
 from kv_transfer.block_hash import block_hashes, chain_seed
+from tests.link_stub import WorkerPort
 from tests.router.scripted_tokens import Running, known_tokens, logprobs_of
 
 
@@ -65,8 +67,8 @@ class ScriptedKv(worker_pb2_grpc.WorkerServiceServicer):
         self.queues: list[asyncio.Queue[worker_pb2.SubscribeKvResponse | None]] = []
         """One per subscriber; None: this message is lost on the way."""
 
-    async def SubscribeKv(  # noqa: N802
-        self, request: worker_pb2.SubscribeKvRequest, context: Context
+    async def follow(
+        self, request: worker_pb2.SubscribeKvRequest, context: CallContext
     ) -> AsyncIterator[worker_pb2.SubscribeKvResponse]:
         queue: asyncio.Queue[worker_pb2.SubscribeKvResponse | None] = asyncio.Queue()
         self.queues.append(queue)
@@ -112,11 +114,8 @@ class Fabric:
         self.workers: dict[str, ScriptedWorker] = {}
 
 
-class ScriptedWorker(
-    worker_pb2_grpc.PrefillServiceServicer,
-    worker_pb2_grpc.DecodeServiceServicer,
-):
-    """A worker of one role, or both, with a server of its own."""
+class ScriptedWorker:
+    """A worker of one role, or both, with a port of its own."""
 
     def __init__(self, worker_id: str, role: int, fabric: Fabric, incarnation: int = 1) -> None:
         self.worker_id, self.role, self.fabric = worker_id, role, fabric
@@ -136,6 +135,7 @@ class ScriptedWorker(
         self.load = worker_pb2.WorkerLoad()
         self.active_role = common_pb2.WORKER_ROLE_UNSPECIFIED
         self.on_token: Callable[[Running], None] = lambda running: None
+        self.on_reserve: Callable[[], None] = lambda: None
         self.may_decode = asyncio.Event()
         self.may_decode.set()
         self.may_prefill = asyncio.Event()
@@ -155,20 +155,20 @@ class ScriptedWorker(
         self.prefilled_at: list[int] = []  # len(token_ids) of every Prefill
         self.kv = ScriptedKv(incarnation)
         self._leases = 0
-        self._server: grpc.aio.Server | None = None
+        self._port: WorkerPort | None = None
 
     # --- life ----------------------------------------------------------------------------------
 
     async def start(self, port: int = 0) -> ScriptedWorker:
-        options = (("grpc.so_reuseport", 0), *accepts_pings(min_interval_s=0.01))
-        server = self._server = grpc.aio.server(options=options)
-        if self.role != common_pb2.WORKER_ROLE_DECODE:
-            worker_pb2_grpc.add_PrefillServiceServicer_to_server(self, server)
-        if self.role != common_pb2.WORKER_ROLE_PREFILL:
-            worker_pb2_grpc.add_DecodeServiceServicer_to_server(self, server)
+        server = grpc.aio.server(options=accepts_pings(min_interval_s=0.01))
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(self.kv, server)
-        self.address = f"127.0.0.1:{server.add_insecure_port(f'127.0.0.1:{port}')}"
-        await server.start()
+        methods = {Method.FOLLOW_KV: streams(self.kv.follow)}
+        if self.role != common_pb2.WORKER_ROLE_DECODE:
+            methods[Method.PREFILL] = streams(self.prefill)
+        if self.role != common_pb2.WORKER_ROLE_PREFILL:
+            methods |= {Method.SESSION: Served(self.session), Method.ATTACH: answers(self.attach)}
+        self._port = WorkerPort(server, methods)
+        self.address = await self._port.start(port)
         self.fabric.workers[self.worker_id] = self
         return self
 
@@ -177,12 +177,12 @@ class ScriptedWorker(
         self.forget_runs()
         if self.fabric.workers.get(self.worker_id) is self:
             del self.fabric.workers[self.worker_id]
-        server, self._server = self._server, None
-        assert server is not None
-        return asyncio.ensure_future(server.stop(None))
+        port, self._port = self._port, None
+        assert port is not None
+        return asyncio.ensure_future(port.stop())
 
     async def stop(self) -> None:
-        if self._server is not None:
+        if self._port is not None:
             await self.die()
 
     def forget_runs(self) -> None:
@@ -223,8 +223,8 @@ class ScriptedWorker(
 
     # --- prefill -------------------------------------------------------------------------------
 
-    async def Prefill(  # noqa: N802
-        self, request: worker_pb2.PrefillRequest, context: Context
+    async def prefill(
+        self, request: worker_pb2.PrefillRequest, context: CallContext
     ) -> AsyncIterator[worker_pb2.PrefillResponse]:
         self.num_prefills += 1
         self.num_prefilling += 1
@@ -295,15 +295,15 @@ class ScriptedWorker(
 
     # --- decode --------------------------------------------------------------------------------
 
-    async def Session(  # noqa: N802
-        self, request_iterator: AsyncIterator[worker_pb2.SessionRequest], context: Context
+    async def session(
+        self, requests: AsyncIterator[worker_pb2.SessionRequest], context: CallContext
     ) -> AsyncIterator[worker_pb2.SessionResponse]:
-        first = await anext(aiter(request_iterator))
+        first = await anext(requests)
         if self.faults.use("end_sessions"):
             return
         router_id = first.open.router_id
         outbox = self.sessions[router_id] = asyncio.Queue()
-        reader = asyncio.ensure_future(self._read(router_id, request_iterator))
+        reader = asyncio.ensure_future(self._read(router_id, requests))
         self.session_calls[router_id] = reader
         reader.add_done_callback(lambda _: outbox.put_nowait(None))  # type: ignore[arg-type]
         try:
@@ -333,6 +333,7 @@ class ScriptedWorker(
     def _reserve(self, router_id: str, reserve: worker_pb2.Reserve) -> None:
         spec = reserve.spec
         self.num_reserves += 1
+        self.on_reserve()
         if self.faults.use("hang_reservations"):
             return
         if self.faults.reject:
@@ -438,8 +439,8 @@ class ScriptedWorker(
             error=running.error,
         )
 
-    async def Attach(  # noqa: N802
-        self, request: worker_pb2.AttachRequest, context: Context
+    async def attach(
+        self, request: worker_pb2.AttachRequest, context: CallContext
     ) -> worker_pb2.AttachResponse:
         if self.faults.use("hang_attaches"):
             self.num_attaching += 1

@@ -21,6 +21,7 @@ from tests.router.fleets import (
     facts,
     fleet_of,
     in_line,
+    place,
     prompt,
     rounds,
     two_and_two,
@@ -35,7 +36,7 @@ async def test_priority_goes_first_then_arrival() -> None:
 
     async def one(name: str, priority: int) -> None:
         ticket = admission.ticket(prompt(10), 4, priority)
-        await admission.place(ticket)
+        await place(admission, ticket)
         order.append(name)
 
     names = (("a", 0), ("b", 5), ("c", 0), ("d", 5))
@@ -74,7 +75,7 @@ async def test_one_prompt_s_burst_is_drawn_to_where_its_prefix_is_about_to_be() 
     admission = admission_of(fleet, clock)
     workers = set()
     for _ in range(4):
-        placed = await admission.place(admission.ticket(prompt(320), 4, 0))
+        placed = await place(admission, admission.ticket(prompt(320), 4, 0))
         workers.add(placed.placement.prefill_worker)
         fleet.release(placed.booking)
     assert len(workers) == 1
@@ -85,7 +86,7 @@ async def test_a_full_queue_and_a_prompt_no_worker_can_hold_are_refused() -> Non
     fleet = fleet_of(facts("p0", True, False), facts("d0", False, True, num_blocks=4), clock=clock)
     admission = admission_of(fleet, clock, max_queue=1)
     with pytest.raises(NoCapacityError):
-        await admission.place(admission.ticket(prompt(100), 4, 0))
+        await place(admission, admission.ticket(prompt(100), 4, 0))
     fleet.arrays.max_running[:] = 0
     waiting = in_line(admission, prompt(10), 4, 0)
     await asyncio.sleep(0)
@@ -97,18 +98,23 @@ async def test_a_full_queue_and_a_prompt_no_worker_can_hold_are_refused() -> Non
     assert len(admission) == 0
 
 
-async def test_a_placement_that_is_cancelled_as_it_comes_is_given_back() -> None:
+async def test_a_request_that_leaves_while_it_is_placed_gives_its_placement_back() -> None:
     clock = ManualClock(100.0)
     fleet = two_and_two(clock)
     admission = admission_of(fleet, clock)
-    ticket = admission.ticket(prompt(10), 4, 0)
-    placing: asyncio.Task[Placed] = asyncio.create_task(admission.place(ticket))
-    await asyncio.sleep(0)  # it is in line, and the next round is due
-    asyncio.get_running_loop().call_soon(placing.cancel)
-    await asyncio.wait({placing})
-    assert ticket.placed is not None
-    assert ticket.placed.result().placement.decode_worker in ("d0", "d1")
-    assert placing.cancelled()
+    tickets = [admission.ticket(prompt(10, n), 4, 0) for n in range(2)]
+    answers = list[object]()
+
+    def first_is_placed(answer: object) -> None:
+        answers.append(answer)
+        admission.leave(tickets[1])  # placed in the same round, and not told yet
+
+    admission.enter(tickets[0], first_is_placed)
+    admission.enter(tickets[1], answers.append)
+    await rounds(admission, clock, 0.25)
+    (placed,) = answers
+    assert isinstance(placed, Placed)
+    fleet.release(placed.booking)
     assert fleet.num_bookings == 0
     fleet.check_integrity()
 
@@ -118,7 +124,7 @@ async def test_a_prompt_longer_than_memory_is_placed_where_windows_leave_blocks(
     decode = facts("d0", False, True, num_blocks=8, max_held_tokens=64)  # 128 tokens
     fleet = fleet_of(facts("p0", True, False), decode, clock=clock)
     admission = admission_of(fleet, clock)
-    placed = [await admission.place(admission.ticket(prompt(1000, n * 1000), 4)) for n in (0, 1)]
+    placed = [await place(admission, admission.ticket(prompt(1000, n * 1000), 4)) for n in (0, 1)]
     assert [one.booking.kv_tokens for one in placed] == [64, 64]
     third = in_line(admission, prompt(1000, 5000), 4)
     await asyncio.sleep(0)
@@ -141,11 +147,11 @@ async def test_a_request_goes_only_where_all_it_asks_for_fits() -> None:
     )
     admission = admission_of(fleet, clock)
     for first in range(4):
-        placed = await admission.place(admission.ticket(prompt(100, first), 2))
+        placed = await place(admission, admission.ticket(prompt(100, first), 2))
         assert placed.placement.decode_worker == "d1"
         fleet.release(placed.booking)
     with pytest.raises(NoCapacityError, match="100 tokens and 102 more exceed"):
-        await admission.place(admission.ticket(prompt(100), 102))
+        await place(admission, admission.ticket(prompt(100), 102))
 
 
 async def test_a_request_in_line_is_refused_once_nobody_is_left_who_could_take_it() -> None:
@@ -193,7 +199,7 @@ async def test_requests_that_only_an_unusable_worker_takes_hold_nobody_back(
     fleet.set_state(entry_of(fleet, "large"), state)
     admission = admission_of(fleet, clock, fleet_wait_s=10.0)
     tickets = [admission.ticket(prompt(150, n * 200), 4) for n in range(2 * SCAN_AHEAD)]
-    long = [asyncio.create_task(admission.place(ticket)) for ticket in tickets]
+    long = [asyncio.create_task(place(admission, ticket)) for ticket in tickets]
     await rounds(admission, clock, 5.0)
     short = in_line(admission, prompt(50), 4)
     await rounds(admission, clock, 0.5)
@@ -232,7 +238,7 @@ async def test_a_request_that_waits_for_the_large_worker_gets_it_and_leaves_the_
     fleet = unequal_fleet(clock)
     fleet.arrays.max_running[:] = 2
     admission = admission_of(fleet, clock)
-    large = [await admission.place(admission.ticket(prompt(120, n * 200), 4)) for n in range(2)]
+    large = [await place(admission, admission.ticket(prompt(120, n * 200), 4)) for n in range(2)]
     waiting = in_line(admission, prompt(150, 900), 4)
     await rounds(admission, clock, 2.0)
     shorts = [in_line(admission, prompt(50, 1000 * n), 4) for n in range(3)]

@@ -14,7 +14,7 @@ from baton.v1 import control_pb2, worker_pb2
 from router.fleet.registry import read_fleet
 from tests.router.answers import PROMPT, ask_for, assert_whole
 from tests.router.deployment import Deployment, deployment, held, hung_prefill
-from tests.router.fleets import admission_of, entry_of, facts, fleet_of, prompt
+from tests.router.fleets import admission_of, entry_of, facts, fleet_of, place, prompt
 from tests.router.scripted_worker import ScriptedWorker
 
 
@@ -162,13 +162,13 @@ async def test_a_failure_is_not_held_against_the_worker_that_took_the_row_over()
     failed, spare = entry_of(fleet, "d0"), entry_of(fleet, "d1")
     ticket = admission.ticket(prompt(10), 4)
     ticket.failed.add(failed.facts.identity)
-    assert (await admission.place(ticket)).placement.decode_worker == "d1"
+    assert (await place(admission, ticket)).placement.decode_worker == "d1"
     fleet.remove(failed)
     again = fleet.add(facts("d0", False, True, incarnation=2))
     assert again.slot == failed.slot
     fleet.set_state(again, spare.state)
     fleet.set_connected(again, True)
-    assert (await admission.place(ticket)).placement.decode_worker == "d0"  # d1 has one already
+    assert (await place(admission, ticket)).placement.decode_worker == "d0"  # d1 has one already
 
 
 async def test_others_load_is_forgotten_when_nobody_reports_it_any_more() -> None:

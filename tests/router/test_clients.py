@@ -318,7 +318,7 @@ async def test_a_lost_session_takes_nothing_from_the_router_that_went_on_with_th
         worker.give_up(worker_pb2.Lease(lease_id=worker.runs["mine"].lease_id))
         await d.until(lambda: "mine" in worker.runs and worker.runs["mine"].task is not None)
         worker.session_calls[former].cancel()  # only now does the first router ask for its own
-        await d.until(lambda: any(run.has_moved for run in d.router.runs))
+        await d.until(lambda: any(run.state.has_moved for run in d.router.runs))
         prefill.unhang.set()  # its lease is fenced
         assert (await error_of(first_asking)).code() is grpc.StatusCode.UNAVAILABLE
         worker.may_decode.set()

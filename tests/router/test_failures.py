@@ -7,7 +7,7 @@ import asyncio
 
 import pytest
 
-from router.request.attempt import Attempt
+from router.request.machine import Phase
 from tests.router.answers import PROMPT, ask_for, assert_whole
 from tests.router.deployment import DECODE, Deployment, deployment, hung_prefill
 from tests.router.scripted_tokens import Running
@@ -50,17 +50,15 @@ async def test_a_prefill_that_ends_without_a_handoff_is_repeated() -> None:
         assert len(answer.migrated) == 1
 
 
-def attempts(d: Deployment) -> list[Attempt]:
-    """Those under way at the router."""
-    waiting = {attempt for link in d.router.links for attempt in link.waiting}
-    return [attempt for attempt in waiting if isinstance(attempt, Attempt)]
+def phases(d: Deployment) -> list[Phase]:
+    return [run.state.phase for run in d.router.runs]
 
 
 async def test_tokens_that_overtake_the_first_one_wait_for_it() -> None:
     async with deployment() as d:
         d.worker("p0").may_send_first.clear()
         asking = asyncio.create_task(d.client.ask(ask_for(PROMPT)))
-        await d.until(lambda: any(attempt.early for attempt in attempts(d)))
+        await d.until(lambda: Phase.OVERTAKEN in phases(d))
         d.worker("p0").may_send_first.set()
         answer = await asking
         assert_whole(answer, PROMPT)
@@ -71,7 +69,7 @@ async def test_a_handoff_given_up_because_the_first_token_ended_the_request_is_n
     async with deployment(handoff_report_wait_s=10.0) as d:
         d.worker("p0").may_send_first.clear()
         asking = asyncio.create_task(d.client.ask(ask_for(PROMPT, 1)))
-        await d.until(lambda: any(attempt.is_over_at_worker for attempt in attempts(d)))
+        await d.until(lambda: any(run.state.is_over_there for run in d.router.runs))
         d.worker("p0").may_send_first.set()
         answer = await asking
         assert_whole(answer, PROMPT, num_tokens=1)

@@ -29,6 +29,7 @@ from tests.router.fleets import (
     facts,
     fleet_of,
     in_line,
+    place,
     prompt,
     query,
     two_and_two,
@@ -46,7 +47,7 @@ async def served_order(requests: list[tuple[str, int, int]]) -> list[str]:
     order: list[str] = []
 
     async def one(ticket: Ticket, tenant: str) -> None:
-        placed = await admission.place(ticket)
+        placed = await place(admission, ticket)
         order.append(tenant)
         fleet.release(placed.booking)
         admission.kick()
@@ -100,12 +101,12 @@ async def test_an_answer_s_tokens_are_paid_once_by_who_comes_before_and_after_th
     admission = admission_of(fleet, clock)
     fleet.arrays.max_running[:] = 0
     tickets = [admission.ticket(prompt(10), 4, tenant="long")]
-    waiting = [asyncio.create_task(admission.place(tickets[0]))]
+    waiting = [asyncio.create_task(place(admission, tickets[0]))]
     await asyncio.sleep(0)
     admission.emitted("long", POLICY.decode_growth_tokens, POLICY.decode_growth_tokens + 1000)
     for _ in range(2):
         tickets.append(admission.ticket(prompt(10), 4, tenant="long"))
-        waiting.append(asyncio.create_task(admission.place(tickets[-1])))
+        waiting.append(asyncio.create_task(place(admission, tickets[-1])))
         await asyncio.sleep(0)
     fleet.arrays.max_running[:] = 1
     admission.kick()
@@ -127,8 +128,9 @@ async def test_what_is_refused_costs_its_tenant_nothing() -> None:
     before = admission.ticket(prompt(10), 4, 0, "hasty").rank[1]
     for _ in range(5):
         with pytest.raises(OverloadedError):
-            await admission.place(
-                admission.ticket(prompt(500), 4, 0, "hasty", deadline_s=clock.now_s() + 1.0)
+            await place(
+                admission,
+                admission.ticket(prompt(500), 4, 0, "hasty", deadline_s=clock.now_s() + 1.0),
             )
     assert admission.ticket(prompt(10), 4, 0, "hasty").rank[1] == before + 14
     first.cancel()

@@ -12,7 +12,16 @@ from router.fleet.worker_facts import WorkerFacts
 from router.placement.admission import SCAN_AHEAD
 from tests.router.answers import PROMPT, ask_for, assert_whole, expected
 from tests.router.deployment import DECODE, PREFILL, Deployment, deployment
-from tests.router.fleets import admission_of, entry_of, facts, fleet_of, in_line, prompt, rounds
+from tests.router.fleets import (
+    admission_of,
+    entry_of,
+    facts,
+    fleet_of,
+    in_line,
+    place,
+    prompt,
+    rounds,
+)
 
 
 def pair(name: str, kv: bytes, block_size: int = 16) -> list[WorkerFacts]:
@@ -36,7 +45,7 @@ async def test_workers_pair_with_their_own_kind_wherever_there_is_less_to_do() -
     report(fleet, "p-one", ReportedLoad(num_queued_tokens=500))
     report(fleet, "d-other", ReportedLoad(num_requests=5))
     admission = admission_of(fleet, clock)
-    placed = await admission.place(admission.ticket(prompt(10), 4))
+    placed = await place(admission, admission.ticket(prompt(10), 4))
     assert (placed.placement.prefill_worker, placed.placement.decode_worker) == (
         "p-other",
         "d-other",
@@ -73,7 +82,7 @@ async def test_nobody_overtakes_more_requests_than_a_round_tries() -> None:
     report(fleet, "d-other", ReportedLoad(num_requests=1000))
     admission = admission_of(fleet, clock, max_bypass_s=60.0)
     large = [admission.ticket(prompt(10), 5000) for _ in range(SCAN_AHEAD)]
-    in_front = [asyncio.create_task(admission.place(ticket)) for ticket in large]
+    in_front = [asyncio.create_task(place(admission, ticket)) for ticket in large]
     await rounds(admission, clock, 0.5)
     small = in_line(admission, prompt(10), 4)
     await rounds(admission, clock, 1.0)

@@ -24,31 +24,24 @@ def leaves(d: Deployment, worker_id: str) -> None:
     d.router.links.update(read_fleet(control_pb2.WatchFleetResponse(workers=workers)))
 
 
-async def leave_once_placed(d: Deployment, worker_id: str) -> None:
-    """The worker leaves between the round that places the waiting request and its first step."""
-    d.router.fleet.arrays.max_running[:] = 16
-    d.router.admission.kick()
-    asyncio.get_running_loop().call_soon(leaves, d, worker_id)
-
-
-@pytest.mark.parametrize(("leaving", "other"), [("p0", "d0"), ("d0", "p0")])
-async def test_a_worker_that_left_once_a_prompt_was_placed_there_is_the_one_blamed(
-    leaving: str, other: str
-) -> None:
+async def test_a_prefill_worker_that_left_before_it_was_asked_costs_nothing() -> None:
     async with deployment(prefill=1, decode=1, **NO_RETRIES) as d:
-        since_s = d.entry(other).state_since_s
-        d.router.fleet.arrays.max_running[:] = 0
+        since_s = d.entry("d0").state_since_s
+
+        def leave() -> None:
+            d.worker("d0").on_reserve = lambda: None
+            leaves(d, "p0")
+
+        d.worker("d0").on_reserve = leave
         asking = asyncio.create_task(d.client.ask(ask_for(PROMPT)))
-        await d.until(lambda: len(d.router.admission) == 1)
-        await leave_once_placed(d, leaving)
-        await d.until(lambda: d.router.fleet.get(leaving) is None)
-        successor = await d.add_worker(f"{leaving[0]}1", d.worker(leaving).role)
+        await d.until(lambda: d.router.fleet.get("p0") is None)
+        await d.add_worker("p1", d.worker("p0").role)
         answer = await asking
         assert_whole(answer, PROMPT)
-        (routed,) = answer.routed
-        assert successor.worker_id in (routed.prefill_worker, routed.decode_worker)
-        assert d.entry(other).state is WorkerState.LIVE
-        assert d.entry(other).state_since_s == since_s
+        assert answer.routed[-1].prefill_worker == "p1"
+        assert not answer.migrated
+        assert d.entry("d0").state is WorkerState.LIVE
+        assert d.entry("d0").state_since_s == since_s
 
 
 async def test_a_draining_prefill_worker_s_refusal_costs_nothing() -> None:

@@ -29,7 +29,7 @@ async def moved_in_prefill(
         again = ask_for(PROMPT, request_id="mine", resume_from_index=0)
         latter = asyncio.create_task(second.ask(again))
         await d.until(lambda: decode.num_attaches == 1 and prefill.num_prefills == 2)
-        await d.until(lambda: any(run.has_moved for run in d.router.runs))
+        await d.until(lambda: any(run.state.has_moved for run in d.router.runs))
         yield d, former, latter
 
 

@@ -19,6 +19,7 @@ from tests.router.fleets import (
     fleet_of,
     in_line,
     pick,
+    place,
     prompt,
     query,
     rounds,
@@ -99,7 +100,7 @@ async def test_prompts_that_fit_nowhere_hold_nobody_back_and_are_refused() -> No
     quarantine(fleet, "p1", 6)
     admission = admission_of(fleet, clock, fleet_wait_s=10.0)
     tickets = [admission.ticket(prompt(100, n * 100), 4) for n in range(2 * SCAN_AHEAD)]
-    large = [asyncio.create_task(admission.place(ticket)) for ticket in tickets]
+    large = [asyncio.create_task(place(admission, ticket)) for ticket in tickets]
     await rounds(admission, clock, 5.0)
     small = in_line(admission, prompt(50, 10_000), 4)
     await rounds(admission, clock, 0.25)
@@ -138,10 +139,10 @@ async def test_a_prompt_whose_handoff_broke_and_filled_quarantine_is_refused_in_
     fleet = two_prefill_workers(clock)
     admission = admission_of(fleet, clock, fleet_wait_s=10.0, prediction_ttl_s=60.0)
     ticket = admission.ticket(prompt(100), 4)
-    first = await admission.place(ticket)
+    first = await place(admission, ticket)
     fleet.release(first.booking)
     quarantine(fleet, first.placement.prefill_worker, 6)
-    again = asyncio.create_task(admission.place(ticket))
+    again = asyncio.create_task(place(admission, ticket))
     await rounds(admission, clock, 5.0)
     assert not again.done()
     await rounds(admission, clock, 6.0)

@@ -15,7 +15,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from grpc_status import rpc_status
 
 from baton.v1 import common_pb2, router_pb2
-from router.request.attempt import Attempt
+from router.request.alarm import Alarm
 from router.request.request_run import RequestRun
 from tests.router.answers import (
     PROMPT,
@@ -258,7 +258,7 @@ async def test_nothing_is_kept_of_five_hundred_short_requests() -> None:
         router.check_integrity()  # no timer is left either
         gc.collect()
         # Not isinstance: it asks every object for its class, and some answer with a warning.
-        kept = [type(o).__name__ for o in gc.get_objects() if type(o) in (RequestRun, Attempt)]
+        kept = [type(o).__name__ for o in gc.get_objects() if type(o) in (RequestRun, Alarm)]
         assert not kept
 
 

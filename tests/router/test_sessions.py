@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import time
-from collections.abc import AsyncIterator
+from dataclasses import dataclass
 
 import pytest
 
 from baton.clock import ManualClock
 from baton.config.router import RouterConfig
+from baton.link import Link
 from baton.v1 import common_pb2, control_pb2, worker_pb2
 from baton.wire import ORPHANED
-from router.fleet.fleet import WorkerState
+from router.fleet.fleet import WorkerEntry, WorkerState
 from router.fleet.session import RouterIdentity, Session, SessionLostError
-from router.request.attempt import Attempt
-from router.request.patience import Patience
+from router.request.alarm import Alarm
+from router.request.request_run import RequestRun
 from tests.router.answers import PROMPT, Answer, ask_for, assert_whole, failures_of
 from tests.router.deployment import DECODE, Deployment, deployment, hung_prefill
 from tests.router.fleets import entry_of, facts, fleet_of
@@ -168,66 +170,44 @@ async def test_a_session_that_does_not_come_back_in_time_is_left() -> None:
 # --- a session's own backlog and faults ----------------------------------------------------------
 
 
-class FrozenStub:
-    """Of a worker that opens a session, and neither reads nor writes anything."""
+async def test_a_worker_that_reads_nothing_loses_its_session_which_keeps_the_cancels() -> None:
+    async with deployment() as d:
+        proxy = await Proxy.to(d.worker("d0").address)
+        link = await Link.connect(
+            proxy.address, max_message_bytes=1 << 20, keepalive_s=60.0, timeout_s=5.0
+        )
+        session = Session("d0", RouterIdentity("r", 1), max_unsent_bytes=1 << 20)
+        session.open(link)
+        session.cancel("mine", 1)
+        proxy.freeze()
+        big = worker_pb2.RequestSpec(token_ids=bytes(1 << 20))
 
-    def Session(self) -> FrozenStub:  # noqa: N802
-        return self
+        def fill() -> None:
+            for _ in range(100):  # more than the sockets' buffers hold
+                session.reserve(worker_pb2.Reserve(spec=big))
 
-    async def write(self, message: worker_pb2.SessionRequest) -> None:
-        await asyncio.Event().wait()
-
-    async def __aiter__(self) -> AsyncIterator[worker_pb2.SessionResponse]:
-        await asyncio.Event().wait()
-        yield worker_pb2.SessionResponse()
-
-    def cancel(self) -> None:
-        """Nothing is to be cancelled."""
-
-
-async def test_a_frozen_session_s_backlog_loses_the_session_and_keeps_the_cancels() -> None:
-    session, is_open = Session("d0", RouterIdentity("r", 1), max_backlog=2), asyncio.Event()
-    serving = asyncio.create_task(session.run(FrozenStub(), is_open.set))  # type: ignore[arg-type]
-    await is_open.wait()  # and nobody reads
-    for attempt in range(1, 4):
-        session.cancel("mine", attempt)
-    assert not session.is_open
-    assert session.unconfirmed_cancels == [("mine", 1), ("mine", 2), ("mine", 3)]
-    with pytest.raises(SessionLostError):
-        session.reserve(worker_pb2.Reserve())
-    serving.cancel()
-
-
-async def test_a_session_whose_backlog_overflows_is_opened_again_and_its_streams_go_on() -> None:
-    async with deployment(max_session_backlog=4) as d:
-        worker = d.worker("d0")
-        worker.may_decode.clear()
-        asking = []
-        for number in range(8):
-            request = ask_for(f"{PROMPT} {number}", request_id=f"r{number}")
-            asking.append(asyncio.create_task(d.client.ask(request)))
-            await d.until(lambda n=number: d.worker("p0").num_prefills == n + 1)  # it is reserved
-        for number in range(6):  # in one turn of the loop: more than the backlog
-            d.router.abort("", f"r{number}")
-        await d.until(lambda: worker.num_attaches >= 2)
-        worker.may_decode.set()
-        answers = await asyncio.gather(*asking)
-        for number in (6, 7):
-            assert_whole(answers[number], f"{PROMPT} {number}")
+        with pytest.raises(SessionLostError, match="d0 takes no messages"):
+            fill()
+        session.cancel("mine", 2)
+        assert not session.is_open
+        assert not link.is_open
+        assert session.unconfirmed_cancels == [("mine", 1), ("mine", 2)]
+        proxy.thaw()
+        await proxy.close()
 
 
 async def test_a_fault_of_ours_in_a_session_does_not_lose_the_worker(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async with deployment() as d:
-        faults, on_admitted = list[Attempt](), Attempt.on_admitted
+        faults, on_admitted = list[RequestRun](), RequestRun.on_admitted
 
-        def fail_once(attempt: Attempt) -> None:
-            monkeypatch.setattr(Attempt, "on_admitted", on_admitted)
-            faults.append(attempt)
+        def fail_once(run: RequestRun, _: object) -> None:
+            monkeypatch.setattr(RequestRun, "on_admitted", on_admitted)
+            faults.append(run)
             raise AssertionError("a fault of ours")
 
-        monkeypatch.setattr(Attempt, "on_admitted", fail_once)
+        monkeypatch.setattr(RequestRun, "on_admitted", fail_once)
         assert_whole(await d.client.ask(ask_for(PROMPT)), PROMPT)
         assert len(faults) == 1
 
@@ -284,26 +264,42 @@ async def test_a_flowing_stream_stays_on_a_suspect_worker() -> None:
         assert len(answer.routed) == 1
 
 
+@dataclass
+class Silences:
+    """What was awaited in vain."""
+
+    seen: list[str]
+
+    def on_silence(self, worker: WorkerEntry, what: str) -> None:
+        self.seen.append(what)
+
+    def on_deadline(self) -> None:
+        raise AssertionError("it has none")
+
+    def on_timer(self) -> None:
+        raise AssertionError("none was set")
+
+
 async def test_a_worker_that_is_live_again_gets_its_full_time_back() -> None:
     clock = ManualClock(100.0)
     fleet = fleet_of(facts("d0", False, True), clock=clock)
     entry = entry_of(fleet, "d0")
     over: list[str] = []
-    patience = Patience(1.5, clock, lambda worker, what: over.append(what))
-    patience.expect("a token", 30.0, entry)
+    alarm = Alarm(math.inf, 1.5, clock, Silences(over))
+    alarm.expect("a token", lambda _: 30.0, entry)
     clock.advance(10.0)
     fleet.set_state(entry, WorkerState.SUSPECT)
-    patience.review()
+    alarm.review()
     clock.advance(1.4)
     assert not over  # suspect for less than the limit, though silent for long
     fleet.set_state(entry, WorkerState.LIVE)
     clock.advance(1.0)
     assert not over
     fleet.set_state(entry, WorkerState.SUSPECT)
-    patience.review()
+    alarm.review()
     clock.advance(1.5)
     assert over == ["a token"]
-    patience.end()
+    alarm.end()
 
 
 # --- a worker that came back as another -----------------------------------------------------------

@@ -16,6 +16,7 @@ from baton.config.router import RouterConfig
 from baton.v1 import common_pb2, router_pb2
 from cluster.pools.role_plan import Role
 from decode_worker.session import Phase
+from router.request.machine import Prefill
 from router.request.request_run import RequestRun
 from router.router import Router
 from tests.cluster.conftest import HeldStep, nothing_held, running_worker
@@ -127,7 +128,7 @@ async def test_a_router_that_closes_leaves_the_prefill_to_the_one_that_asked_for
 
 
 def has_asked_its_writer(run: RequestRun) -> bool:
-    return run.attempt is not None and run.attempt.is_lease_taken
+    return run.state.prefill is Prefill.TAKEN
 
 
 @pytest.mark.parametrize("is_first_gone", [False, True])
@@ -260,7 +261,7 @@ async def test_a_router_whose_session_was_gone_does_not_take_back_what_another_a
         two.cut_off.thaw()
         if step is not None:
             try:
-                await until(lambda: any(run.has_moved for run in two.router.runs))
+                await until(lambda: any(run.state.has_moved for run in two.router.runs))
             finally:
                 step.go_on.set()
         await refused_as_moved(former)

@@ -1,4 +1,5 @@
-"""Find a request that another router started: its decode worker keeps it for a while."""
+"""Find a request that runs at a decode worker, which keeps it for a while: one that another router
+started, or one whose session was lost."""
 
 from __future__ import annotations
 
@@ -8,20 +9,18 @@ from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass
 
 import grpc
-import grpc.aio
 
 from baton.errors import AlreadyExistsError, NotResumableError, UnavailableError
+from baton.link import LinkError
 from baton.v1 import worker_pb2
 from router.fleet.fleet_links import FleetLinks
-from router.fleet.session import SessionLostError
+from router.fleet.session import AttemptHandler, SessionLostError
 from router.fleet.worker_link import WorkerLink
-from router.request.attempt import Attempt
 from router.request.run_parts import Sought
 from router.request.validate import ParsedRequest
 
 log = logging.getLogger(__name__)
 
-# The last one: of a worker that has not yet read that there is a session.
 _NO_ANSWER = {
     grpc.StatusCode.DEADLINE_EXCEEDED,
     grpc.StatusCode.UNAVAILABLE,
@@ -30,11 +29,59 @@ _NO_ANSWER = {
 }
 
 
+class Probe:
+    """Keeps what a decode worker sends of a request while it is asked for it: tokens may come
+    before the answer that leads up to them. An `AttemptHandler` of the worker's session."""
+
+    number = None  # messages of every attempt
+
+    def __init__(self, wire_id: str, on_lost: Callable[[str], None] | None = None) -> None:
+        """`on_lost`: is told of a lost session; None, and `lost` says so."""
+        self.wire_id, self.lost = wire_id, ""
+        self._on_lost = on_lost
+        self._tokens: list[worker_pb2.RequestTokens] = []
+        self._others: list[tuple[int, Callable[[AttemptHandler], None]]] = []
+
+    def replay(self, handler: AttemptHandler) -> None:
+        """Hand over what was kept of the handler's attempt, tokens first."""
+        for tokens in self._tokens:
+            if tokens.attempt == handler.number:
+                handler.on_tokens(tokens)
+        for attempt, report in self._others:
+            if attempt == handler.number:
+                report(handler)
+
+    def on_tokens(self, tokens: worker_pb2.RequestTokens) -> None:
+        self._tokens.append(tokens)
+
+    def on_reserved(self, reserved: worker_pb2.Reserved) -> None:
+        self._others.append((reserved.attempt, lambda handler: handler.on_reserved(reserved)))
+
+    def on_rejected(self, rejected: worker_pb2.Rejected) -> None:
+        self._others.append((rejected.attempt, lambda handler: handler.on_rejected(rejected)))
+
+    def on_admitted(self, admitted: worker_pb2.HandoffAdmitted) -> None:
+        self._others.append((admitted.attempt, lambda handler: handler.on_admitted(admitted)))
+
+    def on_moved(self, moved: worker_pb2.Moved) -> None:
+        self._others.append((moved.attempt, lambda handler: handler.on_moved(moved)))
+
+    def on_session_lost(self, message: str) -> None:
+        self.lost = message
+        if self._on_lost is not None:
+            self._on_lost(message)
+
+
 @dataclass(frozen=True)
-class Found:
+class Running:
+    """A request that a decode worker keeps, and that now belongs to this router's session."""
+
     link: WorkerLink
-    attempt: Attempt
+    probe: Probe
     response: worker_pb2.AttachResponse
+
+    def leave(self) -> None:
+        self.link.session.leave(self.probe)
 
 
 def check_resumable(parsed: ParsedRequest) -> None:
@@ -63,12 +110,7 @@ async def is_kept(sought: Sought, links: FleetLinks, timeout_s: float) -> bool:
     return False
 
 
-async def find_running(
-    sought: Sought,
-    links: FleetLinks,
-    make_attempt: Callable[[WorkerLink], Attempt],
-    timeout_s: float,
-) -> Found | None:
+async def find_running(sought: Sought, links: FleetLinks, timeout_s: float) -> Running | None:
     """Ask every decode worker; of several attempts the newest is taken, the others are cancelled.
 
     Raises AlreadyExistsError when the id runs only with another body or seed, which is left alone.
@@ -78,7 +120,7 @@ async def find_running(
     """
     await links.wait_tried(timeout_s)
     asked = {
-        link: asyncio.create_task(_ask(link, make_attempt(link), sought, timeout_s))
+        link: asyncio.create_task(_ask(link, sought, timeout_s))
         for link in links.with_open_session()
     }
     try:
@@ -86,10 +128,10 @@ async def find_running(
     except asyncio.CancelledError:
         _abandon(asked.values())
         raise
-    found = [answer for answer in answers if isinstance(answer, Found)]
+    found = [answer for answer in answers if isinstance(answer, Running)]
     found.sort(key=lambda one: one.response.spec.attempt)
     for older in found[:-1]:
-        older.attempt.abandon()
+        older.leave()
         older.link.session.cancel(sought.wire_id, older.response.spec.attempt)
     if found:
         return found[-1]
@@ -107,12 +149,12 @@ def _check_nowhere(sought: Sought, links: FleetLinks, answers: Mapping[WorkerLin
             raise answer
 
 
-def _abandon(asked: Iterable[asyncio.Task[Found | None]]) -> None:
+def _abandon(asked: Iterable[asyncio.Task[Running | None]]) -> None:
     for task in asked:
         if task.done() and not task.cancelled() and task.exception() is None:
             one = task.result()
             if one is not None:
-                one.attempt.abandon()
+                one.leave()
 
 
 def _check_all_heard(links: FleetLinks, heard: Set[WorkerLink]) -> None:
@@ -132,22 +174,20 @@ class _NoAnswerError(Exception):
     """A worker did not say whether it keeps the request."""
 
 
-async def _ask(
-    link: WorkerLink, attempt: Attempt, sought: Sought, timeout_s: float
-) -> Found | None:
-    """The attempt listens before the worker is asked, so that no token falls between."""
+async def _ask(link: WorkerLink, sought: Sought, timeout_s: float) -> Running | None:
+    """The probe listens before the worker is asked, so that no token falls between."""
+    probe = Probe(sought.wire_id)
     try:
-        attempt.listen()
+        link.session.listen(probe)
     except SessionLostError as error:
-        attempt.abandon()
         raise _NoAnswerError from error
     response = None
     try:
         response = await _attach(link, sought, timeout_s)
     finally:
         if response is None:
-            attempt.abandon()
-    return None if response is None else Found(link, attempt, response)
+            link.session.leave(probe)
+    return None if response is None else Running(link, probe, response)
 
 
 async def _attach(
@@ -158,7 +198,7 @@ async def _attach(
         return await link.attach(
             sought.wire_id, sought.tenant, sought.body_digest, sought.seed, timeout_s
         )
-    except grpc.aio.AioRpcError as error:
+    except LinkError as error:
         if error.code() is grpc.StatusCode.ALREADY_EXISTS:
             raise AlreadyExistsError(
                 f"request {sought.request_id!r} runs with another body or seed",
@@ -169,8 +209,46 @@ async def _attach(
         if error.code() in _NO_ANSWER:
             raise _NoAnswerError from error
         return None
-    except asyncio.CancelledError:
-        task = asyncio.current_task()
-        if task is None or task.cancelling():
-            raise
-        return None  # it has left the fleet while it was asked
+
+
+class NotAttachedError(Exception):
+    """The request is not there any more, or the worker did not come back in time."""
+
+
+class TakenOverError(Exception):
+    """Another router has attached the request since, or has begun a newer attempt of it."""
+
+
+async def attach_again(
+    link: WorkerLink, spec: worker_pb2.RequestSpec, probe: Probe, timeout_s: float
+) -> worker_pb2.AttachResponse:
+    """Attach to the attempt that `spec` began, in the session that comes next. The worker has
+    continued it, or kept its output, for the router that followed it last.
+
+    Raises NotAttachedError, TakenOverError.
+    """
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await _ask_again(link, spec, probe, timeout_s)
+    except LinkError as error:
+        if error.code() is grpc.StatusCode.ALREADY_EXISTS:
+            raise TakenOverError(error.details()) from None
+        raise NotAttachedError(error.details()) from None
+    except (TimeoutError, SessionLostError) as error:
+        raise NotAttachedError(str(error) or "no answer") from None
+
+
+async def _ask_again(
+    link: WorkerLink, spec: worker_pb2.RequestSpec, probe: Probe, timeout_s: float
+) -> worker_pb2.AttachResponse:
+    """Again whenever the connection breaks under way; until cancelled."""
+    while True:
+        await link.session.wait_open()
+        link.session.listen(probe)
+        try:
+            return await link.attach(
+                spec.request_id, spec.tenant, spec.body_digest, spec.seed, timeout_s, spec.attempt
+            )
+        except LinkError as error:
+            if error.code() is not grpc.StatusCode.UNAVAILABLE:
+                raise

@@ -1,0 +1,119 @@
+"""A worker's link as a router has it, with the look of a gRPC stub; and a worker's port without a
+worker behind it."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import Any
+
+import grpc.aio
+
+from baton.link import Call, Link, LinkError, LinkServer, Method, Served
+from baton.v1 import worker_pb2
+
+
+class StubCall:
+    """One call: what it brings, in order. Raises LinkError where the call ends with one."""
+
+    def __init__(self, begin: Callable[[Any, StubCall], Any]) -> None:
+        """`begin`: the call with its first message."""
+        self._begin = begin
+        self._call: Call | None = None
+        self._came: asyncio.Queue[Any] = asyncio.Queue()
+
+    async def write(self, message: Any) -> None:
+        if self._call is None:
+            self._call = await self._begin(message, self)
+        else:
+            self._call.send(message)
+
+    async def read(self) -> Any:
+        """None: the call has ended in order."""
+        came = await self._came.get()
+        if isinstance(came, LinkError):
+            raise came
+        return came
+
+    def __aiter__(self) -> AsyncIterator[Any]:
+        return self._all()
+
+    async def _all(self) -> AsyncIterator[Any]:
+        while (message := await self.read()) is not None:
+            yield message
+
+    def cancel(self) -> None:
+        if self._call is not None:
+            self._call.cancel()
+
+    def on_message(self, message: Any) -> None:
+        self._came.put_nowait(message)
+
+    def on_end(self, error: LinkError | None) -> None:
+        self._came.put_nowait(error)
+
+
+class LinkStub:
+    """Own a link, made with the first call."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+        self._link: Link | None = None
+
+    async def link(self) -> Link:
+        if self._link is None:
+            self._link = await Link.connect(
+                self._address, max_message_bytes=32 << 20, keepalive_s=2.0, timeout_s=10.0
+            )
+        return self._link
+
+    async def close(self) -> None:
+        if self._link is not None:
+            self._link.close("the test is over")
+
+    def session(self) -> StubCall:
+        return self._call(Method.SESSION)
+
+    async def prefill(self, request: worker_pb2.PrefillRequest) -> StubCall:
+        return await self._begun(Method.PREFILL, request)
+
+    async def follow_kv(self) -> StubCall:
+        return await self._begun(Method.FOLLOW_KV, worker_pb2.SubscribeKvRequest())
+
+    async def attach(self, request: worker_pb2.AttachRequest) -> worker_pb2.AttachResponse:
+        link = await self.link()
+        response: worker_pb2.AttachResponse = await link.ask(Method.ATTACH, request, 10.0)
+        return response
+
+    def _call(self, method: Method) -> StubCall:
+        async def begin(message: Any, caller: StubCall) -> Call:
+            return (await self.link()).call(method, message, caller)
+
+        return StubCall(begin)
+
+    async def _begun(self, method: Method, request: Any) -> StubCall:
+        call = self._call(method)
+        await call.write(request)
+        return call
+
+
+class WorkerPort:
+    """Own a worker's port: link and gRPC behind it."""
+
+    def __init__(self, server: grpc.aio.Server, methods: Mapping[Method, Served]) -> None:
+        """`server` has its services, and no port."""
+        self._server, self._links = server, LinkServer(methods)
+        self._folder = tempfile.TemporaryDirectory(prefix="baton-worker-")
+
+    async def start(self, port: int = 0) -> str:
+        """The address."""
+        grpc_address = f"unix:{self._folder.name}/grpc"
+        self._server.add_insecure_port(grpc_address)
+        await self._server.start()
+        return f"127.0.0.1:{await self._links.start('127.0.0.1', port, grpc_address)}"
+
+    async def stop(self) -> None:
+        await self._links.stop()
+        await self._server.stop(None)
+        self._folder.cleanup()
