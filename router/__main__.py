@@ -17,7 +17,8 @@ from baton.config.cluster import ClusterConfig, load_config
 from baton.config.router import RouterConfig
 from baton.errors import ConfigError
 from router.door.door import Door
-from router.door.server import RouterServer, cannot_listen, split_address
+from router.door.listening import cannot_listen, split_address
+from router.door.server import RouterServer
 from router.report.metrics import RouterMetrics
 
 log = logging.getLogger("router")

@@ -54,6 +54,10 @@ class Opened:
         request ended with."""
         return await self.reader.take()
 
+    def leave(self) -> None:
+        """Its client has gone, with or without having seen the end."""
+        self.router.leave(self.run, self.reader)
+
     @property
     def parsed(self) -> ParsedRequest:
         return self.run.arrival.parsed
@@ -92,15 +96,18 @@ class Intake:
 
         `drawn_id`: what the door calls a request that its client did not name.
         """
-        arrived_s = self.door.clock.now_s()
-        opened = await self._open(request, drawn_id or uuid.uuid4().hex, arrived_s)
-        if opened is None:
-            yield Ended(self.door.clock.now_s() - arrived_s)
-            return
+        opened = await self.open(request, drawn_id)
         try:
             yield opened
         finally:
-            opened.router.leave(opened.run, opened.reader)
+            if isinstance(opened, Opened):
+                opened.leave()
+
+    async def open(self, request: router_pb2.GenerateRequest, drawn_id: str = "") -> Opened | Ended:
+        """As `opened`; the caller must `leave`."""
+        arrived_s = self.door.clock.now_s()
+        opened = await self._open(request, drawn_id or uuid.uuid4().hex, arrived_s)
+        return opened or Ended(self.door.clock.now_s() - arrived_s)
 
     async def _open(
         self, request: router_pb2.GenerateRequest, drawn_id: str, arrived_s: float

@@ -20,11 +20,11 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from baton.config.router import RouterConfig
+from router.door.listening import listening
 from router.door.openai.errors import shape
 
 log = logging.getLogger(__name__)
 
-_BACKLOG = 2048
 _KEEP_ALIVE_S = 75  # longer than the pools of common clients and proxies keep a connection
 _MAX_HEADER_BYTES = 32 << 10
 _GRACE_S = 2.0  # for the 408 of a body that comes too slowly
@@ -137,7 +137,7 @@ class HttpServer:
         self._config.load()
         self._config.ssl = context
         logging.getLogger("uvicorn").setLevel(logging.ERROR)
-        self.listener = _listening(host, port, config.reuse_port)
+        self.listener = listening(host, port, config.reuse_port)
         self.port: int = self.listener.getsockname()[1]
         self._server = _Server(self._config, self.listener)
         self._serving: asyncio.Task[None] | None = None
@@ -157,21 +157,3 @@ class HttpServer:
         if self._serving is not None:
             await asyncio.wait({self._serving})
         self.listener.close()
-
-
-def _listening(host: str, port: int, reuse_port: bool) -> socket.socket:
-    """0.0.0.0 means all addresses, IPv6 included, as in gRPC."""
-    host = host.strip("[]")
-    is_any = host in ("0.0.0.0", "::") and socket.has_dualstack_ipv6()
-    if is_any:
-        return socket.create_server(
-            ("::", port),
-            family=socket.AF_INET6,
-            backlog=_BACKLOG,
-            reuse_port=reuse_port,
-            dualstack_ipv6=True,
-        )
-    family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-    return socket.create_server(
-        (host, port), family=family, backlog=_BACKLOG, reuse_port=reuse_port
-    )
