@@ -117,7 +117,7 @@ class _Frames(asyncio.Protocol):
         self._transport = transport
         transport.set_write_buffer_limits(high=_HIGH_BYTES, low=_LOW_BYTES)
         loop = asyncio.get_running_loop()
-        self._tick = loop.call_later(self._keepalive_s, self._on_tick)
+        self._tick = loop.call_later(self._keepalive_s / 2, self._on_tick)
 
     def pause_writing(self) -> None:
         self._resumed.clear()
@@ -182,9 +182,10 @@ class _Frames(asyncio.Protocol):
             self._on_lost(why)
 
     def _on_tick(self) -> None:
-        """Silence is counted in ticks: a process that stood still has seen one of them."""
+        """Twice in `keepalive_s`. Silence is counted in ticks: a process that stood still has seen
+        one of them."""
         self._num_silent = 0 if self._has_heard else self._num_silent + 1
-        if self._num_silent >= 2:
+        if self._num_silent >= 4:
             return self.close(f"nothing was heard for {2 * self._keepalive_s:g} s")
         if not self._has_sent:
             self._send(_Kind.PING)
@@ -192,7 +193,7 @@ class _Frames(asyncio.Protocol):
         if self._tick is not None:
             self._tick.cancel()
         loop = asyncio.get_running_loop()
-        self._tick = loop.call_later(self._keepalive_s, self._on_tick)
+        self._tick = loop.call_later(self._keepalive_s / 2, self._on_tick)
         return None
 
     # --- of either side ------------------------------------------------------------------------

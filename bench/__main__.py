@@ -1,6 +1,6 @@
 """`make bench`: first numbers in one table each, written to bench/results/ and printed.
 
-python -m bench [demo] [engine] [handoff] [path] [router] [--output FILE]
+python -m bench [demo] [engine] [handoff] [path] [router] [placement] [--output FILE]
 
 Every run writes a file of its own: it never touches one that is there.
 """
@@ -21,6 +21,7 @@ SECTIONS = {
     "handoff": "Handoff beside memcpy",
     "path": "Whole path",
     "router": "The router's own cost",
+    "placement": "Placement and prefix index",
     "engine": "Engine beside transformers",
 }
 """Modules, with titles for what they print."""

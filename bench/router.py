@@ -31,10 +31,11 @@ from baton.config.router import RouterConfig
 from baton.errors import BatonError
 from baton.v1 import common_pb2, router_pb2, router_pb2_grpc, worker_pb2
 from bench.report import markdown
-from kv_transfer.block_hash import BlockHash
+from kv_transfer.block_hash import SHARED_BY_ALL, BlockHash
 from router.fleet.fleet import Fleet, WorkerState
 from router.fleet.worker_facts import WorkerFacts
 from router.placement.admission import Admission
+from router.placement.native_index import make_index
 from router.placement.prefix_index import PrefixIndex
 from router.placement.ticket import Placed, PromptBlocks
 from tests.link_stub import LinkStub, StubCall
@@ -215,14 +216,14 @@ def fleet_of(size: int, config: RouterConfig, index: PrefixIndex) -> Fleet:
 
 async def placement_us(size: int) -> float:
     """Median microseconds from the queue to a booked placement, and back."""
-    config, index = RouterConfig(), PrefixIndex()
+    config, index = RouterConfig(), make_index(200_000)
     fleet = fleet_of(size, config, index)
     admission = Admission(config, fleet, index, LoopClock(), random.Random(0))
     took = []
     rng = np.random.default_rng(0)
     for _ in range(NUM_PLACEMENTS):
         tokens = rng.integers(0, 256, 1024, dtype=np.uint32)
-        prompt = PromptBlocks(tokens, "")
+        prompt = PromptBlocks(tokens, SHARED_BY_ALL)
         prompt.hashes(FINGERPRINT, 16)
         start = time.perf_counter()
         answer: asyncio.Future[Placed | BatonError] = asyncio.get_running_loop().create_future()

@@ -39,7 +39,15 @@ from engine.request_blocks import (
     longest_match,
     span_blocks,
 )
-from kv_transfer.block_hash import BlockHash, TokenIds, block_hash, block_hashes, chain_seed
+from kv_transfer.block_hash import (
+    BlockHash,
+    CacheScope,
+    TokenIds,
+    chain_hashes,
+    chain_root,
+    native_chain,
+    split_hashes,
+)
 from kv_transfer.layout import NULL_BLOCK, BlockId, KvLayout
 
 KvEvent = BlocksStoredEvent | BlocksRemovedEvent
@@ -128,7 +136,8 @@ class KvCache:
         self._spans = [
             num_blocks if w is None else span_blocks(w, step, self.block_size) for w in self.windows
         ]
-        self._fingerprint = kv_fingerprint
+        native_chain()  # compiled now, if ever: not while requests wait
+        self._root = chain_root(kv_fingerprint)
         self._prefix_cache = prefix_cache
         self._held: set[RequestBlocks] = set()
         self._parked: dict[RequestBlocks, list[list[BlockId]]] = {}
@@ -138,13 +147,14 @@ class KvCache:
     def num_blocks_of(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
-    def open(self, tokens: TokenIds, cache_salt: str, max_tokens: int) -> RequestBlocks:
+    def open(self, tokens: TokenIds, scope: CacheScope, max_tokens: int) -> RequestBlocks:
         """`max_tokens`: the most that the request can ever hold, prompt and output."""
-        seed = chain_seed(self._fingerprint, cache_salt)
-        hashes = block_hashes(seed, tokens, self.block_size) if self._prefix_cache else []
+        hashes: list[BlockHash] = []
+        if self._prefix_cache:
+            hashes = split_hashes(chain_hashes(self._root, scope, tokens, self.block_size))
         capacity = self.num_blocks_of(max_tokens)
         tables = [np.zeros(capacity, np.int32) for _ in self.pools]
-        return RequestBlocks(seed, hashes, tables)
+        return RequestBlocks(scope, hashes, tables)
 
     def will_push(self, blocks: RequestBlocks, num_receiver_blocks: int, num_tokens: int) -> None:
         """Pushes read the prompt's blocks behind the receiver's: keep those until `free`."""
@@ -319,10 +329,11 @@ class KvCache:
         return self.pools[self._announced].chains()
 
     def _extend_hashes(self, blocks: RequestBlocks, tokens: TokenIds, num_full: int) -> None:
-        for index in range(len(blocks.hashes), num_full):
-            parent = blocks.hashes[-1] if index else blocks.seed
-            start = index * self.block_size
-            blocks.hashes.append(block_hash(parent, tokens[start : start + self.block_size]))
+        known, size = len(blocks.hashes), self.block_size
+        if num_full > known:
+            parent = blocks.hashes[-1] if known else self._root
+            new = tokens[known * size : num_full * size]
+            blocks.hashes += split_hashes(chain_hashes(parent, blocks.scope, new, size, known))
 
     def _store(self, blocks: RequestBlocks, num_full: int) -> None:
         start, blocks.num_stored = blocks.num_stored, num_full

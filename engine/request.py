@@ -8,7 +8,7 @@ from typing import NewType
 
 import numpy as np
 
-from kv_transfer.block_hash import BlockHash, TokenIds
+from kv_transfer.block_hash import SHARED_BY_ALL, BlockHash, CacheScope, TokenIds
 from kv_transfer.layout import BlockId
 from kv_transfer.layout import BlockPush as BlockPush
 from kv_transfer.layout import HandoffId as HandoffId  # given out by the exporter
@@ -66,7 +66,7 @@ class RequestSpec:
     token_ids: TokenIds
     num_prompt_tokens: int
     sampling: SamplingParams
-    cache_salt: str = ""
+    scope: CacheScope = SHARED_BY_ALL
     priority: int = 0
 
     @property

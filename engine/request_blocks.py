@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.block_pool import BlockPool
-from kv_transfer.block_hash import BlockHash
+from kv_transfer.block_hash import BlockHash, CacheScope
 from kv_transfer.layout import BlockId
 
 
@@ -41,7 +41,7 @@ def span_blocks(window: int, num_step_tokens: int, block_size: int) -> int:
 class RequestBlocks:
     """Written by `KvCache` alone."""
 
-    seed: BlockHash
+    scope: CacheScope
     hashes: list[BlockHash]  # of the full blocks whose tokens are known
     tables: list[npt.NDArray[np.int32]]  # per group, [most blocks the request can ever have]
     num_blocks: int = 0  # entries in use, the same in every group

@@ -299,7 +299,7 @@ class Scheduler:
             raise InvalidRequestError("request_id", f"{spec.request_id} runs here already")
         max_len = check_spec(spec, self._limits, prefill_only=export is not None)
         most_tokens = max_len if export is None else len(spec.token_ids) + 1
-        blocks = self._kv.open(spec.token_ids, spec.cache_salt, most_tokens)
+        blocks = self._kv.open(spec.token_ids, spec.scope, most_tokens)
         self._num_arrived += 1
         return LiveRequest(spec, self._num_arrived, self._clock(), max_len, blocks, export)
 

@@ -10,6 +10,7 @@ import numpy as np
 from baton.errors import InvalidRequestError
 from baton.v1 import common_pb2, worker_pb2
 from engine.request import FinishReason, RequestId, RequestSpec, SamplingParams
+from kv_transfer.block_hash import CacheScope
 
 _TOKEN_BYTES = 4
 
@@ -36,12 +37,17 @@ def read_spec(message: worker_pb2.RequestSpec) -> RequestSpec:
             f"num_prompt_tokens: {message.num_prompt_tokens} of {len(token_ids)} token ids",
             field="num_prompt_tokens",
         )
+    if message.num_public_tokens > message.num_prompt_tokens:
+        raise InvalidRequestError(
+            f"num_public_tokens: {message.num_public_tokens} of {message.num_prompt_tokens}",
+            field="num_public_tokens",
+        )
     return RequestSpec(
         request_id=attempt_key(message.request_id, message.attempt),
         token_ids=token_ids,
         num_prompt_tokens=message.num_prompt_tokens,
         sampling=read_sampling(message),
-        cache_salt=message.cache_salt,
+        scope=CacheScope(message.tenant, message.cache_salt, message.num_public_tokens),
         priority=message.priority,
     )
 

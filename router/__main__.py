@@ -19,6 +19,7 @@ from baton.errors import ConfigError
 from router.door.door import Door
 from router.door.listening import cannot_listen, split_address
 from router.door.server import RouterServer
+from router.placement.native_index import build_native
 from router.report.metrics import RouterMetrics
 
 log = logging.getLogger("router")
@@ -90,6 +91,7 @@ def main() -> int:
         )
         listen = arguments.listen or f"{config.router.host}:{config.router.port}"
         split_address(arguments.control)
+        build_native()
         return uvloop.run(serve(config, arguments.control, listen))
     except ConfigError as error:
         print(f"router: {' '.join(error.message.split())}", file=sys.stderr)

@@ -27,9 +27,10 @@ from router.fleet.session import RouterIdentity
 from router.fleet.worker_facts import NO_BOUND
 from router.placement.admission import Admission
 from router.placement.fairness import FairLine, RetryBudget
+from router.placement.native_index import make_index
 from router.placement.placement import Placement
-from router.placement.prefix_index import PrefixIndex
-from router.placement.ticket import PromptBlocks, Ticket
+from router.placement.public_prefix import PublicPrefix
+from router.placement.ticket import Ticket
 from router.report.figures import Counts, Figures, PoolFigures, RequestFigures
 from router.report.metrics import Gauges, RouterMetrics
 from router.request.output import Finished, FinishReason, OutputReader
@@ -65,10 +66,11 @@ class Router:
         self.metrics = metrics
         self.identity = RouterIdentity(f"router-{uuid.uuid4().hex[:12]}", time.time_ns())
         self._figures = Figures(self.identity.router_id, clock.now_s)
-        self.index = PrefixIndex(config.max_predictions)
+        self.index = make_index(config.max_predictions)
         self.fleet = Fleet(config, clock.now_s, lambda: self.admission.kick())
         self.links = FleetLinks(config, self.identity, self.fleet, self.index, model.name)
-        self.admission = Admission(config, self.fleet, self.index, clock, random.Random())
+        public = PublicPrefix.of(config.public_prefix, model.text)
+        self.admission = Admission(config, self.fleet, self.index, clock, random.Random(), public)
         self.watch = FleetWatch(control_address, config, self._take_fleet, self.fleet.forget_others)
         self.parts = self._make_parts()
         self._runs: dict[tuple[str, str], RequestRun] = {}
@@ -225,7 +227,7 @@ class Router:
 
     def candidates(self, parsed: ParsedRequest, limit: int) -> list[Placement]:
         """Where a request could go, cheapest first. Books nothing."""
-        prompt = PromptBlocks(parsed.token_ids, parsed.cache_salt)
+        prompt = self.admission.prompt(parsed.token_ids, parsed.tenant, parsed.cache_salt)
         ticket = Ticket((0, 0.0, 0), prompt, parsed.sampling.max_tokens, parsed.least_tokens)
         return self.admission.candidates(ticket, limit)
 

@@ -147,6 +147,11 @@ class RouterConfig(Ranged):
     max_unsent_bytes: Count = 64 << 20
     """To one worker, that it has not read, before it counts as hung."""
 
+    public_prefix: str = ""
+    """Text that prompts of all tenants may begin with, such as a common system message. Its whole
+    blocks are cached once for all tenants. All else is cached for each tenant apart: a tenant could
+    probe for what others asked by how fast a prompt is answered."""
+
     local_prefill: LocalPrefill = "auto"
     """auto, never or always: may a decode worker prefill by itself."""
     local_prefill_weight: NotNegative = 2.0

@@ -235,9 +235,13 @@ class GenerateRequest(_message.Message):
     itl_target_ms: _builtins.int
     tenant: _builtins.str
     cache_salt: _builtins.str
-    """Requests with different salts never share cached blocks."""
+    """Requests of different tenants, or with different salts, never share cached blocks, but for a prefix
+    that the operator makes public.
+    """
     session_id: _builtins.str
-    """Told in the request's line in the router's log; requests of one session are treated as any."""
+    """Requests of one session stay on one decode worker while that costs hardly more than another. The
+    request's line in the router's log names it.
+    """
     resume_from_index: _builtins.int
     """Present on a reconnect: the first index the client has not seen."""
     traceparent: _builtins.str

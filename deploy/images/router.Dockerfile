@@ -7,7 +7,12 @@ COPY . .
 RUN /opt/baton/bin/pip install --no-cache-dir '.[router,s3]'
 
 FROM python:${PYTHON}
-RUN useradd --uid 1000 --user-group --no-create-home --shell /usr/sbin/nologin baton
+# A compiler: the prefix index and block hashes are built for the machine that they run on.
+# hadolint ignore=DL3008
+RUN apt-get update \
+    && apt-get install --yes --no-install-recommends g++ \
+    && rm -rf /var/lib/apt/lists/* \
+    && useradd --uid 1000 --user-group --no-create-home --shell /usr/sbin/nologin baton
 COPY --from=build /opt/baton /opt/baton
 ENV PATH=/opt/baton/bin:$PATH PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
 USER 1000:1000

@@ -19,6 +19,7 @@ import numpy as np
 from baton.clock import NowS
 from baton.config.router import LocalPrefill, RouterConfig
 from router.fleet.worker_facts import KvClass, WorkerFacts, WorkerKinds
+from router.placement.link_rates import LEARNING_RATE
 from router.placement.placement import FleetArrays, Placement
 
 
@@ -57,7 +58,6 @@ class RecentPeak:
 
 Slot = NewType("Slot", int)
 
-LEARNING_RATE = 0.2  # weight of the newest observation
 REPORT_AGE_S = 2.0  # of a worker's figures at most: its heartbeat's and the registry's pace
 
 
@@ -200,6 +200,7 @@ class Fleet:
         a.prefill_measured_s[slot] = a.decode_measured_s[slot] = -np.inf
         a.handoff_bytes_per_s[slot] = config.default_handoff_bytes_per_s
         a.hold_until_s[slot] = 0.0
+        a.links.forget(slot)
         self._recount(entry)
         return entry
 
@@ -285,6 +286,7 @@ class Fleet:
                 figures[slot], measured_s[slot] = reported, now
         if load.handoff_bytes_per_s > 0:
             a.handoff_bytes_per_s[slot] = load.handoff_bytes_per_s
+            a.links.compare(slot, load.handoff_bytes_per_s)
         self._recount(entry)
 
     def forget_others(self) -> None:
@@ -300,11 +302,17 @@ class Fleet:
             return self._config.default_prefill_tokens_per_s
         return float(self.arrays.prefill_tokens_per_s[entry.slot])
 
-    def observe_handoff(self, entry: WorkerEntry, num_bytes: int, seconds: float) -> None:
-        """Learn a prefill worker's bandwidth from a handoff that is large enough."""
-        if self._is_here(entry) and num_bytes >= 1 << 16 and seconds > 0:
-            rates = self.arrays.handoff_bytes_per_s
-            rates[entry.slot] += LEARNING_RATE * (num_bytes / seconds - rates[entry.slot])
+    def observe_handoff(self, booking: Booking, num_bytes: int, seconds: float) -> None:
+        """Learn the bandwidth of a prefill worker, and of its link to the decode worker, from a
+        handoff that is large enough."""
+        writer, reader = booking.prefill, booking.decode
+        if self._is_here(writer) and num_bytes >= 1 << 16 and seconds > 0:
+            rates, links = self.arrays.handoff_bytes_per_s, self.arrays.links
+            slot, rate = writer.slot, num_bytes / seconds
+            if self._is_here(reader):
+                links.observe(slot, reader.slot, rate, float(rates[slot]))
+            rates[slot] += LEARNING_RATE * (rate - rates[slot])
+            links.compare(slot, float(rates[slot]))
 
     def _recount(self, entry: WorkerEntry) -> None:
         """Bring a worker's row up to date with its entry."""

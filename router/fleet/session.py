@@ -223,8 +223,10 @@ class Session:
             handler.on_reserved(reserved)
         for handler, admitted in self._heard(response.admitted):
             handler.on_admitted(admitted)
-        for handler, tokens in self._heard(response.tokens):
-            handler.on_tokens(tokens)
+        for tokens in response.tokens:
+            follows = self._handler(tokens.request_id, tokens.attempt)
+            if follows is not None:
+                follows.on_tokens(tokens)
         for handler, rejected in self._heard(response.rejected):
             handler.on_rejected(rejected)
         for handler, moved in self._heard(response.moved):

@@ -26,7 +26,6 @@ from baton.config.router import RouterConfig
 from baton.grpc_options import DIRECT, sends_pings
 from baton.link import Call, Caller, Link, LinkError, Method
 from baton.v1 import worker_pb2
-from kv_transfer.block_hash import HASH_BYTES, BlockHash
 from router.fleet.fleet import WorkerEntry, WorkerState
 from router.fleet.session import RouterIdentity, Session
 from router.placement.prefix_index import PrefixIndex
@@ -97,10 +96,6 @@ class IndexState(enum.Enum):
     DEGRADED = "degraded"
 
 
-def split_hashes(data: bytes) -> list[BlockHash]:
-    return [BlockHash(data[i : i + HASH_BYTES]) for i in range(0, len(data), HASH_BYTES)]
-
-
 class KvFollower:
     """Own what the index knows of one worker: its snapshot, then every change, without a gap. The
     link's `Caller`."""
@@ -167,10 +162,8 @@ class KvFollower:
             self.state = IndexState.DEGRADED
             return False
         self._sequence = message.sequence
-        self._index.remove(self._slot, split_hashes(message.removed))
-        for stored in message.stored:
-            parent = BlockHash(stored.parent_hash) if stored.parent_hash else None
-            self._index.store(self._slot, parent, split_hashes(stored.hashes))
+        stored = [(chain.parent_hash, chain.hashes) for chain in message.stored]
+        self._index.follow(self._slot, message.removed, stored)
         self.state = IndexState.EXACT
         return True
 

@@ -28,11 +28,13 @@ import numpy as np
 from baton.clock import Clock, Timer
 from baton.config.router import RouterConfig
 from baton.errors import BatonError, NoCapacityError, OverloadedError, UnavailableError
+from kv_transfer.block_hash import CacheScope, TokenIds
 from router.fleet.fleet import Fleet
 from router.placement.fairness import FairShare
 from router.placement.placement import Bools, Placement, Reach, longest_open, reach
 from router.placement.placing import Placing
 from router.placement.prefix_index import PrefixIndex
+from router.placement.public_prefix import NO_PREFIX, PublicPrefix
 from router.placement.ticket import Placed, PromptBlocks, Ticket
 
 
@@ -100,8 +102,9 @@ class Admission:
         index: PrefixIndex,
         clock: Clock,
         rng: random.Random,
+        public: PublicPrefix = NO_PREFIX,
     ) -> None:
-        self._config, self._fleet = config, fleet
+        self._config, self._fleet, self._public = config, fleet, public
         self._clock, self._rng = clock, rng
         self._placing = Placing(config, fleet, index, rng)
         self._arrivals = itertools.count()
@@ -122,6 +125,11 @@ class Admission:
         """Requests in line, oldest first."""
         return self._waiting
 
+    def prompt(self, token_ids: TokenIds, tenant: str, cache_salt: str) -> PromptBlocks:
+        """Its tenant shares its blocks with nobody, but for the public prefix."""
+        num_public = self._public.num_tokens(token_ids)
+        return PromptBlocks(token_ids, CacheScope(tenant, cache_salt, num_public))
+
     def ticket(
         self,
         prompt: PromptBlocks,
@@ -129,12 +137,14 @@ class Admission:
         priority: int = 0,
         tenant: str = "",
         deadline_s: float | None = None,
+        session_id: str = "",
     ) -> Ticket:
         """Raises OverloadedError when the queue is full of requests that go first."""
         rank = (-priority, self._shares.stamp(tenant), next(self._arrivals))
         if len(self._waiting) >= self._config.max_queue and not self._shed_after(rank):
             raise self._full()
-        ticket = Ticket(rank, prompt, max_new_tokens, max_new_tokens, tenant)
+        session = (tenant, session_id) if session_id else None
+        ticket = Ticket(rank, prompt, max_new_tokens, max_new_tokens, tenant, session)
         ticket.deadline_s, ticket.uncached_tokens = deadline_s, len(prompt)
         ticket.charged = len(prompt) + min(max_new_tokens, self._config.decode_growth_tokens)
         self._shares.charge(tenant, ticket.charged)

@@ -20,6 +20,7 @@ from router.placement.placement import (
     ranked,
 )
 from router.placement.prefix_index import PrefixIndex
+from router.placement.sessions import Sessions
 from router.placement.ticket import Placed, Ticket
 
 
@@ -30,6 +31,7 @@ class Placing:
         self, config: RouterConfig, fleet: Fleet, index: PrefixIndex, rng: random.Random
     ) -> None:
         self._config, self._fleet, self._index, self._rng = config, fleet, index, rng
+        self._sessions = Sessions()
 
     def best(self, ticket: Ticket, reserved: Bools, now: float) -> Placement | None:
         """The cheapest placement where there is room, over all classes of workers."""
@@ -64,6 +66,8 @@ class Placing:
         expires_s = now + self._config.prediction_ttl_s
         slots = {booking.prefill.slot, booking.decode.slot}
         self._index.predict(slots, hashes, now, expires_s)
+        if ticket.session is not None:
+            self._sessions.ran_on(ticket.session, facts.identity)
         return Placed(placement, booking)
 
     def queries(
@@ -74,6 +78,8 @@ class Placing:
         prompt, num_slots = ticket.prompt, self._fleet.num_slots
         growth = min(ticket.max_new_tokens, self._config.decode_growth_tokens)
         failed = self._fleet.slots_of(ticket.failed)
+        last = None if ticket.session is None else self._sessions.last(ticket.session)
+        preferred = None if last is None else next(iter(self._fleet.slots_of([last])), None)
         queries = []
         for kv_class, number in self._fleet.kinds.classes:
             hashes = prompt.hashes(kv_class.kv_fingerprint, kv_class.block_size)
@@ -89,6 +95,7 @@ class Placing:
                     failed=failed,
                     reserved=reserved,
                     explores=ticket.explores,
+                    preferred=preferred,
                 )
             )
         if queries:

@@ -7,6 +7,9 @@ the number of leading blocks a worker holds is found by binary search, for all w
 Predictions (blocks that a placed prompt is about to leave) are kept apart: they expire, and never
 mix with what workers have reported. A chain is predicted from its start, so no block is believed
 longer than its ancestors, and the same search finds where a worker's prediction ends.
+
+`PrefixIndex` is plain Python, and serves where nothing can be compiled. `native_index` has the same
+in C++.
 """
 
 from __future__ import annotations
@@ -18,9 +21,17 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kv_transfer.block_hash import BlockHash
+from kv_transfer.block_hash import BlockHash, split_hashes
 
 IntArray = npt.NDArray[np.int64]
+
+
+Hashes = bytes | Sequence[BlockHash]
+"""A chain's hashes, parents first; concatenated if bytes."""
+
+
+def split(hashes: Hashes) -> Sequence[BlockHash]:
+    return split_hashes(hashes) if isinstance(hashes, bytes) else hashes
 
 
 @dataclass(slots=True)
@@ -82,11 +93,11 @@ class PrefixIndex:
 
     # --- what workers report -------------------------------------------------------------------
 
-    def store(self, slot: int, parent: BlockHash | None, hashes: Sequence[BlockHash]) -> None:
+    def store(self, slot: int, parent: BlockHash | None, hashes: Hashes) -> None:
         """The worker holds a chain of blocks, each the child of the one before; parents first."""
         held_by = self._held_by.setdefault(slot, set())
         bit = 1 << slot
-        for block in hashes:
+        for block in split(hashes):
             node = self._nodes.get(block)
             if node is None:
                 node = self._nodes[block] = _Node(parent)
@@ -113,12 +124,12 @@ class PrefixIndex:
                 if below.held & bit and not below.reachable & bit:
                     stack.append((child, below))
 
-    def remove(self, slot: int, hashes: Iterable[BlockHash]) -> None:
+    def remove(self, slot: int, hashes: Hashes) -> None:
         """The worker no longer holds these blocks; their descendants are out of its reach."""
         held_by = self._held_by.get(slot)
         if held_by is None:
             return
-        for block in hashes:
+        for block in split(hashes):
             if block in held_by:
                 held_by.discard(block)
                 self._drop(block, 1 << slot)
@@ -159,13 +170,21 @@ class PrefixIndex:
         for expiries in self._predicted.values():
             expiries.pop(slot, None)
 
+    def follow(self, slot: int, removed: bytes, stored: Iterable[tuple[bytes, bytes]]) -> None:
+        """Take in one message of a worker: blocks removed, then chains stored, each with its parent
+        (empty: none). Hashes are concatenated."""
+        self.remove(slot, removed)
+        for parent, hashes in stored:
+            self.store(slot, BlockHash(parent) if parent else None, hashes)
+
     # --- predictions ---------------------------------------------------------------------------
 
     def predict(
-        self, slots: Collection[int], hashes: Sequence[BlockHash], now_s: float, expires_s: float
+        self, slots: Collection[int], hashes: Hashes, now_s: float, expires_s: float
     ) -> None:
         """Each of these workers will soon hold this chain from a prompt's start; believed until
         expiry."""
+        hashes = split(hashes)
         self._purge(now_s)
         room = (self._max_predictions - len(self._expiries)) // max(1, len(slots))
         for block in hashes[: max(0, room)]:
@@ -188,7 +207,7 @@ class PrefixIndex:
 
     # --- lookup --------------------------------------------------------------------------------
 
-    def lookup(self, hashes: Sequence[BlockHash], num_slots: int) -> IntArray:
+    def lookup(self, hashes: Hashes, num_slots: int) -> IntArray:
         """Leading blocks of the chain that each worker holds, int64 [num_slots]; exact."""
         nodes = self._nodes
 
@@ -196,12 +215,11 @@ class PrefixIndex:
             node = nodes.get(block)
             return node.reachable if node is not None else 0
 
-        return _leading_blocks(hashes, num_slots, holders)
+        return _leading_blocks(split(hashes), num_slots, holders)
 
-    def lookup_predicted(
-        self, hashes: Sequence[BlockHash], num_slots: int, now_s: float
-    ) -> IntArray:
+    def lookup_predicted(self, hashes: Hashes, num_slots: int, now_s: float) -> IntArray:
         """Leading blocks that each worker holds or is predicted to hold, int64 [num_slots]."""
+        hashes = split(hashes)
         found, predicted = self.lookup(hashes, num_slots), self._predicted
 
         def believed(block: BlockHash) -> int:

@@ -8,7 +8,14 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from baton.errors import BatonError
-from kv_transfer.block_hash import BlockHash, TokenIds, block_hashes, chain_seed
+from kv_transfer.block_hash import (
+    HASH_BYTES,
+    BlockHash,
+    CacheScope,
+    TokenIds,
+    chain_hashes,
+    chain_root,
+)
 from router.fleet.fleet import Booking
 from router.placement.placement import Placement
 
@@ -17,14 +24,19 @@ class PromptBlocks:
     """Own a request's known tokens: the prompt first, then emitted ones. Hashes are kept per
     (kv_fingerprint, block_size) and only extended, never computed twice."""
 
-    def __init__(self, prompt: TokenIds, cache_salt: str) -> None:
+    def __init__(self, prompt: TokenIds, scope: CacheScope) -> None:
         self.num_prompt_tokens = len(prompt)
         self._tokens = np.ascontiguousarray(prompt, dtype=np.uint32)
-        self._salt = cache_salt
-        self._hashes: dict[tuple[bytes, int], list[BlockHash]] = {}
+        self._scope = scope
+        self._hashes: dict[tuple[bytes, int], bytes] = {}
 
     def __len__(self) -> int:
         return len(self._tokens)
+
+    @property
+    def num_public_tokens(self) -> int:
+        """Leading tokens of the prompt that all tenants share."""
+        return self._scope.num_public_tokens
 
     @property
     def wire_tokens(self) -> bytes:
@@ -37,12 +49,15 @@ class PromptBlocks:
         if new:
             self._tokens = np.concatenate([self._tokens, np.asarray(new, dtype=np.uint32)])
 
-    def hashes(self, kv_fingerprint: bytes, block_size: int) -> list[BlockHash]:
-        """Hashes of all full blocks, parents first."""
-        known = self._hashes.setdefault((kv_fingerprint, block_size), [])
-        parent = known[-1] if known else chain_seed(kv_fingerprint, self._salt)
-        rest = self._tokens[len(known) * block_size :]
-        known.extend(block_hashes(parent, rest, block_size))
+    def hashes(self, kv_fingerprint: bytes, block_size: int) -> bytes:
+        """Hashes of all full blocks, parents first, concatenated."""
+        known = self._hashes.get((kv_fingerprint, block_size), b"")
+        num_known = len(known) // HASH_BYTES
+        if (num_known + 1) * block_size <= len(self._tokens):
+            parent = BlockHash(known[-HASH_BYTES:]) if known else chain_root(kv_fingerprint)
+            rest = self._tokens[num_known * block_size :]
+            known += chain_hashes(parent, self._scope, rest, block_size, num_known)
+            self._hashes[kv_fingerprint, block_size] = known
         return known
 
 
@@ -57,6 +72,8 @@ class Ticket:
     least_new_tokens: int = field(compare=False)
     """Of these, how many must fit after the prompt: all that the client asked for."""
     tenant: str = field(compare=False, default="")
+    session: tuple[str, str] | None = field(compare=False, default=None)
+    """Its tenant and session id; None: it is of no session."""
     charged: int = field(compare=False, default=0)
     """Tokens that its tenant has paid for it; given back if it is never placed."""
     owed_before: int = field(compare=False, default=0)

@@ -61,7 +61,7 @@ class _Samples:
         self.num_seen += 1
         if len(self.kept) < _MAX_SAMPLES:
             self.kept.append(sample)
-        elif (index := rng.randrange(self.num_seen)) < _MAX_SAMPLES:
+        elif (index := int(rng.random() * self.num_seen)) < _MAX_SAMPLES:
             self.kept[index] = sample
 
 

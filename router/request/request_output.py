@@ -142,7 +142,7 @@ class RequestOutput:
     def handed_off(self, done: worker_pb2.HandoffDone) -> None:
         put_s = done.put_ms / 1e3
         if self._booking is not None:
-            self._parts.fleet.observe_handoff(self._booking.prefill, done.num_bytes, put_s)
+            self._parts.fleet.observe_handoff(self._booking, done.num_bytes, put_s)
         self._parts.metrics.handoff_bytes.inc(done.num_bytes)
         self.log.mark(
             router_pb2.HandedOff(

@@ -31,7 +31,7 @@ from router.fleet.fleet import Booking, WorkerEntry
 from router.fleet.session import AttemptHandler, SessionLostError
 from router.fleet.worker_link import Workers
 from router.placement.placement import Placement, least_prefill_s
-from router.placement.ticket import Placed, PromptBlocks, Ticket
+from router.placement.ticket import Placed, Ticket
 from router.request import machine
 from router.request.alarm import Alarm
 from router.request.failure import Failed, Failure, failure_of, loss_of
@@ -67,7 +67,7 @@ class RequestRun:
         self.seed = parts.rng.getrandbits(64) if parsed.seed is None else parsed.seed
         self._output = RequestOutput(arrival, parts)
         self.log: OutputLog = self._output.log
-        self._prompt = PromptBlocks(parsed.token_ids, parsed.cache_salt)
+        self._prompt = parts.admission.prompt(parsed.token_ids, parsed.tenant, parsed.cache_salt)
         self._retrying = Retrying(arrival, parts, self.log)
         self._deadline_s = arrival.arrived_s + config.timeout_s(parsed.timeout_s)
         self._alarm = Alarm(self._deadline_s, config.suspect_silence_s, parts.clock, self)
@@ -84,6 +84,7 @@ class RequestRun:
         self._placement: Placement | None = None  # None: another router's
         self._workers: Workers | None = None
         self._spec = worker_pb2.RequestSpec()
+        self.number: int | None = None
         self._first_index = 0  # output index of the first token that is the attempt's own
         self._early: list[worker_pb2.RequestTokens] = []  # that wait for those before them
         self._listener: AttemptHandler = self  # who is handed what the session brings
@@ -129,11 +130,6 @@ class RequestRun:
     @property
     def state(self) -> State:
         return self._state
-
-    @property
-    def number(self) -> int | None:
-        """Of the attempt that is under way."""
-        return self._spec.attempt
 
     # --- the machine ---------------------------------------------------------------------------
 
@@ -225,6 +221,7 @@ class RequestRun:
                     parsed.priority,
                     parsed.tenant,
                     deadline_s,
+                    parsed.session_id,
                 )
                 self._ticket.failed = self._retrying.failed
             self._prompt.extend_to(self.log.ids)
@@ -275,6 +272,7 @@ class RequestRun:
     def _begin(self, routed: router_pb2.Routed | None) -> None:
         assert self._booking is not None
         assert self._workers is not None
+        self.number = self._spec.attempt
         self._first_index = len(self._spec.token_ids) // 4 - self._spec.num_prompt_tokens
         self.progress_s = -math.inf
         taken_in = partial(self._retrying.taken_in, self._booking.decode)
@@ -630,6 +628,7 @@ class RequestRun:
             seed=self.seed,
             stop_token_ids=parsed.stop_token_ids,
             cache_salt=parsed.cache_salt,
+            num_public_tokens=self._prompt.num_public_tokens,
             priority=parsed.priority,
             timeout_ms=max(1, int(left_s * 1e3)),
             traceparent=arrival.traceparent,

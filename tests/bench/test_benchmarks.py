@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from bench import __main__ as every
-from bench import demo, engine, handoff, path, random_model, report, router
+from bench import demo, engine, handoff, path, placement, random_model, report, router
 from bench.report import markdown
 
 DEMO_MODEL = Path(__file__).parents[2] / "models" / "demo"
@@ -93,14 +93,25 @@ async def test_the_router_is_measured_between_workers_that_cost_nothing(
     small = {"NUM_ALONE": 3, "NUM_TOGETHER": 4, "NUM_TOKENS": 4, "CONCURRENCY": 2}
     for name, value in {**small, "FLEETS": (10,), "NUM_PLACEMENTS": 5}.items():
         monkeypatch.setattr(router, name, value)
-    alone, together, placement = map(
+    alone, together, placements = map(
         numbers_of, (await router.report()).replace("\n\n", "\f").split("\f")
     )
     assert [len(row) for row in alone] == [2, 2, 1, 2]
     (direct, _), (through, _), (added,), _ = alone
     assert added == pytest.approx(through - direct, abs=0.02)
     assert [len(row) for row in together] == [1] * 5
-    assert all(value > 0 for (value,) in (*together, *placement))
+    assert all(value > 0 for (value,) in (*together, *placements))
+
+
+def test_placement_hashes_and_index_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    small = {"ROUNDS": 2, "NUM_BLOCKS": 2000, "CHAIN": 10, "NUM_EVENTS": 256, "FLEETS": (8,)}
+    for name, value in small.items():
+        monkeypatch.setattr(placement, name, value)
+    choices, hashes, indexes = map(numbers_of, placement.report().split("\n\n"))
+    assert len(choices) == 6
+    assert len(hashes) == 3
+    assert all(len(row) == 3 for row in indexes)
+    assert all(value > 0 for row in (*choices, *hashes, *indexes) for value in row)
 
 
 @pytest.mark.full

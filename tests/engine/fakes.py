@@ -24,6 +24,7 @@ from engine.request import (
     SamplingParams,
     TokenEvent,
 )
+from kv_transfer.block_hash import CacheScope
 from kv_transfer.layout import NULL_BLOCK, RegionLayout
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
@@ -145,14 +146,18 @@ def run(config: EngineConfig, specs: Sequence[RequestSpec], sees_all: bool = Tru
 def alone(spec: RequestSpec, window: int | None = None, sees_all: bool = True) -> list[int]:
     """The oracle: the request's output on an engine that runs nothing else, without a cache."""
     prompt = spec.token_ids[: spec.num_prompt_tokens].tobytes()
-    return list(_alone(prompt, spec.sampling, spec.cache_salt, window, sees_all))
+    return list(_alone(prompt, spec.sampling, spec.scope, window, sees_all))
 
 
 @lru_cache(maxsize=4096)
 def _alone(
-    token_ids: bytes, sampling: SamplingParams, salt: str, window: int | None, sees_all: bool
+    token_ids: bytes,
+    sampling: SamplingParams,
+    scope: CacheScope,
+    window: int | None,
+    sees_all: bool,
 ) -> tuple[int, ...]:
-    prompt_only = spec_of("alone", np.frombuffer(token_ids, np.uint32), sampling, cache_salt=salt)
+    prompt_only = spec_of("alone", np.frombuffer(token_ids, np.uint32), sampling, scope=scope)
     config = fake_config(window=window, max_num_batched_tokens=2048, prefix_cache=False)
     return tuple(run(config, [prompt_only], sees_all).tokens["alone"])
 

@@ -18,7 +18,7 @@ from engine.request import (
     SampledToken,
     TokenEvent,
 )
-from kv_transfer.block_hash import block_hashes, chain_seed
+from kv_transfer.block_hash import CacheScope, chain_hashes, chain_root, split_hashes
 from tests.engine.fakes import (
     GREEDY,
     FakeEngine,
@@ -157,8 +157,9 @@ def test_a_reserved_requests_blocks_are_not_shared_before_it_is_admitted() -> No
     assert isinstance(third, ReservedEvent)
     assert third.num_cached_tokens == 48
     stored = [e for e in engine.step() if isinstance(e, BlocksStoredEvent)]
-    seed = chain_seed(engine.model.kv_fingerprint, "")
-    assert stored[0] == BlocksStoredEvent(None, tuple(block_hashes(seed, spec.token_ids, 16)))
+    root = chain_root(engine.model.kv_fingerprint)
+    hashes = split_hashes(chain_hashes(root, CacheScope(), spec.token_ids, 16))
+    assert stored[0] == BlocksStoredEvent(None, tuple(hashes))
 
 
 @pytest.mark.parametrize(("context", "num_output"), [(1024, 24), (64, 1)])

@@ -20,6 +20,7 @@ from engine.request import (
     StepPlan,
     TokenEvent,
 )
+from kv_transfer.block_hash import CacheScope
 from tests.engine.fakes import (
     GREEDY,
     FakeEngine,
@@ -209,9 +210,33 @@ def test_requests_that_compute_one_prefix_at_once_end_up_sharing_it() -> None:
 def test_a_salt_keeps_equal_prompts_apart() -> None:
     engine = FakeEngine(fake_config()).core
     for salt in ("", "a", "b"):
-        engine.add(spec_of(salt or "none", prompt(64), cache_salt=salt))
+        engine.add(spec_of(salt or "none", prompt(64), scope=CacheScope(cache_salt=salt)))
     drain(engine)
     assert len(engine.cached_chains()) == 3
+
+
+def test_tenants_share_cached_blocks_only_where_the_operator_made_them_public() -> None:
+    engine = FakeEngine(fake_config()).core
+    cached: dict[str, int] = {}
+
+    def ask(name: str, tokens: np.ndarray, scope: CacheScope) -> None:
+        engine.add(spec_of(name, tokens, scope=scope))
+        while engine.has_work():
+            for event in engine.step():
+                if isinstance(event, TokenEvent):
+                    cached[event.request_id] = event.num_cached_tokens
+
+    for tenant in ("a", "b"):
+        ask(f"{tenant} private", prompt(80), CacheScope(tenant))
+        ask(f"{tenant} half public", prompt(80, 1), CacheScope(tenant, "", 40))
+    ask("a again", prompt(80), CacheScope("a"))
+    assert cached == {
+        "a private": 0,
+        "b private": 0,
+        "a half public": 0,
+        "b half public": 32,
+        "a again": 64,
+    }
 
 
 def test_learned_rates_follow_the_clock() -> None:
@@ -286,7 +311,11 @@ def test_sampling_sees_every_token_and_its_index_after_preemption_and_in_a_later
     recomputed: set[str] = set()  # from a cached prefix
     runner.run = remember  # type: ignore[method-assign]
     engine.add(spec_of("first", prompt(40, 1), sampling))
-    engine.add(spec_of("resumed", prompt(40, 1), sampling, whole[:30], cache_salt="other"))
+    engine.add(
+        spec_of(
+            "resumed", prompt(40, 1), sampling, whole[:30], scope=CacheScope(cache_salt="other")
+        )
+    )
     while engine.has_work():
         engine.step()
     assert recomputed, "nothing was preempted"

@@ -11,6 +11,7 @@ import pytest
 from engine.kv_cache import KvCache
 from engine.request import BlocksStoredEvent
 from engine.request_blocks import RequestBlocks, first_live_block, span_blocks
+from kv_transfer.block_hash import SHARED_BY_ALL
 from kv_transfer.layout import KvLayout, LayerGroup, TensorSpec
 
 TENSORS = (TensorSpec("k", 1, 1, "int64"),)
@@ -38,7 +39,7 @@ def tokens(length: int, start: int = 0) -> np.ndarray:
 
 
 def placed(kv: KvCache, ids: np.ndarray, computed: bool = True) -> RequestBlocks:
-    blocks = kv.open(ids, "", 100)
+    blocks = kv.open(ids, SHARED_BY_ALL, 100)
     assert kv.place(blocks, len(ids)) is not None
     if computed:
         kv.computed(blocks, ids, len(ids))
@@ -62,10 +63,10 @@ def test_a_prefix_is_found_in_whole_blocks_and_never_the_whole_prompt() -> None:
     kv = cache()
     kv.free(placed(kv, tokens(12)))
     for length, cached in ((12, 8), (13, 12), (20, 12), (4, 0), (5, 4), (3, 0)):
-        again = kv.open(tokens(length), "", 100)
+        again = kv.open(tokens(length), SHARED_BY_ALL, 100)
         assert kv.place(again, length) == cached
         kv.free(again)
-    other = kv.open(tokens(12, start=1), "", 100)
+    other = kv.open(tokens(12, start=1), SHARED_BY_ALL, 100)
     assert kv.place(other, 12) == 0
     kv.free(other)
     kv.check_integrity([])
@@ -74,7 +75,7 @@ def test_a_prefix_is_found_in_whole_blocks_and_never_the_whole_prompt() -> None:
 def test_without_a_prefix_cache_nothing_is_shared_or_announced() -> None:
     kv = cache(prefix_cache=False)
     kv.free(placed(kv, tokens(12)))
-    again = kv.open(tokens(12), "", 100)
+    again = kv.open(tokens(12), SHARED_BY_ALL, 100)
     assert kv.place(again, 12) == 0
     assert not kv.events
 
@@ -83,7 +84,7 @@ def test_a_group_that_is_short_of_blocks_leaves_the_others_untouched() -> None:
     kv = cache(8, None, 8)
     held = kv.pools[1].acquire(5)
     assert held is not None
-    blocks = kv.open(tokens(12), "", 100)
+    blocks = kv.open(tokens(12), SHARED_BY_ALL, 100)
     assert kv.place(blocks, 12) is None
     assert (kv.pools[0].num_free, kv.pools[1].num_free) == (7, 2)
     kv.pools[1].release(held)
@@ -116,14 +117,14 @@ def test_a_prompt_that_waits_for_blocks_is_tried_as_fast_however_long_its_cached
 ) -> None:
     kv = cache(1000, None, window)
     ids = tokens(2400)
-    first = kv.open(ids[:2000], "", 2000)
+    first = kv.open(ids[:2000], SHARED_BY_ALL, 2000)
     assert kv.place(first, 2000) == 0
     for end in range(100, 2001, 100):
         kv.computed(first, ids, end)
     kv.free(first)
     held = kv.pools[0].acquire(450)
     assert held is not None
-    waits = kv.open(ids, "", 2400)
+    waits = kv.open(ids, SHARED_BY_ALL, 2400)
     assert kv.place(waits, 2400) is None
     assert num_calls(lambda: kv.place(waits, 2400)) < 300  # of 500 blocks
     kv.pools[0].release(held)
@@ -135,7 +136,7 @@ def test_the_cached_prefix_of_a_prompt_that_waits_is_evicted_last() -> None:
     kv = cache(20)
     kv.free(placed(kv, tokens(32)))
     kv.free(placed(kv, tokens(32, start=100)))
-    waits = kv.open(tokens(72), "", 100)
+    waits = kv.open(tokens(72), SHARED_BY_ALL, 100)
     assert kv.place(waits, 72, headroom=2) is None
     assert kv.pools[0].acquire(3 + 8) is not None
     assert kv.pools[0].num_resident(waits.hashes) == 8
@@ -157,7 +158,7 @@ def test_a_windowed_group_matches_on_the_blocks_that_the_next_token_sees() -> No
     first = placed(kv, tokens(24), computed=False)
     kv.computed(first, tokens(24), 24)
     kv.free(first)
-    again = kv.open(tokens(24), "", 100)
+    again = kv.open(tokens(24), SHARED_BY_ALL, 100)
     assert kv.place(again, 24) == 20
     assert (again.tables[1][:6] == 0).tolist() == [True, True, True, False, False, False]
     kv.free(again)
@@ -166,13 +167,13 @@ def test_a_windowed_group_matches_on_the_blocks_that_the_next_token_sees() -> No
     assert victim is not None
     while kv.pools[1].find(first.hashes[4]) is not None:
         kv.pools[1].acquire(1)
-    rest = kv.open(tokens(24), "", 100)
+    rest = kv.open(tokens(24), SHARED_BY_ALL, 100)
     assert (kv.place(rest, 24) or 0) < 20
 
 
 def test_blocks_filled_elsewhere_are_asked_for_only_where_a_later_token_looks() -> None:
     kv = cache(32, None, 8)
-    blocks = kv.open(tokens(22), "", 100)
+    blocks = kv.open(tokens(22), SHARED_BY_ALL, 100)
     assert kv.place_lease(blocks, 22) == 0
     assert (blocks.tables[1][:6] == 0).tolist() == [True] * 3 + [False] * 3
     assert blocks.tables[0][:6].all()
@@ -187,14 +188,14 @@ def test_where_no_layer_sees_everything_what_a_receiver_does_not_need_is_not_cac
     kv = cache(64, *windows)
     for first in (0, 200):  # an empty cache, and one that is not
         ids = tokens(30, first)
-        blocks = kv.open(ids, "", 100)
+        blocks = kv.open(ids, SHARED_BY_ALL, 100)
         assert kv.place_lease(blocks, 30) == 0
         kv.computed(blocks, ids, 30)
         kv.free(blocks)
-    again = kv.open(tokens(30), "", 100)
+    again = kv.open(tokens(30), SHARED_BY_ALL, 100)
     assert kv.place_lease(again, 30) == (28 if windows != (1,) else 0)  # it looks at its own block
     kv.free(again)
-    longer = kv.open(tokens(34), "", 100)  # looks at what is there and at a block more
+    longer = kv.open(tokens(34), SHARED_BY_ALL, 100)  # looks at what is there and at a block more
     assert kv.place_lease(longer, 34) == (28 if 8 in windows else 0)
     kv.check_integrity([longer])
 
@@ -210,7 +211,7 @@ def test_a_lease_evicts_nothing_that_a_prompt_counts_on_which_goes_first() -> No
     others = [
         pool.acquire(pool.num_free - left) for pool, left in zip(kv.pools, (1 + 3, 1 + 3 + 2))
     ]
-    first, lease = kv.open(waits, "", 100), kv.open(comes, "", 100)
+    first, lease = kv.open(waits, SHARED_BY_ALL, 100), kv.open(comes, SHARED_BY_ALL, 100)
     assert kv.place_lease(lease, 12, 1, (first, 20)) is None
     assert kv.place_lease(lease, 12, 0, (first, 20)) == 0
     assert kv.place(first, 20) == 16
@@ -226,7 +227,7 @@ def test_cache_events_are_those_of_a_group_that_sees_everything(
 ) -> None:
     kv = cache(32, *windows)
     ids = tokens(24)
-    blocks = kv.open(ids, "", 100)
+    blocks = kv.open(ids, SHARED_BY_ALL, 100)
     assert kv.place_lease(blocks, 24) == 0
     kv.computed(blocks, ids, 24)
     kv.free(blocks)
@@ -243,11 +244,11 @@ def test_a_prompt_filled_elsewhere_is_found_again_as_far_as_one_computed_here(
     length: int, window: int
 ) -> None:
     kv = cache(32, None, window)
-    blocks = kv.open(tokens(length), "", 100)
+    blocks = kv.open(tokens(length), SHARED_BY_ALL, 100)
     assert kv.place_lease(blocks, length) == 0
     kv.computed(blocks, tokens(length), length)
     kv.free(blocks)
-    again = kv.open(tokens(length), "", 100)
+    again = kv.open(tokens(length), SHARED_BY_ALL, 100)
     assert kv.place(again, length) == (length - 1) // BLOCK_SIZE * BLOCK_SIZE
     kv.check_integrity([again])
 
@@ -261,7 +262,7 @@ def test_a_windowed_group_holds_a_window_and_a_step_of_a_prompt_as_long_as_may_b
     length = 90
     most = span_blocks(window, max(chunk, BLOCK_SIZE), BLOCK_SIZE)
     assert most < 8
-    blocks = kv.open(tokens(length), "", 100)
+    blocks = kv.open(tokens(length), SHARED_BY_ALL, 100)
     assert kv.place(blocks, length) == 0
     for start in range(0, length, chunk):
         end = min(start + chunk, length)
@@ -279,7 +280,7 @@ def test_a_windowed_group_holds_a_window_and_a_step_of_a_prompt_as_long_as_may_b
 def test_a_block_still_held_by_another_makes_a_prompt_wait_until_that_one_leaves_it() -> None:
     kv = cache(8, 4, max_step_tokens=4)  # 7 usable blocks, a span is 3
     kv.free(placed(kv, tokens(4)))
-    ahead, behind = (kv.open(tokens(40), "", 100) for _ in range(2))
+    ahead, behind = (kv.open(tokens(40), SHARED_BY_ALL, 100) for _ in range(2))
     assert [kv.place(blocks, 40) for blocks in (ahead, behind)] == [4, 4]
     others = kv.pools[0].acquire(kv.num_free_blocks)
     assert others is not None
@@ -301,7 +302,7 @@ def test_a_block_still_held_by_another_makes_a_prompt_wait_until_that_one_leaves
 def test_of_two_equal_blocks_one_gives_way_and_a_pushed_one_only_after_its_release() -> None:
     kv = cache()
     first, second = placed(kv, tokens(8), False), placed(kv, tokens(8), False)
-    third = kv.open(tokens(8), "", 100)
+    third = kv.open(tokens(8), SHARED_BY_ALL, 100)
     kv.will_push(third, 0, 8)
     kv.place(third, 8)
     own = third.blocks(0)
@@ -320,7 +321,7 @@ def test_of_two_equal_blocks_one_gives_way_and_a_pushed_one_only_after_its_relea
 def test_quarantine_parks_what_was_to_be_written_and_gives_back_what_was_cached() -> None:
     kv = cache(32, None, 8)
     kv.free(placed(kv, tokens(8)))
-    blocks = kv.open(tokens(23), "", 100)
+    blocks = kv.open(tokens(23), SHARED_BY_ALL, 100)
     assert kv.place_lease(blocks, 23) == 8
     kv.quarantine(blocks)
     assert [pool.num_quarantined for pool in kv.pools] == [4, 3]

@@ -114,7 +114,7 @@ def test_pods_of_a_pool_are_evicted_one_by_one(
 def test_people_read_what_has_happened(seen: Seen) -> None:
     seen.make()
     eventually(lambda: "main-decode" in seen.names("wp"), "its pool")
-    eventually(lambda: "Type:" in seen.kubectl("describe", "wp/main-decode"), "a condition")
+    eventually(lambda: "Conditions:" in seen.kubectl("describe", "wp/main-decode"), "a first look")
     seen.scale("decode", 3)
     pool = lambda: seen.kubectl("describe", "wp/main-decode")  # noqa: E731
     eventually(lambda: "ScaledOut" in pool(), "its size is reported")

@@ -13,6 +13,7 @@ from baton.clock import ManualClock
 from baton.config.router import RouterConfig
 from baton.errors import BatonError
 from baton.v1 import common_pb2
+from kv_transfer.block_hash import SHARED_BY_ALL
 from router.fleet.fleet import Fleet, WorkerEntry, WorkerState
 from router.fleet.worker_facts import WorkerFacts
 from router.placement.admission import Admission
@@ -84,7 +85,7 @@ def pick(fleet: Fleet, wanted: PlacementQuery, policy: RouterConfig = POLICY) ->
 
 
 def prompt(num_tokens: int, first: int = 0) -> PromptBlocks:
-    return PromptBlocks(np.arange(first, first + num_tokens, dtype=np.uint32), "")
+    return PromptBlocks(np.arange(first, first + num_tokens, dtype=np.uint32), SHARED_BY_ALL)
 
 
 def admission_of(fleet: Fleet, clock: ManualClock, **changes: object) -> Admission:

@@ -20,7 +20,7 @@ from baton.grpc_options import accepts_pings
 from baton.link import CallContext, Method, Served, answers, streams
 from baton.status import abort
 from baton.v1 import common_pb2, control_pb2, worker_pb2, worker_pb2_grpc
-from kv_transfer.block_hash import block_hashes, chain_seed
+from kv_transfer.block_hash import SHARED_BY_ALL, CacheScope, chain_hashes, chain_root
 from tests.link_stub import WorkerPort
 from tests.router.scripted_tokens import Running, known_tokens, logprobs_of
 
@@ -92,10 +92,12 @@ class ScriptedKv(worker_pb2_grpc.WorkerServiceServicer):
         for name, data in self.text_files.items():
             yield worker_pb2.ReadTokenizerResponse(name=name, data=data)
 
-    def hold(self, kv_fingerprint: bytes, tokens: Sequence[int], salt: str = "") -> None:
+    def hold(
+        self, kv_fingerprint: bytes, tokens: Sequence[int], scope: CacheScope = SHARED_BY_ALL
+    ) -> None:
         """A prompt's blocks became shareable here."""
         ids = np.asarray(tokens, dtype=np.uint32)
-        chain = b"".join(block_hashes(chain_seed(kv_fingerprint, salt), ids, BLOCK_SIZE))
+        chain = chain_hashes(chain_root(kv_fingerprint), scope, ids, BLOCK_SIZE)
         self.held.append(chain)
         for queue in self.queues:
             stored = [worker_pb2.BlockStored(hashes=chain)]
@@ -404,7 +406,8 @@ class ScriptedWorker:
                 )
                 first = [self.tokens_of(running, 0)] if running.was_attached else []
                 self.send(running.router_id, admitted=[admitted], tokens=first)
-                self.kv.hold(self.kv_fingerprint, known_tokens(spec), spec.cache_salt)
+                scope = CacheScope(spec.tenant, spec.cache_salt, spec.num_public_tokens)
+                self.kv.hold(self.kv_fingerprint, known_tokens(spec), scope)
                 running.task = asyncio.ensure_future(self.decode(running))
                 return True
         return False

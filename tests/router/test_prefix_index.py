@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import random
 
 import numpy as np
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kv_transfer.block_hash import BlockHash
+from router.placement.native_index import NativePrefixIndex, native_library
 from router.placement.prefix_index import PrefixIndex
 
 NUM_WORKERS = 3
@@ -33,10 +36,13 @@ class IndexAgainstNaiveModel(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.index = PrefixIndex()
+        self.index = self.new_index()
         self.held: list[set[BlockHash]] = [set() for _ in range(NUM_WORKERS)]
         self.predicted: list[dict[BlockHash, float]] = [{} for _ in range(NUM_WORKERS)]
         self.now_s = 0.0
+
+    def new_index(self) -> PrefixIndex:
+        return PrefixIndex()
 
     @rule(worker=WORKERS, path=PATHS, start=st.integers(0, 5))
     def store(self, worker: int, path: list[int], start: int) -> None:
@@ -102,10 +108,86 @@ class IndexAgainstNaiveModel(RuleBasedStateMachine):
             assert self.index.num_blocks(worker) == len(held)
 
 
+class NativeIndexAgainstNaiveModel(IndexAgainstNaiveModel):
+    def new_index(self) -> PrefixIndex:
+        return native_index()
+
+
 TestIndexAgainstNaiveModel = IndexAgainstNaiveModel.TestCase
-TestIndexAgainstNaiveModel.settings = settings(
+TestNativeIndexAgainstNaiveModel = NativeIndexAgainstNaiveModel.TestCase
+TestIndexAgainstNaiveModel.settings = TestNativeIndexAgainstNaiveModel.settings = settings(
     max_examples=60, stateful_step_count=40, deadline=None
 )
+
+
+def native_index(max_predictions: int = 200_000) -> PrefixIndex:
+    library = native_library()
+    if library is None:
+        pytest.skip("no C++ compiler")
+    return NativePrefixIndex(library, max_predictions)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_index_in_cpp_does_what_the_one_in_python_does(seed: int) -> None:
+    """Over more workers than a word has bits, with blocks that come and go in any order."""
+    rng = random.Random(seed)
+    num_slots = rng.choice([3, 64, 65, 200])
+    both = PrefixIndex(500), native_index(500)
+    chains = [chain(*(rng.randrange(2) for _ in range(rng.randrange(1, 40)))) for _ in range(60)]
+
+    for step in range(600):
+        slot, hashes = rng.randrange(num_slots), rng.choice(chains)
+        begin = rng.randrange(len(hashes))
+        end = rng.randrange(begin, len(hashes)) + 1
+        some = list(
+            zip(
+                [hashes[begin - 1] if begin else b"", b"?" * 16],
+                [b"".join(hashes[begin:end]), b"!" * 16],
+            )
+        )
+        slots = rng.sample(range(num_slots), rng.randrange(1, 3))
+        action = rng.random()
+        for index in both:
+            if action < 0.6:
+                index.follow(slot, b"".join(rng_hashes(step, hashes)), some)
+            elif action < 0.75:
+                index.remove(slot, hashes[begin:end])
+            elif action < 0.77:
+                index.clear(slot)
+            elif action < 0.8:
+                index.forget_predictions(slot)
+            else:
+                index.predict(slots, hashes, float(step), step + 40.0 + step % 7)
+        python, native = both
+        assert len(python) == len(native)
+        assert python.num_blocks(slot) == native.num_blocks(slot)
+        for wanted in rng.sample(chains, 3):
+            found = python.lookup(wanted, num_slots).tolist()
+            assert native.lookup(b"".join(wanted), num_slots).tolist() == found
+            found = python.lookup_predicted(wanted, num_slots, step + 1.0).tolist()
+            assert native.lookup_predicted(wanted, num_slots, step + 1.0).tolist() == found
+        if step % 20 == 0:
+            python.check_integrity()
+            native.check_integrity()
+
+
+def rng_hashes(step: int, hashes: list[BlockHash]) -> list[BlockHash]:
+    """Some blocks of a chain, not always."""
+    return random.Random(step).sample(hashes, min(len(hashes), 3)) if step % 3 == 0 else []
+
+
+def test_a_removed_block_that_others_follow_is_found_again_and_nothing_of_it_stays() -> None:
+    index, hashes = native_index(), chain(1, 2, 3)
+    for slot in (0, 100):
+        index.store(slot, None, hashes)
+    for slot in (0, 100):
+        index.remove(slot, hashes[:2])
+    index.check_integrity()
+    assert len(index) == 1
+    for slot in (0, 100):
+        index.clear(slot)
+        index.check_integrity()
+    assert len(index) == 0
 
 
 def test_a_block_whose_parent_was_removed_is_out_of_reach_until_the_parent_returns() -> None:

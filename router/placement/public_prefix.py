@@ -1,0 +1,59 @@
+"""What the operator lets all tenants share: the beginning of a prompt."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from baton.errors import InvalidRequestError
+from kv_transfer.block_hash import TokenIds
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _SystemMessage:
+    content: str
+    role: str = "system"
+
+
+class _Encoder(Protocol):
+    """The part of a model's tokenizer that is needed here."""
+
+    def encode(self, text: str) -> list[int]: ...
+    def encode_chat(self, messages: Sequence[_SystemMessage]) -> list[int]: ...
+
+
+@dataclass(frozen=True)
+class PublicPrefix:
+    beginnings: tuple[TokenIds, ...] = ()
+    """The same text as tokens, as each kind of prompt begins with it."""
+
+    @classmethod
+    def of(cls, text: str, encoder: _Encoder) -> PublicPrefix:
+        """The text as a plain prompt, and as the system message of a chat."""
+        if not text:
+            return cls()
+        beginnings = [encoder.encode(text)]
+        try:
+            beginnings.append(encoder.encode_chat([_SystemMessage(text)]))
+        except InvalidRequestError as error:
+            log.info("public_prefix begins no chat: %s", error)
+        return cls(tuple(np.array(ids, dtype=np.uint32) for ids in beginnings))
+
+    def num_tokens(self, prompt: TokenIds) -> int:
+        """Leading tokens of the prompt that are public."""
+        return max((_num_equal(prompt, each) for each in self.beginnings), default=0)
+
+
+NO_PREFIX = PublicPrefix()
+
+
+def _num_equal(prompt: TokenIds, beginning: TokenIds) -> int:
+    length = min(len(prompt), len(beginning))
+    (different,) = (prompt[:length] != beginning[:length]).nonzero()
+    return int(different[0]) if len(different) else length

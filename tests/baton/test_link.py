@@ -1,0 +1,222 @@
+"""The connection between a router and a worker: calls, their ends, silence and broken frames."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+
+import grpc
+import grpc.aio
+import pytest
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from baton.errors import InvalidRequestError
+from baton.link import (
+    OTHERS_ROOM,
+    TOKENS_ROOM,
+    CallContext,
+    Link,
+    LinkError,
+    Method,
+    Served,
+    answers,
+    streams,
+)
+from baton.status import abort, from_rpc_error
+from baton.v1 import worker_pb2
+from tests.link_stub import LinkStub, WorkerPort
+from tests.router.proxy import Proxy
+
+ASK = worker_pb2.AttachRequest(request_id="r")
+
+
+@asynccontextmanager
+async def port(methods: Mapping[Method, Served]) -> AsyncIterator[str]:
+    server = grpc.aio.server()
+    health_pb2_grpc.add_HealthServicer_to_server(health.aio.HealthServicer(), server)
+    one = WorkerPort(server, methods)
+    try:
+        yield await one.start()
+    finally:
+        await one.stop()
+
+
+async def attached(
+    request: worker_pb2.AttachRequest, context: CallContext
+) -> worker_pb2.AttachResponse:
+    return worker_pb2.AttachResponse(spec=worker_pb2.RequestSpec(request_id=request.request_id))
+
+
+async def connect(address: str, keepalive_s: float = 5.0) -> Link:
+    return await Link.connect(
+        address, max_message_bytes=1 << 20, keepalive_s=keepalive_s, timeout_s=5.0
+    )
+
+
+async def test_calls_go_side_by_side_each_to_its_own_end() -> None:
+    gate = asyncio.Event()
+
+    async def prefill(
+        request: worker_pb2.PrefillRequest, context: CallContext
+    ) -> AsyncIterator[worker_pb2.PrefillResponse]:
+        yield worker_pb2.PrefillResponse(first_token=worker_pb2.FirstToken(id=7))
+        await gate.wait()
+        yield worker_pb2.PrefillResponse(handoff_done=worker_pb2.HandoffDone(num_blocks=3))
+
+    methods = {Method.PREFILL: streams(prefill), Method.ATTACH: answers(attached)}
+    async with port(methods) as address:
+        stub = LinkStub(address)
+        call = await stub.prefill(worker_pb2.PrefillRequest())
+        assert (await call.read()).first_token.id == 7
+        assert (await stub.attach(ASK)).spec.request_id == "r"
+        gate.set()
+        assert (await call.read()).handoff_done.num_blocks == 3
+        assert await call.read() is None
+        await stub.close()
+
+
+async def test_errors_arrive_with_code_words_and_field() -> None:
+    async def refuse(request: object, context: CallContext) -> worker_pb2.AttachResponse:
+        await abort(context, InvalidRequestError("no good", field="seed"))
+
+    async with port({Method.ATTACH: answers(refuse)}) as address:
+        stub = LinkStub(address)
+        with pytest.raises(LinkError) as caught:
+            await stub.attach(ASK)
+        error = from_rpc_error(caught.value)
+        assert isinstance(error, InvalidRequestError)
+        assert (error.message, error.field) == ("no good", "seed")
+        call = await stub.follow_kv()
+        with pytest.raises(LinkError, match="FOLLOW_KV is not served here") as caught:
+            await call.read()
+        assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+        await stub.close()
+
+
+async def test_a_cancelled_call_ends_at_the_worker_and_a_lost_link_ends_all() -> None:
+    began, ended = asyncio.Queue[None](), asyncio.Queue[None]()
+
+    async def wait(request: object, context: CallContext) -> AsyncIterator[worker_pb2.Lease]:
+        began.put_nowait(None)
+        try:
+            await asyncio.Event().wait()
+            yield worker_pb2.Lease()
+        finally:
+            ended.put_nowait(None)
+
+    async with port({Method.PREFILL: streams(wait)}) as address:
+        stub = LinkStub(address)
+        calls = [await stub.prefill(worker_pb2.PrefillRequest()) for _ in range(2)]
+        for _ in calls:
+            await began.get()
+        calls[0].cancel()
+        await ended.get()
+        (await stub.link()).close("cut here")
+        with pytest.raises(LinkError, match="cut here"):
+            await calls[1].read()
+        await ended.get()
+        with pytest.raises(LinkError, match="the connection is lost"):
+            await stub.attach(ASK)
+
+
+async def test_grpc_on_the_same_port_is_passed_on() -> None:
+    async with port({}) as address, grpc.aio.insecure_channel(address) as channel:
+        answer = await health_pb2_grpc.HealthStub(channel).Check(
+            health_pb2.HealthCheckRequest(), timeout=10
+        )
+        assert answer.status == health_pb2.HealthCheckResponse.SERVING
+
+
+async def test_a_peer_that_falls_silent_is_lost_and_a_quiet_one_is_not() -> None:
+    async with port({}) as address:
+        proxy = await Proxy.to(address)
+        link = await connect(proxy.address, keepalive_s=0.1)
+        await asyncio.wait({link.lost}, timeout=1.0)  # ten times its patience: pings go both ways
+        assert link.is_open
+        proxy.freeze()
+        assert await asyncio.wait_for(link.lost, 5) == "nothing was heard for 0.2 s"
+        with pytest.raises(TimeoutError):
+            await Link.connect(proxy.address, max_message_bytes=1, keepalive_s=1.0, timeout_s=0.2)
+        proxy.thaw()
+        await proxy.close()
+
+
+async def test_tokens_are_taken_while_kv_events_wait_for_a_slow_router() -> None:
+    sizes = {"kv": 0, "tokens": 0}
+
+    async def kv(
+        request: object, context: CallContext
+    ) -> AsyncIterator[worker_pb2.SubscribeKvResponse]:
+        while True:
+            sizes["kv"] += 1 << 10
+            yield worker_pb2.SubscribeKvResponse(removed=bytes(1 << 10))
+            await asyncio.sleep(0)
+
+    async def tokens(
+        requests: AsyncIterator[worker_pb2.SessionRequest], context: CallContext
+    ) -> AsyncIterator[worker_pb2.SessionResponse]:
+        await anext(requests)  # to open it
+        while True:
+            await anext(requests)
+            sizes["tokens"] += 1
+            yield worker_pb2.SessionResponse(tokens=[worker_pb2.RequestTokens(ids=[1])])
+
+    methods = {Method.FOLLOW_KV: streams(kv), Method.SESSION: Served(tokens, TOKENS_ROOM)}
+    async with port(methods) as address:
+        proxy = await Proxy.to(address)
+        stub = LinkStub(proxy.address)
+        session = stub.session()
+        await session.write(worker_pb2.SessionRequest())
+        link = await stub.link()
+        link._transport.pause_reading()  # type: ignore[union-attr]  # a router that reads nothing
+        call = await stub.follow_kv()
+        seen = -1
+        async with asyncio.timeout(20):
+            while seen != sizes["kv"]:  # until it waits
+                seen = sizes["kv"]
+                await asyncio.sleep(0.2)
+        assert sizes["kv"] > OTHERS_ROOM
+        await session.write(worker_pb2.SessionRequest())
+        async with asyncio.timeout(10):
+            while not sizes["tokens"]:  # noqa: ASYNC110  it is a number
+                await asyncio.sleep(0.01)
+        assert sizes["kv"] == seen
+        link._transport.resume_reading()  # type: ignore[union-attr]
+        assert (await asyncio.wait_for(session.read(), 10)).tokens
+        call.cancel()
+        await stub.close()
+        await proxy.close()
+
+
+async def test_a_frame_that_is_too_long_ends_its_connection_unread() -> None:
+    async with port({Method.ATTACH: answers(attached)}) as address:
+        host, _, number = address.rpartition(":")
+        reader, writer = await asyncio.open_connection(host, int(number))
+        writer.write(struct.pack("<IBI", 1 << 31, 3, 1))
+        assert await asyncio.wait_for(reader.read(), 10) == b""
+        writer.close()
+        stub = LinkStub(address)
+        assert (await stub.attach(ASK)).spec.request_id == "r"
+        await stub.close()
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 255), st.integers(0, 3), st.binary(max_size=40))))
+def test_broken_frames_harm_no_other_connection(frames: list[tuple[int, int, bytes]]) -> None:
+    async def run() -> None:
+        async with port({Method.ATTACH: answers(attached)}) as address:
+            good = LinkStub(address)
+            assert (await good.attach(ASK)).spec.request_id == "r"
+            host, _, number = address.rpartition(":")
+            _, writer = await asyncio.open_connection(host, int(number))
+            for kind, call, payload in frames:
+                writer.write(struct.pack("<IBI", len(payload), kind, call) + payload)
+            writer.close()
+            assert (await good.attach(ASK)).spec.request_id == "r"
+            await good.close()
+
+    asyncio.run(run())

@@ -1,0 +1,137 @@
+"""`choose` looks at groups of decode workers; it must find what looking at every pair finds."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from baton.config.router import RouterConfig
+from router.placement import placement
+from router.placement.placement import (
+    SESSION_TOLERANCE_S,
+    TIE_TOLERANCE_S,
+    FleetArrays,
+    PlacementQuery,
+    choose,
+    evaluate,
+    terms_of,
+)
+
+NOW_S = 100.0
+Pair = tuple[int | None, int]
+
+
+def random_fleet(rng: np.random.Generator, num_slots: int) -> FleetArrays:
+    """Few distinct values in every column, so that groups, ties and shortages all occur."""
+    fleet = FleetArrays.empty(num_slots)
+    fleet.names = [f"w{slot}" for slot in range(num_slots)]
+
+    def column(*values: float) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+        return rng.choice(np.array(values), num_slots)
+
+    fleet.kv_class = rng.choice([0, 0, 0, 1, -1], num_slots)
+    roles = rng.choice([1, 2, 2, 3], num_slots)
+    fleet.can_prefill, fleet.can_decode = roles & 1 > 0, roles & 2 > 0
+    fleet.usable = rng.random(num_slots) < 0.9
+    fleet.hold_until_s = column(0.0, 0.0, 0.0, NOW_S + 1)
+    fleet.prefill_tokens_per_s = column(1000.0, 2000.0, 8000.0)
+    fleet.prefill_measured_s = column(-np.inf, NOW_S - 60, NOW_S)
+    fleet.decode_step_s = column(0.01, 0.02)
+    fleet.decode_measured_s = column(-np.inf, NOW_S - 60, NOW_S)
+    fleet.handoff_bytes_per_s = column(1e8, 1e9, 1e10)
+    fleet.kv_bytes_per_token = column(1 << 16, 1 << 17)
+    fleet.queued_tokens = column(0, 0, 500, 20_000)
+    fleet.head_tokens = np.minimum(fleet.queued_tokens, column(0, 400))
+    fleet.head_since_s = column(NOW_S - 1, NOW_S)
+    fleet.running = column(0, 0, 1, 3, 8)
+    fleet.max_running = column(8, 16)
+    fleet.free_tokens = column(0, 500, 10_000)
+    fleet.longest_request = column(600, 10_000)
+    fleet.max_held_tokens = column(np.inf, 512)
+    fleet.unquarantined_tokens = column(np.inf, np.inf, 400)
+    if rng.random() < 0.7:
+        for writer, reader in rng.integers(0, num_slots, (int(rng.choice([1, 4, 200])), 2)):
+            rate = fleet.handoff_bytes_per_s[writer]
+            for _ in range(20):
+                fleet.links.observe(writer, reader, rate * rng.choice([0.1, 1.0, 8.0]), rate)
+            fleet.links.compare(writer, rate)
+    return fleet
+
+
+def random_query(rng: np.random.Generator, num_slots: int) -> PlacementQuery:
+    num_tokens = int(rng.choice([1, 300, 700, 4000]))
+    held = [0, 0, 16, 256, 3999] if rng.random() < 0.7 else range(4000)  # few or many groups
+    cached = np.minimum(rng.choice(held, num_slots), num_tokens - 1)
+    failed = rng.choice(num_slots, rng.integers(0, 3), replace=False)
+    return PlacementQuery(
+        num_tokens,
+        max_new_tokens=16,
+        kv_class=0,
+        cached_tokens=cached,
+        failed=frozenset(failed.tolist()),
+        reserved=rng.random(num_slots) < 0.1 if rng.random() < 0.5 else None,
+        explores=bool(rng.random() < 0.3),
+        preferred=int(rng.integers(num_slots)) if rng.random() < 0.5 else None,
+    )
+
+
+def cheapest_pairs(
+    query: PlacementQuery, fleet: FleetArrays, policy: RouterConfig
+) -> tuple[float, set[Pair]]:
+    """The least cost of all candidates, and who has it."""
+    terms = terms_of(query, fleet, policy, NOW_S)
+    costs = evaluate(terms, fleet, policy)
+    least = float(costs.min(initial=np.inf))
+    if least == np.inf:
+        return least, set()
+    writers = [*terms.prefill_slots.tolist(), None]
+    rows, columns = (costs <= least + TIE_TOLERANCE_S).nonzero()
+    return least, {(writers[r], int(terms.decode_slots[c])) for r, c in zip(rows, columns)}
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    num_slots=st.sampled_from([2, 6, 16, 40, 150]),
+    local_prefill=st.sampled_from(["auto", "auto", "never", "always"]),
+    many_pairs=st.sampled_from([0, placement.MANY_PAIRS]),
+)
+def test_the_choice_is_one_of_the_cheapest_of_all_pairs(
+    seed: int, num_slots: int, local_prefill: str, many_pairs: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    fleet, query = random_fleet(rng, num_slots), random_query(rng, num_slots)
+    policy = dataclasses.replace(RouterConfig(), local_prefill=local_prefill)  # type: ignore[arg-type]
+    least, pairs = cheapest_pairs(query, fleet, policy)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(placement, "MANY_PAIRS", many_pairs)
+        chosen = choose(query, fleet, policy, NOW_S, random.Random(seed))
+    if chosen is None:
+        assert not pairs
+    elif chosen.decode_slot == query.preferred:
+        assert chosen.cost_s <= least + SESSION_TOLERANCE_S + 2e-9
+    else:
+        assert (chosen.prefill_slot, chosen.decode_slot) in pairs
+        assert query.preferred not in {decode for _, decode in pairs}
+        assert chosen.cost_s == pytest.approx(least, abs=2e-9)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_each_of_the_cheapest_pairs_is_chosen_at_times(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    fleet, query = random_fleet(rng, 8), random_query(rng, 8)
+    fleet.queued_tokens[:] = fleet.running[:] = 0
+    query = dataclasses.replace(query, cached_tokens=query.cached_tokens * 0, preferred=None)
+    _, pairs = cheapest_pairs(query, fleet, RouterConfig())
+    draws = random.Random(seed)
+    chosen = {
+        (found.prefill_slot, found.decode_slot)
+        for _ in range(300)
+        if (found := choose(query, fleet, RouterConfig(), NOW_S, draws))
+    }
+    assert chosen == pairs
