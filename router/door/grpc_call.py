@@ -105,6 +105,11 @@ class Feed(ABC):
     def follow(self, on_news: Callable[[], None]) -> None:
         """Call this whenever there is something to take. It does not call the feed."""
 
+    @property
+    @abstractmethod
+    def has_more(self) -> bool:
+        """Whether `take` shall be called again, although nothing new came."""
+
     @abstractmethod
     def take(self) -> Sequence[Message] | None:
         """What is new, if anything is; None after the end. Raises BatonError."""
@@ -408,8 +413,11 @@ class Call:
             elif self._status is not None:
                 self._finish(self._status)
             elif self._feed is not None:
+                has_more = self._feed.has_more
                 if not self._take_news(self._feed):
                     return True
+                if not has_more:
+                    return not self._unsent or self._send()
             else:
                 if self._room is not None and not self._room.done():
                     self._room.set_result(None)

@@ -42,7 +42,7 @@ from h2.exceptions import ProtocolError, StreamClosedError
 from h2.settings import SettingCodes, Settings
 
 from router.door.grpc_call import Admission, Call, Headers, Methods, Status
-from router.door.listening import BACKLOG, listening
+from router.door.listening import BACKLOG
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ _GATHERED_BYTES = 64 << 10
 _LOW_BYTES, _HIGH_BYTES = 16 << 10, 64 << 10  # of the transport's buffer
 _MAX_UNREAD_BYTES = 1 << 20  # of answers to PING and SETTINGS that a peer does not read
 _REQUEST_WITHIN_S = 60.0
-_HANDSHAKE_WITHIN_S = 20.0
+_HANDSHAKE_WITHIN_S, _SHUT_WITHIN_S = 20.0, 0.5
 _CLOSES_WITHIN_S = 5.0
 _KEEPALIVE, _GOING = b"keepaliv", b"go away "
 
@@ -109,6 +109,7 @@ class Connection(asyncio.Protocol):
         self._server, self._limits = server, server.limits
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
+        self._is_open = False
         self._h2 = _new_h2()
         self._calls: dict[int, Call] = {}
         self._due: list[Call] = []
@@ -132,12 +133,12 @@ class Connection(asyncio.Protocol):
     # --- asyncio's callbacks -------------------------------------------------------------------
 
     def connection_made(self, transport: Any) -> None:
-        self._transport = transport
+        self._transport, self._is_open = transport, True
+        self._server.connections.add(self)
         tls = transport.get_extra_info("ssl_object")
         if tls is not None and tls.selected_alpn_protocol() != "h2":
             return self.cut()
         transport.set_write_buffer_limits(high=_HIGH_BYTES, low=_LOW_BYTES)
-        self._server.connections.add(self)
         self._write()
         self._tick = self._loop.call_later(self._limits.keepalive_s, self._on_tick)
         if self._server.is_stopping:
@@ -151,7 +152,7 @@ class Connection(asyncio.Protocol):
                 handler = _HANDLERS.get(type(event))
                 if handler is not None:
                     handler(self, event)
-                    if self._transport is None:
+                    if not self._is_open:
                         return
         except ProtocolError as error:
             log.info("a client's connection is ended: %s", error)
@@ -172,6 +173,7 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         self._forget_all()
+        self._server.lose(self)
 
     # --- frames that came ----------------------------------------------------------------------
 
@@ -191,8 +193,6 @@ class Connection(asyncio.Protocol):
         num_bytes = event.flow_controlled_length or 0
         if not num_bytes:
             self._spend(self._controls)
-            return
-        if self._transport is None:
             return
         self._h2.acknowledge_received_data(num_bytes, event.stream_id)
         call = self._calls.get(event.stream_id)
@@ -322,7 +322,7 @@ class Connection(asyncio.Protocol):
     def _flush(self) -> None:
         """Let calls put out what they have, and write it at once."""
         self._will_flush = True
-        while self._transport is not None and self._due and not self._is_paused:
+        while self._is_open and self._due and not self._is_paused:
             due, self._due = self._due, []
             for call in due:
                 call.is_due = False
@@ -355,7 +355,7 @@ class Connection(asyncio.Protocol):
     def _write(self) -> None:
         self._gather()
         transport = self._transport
-        if transport is None or not self._out:
+        if transport is None or not self._is_open or not self._out:
             return
         transport.write(b"".join(self._out))
         self._out.clear()
@@ -382,7 +382,7 @@ class Connection(asyncio.Protocol):
 
     def go_away(self) -> None:
         """Finish what runs, and take nothing new."""
-        if self._transport is not None and self._last_id is None:
+        if self._is_open and self._last_id is None:
             self._last_id = self._h2.highest_inbound_stream_id
             self._h2.close_connection()
             self._h2.ping(_GOING)
@@ -401,7 +401,7 @@ class Connection(asyncio.Protocol):
         self._close()
 
     def _end(self, code: ErrorCodes, why: bytes) -> None:
-        if self._transport is not None:
+        if self._is_open:
             log.warning("a client's connection is ended: %s", why.decode())
             self._h2.close_connection(code, why)
             self._write()
@@ -409,23 +409,20 @@ class Connection(asyncio.Protocol):
 
     def _close(self) -> None:
         """What is written still goes out, while the peer reads it."""
-        transport = self._transport
-        self._forget_all()
-        if transport is not None:
-            transport.close()
-            self._loop.call_later(_CLOSES_WITHIN_S, transport.abort)
+        if self._is_open and self._transport is not None:
+            self._forget_all()
+            self._transport.close()
+            self._loop.call_later(_CLOSES_WITHIN_S, self.cut)
 
     def cut(self) -> None:
-        transport = self._transport
         self._forget_all()
-        if transport is not None:
-            transport.abort()
+        if self._transport is not None:
+            self._transport.abort()
 
     def _forget_all(self) -> None:
-        self._transport = None
+        self._is_open = False
         if self._tick is not None:
             self._tick.cancel()
-        self._server.lose(self)
         calls, self._calls = self._calls, {}
         for call in calls.values():
             self._drop(call)
@@ -439,9 +436,12 @@ _SETTINGS = {
     SettingCodes.INITIAL_WINDOW_SIZE: _WINDOW_BYTES,
     SettingCodes.MAX_HEADER_LIST_SIZE: _MAX_HEADER_BYTES,
 }
+# A call looks at its headers itself: for h2, one that is malformed costs the whole connection.
 _CONFIG = H2Configuration(
     client_side=False,
     header_encoding=None,
+    validate_inbound_headers=False,
+    normalize_inbound_headers=False,
     validate_outbound_headers=False,
     normalize_outbound_headers=False,
 )
@@ -463,34 +463,29 @@ _HANDLERS: dict[type[Event], Callable[[Connection, Any], None]] = {
 class GrpcServer:
     """Own a listening socket, its connections and the tasks of their calls."""
 
-    def __init__(self, limits: Limits, admission: Admission) -> None:
+    def __init__(self, limits: Limits, admission: Admission, listener: socket.socket) -> None:
+        self._listener = listener
+        self.port: int = listener.getsockname()[1]
         self.limits, self.admission = limits, admission
         self.methods = Methods()
         self.connections: set[Connection] = set()
         self.is_stopping = False
         self._tasks: set[asyncio.Task[None]] = set()
-        self._listener: socket.socket | None = None
         self._server: asyncio.Server | None = None
         self._emptied = asyncio.Event()
-
-    def bind(self, host: str, port: int, reuse_port: bool) -> int:
-        """The port. Raises OSError when it is taken."""
-        self._listener = listening(host, port, reuse_port)
-        number: int = self._listener.getsockname()[1]
-        return number
 
     async def start(self, context: ssl.SSLContext | None) -> None:
         """Take connections. `context` None: in plain text. Once more: new connections get this
         context, and those that are there keep theirs."""
-        if self._listener is None or self.is_stopping:
+        if self.is_stopping:
             return
         before = self._server
-        handshake_s = None if context is None else _HANDSHAKE_WITHIN_S
         self._server = await asyncio.get_running_loop().create_server(
             lambda: Connection(self),
             sock=self._listener.dup(),
             ssl=context,
-            ssl_handshake_timeout=handshake_s,
+            ssl_handshake_timeout=None if context is None else _HANDSHAKE_WITHIN_S,
+            ssl_shutdown_timeout=None if context is None else _SHUT_WITHIN_S,
             backlog=BACKLOG,
         )
         if before is not None:
@@ -501,18 +496,24 @@ class GrpcServer:
         self.is_stopping = True
         if self._server is not None:
             self._server.close()
-        if self._listener is not None:
-            self._listener.close()
+        self._listener.close()
         for connection in list(self.connections):
             connection.go_away()
-        if self.connections:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(grace_s):
-                    await self._emptied.wait()
+        await self._wait_for_connections(grace_s)
         for connection in list(self.connections):
             connection.shut(_SHUT_DOWN)
+        await self._wait_for_connections(_SHUT_WITHIN_S)
+        for connection in list(self.connections):
+            connection.cut()
+        await self._wait_for_connections(_SHUT_WITHIN_S)
         if self._tasks:
             await asyncio.wait(self._tasks)
+
+    async def _wait_for_connections(self, timeout_s: float) -> None:
+        if self.connections:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(timeout_s):
+                    await self._emptied.wait()
 
     def own(self, task: asyncio.Task[None]) -> None:
         self._tasks.add(task)

@@ -38,7 +38,8 @@ from router.request.validate import (
 from router.router import Router
 
 MAX_CANDIDATES = 100
-READ_AT_ONCE_BYTES = 16_384  # of a request with token ids: a thread would cost more than it
+# Of a request: below these a thread would cost more than the reading, which holds up all others.
+IDS_AT_ONCE_BYTES, TEXT_AT_ONCE_BYTES = 16_384, 4096
 
 
 @dataclass(frozen=True)
@@ -152,7 +153,8 @@ class Intake:
 
     async def _read(self, router: Router, request: router_pb2.GenerateRequest) -> ParsedRequest:
         model, limits = router.text, router.request_limits()
-        if request.HasField("token_ids") and request.ByteSize() <= READ_AT_ONCE_BYTES:
+        has_ids = request.HasField("token_ids")
+        if request.ByteSize() <= (IDS_AT_ONCE_BYTES if has_ids else TEXT_AT_ONCE_BYTES):
             return read(request, model, limits)
         named_s = request.timeout_ms / 1e3 if request.HasField("timeout_ms") else None
         return await self.tokenizing.run(

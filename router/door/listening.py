@@ -18,8 +18,7 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 def check_can_listen(address: str, reuse_port: bool) -> None:
-    """Raises ConfigError, with the reason that gRPC would leave out, when the port is taken or the
-    host is not this machine's.
+    """Raises ConfigError when the port is taken or the host is not this machine's.
 
     `reuse_port`: other processes may listen there that allow it too.
     """
@@ -36,14 +35,24 @@ def check_can_listen(address: str, reuse_port: bool) -> None:
         raise cannot_listen(address, error) from error
 
 
-def cannot_listen(address: str, error: Exception) -> ConfigError:
-    why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+def cannot_listen(address: str, error: OSError) -> ConfigError:
+    why = (error.strerror or str(error)).partition(" (while")[0]
     return ConfigError(f"cannot listen on {address}: {why}")
 
 
 def listening(host: str, port: int, reuse_port: bool) -> socket.socket:
-    """0.0.0.0 means all addresses, IPv6 included, as in gRPC."""
-    host = host.strip("[]")
+    """0.0.0.0 means all addresses, IPv6 included. Raises ConfigError when the port is taken or the
+    host is not this machine's.
+
+    `reuse_port`: other processes may listen there that allow it too.
+    """
+    try:
+        return _listening(host.strip("[]"), port, reuse_port)
+    except OSError as error:
+        raise cannot_listen(f"{host}:{port}", error) from error
+
+
+def _listening(host: str, port: int, reuse_port: bool) -> socket.socket:
     is_any = host in ("0.0.0.0", "::") and socket.has_dualstack_ipv6()
     if is_any:
         return socket.create_server(

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
+from contextlib import ExitStack
 from typing import Any
 
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -21,7 +23,7 @@ from router.door.door import Door
 from router.door.gate import Gate
 from router.door.h2_server import GrpcServer, Limits
 from router.door.intake import Intake
-from router.door.listening import cannot_listen, split_address
+from router.door.listening import listening, split_address
 from router.door.openai.app import OpenAiApp
 from router.door.openai.http_server import HttpServer
 from router.door.service import RouterService
@@ -45,16 +47,20 @@ class RouterServer:
         self._access = Access(config)
         self._following: asyncio.Task[None] | None = None
         self._starting: asyncio.Task[None] | None = None
-        self._server = self._make_grpc()
         host, port = split_address(listen)
-        self.port = _bound(self._server, host, port, config.reuse_port)
-        self.address = f"{listen.rpartition(':')[0]}:{self.port}"
-        self._serve_health(config)
-        self.http_app = OpenAiApp(self.intake, self._access.callers, config)
-        self.http = self._make_http(config)
+        with ExitStack() as opened:
+            self._server = self._make_grpc(
+                opened.enter_context(listening(host, port, config.reuse_port))
+            )
+            self._health_server = self._make_health(opened, config)
+            self.http_app = OpenAiApp(self.intake, self._access.callers, config)
+            self.http = self._make_http(opened, config)
+            opened.pop_all()
+        self.address = f"{listen.rpartition(':')[0]}:{self._server.port}"
 
-    def _make_grpc(self) -> GrpcServer:
-        server = GrpcServer(Limits(self._config.max_message_bytes), Gate(self._access.callers))
+    def _make_grpc(self, listener: socket.socket) -> GrpcServer:
+        limits = Limits(self._config.max_message_bytes)
+        server = GrpcServer(limits, Gate(self._access.callers), listener)
         names = (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
         methods: Any = server.methods
         reflected: Any = reflection.aio.ReflectionServicer(names)
@@ -63,30 +69,37 @@ class RouterServer:
         reflection_pb2_grpc.add_ServerReflectionServicer_to_server(reflected, methods)
         return server
 
-    def _make_http(self, config: RouterConfig) -> HttpServer | None:
+    def _make_health(self, opened: ExitStack, config: RouterConfig) -> GrpcServer | None:
+        """On a port of its own, in plain text, where the configuration names one."""
+        if config.health_port is None:
+            return None
+        listener = opened.enter_context(
+            listening(config.host, config.health_port, config.reuse_port)
+        )
+        server = GrpcServer(_OF_PROBES, Gate(None), listener)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server.methods)
+        return server
+
+    def _make_http(self, opened: ExitStack, config: RouterConfig) -> HttpServer | None:
         if config.http_port is None:
             return None
+        listener = opened.enter_context(listening(config.host, config.http_port, config.reuse_port))
         contexts = self._access.contexts
         context = None if contexts is None else contexts.of_http
-        try:
-            return HttpServer(self.http_app.asgi, config, config.host, config.http_port, context)
-        except OSError as error:
-            raise cannot_listen(f"{config.host}:{config.http_port}", error) from error
+        return HttpServer(self.http_app.asgi, config, listener, context)
+
+    @property
+    def port(self) -> int:
+        return self._server.port
+
+    @property
+    def health_port(self) -> int | None:
+        return None if self._health_server is None else self._health_server.port
 
     @property
     def http_address(self) -> str | None:
         """Where OpenAI's API is served; None: nowhere."""
         return None if self.http is None else f"{self._config.host}:{self.http.port}"
-
-    def _serve_health(self, config: RouterConfig) -> None:
-        """On a port of its own, in plain text, where the configuration names one."""
-        self.health_port: int | None = None
-        self._health_server: GrpcServer | None = None
-        if config.health_port is None:
-            return
-        server = self._health_server = GrpcServer(_OF_PROBES, Gate(None))
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, server.methods)
-        self.health_port = _bound(server, config.host, config.health_port, config.reuse_port)
 
     async def start(self) -> None:
         await self.door.start()
@@ -137,11 +150,3 @@ class RouterServer:
     async def _set_health(self, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
         for name in ("", SERVICE):
             await self._health.set(name, status)
-
-
-def _bound(server: GrpcServer, host: str, port: int, reuse_port: bool) -> int:
-    """The port. Raises ConfigError when it is taken."""
-    try:
-        return server.bind(host, port, reuse_port)
-    except OSError as error:
-        raise cannot_listen(f"{host}:{port}", error) from error

@@ -81,6 +81,10 @@ class _Output(Feed):
     def follow(self, on_news: Callable[[], None]) -> None:
         self._reader.on_news = on_news
 
+    @property
+    def has_more(self) -> bool:
+        return self._reader.has_more
+
     def take(self) -> Sequence[router_pb2.GenerateResponse] | None:
         events = self._reader.take_now()
         return None if events is None else [_response(event) for event in events]

@@ -164,6 +164,11 @@ class OutputReader:
         self._tail_taken = True
         return self._ending(end)
 
+    @property
+    def has_more(self) -> bool:
+        """Whether there is something to take although nothing new came: the end."""
+        return self._log.end is not None
+
     def _ending(self, end: Finished) -> list[Event]:
         tail = self._log.tail
         return [TokenRun(len(self._log.ids), (), tail, ()), end] if tail else [end]

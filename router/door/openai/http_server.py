@@ -20,7 +20,6 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from baton.config.router import RouterConfig
-from router.door.listening import listening
 from router.door.openai.errors import shape
 
 log = logging.getLogger(__name__)
@@ -113,11 +112,10 @@ class HttpServer:
         self,
         asgi: Callable[..., Any],
         config: RouterConfig,
-        host: str,
-        port: int,
+        listener: socket.socket,
         context: ssl.SSLContext | None,
     ) -> None:
-        """Raises OSError when the port is taken. `context` None: plain text."""
+        """`context` None: plain text."""
         protocol: Any = partial(_Protocol, read_timeout_s=config.http_read_timeout_s)
         self._config = uvicorn.Config(
             asgi,
@@ -137,7 +135,7 @@ class HttpServer:
         self._config.load()
         self._config.ssl = context
         logging.getLogger("uvicorn").setLevel(logging.ERROR)
-        self.listener = listening(host, port, config.reuse_port)
+        self.listener = listener
         self.port: int = self.listener.getsockname()[1]
         self._server = _Server(self._config, self.listener)
         self._serving: asyncio.Task[None] | None = None
