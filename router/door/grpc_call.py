@@ -37,6 +37,7 @@ Headers = Sequence[tuple[bytes, bytes]]
 Metadata = Sequence[tuple[str, str | bytes]]
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 
+MAX_METADATA_BYTES = 16 << 10
 _PREFIX = struct.Struct(">BI")  # compressed or not; length
 _MAX_QUEUED = 16  # messages of a streaming request that nobody has read yet
 _TIMEOUT = re.compile(rb"(\d{1,8})([HMSmun])")
@@ -217,6 +218,10 @@ class Call:
         self.end(_OK)
 
     def _admit(self, fields: Mapping[bytes, bytes], headers: Headers, methods: Methods) -> None:
+        num_bytes = sum(len(name) + len(value) + 32 for name, value in headers)
+        if num_bytes > MAX_METADATA_BYTES:
+            why = f"received metadata size exceeds limit ({num_bytes} vs. {MAX_METADATA_BYTES})"
+            raise _CallEndedError(StatusCode.RESOURCE_EXHAUSTED, why)
         path = fields.get(b":path", b"")
         timeout = fields.get(b"grpc-timeout")
         if timeout is not None:

@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import logging
 import math
+import os
 import socket
 import ssl
 import struct
@@ -41,14 +42,14 @@ from h2.events import (
 from h2.exceptions import ProtocolError, StreamClosedError
 from h2.settings import SettingCodes, Settings
 
-from router.door.grpc_call import Admission, Call, Headers, Methods, Status
+from router.door.grpc_call import MAX_METADATA_BYTES, Admission, Call, Headers, Methods, Status
 from router.door.listening import BACKLOG
 
 log = logging.getLogger(__name__)
 
 _DATA = struct.Struct(">IBI")  # length and type, flags, stream
-_MAX_STREAMS = 1000
-_MAX_HEADER_BYTES = 16 << 10
+_MAX_STREAMS = 4000
+_MAX_HEADER_BYTES = 64 << 10  # beyond `MAX_METADATA_BYTES` the call ends, here the connection
 _WINDOW_BYTES = 1 << 20  # of a request that comes in
 _GATHERED_BYTES = 64 << 10
 _LOW_BYTES, _HIGH_BYTES = 16 << 10, 64 << 10  # of the transport's buffer
@@ -92,8 +93,22 @@ class _States(H2ConnectionStateMachine):
         return super().process_input(input_)
 
 
+class _H2(H2Connection):
+    """h2's, but that a new stream does not make it look at all that are there."""
+
+    _num_begun = 0
+
+    @property
+    def open_inbound_streams(self) -> int:
+        """No fewer than there are. It looks, and forgets the closed ones, now and then."""
+        self._num_begun += 1
+        if self._num_begun % 64 and len(self.streams) < _MAX_STREAMS:
+            return len(self.streams)
+        return super().open_inbound_streams
+
+
 def _new_h2() -> H2Connection:
-    h2 = H2Connection(_CONFIG)
+    h2 = _H2(_CONFIG)
     h2.state_machine = _States()
     h2.local_settings = Settings(client=False, initial_values=_SETTINGS)
     h2.decoder.max_header_list_size = _MAX_HEADER_BYTES
@@ -110,6 +125,7 @@ class Connection(asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
         self._is_open = False
+        self._early = b""
         self._h2 = _new_h2()
         self._calls: dict[int, Call] = {}
         self._due: list[Call] = []
@@ -143,9 +159,17 @@ class Connection(asyncio.Protocol):
         self._tick = self._loop.call_later(self._limits.keepalive_s, self._on_tick)
         if self._server.is_stopping:
             self.go_away()
+        if self._early:
+            self._receive(self._early)
         return None
 
     def data_received(self, data: bytes) -> None:
+        if self._is_open:
+            self._receive(data)
+        elif self._transport is None:  # over TLS it may come so early
+            self._early += data
+
+    def _receive(self, data: bytes) -> None:
         self._has_heard = self._will_flush = True
         try:
             for event in self._h2.receive_data(data):
@@ -434,7 +458,7 @@ _SETTINGS = {
     SettingCodes.ENABLE_PUSH: 0,
     SettingCodes.MAX_CONCURRENT_STREAMS: _MAX_STREAMS,
     SettingCodes.INITIAL_WINDOW_SIZE: _WINDOW_BYTES,
-    SettingCodes.MAX_HEADER_LIST_SIZE: _MAX_HEADER_BYTES,
+    SettingCodes.MAX_HEADER_LIST_SIZE: MAX_METADATA_BYTES,
 }
 # A call looks at its headers itself: for h2, one that is malformed costs the whole connection.
 _CONFIG = H2Configuration(
@@ -460,6 +484,22 @@ _HANDLERS: dict[type[Event], Callable[[Connection, Any], None]] = {
 }
 
 
+class _Handshake(asyncio.Protocol):
+    """A connection that is not over TLS yet."""
+
+    def __init__(self, server: GrpcServer) -> None:
+        self._server = server
+
+    def connection_made(self, transport: Any) -> None:
+        server = self._server
+        assert server.context is not None
+        transport.pause_reading()
+        task = asyncio.get_running_loop().create_task(server.secure(transport, server.context))
+        server.own(task)
+        server.handshakes.add(task)
+        task.add_done_callback(server.handshakes.discard)
+
+
 class GrpcServer:
     """Own a listening socket, its connections and the tasks of their calls."""
 
@@ -469,27 +509,48 @@ class GrpcServer:
         self.limits, self.admission = limits, admission
         self.methods = Methods()
         self.connections: set[Connection] = set()
+        self.handshakes: set[asyncio.Task[None]] = set()
+        self.context: ssl.SSLContext | None = None
+        """Of new connections; may be replaced. Those that are there keep theirs."""
         self.is_stopping = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
         self._emptied = asyncio.Event()
 
     async def start(self, context: ssl.SSLContext | None) -> None:
-        """Take connections. `context` None: in plain text. Once more: new connections get this
-        context, and those that are there keep theirs."""
-        if self.is_stopping:
-            return
-        before = self._server
-        self._server = await asyncio.get_running_loop().create_server(
-            lambda: Connection(self),
-            sock=self._listener.dup(),
-            ssl=context,
-            ssl_handshake_timeout=None if context is None else _HANDSHAKE_WITHIN_S,
-            ssl_shutdown_timeout=None if context is None else _SHUT_WITHIN_S,
-            backlog=BACKLOG,
+        """Take connections. `context` None: in plain text."""
+        self.context = context
+        loop = asyncio.get_running_loop()
+        kind = Connection if context is None else _Handshake
+        self._server = await loop.create_server(
+            lambda: kind(self), sock=self._listener, backlog=BACKLOG
         )
-        if before is not None:
-            before.close()
+
+    async def secure(self, transport: asyncio.Transport, context: ssl.SSLContext) -> None:
+        """Make a connection one over TLS. A client that is refused hears of it: it may be sending,
+        and would be told of a reset only, if its socket were closed at once."""
+        loop, connection = asyncio.get_running_loop(), Connection(self)
+        spare = socket.socket(fileno=os.dup(transport.get_extra_info("socket").fileno()))
+        try:
+            secured = await loop.start_tls(
+                transport,
+                connection,
+                context,
+                server_side=True,
+                ssl_handshake_timeout=_HANDSHAKE_WITHIN_S,
+                ssl_shutdown_timeout=_SHUT_WITHIN_S,
+            )
+        except OSError as error:
+            log.info("a client's TLS handshake failed: %s", error)
+            with contextlib.suppress(OSError, TimeoutError):
+                spare.shutdown(socket.SHUT_WR)
+                async with asyncio.timeout(_SHUT_WITHIN_S):
+                    while await loop.sock_recv(spare, 4096):
+                        continue
+        else:
+            connection.connection_made(secured)
+        finally:
+            spare.close()
 
     async def stop(self, grace_s: float) -> None:
         """Take nothing new; what runs has `grace_s` to end."""
@@ -497,6 +558,8 @@ class GrpcServer:
         if self._server is not None:
             self._server.close()
         self._listener.close()
+        for handshake in self.handshakes:
+            handshake.cancel()
         for connection in list(self.connections):
             connection.go_away()
         await self._wait_for_connections(grace_s)
@@ -511,6 +574,7 @@ class GrpcServer:
 
     async def _wait_for_connections(self, timeout_s: float) -> None:
         if self.connections:
+            self._emptied.clear()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(timeout_s):
                     await self._emptied.wait()

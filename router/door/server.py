@@ -116,7 +116,7 @@ class RouterServer:
         log.info("the router listens on %s", self.address)
 
     async def _renew(self, contexts: Contexts) -> None:
-        await self._server.start(contexts.of_grpc)
+        self._server.context = contexts.of_grpc
         if self.http is not None:
             await self.http.renew(contexts.of_http)
 

@@ -136,7 +136,7 @@ async def served(**limits: Any) -> AsyncIterator[Served]:
         yield Served(server, service)
     finally:
         await server.stop(0.0)
-    assert not failures
+    assert not failures, failures
     assert not server.connections
 
 
