@@ -19,6 +19,7 @@ import yaml
 from baton.config import settings
 from baton.config.router import AuthConfig, RouterConfig, TlsConfig
 from baton.errors import ConfigError, UnauthenticatedError
+from baton.link_tls import LinkTls
 
 T = TypeVar("T")
 
@@ -253,6 +254,8 @@ class Access:
     def __init__(self, config: RouterConfig) -> None:
         """Raises ConfigError when their files cannot be read."""
         self._tls = None if config.tls is None else ServerTls(config.tls)
+        if config.link_tls is not None:
+            LinkTls(config.link_tls, "router")  # to say early what is wrong with its files
         self.callers = None if config.auth is None else Callers(config.auth)
 
     @property

@@ -166,12 +166,12 @@ class Intake:
 
     # --- the rest ------------------------------------------------------------------------------
 
-    def abort(self, tenant: str, request_id: str) -> None:
+    async def abort(self, tenant: str, request_id: str) -> None:
         """End a request, wherever it is. Raises NotFoundError."""
         if self.arriving.abort((tenant, request_id)):
             self.door.abort_everywhere(tenant, request_id)
         else:
-            self.door.abort(tenant, request_id)
+            await self.door.abort(tenant, request_id)
 
     async def tokenize(self, request: router_pb2.TokenizeRequest) -> tuple[Router, TokenIds]:
         check_tokenize_names(request, self._of_names)

@@ -35,7 +35,7 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
     async def Abort(  # type: ignore[override]  # noqa: N802
         self, request: router_pb2.AbortRequest, context: Call
     ) -> router_pb2.AbortResponse:
-        self._intake.abort(request.tenant, request.request_id)
+        await self._intake.abort(request.tenant, request.request_id)
         return router_pb2.AbortResponse()
 
     async def ListModels(  # type: ignore[override]  # noqa: N802
