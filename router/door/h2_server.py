@@ -14,7 +14,6 @@ import asyncio
 import contextlib
 import logging
 import math
-import os
 import socket
 import ssl
 import struct
@@ -57,6 +56,7 @@ _MAX_UNREAD_BYTES = 1 << 20  # of answers to PING and SETTINGS that a peer does 
 _REQUEST_WITHIN_S = 60.0
 _HANDSHAKE_WITHIN_S, _SHUT_WITHIN_S = 20.0, 0.5
 _CLOSES_WITHIN_S = 5.0
+_RETRY_ACCEPT_S = 1.0
 _KEEPALIVE, _GOING = b"keepaliv", b"go away "
 
 
@@ -125,7 +125,6 @@ class Connection(asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
         self._is_open = False
-        self._early = b""
         self._h2 = _new_h2()
         self._calls: dict[int, Call] = {}
         self._due: list[Call] = []
@@ -159,15 +158,11 @@ class Connection(asyncio.Protocol):
         self._tick = self._loop.call_later(self._limits.keepalive_s, self._on_tick)
         if self._server.is_stopping:
             self.go_away()
-        if self._early:
-            self._receive(self._early)
         return None
 
     def data_received(self, data: bytes) -> None:
         if self._is_open:
             self._receive(data)
-        elif self._transport is None:  # over TLS it may come so early
-            self._early += data
 
     def _receive(self, data: bytes) -> None:
         self._has_heard = self._will_flush = True
@@ -484,22 +479,6 @@ _HANDLERS: dict[type[Event], Callable[[Connection, Any], None]] = {
 }
 
 
-class _Handshake(asyncio.Protocol):
-    """A connection that is not over TLS yet."""
-
-    def __init__(self, server: GrpcServer) -> None:
-        self._server = server
-
-    def connection_made(self, transport: Any) -> None:
-        server = self._server
-        assert server.context is not None
-        transport.pause_reading()
-        task = asyncio.get_running_loop().create_task(server.secure(transport, server.context))
-        server.own(task)
-        server.handshakes.add(task)
-        task.add_done_callback(server.handshakes.discard)
-
-
 class GrpcServer:
     """Own a listening socket, its connections and the tasks of their calls."""
 
@@ -509,7 +488,8 @@ class GrpcServer:
         self.limits, self.admission = limits, admission
         self.methods = Methods()
         self.connections: set[Connection] = set()
-        self.handshakes: set[asyncio.Task[None]] = set()
+        self._accepting: asyncio.Task[None] | None = None
+        self._handshakes: set[asyncio.Task[None]] = set()
         self.context: ssl.SSLContext | None = None
         """Of new connections; may be replaced. Those that are there keep theirs."""
         self.is_stopping = False
@@ -521,34 +501,49 @@ class GrpcServer:
         """Take connections. `context` None: in plain text."""
         self.context = context
         loop = asyncio.get_running_loop()
-        kind = Connection if context is None else _Handshake
+        if context is not None:
+            self._accepting = loop.create_task(self._accept())
+            self.own(self._accepting)
+            return
         self._server = await loop.create_server(
-            lambda: kind(self), sock=self._listener, backlog=BACKLOG
+            lambda: Connection(self), sock=self._listener, backlog=BACKLOG
         )
 
-    async def secure(self, transport: asyncio.Transport, context: ssl.SSLContext) -> None:
-        """Make a connection one over TLS. A client that is refused hears of it: it may be sending,
-        and would be told of a reset only, if its socket were closed at once."""
-        loop, connection = asyncio.get_running_loop(), Connection(self)
-        spare = socket.socket(fileno=os.dup(transport.get_extra_info("socket").fileno()))
+    async def _accept(self) -> None:
+        """Take connections over TLS; each with the context of its time."""
+        loop = asyncio.get_running_loop()
+        self._listener.setblocking(False)
+        while True:
+            try:
+                accepted, _ = await loop.sock_accept(self._listener)
+            except OSError as error:
+                log.warning("no connection can be taken: %s", error)
+                await asyncio.sleep(_RETRY_ACCEPT_S)
+                continue
+            handshake = loop.create_task(self._secure(accepted))
+            self.own(handshake)
+            self._handshakes.add(handshake)
+            handshake.add_done_callback(self._handshakes.discard)
+
+    async def _secure(self, accepted: socket.socket) -> None:
+        """A client that is refused may be sending still. If its socket were closed at once, it
+        would hear of a reset only."""
+        loop, spare = asyncio.get_running_loop(), accepted.dup()
         try:
-            secured = await loop.start_tls(
-                transport,
-                connection,
-                context,
-                server_side=True,
+            await loop.connect_accepted_socket(
+                lambda: Connection(self),
+                accepted,
+                ssl=self.context,
                 ssl_handshake_timeout=_HANDSHAKE_WITHIN_S,
                 ssl_shutdown_timeout=_SHUT_WITHIN_S,
             )
         except OSError as error:
             log.info("a client's TLS handshake failed: %s", error)
-            with contextlib.suppress(OSError, TimeoutError):
+            with contextlib.suppress(OSError):
                 spare.shutdown(socket.SHUT_WR)
-                async with asyncio.timeout(_SHUT_WITHIN_S):
-                    while await loop.sock_recv(spare, 4096):
-                        continue
-        else:
-            connection.connection_made(secured)
+                await asyncio.sleep(_SHUT_WITHIN_S)
+                while spare.recv(1 << 16):
+                    continue
         finally:
             spare.close()
 
@@ -557,9 +552,12 @@ class GrpcServer:
         self.is_stopping = True
         if self._server is not None:
             self._server.close()
-        self._listener.close()
-        for handshake in self.handshakes:
+        if self._accepting is not None:
+            self._accepting.cancel()
+            await asyncio.wait({self._accepting})
+        for handshake in self._handshakes:
             handshake.cancel()
+        self._listener.close()
         for connection in list(self.connections):
             connection.go_away()
         await self._wait_for_connections(grace_s)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 import struct
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -122,16 +123,16 @@ class Served:
 
 
 @asynccontextmanager
-async def served(**limits: Any) -> AsyncIterator[Served]:
+async def served(context: ssl.SSLContext | None = None, **limits: Any) -> AsyncIterator[Served]:
     """Whatever a client does, no callback of the loop may fail."""
     failures: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: failures.append(context))
     made = Limits(**{"max_message_bytes": MAX_BYTES, "min_ping_interval_s": 0.0, **limits})
-    server, service = GrpcServer(made, Gate(None), listening("127.0.0.1", 0, False)), None
+    server = GrpcServer(made, Gate(None), listening("127.0.0.1", 0, False))
     service = TestedService()  # type: ignore[abstract]
     methods: Any = server.methods
     router_pb2_grpc.add_RouterServiceServicer_to_server(service, methods)
-    await server.start(None)
+    await server.start(context)
     try:
         yield Served(server, service)
     finally:

@@ -13,6 +13,7 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
+import uvloop
 from google.protobuf import descriptor_pool
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
     ProtoReflectionDescriptorDatabase,
@@ -562,6 +563,26 @@ def test_whatever_a_client_sends_others_are_served(data: bytes) -> None:
             writer.close()
 
     asyncio.run(run())
+
+
+def test_certificates_are_asked_for_on_the_loop_that_routers_run_on(tmp_path: Path) -> None:
+    authority = Authority(tmp_path)
+    made = authority.issue("router")
+    config = access.TlsConfig(str(made.certificate), str(made.key), str(authority.ca))
+    ca, own = authority.ca.read_bytes(), (made.key.read_bytes(), made.certificate.read_bytes())
+
+    async def run() -> None:
+        async with served(access.read_certificates(config).of_grpc) as at:
+            for shown in ((), own):
+                credentials = grpc.ssl_channel_credentials(ca, *shown)
+                async with grpc.aio.secure_channel(at.address, credentials) as channel:
+                    call = stub_of(channel).Tokenize(tokenize("four"), timeout=20)
+                    if shown:
+                        assert (await call).ids == [4]
+                    else:
+                        assert (await error_of(call)).code() is grpc.StatusCode.UNAVAILABLE
+
+    uvloop.run(run())
 
 
 # --- the whole door -------------------------------------------------------------------------------
