@@ -14,8 +14,9 @@ from baton.config.cluster import ClusterConfig, load_config
 from baton.config.router import RouterConfig
 from baton.errors import ConfigError
 from router.door.door import Door
+from router.door.listening import split_address
 from router.door.page import OperatorPort
-from router.door.server import RouterServer, check_can_listen, split_address
+from router.door.server import RouterServer
 from router.placement.native_index import build_native
 
 log = logging.getLogger("router")
@@ -69,7 +70,6 @@ def operator_port(config: RouterConfig, door: Door) -> OperatorPort | None:
     """None: not wanted. Raises ConfigError if the port is taken."""
     if config.metrics_port is None:
         return None
-    check_can_listen(f"{config.host}:{config.metrics_port}", reuse_port=False)
     return OperatorPort(door, config, config.metrics_port)
 
 

@@ -23,6 +23,7 @@ from starlette.routing import Mount, Route
 
 from baton.config.router import RouterConfig
 from router.door.door import Door
+from router.door.listening import listening
 from router.door.openai.http_server import HttpServer
 from router.fleet.fleet import WorkerEntry
 from router.router import Router
@@ -35,7 +36,7 @@ class OperatorPort:
     """Own the port."""
 
     def __init__(self, door: Door, config: RouterConfig, port: int) -> None:
-        """Raises OSError when the port is taken."""
+        """Raises ConfigError when the port is taken."""
         self._door = door
         metrics = prometheus_client.make_asgi_app(door.metrics.registry)
         routes = [
@@ -43,8 +44,8 @@ class OperatorPort:
             Route("/events", self._events),
             Mount("/metrics", metrics),
         ]
-        own = dataclasses.replace(config, reuse_port=False)
-        self._server = HttpServer(Starlette(routes=routes), own, config.host, port, None)
+        listener = listening(config.host, port, reuse_port=False)
+        self._server = HttpServer(Starlette(routes=routes), config, listener, None)
         self.port = self._server.port
 
     async def start(self) -> None:
