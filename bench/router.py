@@ -13,9 +13,9 @@ requests for TTFT, else over rounds.
 
 "added" is to the row below it: direct, the null server (proxy), direct HTTP (sglang-router). CPU is
 that of the server's processes, known to 10 ms a run. Fewer than one message a token: the server
-was behind, and put tokens together. System calls are counted in one run with steps of 50 ms, since
-strace slows the server. HTTP's client acknowledges at once (TCP_QUICKACK), since sglang-router's
-sockets lack TCP_NODELAY and would wait 40 ms.
+was behind, and put tokens together. Rates are over one connection, HTTP's over 64. System calls
+are counted in one run with steps of 50 ms, since strace slows the server. HTTP's client
+acknowledges at once (TCP_QUICKACK): sglang-router's sockets lack TCP_NODELAY, and would wait 40 ms.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ SHORT, LONG = 64, 256  # tokens of an answer
 NUM_ALONE = 60
 NUM_FLOOD_TOKENS = 16_384
 FLEETS = (10, 100, 1000)
-FLOOD_MS, PACED_MS, SLOW_MS = 1, 10, 50  # steps
+FLOOD_MS, PACED_MS, SLOW_MS = 1, 20, 50  # steps
 TICK_S = 0.01  # of the kernel's clock of CPU
 
 ServerT = TypeVar("ServerT", bound=Server)
