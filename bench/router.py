@@ -181,8 +181,8 @@ async def alone(site: Site, samples: Samples) -> None:
             done, _ = await measured(target, 1, Load(NUM_ALONE, 1, 4, FLOOD_MS, kind == "ids"))
             ttft_ms = [answer.ttft_s * 1e3 for answer in done.answers]
             median_ms = float(np.median(ttft_ms))
-            medians[target.row] = median_ms
             samples.add(target.row, kind, *ttft_ms)
+            medians[target.row] = median_ms
             if target.below:
                 plain_ms = medians[target.below, "no"]
                 below_ms = medians.get((target.below, target.tls), plain_ms)
@@ -192,7 +192,7 @@ async def alone(site: Site, samples: Samples) -> None:
 async def paced(site: Site, samples: Samples) -> None:
     """CPU of requests whose tokens come at a worker's pace."""
     for target in site.servers:
-        for connections in (each for each in target.connections if each != NEW_EACH):
+        for connections in target.kept:
             progress(f"CPU: {target.name}, {connections} connections, TLS {target.tls}")
             row, cpu_s = (*target.row, str(connections)), []
             for num_tokens in (SHORT, LONG):
@@ -288,7 +288,7 @@ def tables(site: Site, samples: Samples) -> list[str]:
         """`names`: of the cells that name a row."""
         header = [*names.split(" | "), *(column.title for column in columns)]
         lines = [[*row, *(samples.cell(row, *column[1:]) for column in columns)] for row in rows]
-        lines += [[name, *["not installed"] * (len(header) - 1)] for name in site.missing]
+        lines += [[name, "not installed", *["-"] * (len(header) - 2)] for name in site.missing]
         return markdown(header, lines)
 
     every = [target.row for target in (*site.direct, *site.servers)]

@@ -191,4 +191,6 @@ class Syscalls:
         self._strace.send_signal(signal.SIGINT)
         table = (await self._strace.communicate())[1]
         total = [line.split() for line in table.decode().splitlines() if line.endswith("total")]
-        self.number = int(float(total[-1][3])) if total else 0
+        if not total:
+            raise OSError("strace printed no table")
+        self.number = int(total[-1][3])
