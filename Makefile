@@ -8,7 +8,7 @@ CODE := baton router prefill_worker decode_worker kv_transfer engine cluster dep
 ENGINES := docker podman buildah
 IMAGES := baton
 VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
-.PHONY: setup demo test test-full test-k8s control-plane check bench crds proto format images released
+.PHONY: setup demo test test-full test-k8s control-plane check bench bench-router crds proto format images released
 
 setup: $(VENV)/.ready  ## a virtual environment with everything the project needs
 
@@ -40,6 +40,9 @@ control-plane: setup  ## a real Kubernetes API server for tests, built once (abo
 
 bench: setup  ## one table of first numbers, into bench/results/
 	@$(PY) -m bench
+
+bench-router: setup  ## the router beside what it could cost; ARGS="--rounds 3 --sglang-python PATH"
+	@$(PY) -m bench.router $(ARGS)
 
 check: setup $(BUF)  ## format, lint (images too), types, import rules, wire rules, stale generated code
 	@$(VENV)/bin/ruff format --check $(CODE)

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from baton.config.router import RouterConfig
+from bench.fleets import fleet_of
 from bench.report import markdown, progress
-from bench.router import fleet_of
 from kv_transfer.block_hash import (
     HASH_BYTES,
     SHARED_BY_ALL,

@@ -1,277 +1,337 @@
-"""What the router itself costs: a router process between a client and workers that cost nothing.
+"""What the router itself costs, beside what it could cost.
 
-Client, router and workers are three processes on loopback. A worker answers at once and computes
-nothing: a reservation, a first token, a handoff that moves nothing, and every `STEP_S` one message
-with one token for each of its requests. So the time to first token is the router's and gRPC's; the
-same three calls made by the client itself (`direct`) are the part of it that no router can save.
-Placement is timed apart: one request's way through the queue of an idle router, index look-ups and
-booking included, for fleets of several sizes.
+Client, servers and workers are processes on loopback. Workers compute nothing: the first token
+comes at once, a further one each step. Rounds go over all servers in turn. Medians; p90 is over
+requests for TTFT, else over rounds.
+
+- direct: the client does with the workers what the router does, over the same link. No router can
+  save that. direct HTTP: the same for the HTTP worker behind sglang-router.
+- null server: bare grpc.aio that answers with the router's messages: what client and gRPC cost.
+- bare proxy: bare grpc.aio that passes a null server's messages on.
+- router: Baton's, over gRPC and over OpenAI's HTTP API, each with 400 letters or as many ids.
+- sglang-router: of the Python that --sglang-python names. It takes ids at `/generate`.
+
+"added" is to the row below it: direct, the null server (proxy), direct HTTP (sglang-router). CPU is
+that of the server's processes, known to 10 ms a run. Fewer than one message a token: the server
+was behind, and put tokens together. Rates are over one connection, HTTP's over 64. System calls
+are counted in one run with steps of 50 ms, since strace slows the server. HTTP's client
+acknowledges at once (TCP_QUICKACK): sglang-router's sockets lack TCP_NODELAY, and would wait 40 ms.
 """
 
 from __future__ import annotations
 
-import asyncio
-import random
-import statistics
-import sys
+import argparse
+import os
 import tempfile
-import time
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple, TypeVar
 
-import grpc.aio
 import numpy as np
-import psutil
 import uvloop
 
-from baton.clock import LoopClock
-from baton.config.router import RouterConfig
-from baton.errors import BatonError
-from baton.v1 import common_pb2, router_pb2, router_pb2_grpc, worker_pb2
-from bench.report import markdown
-from kv_transfer.block_hash import SHARED_BY_ALL, BlockHash
-from router.fleet.fleet import Fleet, WorkerState
-from router.fleet.worker_facts import WorkerFacts
-from router.placement.admission import Admission
-from router.placement.native_index import make_index
-from router.placement.prefix_index import PrefixIndex
-from router.placement.ticket import Placed, PromptBlocks
-from tests.link_stub import LinkStub, StubCall
-from tests.router.scripted_worker import FINGERPRINT, MODEL
+from bench.clients import NEW_EACH, Client, GrpcClient, HttpClient, LinkClient, Load, Run, run
+from bench.fleets import placement_us
+from bench.report import describe, markdown, progress
+from bench.servers import (
+    BatonRouter,
+    FreeWorkers,
+    HttpWorker,
+    NullServer,
+    Proxy,
+    Server,
+    SglangRouter,
+    Syscalls,
+)
+from tests.certificates import Authority
 
-NUM_PROMPT_TOKENS = 400
-NUM_TOKENS = 64
-NUM_TOKENS_ALONE = 4
-CONCURRENCY = 64
-NUM_ALONE = 200
-NUM_TOGETHER = 500
+ROUNDS = 5
+AT_ONCE = 64
+SHORT, LONG = 64, 256  # tokens of an answer
+NUM_ALONE = 60
+NUM_FLOOD_TOKENS = 16_384
 FLEETS = (10, 100, 1000)
-NUM_PLACEMENTS = 300
+FLOOD_MS, PACED_MS, SLOW_MS = 1, 20, 50  # steps
+TICK_S = 0.01  # of the kernel's clock of CPU
+
+ServerT = TypeVar("ServerT", bound=Server)
 
 
-# --- processes ------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Target:
+    """A row: a server, and how to speak to it."""
 
+    name: str
+    server: Server
+    connect: Callable[[int], Client]
+    """Makes a client with a number of connections."""
+    below: str = ""
+    """The row that it adds to."""
+    connections: tuple[int, ...] = ()
+    tls: str = "no"
 
-@asynccontextmanager
-async def process(*arguments: str) -> AsyncIterator[tuple[list[str], psutil.Process]]:
-    """A Python process and the words of its first line."""
-    started = await asyncio.create_subprocess_exec(
-        sys.executable, *arguments, stdout=asyncio.subprocess.PIPE
-    )
-    try:
-        assert started.stdout is not None
-        words = (await started.stdout.readline()).decode().split()
-        yield words, psutil.Process(started.pid)
-    finally:
-        started.terminate()
-        await started.wait()
+    @property
+    def row(self) -> tuple[str, str]:
+        return self.name, self.tls
 
-
-def router_arguments(folder: Path, control: str) -> tuple[str, ...]:
-    config = folder / "cluster.yaml"
-    config.write_text(f"served_model_name: {MODEL}\nrouter:\n  local_prefill: never\n")
-    where = ("--control", control, "--config", str(config), "--listen", "127.0.0.1:0")
-    return ("-m", "router", *where, "--log-level", "warning")
-
-
-# --- through the router ---------------------------------------------------------------------------
+    @property
+    def kept(self) -> list[int]:
+        """Numbers of connections that requests share, or take in turns."""
+        return [number for number in self.connections if number != NEW_EACH]
 
 
 @dataclass
-class Run:
-    """What a number of requests took; seconds."""
+class Site:
+    """Servers that were started, and the names of those that are not installed."""
 
-    ttft_s: list[float] = field(default_factory=list)
-    wall_s: float = 0.0
-    router_cpu_s: float = 0.0
-    num_tokens: int = 0
+    direct: list[Target]
+    servers: list[Target]
+    missing: list[str]
 
-
-def prompts(count: int) -> Iterator[str]:
-    rng = random.Random(0)
-    for _ in range(count):
-        yield "".join(rng.choices("abcdefghij ", k=NUM_PROMPT_TOKENS))
+    @property
+    def plain(self) -> list[Target]:
+        return [target for target in self.servers if target.tls == "no"]
 
 
-async def ask(
-    stub: router_pb2_grpc.RouterServiceStub, prompt: str, num_tokens: int, run: Run
-) -> None:
-    sampling = common_pb2.SamplingParams(max_tokens=num_tokens)
-    request = router_pb2.GenerateRequest(model=MODEL, text=prompt, sampling=sampling, seed=1)
-    start, ids = time.perf_counter(), 0
-    async for response in stub.Generate(request):
-        if response.HasField("tokens"):
-            if not ids:
-                run.ttft_s.append(time.perf_counter() - start)
-            ids += len(response.tokens.ids)
-    assert ids == num_tokens, ids
-    run.num_tokens += ids
+def grpc_target(name: str, server: Server, ca: Path | None, below: str = "") -> Target:
+    def connect(number: int) -> Client:
+        return GrpcClient(server.address, number, ca)
+
+    return Target(name, server, connect, below, (1, AT_ONCE, NEW_EACH), "yes" if ca else "no")
 
 
-async def many(
-    stub: router_pb2_grpc.RouterServiceStub, router: psutil.Process, count: int, at_once: int
-) -> Run:
-    """`count` requests, `at_once` of them at any time; short ones if they come one by one."""
-    num_tokens = NUM_TOKENS_ALONE if at_once == 1 else NUM_TOKENS
-    run, todo = Run(), prompts(count)
+def http_target(name: str, server: Server, ca: Path | None, below: str = "") -> Target:
+    def connect(number: int) -> Client:
+        return HttpClient(server.http_address, ca, number != NEW_EACH, server.ids_path)
 
-    async def client() -> None:
-        for prompt in todo:
-            await ask(stub, prompt, num_tokens, run)
-
-    cpu, start = router.cpu_times(), time.perf_counter()
-    await asyncio.gather(*(client() for _ in range(at_once)))
-    run.wall_s = time.perf_counter() - start
-    after = router.cpu_times()
-    run.router_cpu_s = after.user + after.system - cpu.user - cpu.system
-    return run
+    # One connection carries one request at a time.
+    return Target(name, server, connect, below, (AT_ONCE, NEW_EACH), "yes" if ca else "no")
 
 
-async def read_lease(session: StubCall) -> worker_pb2.Lease:
-    while True:
-        response = await session.read()
-        assert isinstance(response, worker_pb2.SessionResponse), "the session has ended"
-        if response.reserved:
-            return response.reserved[0].lease
+@asynccontextmanager
+async def started(sglang_python: str | None) -> AsyncIterator[Site]:
+    async with AsyncExitStack() as stack:
+
+        async def start(server: ServerT) -> ServerT:
+            stack.push_async_callback(server.stop)
+            await server.start()
+            return server
+
+        progress("starting the servers")
+        authority = Authority(Path(stack.enter_context(tempfile.TemporaryDirectory())))
+        workers, http = await start(FreeWorkers()), await start(HttpWorker())
+        backend = await start(NullServer())
+        links = Target("direct", workers, lambda _: LinkClient(workers.prefill, workers.decode))
+        site = Site([links, http_target("direct HTTP", http, None)], [], [])
+        if not (has_sglang := SglangRouter.is_installed(sglang_python)):
+            site.missing.append("sglang-router")
+        for made, ca in ((None, None), (authority.issue("server"), authority.ca)):
+            null, proxy = await start(NullServer(made)), await start(Proxy(backend, made))
+            router = await start(BatonRouter(workers, made))
+            site.servers += [
+                grpc_target("null server", null, ca),
+                grpc_target("bare proxy", proxy, ca, "null server"),
+                grpc_target("router", router, ca, "direct"),
+                http_target("router, HTTP", router, ca, "direct"),
+            ]
+            if has_sglang:
+                sglang = await start(SglangRouter(str(sglang_python), http, made))
+                site.servers.append(http_target("sglang-router", sglang, ca, "direct HTTP"))
+        yield site
 
 
-async def direct(prefill: str, decode: str) -> list[float]:
-    """Time to a first token when the client talks to the workers itself, seconds."""
-    took = []
-    p, d = LinkStub(prefill), LinkStub(decode)
-    session = d.session()
-    await session.write(worker_pb2.SessionRequest(open=worker_pb2.OpenSession(router_id="bench")))
-    for number in range(NUM_ALONE):
-        spec = worker_pb2.RequestSpec(
-            request_id=str(number), attempt=1, token_ids=bytes(4 * NUM_PROMPT_TOKENS)
-        )
-        reserve = worker_pb2.Reserve(spec=spec, writer=common_pb2.WorkerRef(worker_id="p0"))
-        start = time.perf_counter()
-        await session.write(worker_pb2.SessionRequest(reserve=reserve))
-        lease = await read_lease(session)
-        call = await p.prefill(worker_pb2.PrefillRequest(spec=spec, lease=lease))
-        await call.read()
-        took.append(time.perf_counter() - start)
-        call.cancel()
-        cancel = worker_pb2.Cancel(request_id=str(number), attempt=1)
-        await session.write(worker_pb2.SessionRequest(cancel=cancel))
-    for stub in (p, d):
-        await stub.close()
-    return took
+# --- what is measured -----------------------------------------------------------------------------
 
 
-async def through_router() -> tuple[list[float], Run, Run]:
-    """Direct times, requests one by one, requests at once."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        async with process("-m", "bench.free_worker") as (addresses, _):
-            control, prefill, decode = addresses
-            before = await direct(prefill, decode)
-            arguments = router_arguments(folder, control)
-            async with (
-                process(*arguments) as (words, router),
-                grpc.aio.insecure_channel(words[-1]) as channel,
-            ):
-                stub = router_pb2_grpc.RouterServiceStub(channel)
-                await many(stub, router, 20, 4)  # warms up
-                alone = await many(stub, router, NUM_ALONE, 1)
-                together = await many(stub, router, NUM_TOGETHER, CONCURRENCY)
-    return before, alone, together
+class Samples:
+    """Own what was measured: the values of each column in each row."""
+
+    def __init__(self) -> None:
+        self._values: dict[tuple[str, ...], list[float]] = defaultdict(list)
+
+    def add(self, row: Sequence[str], column: str, *values: float) -> None:
+        self._values[(*row, column)] += values
+
+    def cell(self, row: Sequence[str], column: str, share: float = 0.5, digits: int = 2) -> str:
+        values = self._values.get((*row, column))
+        return f"{float(np.quantile(values, share)):.{digits}f}" if values else "-"
 
 
-# --- placement ------------------------------------------------------------------------------------
+async def measured(target: Target, connections: int, load: Load) -> tuple[Run, float]:
+    """What the requests took, and the server's CPU in seconds."""
+    client = target.connect(connections)
+    try:
+        await run(client, Load(load.at_once, load.at_once, 2, FLOOD_MS))  # warms up
+        before_s = target.server.cpu_s()
+        done = await run(client, load)
+        return done, target.server.cpu_s() - before_s
+    finally:
+        await client.close()
 
 
-def fleet_of(size: int, config: RouterConfig, index: PrefixIndex) -> Fleet:
-    """Half prefill and half decode workers, each holding a thousand blocks of its own."""
-    fleet = Fleet(config, time.monotonic, lambda: None)
-    rng = random.Random(0)
-    for number in range(size):
-        facts = WorkerFacts(
-            worker_id=f"w{number}",
-            incarnation=1,
-            can_prefill=number % 2 == 0,
-            can_decode=number % 2 == 1,
-            address="",
-            model=MODEL,
-            kv_fingerprint=FINGERPRINT,
-            block_size=16,
-            num_blocks=100_000,
-            max_model_len=8192,
-            max_request_tokens=0,
-            max_held_tokens=0,
-            max_num_seqs=256,
-            vocab_size=257,
-            kv_bytes_per_token=1 << 17,
-            ref=common_pb2.WorkerRef(worker_id=f"w{number}"),
-        )
-        entry = fleet.add(facts)
-        fleet.set_state(entry, WorkerState.LIVE)
-        fleet.set_connected(entry, True)
-        index.store(entry.slot, None, [BlockHash(rng.randbytes(16)) for _ in range(1000)])
-    return fleet
+async def alone(site: Site, samples: Samples) -> None:
+    """First tokens, one request at a time."""
+    for kind in ("text", "ids"):
+        medians: dict[tuple[str, str], float] = {}
+        for target in (*site.direct, *site.servers):
+            progress(f"first tokens of {kind}: {target.name}, TLS {target.tls}")
+            done, _ = await measured(target, 1, Load(NUM_ALONE, 1, 4, FLOOD_MS, kind == "ids"))
+            ttft_ms = [answer.ttft_s * 1e3 for answer in done.answers]
+            median_ms = float(np.median(ttft_ms))
+            samples.add(target.row, kind, *ttft_ms)
+            medians[target.row] = median_ms
+            if target.below:
+                plain_ms = medians[target.below, "no"]
+                below_ms = medians.get((target.below, target.tls), plain_ms)
+                samples.add(target.row, f"{kind} added", median_ms - below_ms)
 
 
-async def placement_us(size: int) -> float:
-    """Median microseconds from the queue to a booked placement, and back."""
-    config, index = RouterConfig(), make_index(200_000)
-    fleet = fleet_of(size, config, index)
-    admission = Admission(config, fleet, index, LoopClock(), random.Random(0))
-    took = []
-    rng = np.random.default_rng(0)
-    for _ in range(NUM_PLACEMENTS):
-        tokens = rng.integers(0, 256, 1024, dtype=np.uint32)
-        prompt = PromptBlocks(tokens, SHARED_BY_ALL)
-        prompt.hashes(FINGERPRINT, 16)
-        start = time.perf_counter()
-        answer: asyncio.Future[Placed | BatonError] = asyncio.get_running_loop().create_future()
-        admission.enter(admission.ticket(prompt, 64), answer.set_result)
-        placed = await answer
-        assert isinstance(placed, Placed)
-        took.append(time.perf_counter() - start)
-        fleet.release(placed.booking)
-    fleet.check_integrity()
-    return statistics.median(took) * 1e6
+async def paced(site: Site, samples: Samples) -> None:
+    """CPU of requests whose tokens come at a worker's pace."""
+    for target in site.servers:
+        for connections in target.kept:
+            progress(f"CPU: {target.name}, {connections} connections, TLS {target.tls}")
+            row, cpu_s = (*target.row, str(connections)), []
+            for num_tokens in (SHORT, LONG):
+                load = Load(AT_ONCE, AT_ONCE, num_tokens, PACED_MS)
+                done, took_s = await measured(target, connections, load)
+                cpu_s.append(took_s / AT_ONCE)
+            samples.add(row, "request", cpu_s[0] * 1e3)
+            samples.add(row, "further", (cpu_s[1] - cpu_s[0]) / (LONG - SHORT) * 1e6)
+            samples.add(row, "messages", done.num_messages / done.num_tokens)
+
+
+async def flooded(site: Site, samples: Samples) -> None:
+    """Tokens a second where the workers have more of them than the server can take."""
+    for target in site.plain:
+        for num_tokens in (SHORT, LONG):
+            progress(f"tokens/s: {target.name}, {num_tokens} tokens each")
+            num_requests = max(AT_ONCE, NUM_FLOOD_TOKENS // num_tokens)
+            load = Load(num_requests, AT_ONCE, num_tokens, FLOOD_MS)
+            done, cpu_s = await measured(target, target.connections[0], load)
+            row = (target.name, str(num_tokens))
+            samples.add(row, "rate", done.num_tokens / done.wall_s)
+            samples.add(row, "rate of CPU", done.num_tokens / max(cpu_s, TICK_S))
+            samples.add(row, "cores", cpu_s / done.wall_s)
+            samples.add(row, "messages", done.num_messages / done.num_tokens)
+
+
+async def counted(site: Site, samples: Samples) -> None:
+    """System calls of a request. Raises OSError where strace is missing, or may not attach."""
+    for target in site.servers:
+        for connections in target.connections:
+            name = str(connections or "new")
+            progress(f"system calls: {target.name}, {name} connections, TLS {target.tls}")
+            client = target.connect(connections)
+            try:
+                await run(client, Load(AT_ONCE, AT_ONCE, 2, FLOOD_MS))
+                async with Syscalls(target.server) as calls:
+                    await run(client, Load(AT_ONCE, AT_ONCE, SHORT, SLOW_MS))
+            finally:
+                await client.close()
+            samples.add(target.row, name, calls.number / AT_ONCE)
 
 
 # --- the report -----------------------------------------------------------------------------------
 
 
-def _ms(seconds: list[float], share: float = 0.5) -> str:
-    return f"{float(np.quantile(seconds, share)) * 1e3:.2f}"
+class Column(NamedTuple):
+    title: str
+    measured: str
+    share: float = 0.5
+    digits: int = 2
 
 
-async def report() -> str:
-    before, alone, together = await through_router()
-    added = (statistics.median(alone.ttft_s) - statistics.median(before)) * 1e3
-    requests = len(together.ttft_s)
-    one_by_one = [
-        ["TTFT direct, ms", _ms(before), _ms(before, 0.9)],
-        ["TTFT through the router, ms", _ms(alone.ttft_s), _ms(alone.ttft_s, 0.9)],
-        ["added by the router, ms", f"{added:.2f}", ""],
-        [f"TTFT, {CONCURRENCY} at once, ms", _ms(together.ttft_s), _ms(together.ttft_s, 0.9)],
-    ]
-    rates = [
-        ["requests/s", f"{requests / together.wall_s:.0f}"],
-        ["tokens/s", f"{together.num_tokens / together.wall_s:.0f}"],
-        ["router CPU per request, ms", f"{together.router_cpu_s / requests * 1e3:.2f}"],
-        [
-            "router CPU per token, us",
-            f"{together.router_cpu_s / together.num_tokens * 1e6:.0f}",
-        ],
-        ["router CPU busy, of one core", f"{together.router_cpu_s / together.wall_s:.2f}"],
-    ]
-    fleets = [[f"{size} workers", f"{await placement_us(size):.0f}"] for size in FLEETS]
-    return "\n\n".join(
-        (
-            markdown(("one at a time", "median", "p90"), one_by_one),
-            markdown((f"{CONCURRENCY} at once, {NUM_TOKENS} tokens each", "value"), rates),
-            markdown(("placement", "median us"), fleets),
+def first_tokens() -> list[Column]:
+    return [
+        column
+        for kind in ("text", "ids")
+        for column in (
+            Column(kind, kind),
+            Column("p90", kind, 0.9),
+            Column("added", f"{kind} added"),
+            Column("p90", f"{kind} added", 0.9),
         )
-    )
+    ]
+
+
+def cpu() -> list[Column]:
+    return [
+        Column(f"CPU ms, {SHORT} tokens", "request"),
+        Column("p90", "request", 0.9),
+        Column("us a further token", "further", 0.5, 0),
+        Column("p90", "further", 0.9, 0),
+        Column("messages a token", "messages"),
+    ]
+
+
+def rates() -> list[Column]:
+    return [
+        Column("tokens/s", "rate", 0.5, 0),
+        Column("p90", "rate", 0.9, 0),
+        Column("tokens a CPU second", "rate of CPU", 0.5, 0),
+        Column("cores busy", "cores"),
+        Column("messages a token", "messages"),
+    ]
+
+
+def calls() -> list[Column]:
+    titles = {"1": "1 connection", str(AT_ONCE): f"{AT_ONCE} connections", "new": "a new one each"}
+    return [Column(title, number, 0.5, 0) for number, title in titles.items()]
+
+
+def tables(site: Site, samples: Samples) -> list[str]:
+    def table(names: str, rows: Iterable[Sequence[str]], columns: Sequence[Column]) -> str:
+        """`names`: of the cells that name a row."""
+        header = [*names.split(" | "), *(column.title for column in columns)]
+        lines = [[*row, *(samples.cell(row, *column[1:]) for column in columns)] for row in rows]
+        lines += [[name, "not installed", *["-"] * (len(header) - 2)] for name in site.missing]
+        return markdown(header, lines)
+
+    every = [target.row for target in (*site.direct, *site.servers)]
+    connected = [(*each.row, str(number)) for each in site.servers for number in each.kept]
+    lengths = [(each.name, str(length)) for each in site.plain for length in (SHORT, LONG)]
+    servers = [target.row for target in site.servers]
+    title = f"{AT_ONCE} at once"
+    return [
+        table("TTFT ms, one at a time | TLS", every, first_tokens()),
+        table(f"{title}, {PACED_MS} ms a step | TLS | connections", connected, cpu()),
+        table(f"{title}, as fast as it can | tokens each", lengths, rates()),
+        table(f"system calls a request of {SHORT} tokens | TLS", servers, calls()),
+    ]
+
+
+async def report(rounds: int = ROUNDS, sglang_python: str | None = None) -> str:
+    samples, skipped = Samples(), ""
+    async with started(sglang_python) as site:
+        for number in range(1, rounds + 1):
+            progress(f"round {number} of {rounds}")
+            for measure in (alone, paced, flooded):
+                await measure(site, samples)
+        try:
+            await counted(site, samples)
+        except OSError as error:
+            skipped = f"\n\nSystem calls were not counted: {error}."
+    progress("placement")
+    fleets = [[f"{size} workers", f"{await placement_us(size):.0f}"] for size in FLEETS]
+    placed = markdown(("placement", "median us"), fleets)
+    return "\n\n".join((*tables(site, samples), placed)) + skipped
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.router")
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--sglang-python", metavar="PATH", help="a Python with sglang-router")
+    options = parser.parse_args()
+    os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"  # it warns of each process that is started
+    head = describe(f"python -m bench.router --rounds {options.rounds}")
+    printed = uvloop.run(report(options.rounds, options.sglang_python))
+    load = ", ".join(f"{value:.2f}" for value in os.getloadavg())
+    print(f"{head}\n- load average after it: {load}\n\n{__doc__}\n{printed}")
 
 
 if __name__ == "__main__":
-    print(f"{__doc__}\n{uvloop.run(report())}")
+    main()

@@ -85,22 +85,32 @@ def test_the_handoff_is_measured_beside_memcpy() -> None:
         assert whole / memcpy == pytest.approx(whole_share, rel=0.1)
 
 
+def rows_of(table: str) -> list[list[str]]:
+    lines = [line.strip("|").split("|") for line in table.splitlines()]
+    return [[cell.strip() for cell in line] for line in lines[2:]]
+
+
 @pytest.mark.full
 @pytest.mark.timeout(120)
 async def test_the_router_is_measured_between_workers_that_cost_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    small = {"NUM_ALONE": 3, "NUM_TOGETHER": 4, "NUM_TOKENS": 4, "CONCURRENCY": 2}
-    for name, value in {**small, "FLEETS": (10,), "NUM_PLACEMENTS": 5}.items():
+    small = {"NUM_ALONE": 3, "AT_ONCE": 2, "SHORT": 2, "LONG": 6, "NUM_FLOOD_TOKENS": 16}
+    for name, value in {**small, "FLEETS": (10,), "SLOW_MS": 5}.items():
         monkeypatch.setattr(router, name, value)
-    alone, together, placements = map(
-        numbers_of, (await router.report()).replace("\n\n", "\f").split("\f")
-    )
-    assert [len(row) for row in alone] == [2, 2, 1, 2]
-    (direct, _), (through, _), (added,), _ = alone
-    assert added == pytest.approx(through - direct, abs=0.02)
-    assert [len(row) for row in together] == [1] * 5
-    assert all(value > 0 for (value,) in (*together, *placements))
+    printed = await router.report(rounds=1)
+    first_tokens, cpu, rates, calls, placements = map(rows_of, printed.split("\n\n")[:5])
+    servers = ["null server", "bare proxy", "router", "router, HTTP"]
+    direct = ["direct", "direct HTTP"]
+    assert [row[0] for row in first_tokens] == [*direct, *servers, *servers, "sglang-router"]
+    assert [len(table) for table in (cpu, rates, calls, placements)] == [15, 9, 9, 1]
+    assert all(table.pop()[1] == "not installed" for table in (first_tokens, cpu, rates, calls))
+    by_name = {row[0]: row for row in first_tokens if row[1] == "no"}
+    ttft, added = (float(cell) for cell in by_name["router"][2:5:2])
+    assert added == pytest.approx(ttft - float(by_name["direct"][2]), abs=0.02)
+    assert all(0 < float(row[-1]) <= 1 for row in (*cpu, *rates)), "messages a token"
+    if "not counted" not in printed:
+        assert all(float(row[-1]) > 0 for row in calls)
 
 
 def test_placement_hashes_and_index_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
