@@ -28,11 +28,10 @@ def sends_pings(keepalive_s: float, when_idle: bool = True) -> Options:
     )
 
 
-def accepts_pings(min_interval_s: float = 0.1, max_strikes: int = 0) -> Options:
-    """For a server: how often pings may come. A peer that exceeds this `max_strikes` times is cut
-    off; 0: never."""
+def accepts_pings(min_interval_s: float = 0.1) -> Options:
+    """For a server: pings may come, this often at most; a peer that exceeds it is not cut off."""
     return (
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.min_recv_ping_interval_without_data_ms", int(min_interval_s * 1e3)),
-        ("grpc.http2.max_ping_strikes", max_strikes),
+        ("grpc.http2.max_ping_strikes", 0),
     )

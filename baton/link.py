@@ -13,7 +13,7 @@ Nothing waits for a task: whole frames are handed on as they are read. What is s
 socket at once, or into the transport's buffer. A sender that may fall behind looks at `room`.
 
 The worker's gRPC server has the same port: a connection that begins with HTTP/2's preface is passed
-on to it, byte by byte.
+on to it, byte by byte. Where TLS is configured (`link_tls`) a link without it is refused.
 """
 
 from __future__ import annotations
@@ -22,9 +22,11 @@ import asyncio
 import contextlib
 import enum
 import logging
+import socket
 import struct
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NoReturn, Protocol
 
 import grpc
@@ -32,6 +34,7 @@ from google.protobuf.message import DecodeError, Message
 from google.rpc import status_pb2
 
 from baton.grpc_options import WORKER_MESSAGE_BYTES
+from baton.link_tls import LinkTls
 from baton.status import DETAILS_KEY
 from baton.v1 import worker_pb2
 
@@ -41,6 +44,7 @@ _HEADER = struct.Struct("<IBI")
 _VERSION = b"baton link 1"
 _KEEPALIVE = struct.Struct("<f")
 _HTTP2 = b"PRI * HTTP/2.0"
+_TLS_HANDSHAKE = b"\x16"
 _LOW_BYTES, _HIGH_BYTES = 16 << 10, 64 << 10  # of the buffer: when `room` is given, and taken
 TOKENS_ROOM, OTHERS_ROOM = 1 << 20, _HIGH_BYTES
 """Bytes unsent up to which more are taken: tokens go before all else."""
@@ -65,12 +69,14 @@ class Method(enum.IntEnum):
     PREFILL = 2
     ATTACH = 3
     FOLLOW_KV = 4
+    CANCEL = 5
 
 
 _MESSAGES: dict[Method, tuple[type[Message], type[Message]]] = {
     Method.SESSION: (worker_pb2.SessionRequest, worker_pb2.SessionResponse),
     Method.PREFILL: (worker_pb2.PrefillRequest, worker_pb2.PrefillResponse),
     Method.ATTACH: (worker_pb2.AttachRequest, worker_pb2.AttachResponse),
+    Method.CANCEL: (worker_pb2.Cancel, worker_pb2.CancelResponse),
     Method.FOLLOW_KV: (worker_pb2.SubscribeKvRequest, worker_pb2.SubscribeKvResponse),
 }
 
@@ -233,8 +239,9 @@ class Call:
 class Link(_Frames):
     """Own a connection to a worker, and the calls on it."""
 
-    def __init__(self, max_message_bytes: int, keepalive_s: float) -> None:
+    def __init__(self, max_message_bytes: int, keepalive_s: float, tls: LinkTls | None) -> None:
         super().__init__(max_message_bytes, keepalive_s)
+        self._tls = tls
         self._calls: dict[int, tuple[Caller, type[Message]]] = {}
         self._num_calls = 0
         self._welcomed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -243,21 +250,34 @@ class Link(_Frames):
 
     @classmethod
     async def connect(
-        cls, address: str, *, max_message_bytes: int, keepalive_s: float, timeout_s: float
+        cls,
+        address: str,
+        *,
+        max_message_bytes: int,
+        keepalive_s: float,
+        timeout_s: float,
+        tls: LinkTls | None = None,
     ) -> Link:
-        """Connect to a worker that answers. Raises OSError, TimeoutError."""
+        """Connect to a worker that answers. Raises OSError where nobody listens, and
+        ConnectionResetError or TimeoutError where somebody does and does not answer."""
         host, _, port = address.rpartition(":")
         loop = asyncio.get_running_loop()
-        link = cls(max_message_bytes, keepalive_s)
+        link = cls(max_message_bytes, keepalive_s, tls)
+        secure = None if tls is None else tls.context
         try:
             async with asyncio.timeout(timeout_s):
-                await loop.create_connection(lambda: link, host.strip("[]"), int(port))
+                await loop.create_connection(lambda: link, host.strip("[]"), int(port), ssl=secure)
                 link._send(_Kind.HELLO, payload=_VERSION + _KEEPALIVE.pack(keepalive_s))
                 await link._welcomed
         except BaseException:
             link.close("it did not answer in time")
             raise
         return link
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        if self._tls is not None and (why := self._tls.wrong_peer(transport)):
+            self.close(why)
 
     def call(self, method: Method, request: Message, caller: Caller) -> Call:
         """Begin a call. If the connection is lost already, the caller hears of it at once."""
@@ -303,7 +323,7 @@ class Link(_Frames):
 
     def _on_lost(self, why: str) -> None:
         if not self._welcomed.done():
-            self._welcomed.set_exception(ConnectionError(why))
+            self._welcomed.set_exception(ConnectionResetError(why))
         if not self.lost.done():
             self.lost.set_result(why)
         calls, self._calls = self._calls, {}
@@ -385,10 +405,14 @@ def streams(handler: Callable[[Any, CallContext], AsyncIterator[Message]]) -> Se
 class LinkServer:
     """Own a listening port, its connections and their calls."""
 
-    def __init__(self, methods: Mapping[Method, Served]) -> None:
-        self._methods = methods
+    def __init__(self, methods: Mapping[Method, Served], tls: LinkTls | None = None) -> None:
+        """`tls`: then links without it are refused. gRPC stays as it is."""
+        self._methods, self.tls = methods, tls
         self._server: asyncio.Server | None = None
         self._grpc = ""
+        self.is_stopped = False
+        self._accepting: asyncio.Task[None] | None = None  # where there is TLS
+        self._arriving: set[asyncio.Task[None]] = set()
         self._connections: set[_Arriving] = set()
 
     async def start(self, host: str, port: int, grpc_address: str) -> int:
@@ -396,18 +420,58 @@ class LinkServer:
         Raises OSError."""
         loop = asyncio.get_running_loop()
         self._grpc = grpc_address
-        self._server = await loop.create_server(self._accept, host.strip("[]"), port)
-        number: int = self._server.sockets[0].getsockname()[1]
+        if self.tls is None:
+            self._server = await loop.create_server(self._accept, host.strip("[]"), port)
+            number: int = self._server.sockets[0].getsockname()[1]
+            return number
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listening = socket.create_server((host.strip("[]"), port), family=family)
+        listening.setblocking(False)
+        self._accepting = loop.create_task(self._accept_all(listening))
+        self._accepting.add_done_callback(lambda _: listening.close())
+        number = listening.getsockname()[1]
         return number
 
     def _accept(self) -> asyncio.Protocol:
-        return _Arriving(self)
+        return _Arriving(self, is_secure=False)
+
+    async def _accept_all(self, listening: socket.socket) -> None:
+        """Where there is TLS: a connection's first byte says whether it begins with a handshake,
+        and is read by whoever serves it."""
+        loop = asyncio.get_running_loop()
+        while True:
+            arrived, _ = await loop.sock_accept(listening)
+            task = loop.create_task(self._take_in(arrived))
+            self._arriving.add(task)
+            task.add_done_callback(self._arriving.discard)
+
+    async def _take_in(self, arrived: socket.socket) -> None:
+        assert self.tls is not None
+        loop, readable = asyncio.get_running_loop(), asyncio.Event()
+        loop.add_reader(arrived, readable.set)
+        try:
+            async with asyncio.timeout(HELLO_WITHIN_S):
+                await readable.wait()
+        except BaseException:
+            loop.remove_reader(arrived)
+            arrived.close()
+            raise
+        loop.remove_reader(arrived)
+        with contextlib.suppress(OSError):  # it may have gone, or fail the handshake
+            is_secure = arrived.recv(1, socket.MSG_PEEK) == _TLS_HANDSHAKE
+            context = self.tls.context if is_secure else None
+            made = partial(_Arriving, self, is_secure)
+            await loop.connect_accepted_socket(made, arrived, ssl=context)
 
     async def stop(self) -> None:
         """Cut every connection, and wait until their calls have ended."""
+        self.is_stopped = True
         if self._server is not None:
             self._server.close()
         tasks = [task for one in list(self._connections) for task in one.end()]
+        tasks += [*self._arriving, *([self._accepting] if self._accepting is not None else [])]
+        for task in tasks:
+            task.cancel()
         if tasks:
             await asyncio.wait(tasks)
 
@@ -415,8 +479,8 @@ class LinkServer:
 class _Arriving(asyncio.Protocol):
     """A connection until its first bytes show what it is."""
 
-    def __init__(self, server: LinkServer) -> None:
-        self._server = server
+    def __init__(self, server: LinkServer, is_secure: bool) -> None:
+        self._server, self._is_secure = server, is_secure
         self._transport: Any = None
         self._first = b""
         self._served: _ServedLink | None = None
@@ -425,6 +489,8 @@ class _Arriving(asyncio.Protocol):
     def connection_made(self, transport: Any) -> None:
         self._transport = transport
         self._server._connections.add(self)
+        if self._server.is_stopped:  # accepted just before
+            transport.abort()
 
     def data_received(self, data: bytes) -> None:
         self._first += data
@@ -435,11 +501,20 @@ class _Arriving(asyncio.Protocol):
             work = _pass_on(self._transport, self._first, self._server._grpc)
             self._passing = asyncio.create_task(work)
             self._passing.add_done_callback(lambda _: self._server._connections.discard(self))
+        elif refusal := self._refusal():
+            log.warning("a link is refused: %s", refusal)
+            self._transport.abort()
         else:
             served = self._served = _ServedLink(self._server, self)
             self._transport.set_protocol(served)
             served.connection_made(self._transport)
             served.data_received(self._first)
+
+    def _refusal(self) -> str:
+        tls = self._server.tls
+        if tls is None:
+            return ""
+        return tls.wrong_peer(self._transport) if self._is_secure else "it has no TLS"
 
     def connection_lost(self, error: Exception | None) -> None:
         self._server._connections.discard(self)

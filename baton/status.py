@@ -100,11 +100,17 @@ def status_metadata(error: BatonError) -> tuple[tuple[str, bytes], ...]:
     return ((DETAILS_KEY, status.SerializeToString()),)
 
 
-async def abort(context: CallEnds, error: BatonError) -> NoReturn:
-    """End a call with the error's status and details; metadata have to be short."""
+def shortened(error: BatonError) -> BatonError:
+    """The error with a message that fits into metadata, which have to be short."""
     message = error.message.encode()
     if len(message) > _MAX_ERROR_BYTES:  # it quotes what the client sent
         error.message = f"{message[:_MAX_ERROR_BYTES].decode(errors='ignore')}..."
+    return error
+
+
+async def abort(context: CallEnds, error: BatonError) -> NoReturn:
+    """End a call with the error's status and details."""
+    shortened(error)
     await context.abort(status_code(error), error.message, status_metadata(error))
     raise AssertionError("abort returned")
 

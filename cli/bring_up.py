@@ -94,7 +94,7 @@ def _addresses(host: str) -> set[str]:
 
 
 def _check_free(wanted: _Wanted) -> None:
-    from router.door.server import check_can_listen
+    from router.door.listening import check_can_listen
 
     try:
         check_can_listen(f"{wanted.host}:{wanted.port}", wanted.may_share)

@@ -188,6 +188,13 @@ class DecodeRole:
         if run.router == session.router or attempt == ANY_ATTEMPT:
             self._end(run, FinishReason.ABORTED, "cancelled")
 
+    def end_for_client(self, request_id: str) -> bool:
+        """Abort what runs under the id, whichever router follows it; False: nothing does."""
+        run = self.runs.of_request(request_id)
+        if run is not None:
+            self._end(run, FinishReason.ABORTED, "cancelled")
+        return run is not None
+
     def _refusal(self, submission: Submission) -> tuple[Refusal, str] | None:
         if self._draining:
             return Refusal.DRAINING, "this worker is draining"

@@ -45,6 +45,7 @@ class DecodeService:
         self.methods = {
             Method.SESSION: Served(self._session, TOKENS_ROOM),
             Method.ATTACH: answers(self._attach),
+            Method.CANCEL: answers(self._cancel),
         }
 
     async def _session(
@@ -116,6 +117,11 @@ class DecodeService:
             emitted_logprobs=tuple(map(logprobs_from_proto, known)),
         )
         return submission, writer
+
+    async def _cancel(
+        self, request: worker_pb2.Cancel, context: CallContext
+    ) -> worker_pb2.CancelResponse:
+        return worker_pb2.CancelResponse(found=self._role.end_for_client(request.request_id))
 
     async def _attach(
         self, request: worker_pb2.AttachRequest, context: CallContext

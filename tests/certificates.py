@@ -38,7 +38,8 @@ class Authority:
         self.ca.write_bytes(_pem(built.sign(self._key, hashes.SHA256())))
 
     def issue(self, name: str, host: str = "127.0.0.1") -> Certificate:
-        """For a server at `host`, or a client. One of the same name is replaced at once."""
+        """For a server at `host` (or a URI), or a client. One of the same name is replaced at
+        once."""
         key = ec.generate_private_key(ec.SECP256R1())
         builder = _builder(_name(name), self._name, key).add_extension(
             x509.SubjectAlternativeName([_host(host)]), critical=False
@@ -56,6 +57,20 @@ class Authority:
         return made
 
 
+def link_folder(authority: Authority, role: str, name: str = "") -> str:
+    """The files of `link_tls`, as cert-manager mounts them."""
+    made = authority.issue(f"{role}-{name or 'one'}", f"baton:{role}")
+    folder = made.certificate.parent / (name or role)
+    folder.mkdir(exist_ok=True)
+    for file, source in (
+        ("ca.crt", authority.ca),
+        ("tls.crt", made.certificate),
+        ("tls.key", made.key),
+    ):
+        swap(folder / file, source.read_bytes())
+    return str(folder)
+
+
 def swap(path: Path, content: bytes) -> None:
     """Put it there whole: who reads sees the old one or this one."""
     new = path.with_name(f".{path.name}.new")
@@ -68,6 +83,8 @@ def _name(name: str) -> x509.Name:
 
 
 def _host(host: str) -> x509.GeneralName:
+    if host.startswith("baton:"):
+        return x509.UniformResourceIdentifier(host)
     try:
         return x509.IPAddress(ipaddress.ip_address(host))
     except ValueError:

@@ -11,6 +11,7 @@ from typing import Any
 import grpc.aio
 
 from baton.link import Call, Link, LinkError, LinkServer, Method, Served
+from baton.link_tls import LinkTls
 from baton.v1 import worker_pb2
 
 
@@ -101,9 +102,14 @@ class LinkStub:
 class WorkerPort:
     """Own a worker's port: link and gRPC behind it."""
 
-    def __init__(self, server: grpc.aio.Server, methods: Mapping[Method, Served]) -> None:
+    def __init__(
+        self,
+        server: grpc.aio.Server,
+        methods: Mapping[Method, Served],
+        tls: LinkTls | None = None,
+    ) -> None:
         """`server` has its services, and no port."""
-        self._server, self._links = server, LinkServer(methods)
+        self._server, self._links = server, LinkServer(methods, tls)
         self._folder = tempfile.TemporaryDirectory(prefix="baton-worker-")
 
     async def start(self, port: int = 0) -> str:

@@ -76,6 +76,9 @@ class RouterConfig(Ranged):
     """None: plain text."""
     auth: AuthConfig | None = None
     """None: everyone may call, in any tenant's name."""
+    link_tls: str | None = None
+    """A folder with `ca.crt`, `tls.crt` and `tls.key`: the router's identity (`baton:router`) on
+    its links to workers. None: plain text."""
     health_port: Port | None = None
     """A further port for the health service, in plain text and open to all: probes have no
     certificate. The router's own port serves health in any case. None: only there."""
@@ -185,7 +188,8 @@ class RouterConfig(Ranged):
     def beside(self, folder: Path) -> RouterConfig:
         """Relative files are those in `folder`."""
         tls, auth = _beside(self.tls, folder), _beside(self.auth, folder)
-        return dataclasses.replace(self, tls=tls, auth=auth)
+        link = None if self.link_tls is None else str(folder / self.link_tls)
+        return dataclasses.replace(self, tls=tls, auth=auth, link_tls=link)
 
     def __post_init__(self) -> None:
         super().__post_init__()

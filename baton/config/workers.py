@@ -70,6 +70,9 @@ class WorkerSettings(Ranged):
     """Where a worker's gRPC services listen. 0: any free port, which it registers."""
     metrics_port: Port | None = 0
     """Prometheus metrics over HTTP; None: not served, 0: any free port."""
+    link_tls: str | None = None
+    """A folder with `ca.crt`, `tls.crt` and `tls.key`: the workers' identity (`baton:worker`).
+    Links of others than routers are refused then. None: plain text."""
 
 
 @dataclass(frozen=True)

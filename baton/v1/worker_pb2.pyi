@@ -12,6 +12,8 @@ Router to worker. Requests, tokens and KV events go over the link, framed on one
   owner ends it.
 - ATTACH: AttachRequest, AttachResponse. Take over a request whose router is gone. Its later tokens
   flow on the caller's session.
+- CANCEL: Cancel, CancelResponse. Of a router that does not follow the request, whose client wants it
+  ended.
 - FOLLOW_KV: SubscribeKvRequest, then any number of SubscribeKvResponse. Which blocks this worker's
   prefix cache holds: one snapshot, then deltas.
 
@@ -301,6 +303,28 @@ class Cancel(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Cancel: _TypeAlias = Cancel  # noqa: Y015
+
+@_typing.final
+class CancelResponse(_message.Message):
+    """To Cancel as a call of its own."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FOUND_FIELD_NUMBER: _builtins.int
+    found: _builtins.bool
+    """Whether anything ran under the id."""
+    def __init__(
+        self,
+        *,
+        found: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["found", b"found"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CancelResponse: _TypeAlias = CancelResponse  # noqa: Y015
 
 @_typing.final
 class SessionResponse(_message.Message):

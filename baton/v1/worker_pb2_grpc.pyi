@@ -12,6 +12,8 @@ Router to worker. Requests, tokens and KV events go over the link, framed on one
   owner ends it.
 - ATTACH: AttachRequest, AttachResponse. Take over a request whose router is gone. Its later tokens
   flow on the caller's session.
+- CANCEL: Cancel, CancelResponse. Of a router that does not follow the request, whose client wants it
+  ended.
 - FOLLOW_KV: SubscribeKvRequest, then any number of SubscribeKvResponse. Which blocks this worker's
   prefix cache holds: one snapshot, then deltas.
 

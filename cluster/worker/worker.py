@@ -31,6 +31,7 @@ from baton.clock import LoopClock
 from baton.errors import OtherModelError
 from baton.grpc_options import WORKER_MESSAGE_BYTES, accepts_pings
 from baton.link import LinkServer
+from baton.link_tls import LinkTls
 from baton.model_folder import find_text_files
 from baton.v1 import control_pb2, worker_pb2, worker_pb2_grpc
 from cluster.node.pod import PodWorkers
@@ -263,7 +264,8 @@ class Worker:
             methods |= PrefillService(self.prefill, self.rank.model.kv_fingerprint).methods
         if self._config.role is not Role.PREFILL:
             methods |= DecodeService(self.decode).methods
-        links = LinkServer(methods)
+        folder = self._config.settings.link_tls
+        links = LinkServer(methods, None if folder is None else LinkTls(folder, "worker"))
         with tempfile.TemporaryDirectory(prefix="baton-worker-") as folder:
             grpc_address = f"unix:{folder}/grpc"
             server.add_insecure_port(grpc_address)

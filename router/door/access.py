@@ -12,15 +12,14 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
-import grpc
-import grpc.aio
 import yaml
 
 from baton.config import settings
 from baton.config.router import AuthConfig, RouterConfig, TlsConfig
 from baton.errors import ConfigError, UnauthenticatedError
+from baton.link_tls import LinkTls
 
 T = TypeVar("T")
 
@@ -76,41 +75,33 @@ class ServerTls:
 
     def __init__(self, config: TlsConfig) -> None:
         """Raises ConfigError when the files hold no certificate and its key."""
-        self._asks_clients = config.client_ca_file is not None
         named = (config.certificate_file, config.key_file, config.client_ca_file)
         files = [Path(name) for name in named if name is not None]
         self._certificates = Reread(lambda: files, partial(read_certificates, config))
-        self._shown = self._certificates.value.of_grpc
         self.look = self._certificates.look
 
-    def credentials(self) -> grpc.ServerCredentials:
-        newer: Any = self._newer  # its type in the stubs leaves None out, which gRPC allows
-        return grpc.dynamic_ssl_server_credentials(self._shown, newer, self._asks_clients)
-
     @property
-    def context(self) -> ssl.SSLContext:
-        """Of HTTP's connections; another one once the files have changed."""
-        return self._certificates.value.of_http
-
-    def _newer(self) -> grpc.ServerCertificateConfiguration | None:
-        """None: as before. gRPC asks on a thread of its own, before every handshake."""
-        value = self._certificates.value.of_grpc
-        if value is self._shown:
-            return None
-        self._shown = value
-        return value
+    def contexts(self) -> Contexts:
+        """Others once the files have changed."""
+        return self._certificates.value
 
 
 @dataclass(frozen=True)
-class Certificates:
-    of_grpc: grpc.ServerCertificateConfiguration
+class Contexts:
+    """Of either door's connections."""
+
+    of_grpc: ssl.SSLContext
     of_http: ssl.SSLContext
 
 
-def read_certificates(config: TlsConfig) -> Certificates:
-    """Check the files, since gRPC would only say that it failed. Raises ConfigError."""
-    certificate = _read(config.certificate_file, "tls.certificate_file")
-    key = _read(config.key_file, "tls.key_file")
+def read_certificates(config: TlsConfig) -> Contexts:
+    """Raises ConfigError where the files hold no certificate and its key."""
+    return Contexts(_context(config, "h2"), _context(config, "http/1.1"))
+
+
+def _context(config: TlsConfig, protocol: str) -> ssl.SSLContext:
+    _check_readable(config.certificate_file, "tls.certificate_file")
+    _check_readable(config.key_file, "tls.key_file")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:  # with a password, or OpenSSL would ask for one at the terminal
         context.load_cert_chain(config.certificate_file, config.key_file, password="")
@@ -120,11 +111,10 @@ def read_certificates(config: TlsConfig) -> Certificates:
             f"and its key, both PEM and without a password: {_why(error)}",
             field="router.tls",
         ) from error
-    context.set_alpn_protocols(["http/1.1"])
+    context.set_alpn_protocols([protocol])
     if config.client_ca_file is None:
-        made = grpc.ssl_server_certificate_configuration([(key, certificate)])
-        return Certificates(made, context)
-    client_ca = _read(config.client_ca_file, "tls.client_ca_file")
+        return context
+    _check_readable(config.client_ca_file, "tls.client_ca_file")
     try:
         context.load_verify_locations(config.client_ca_file)
     except OSError as error:
@@ -134,17 +124,16 @@ def read_certificates(config: TlsConfig) -> Certificates:
             field="router.tls.client_ca_file",
         ) from error
     context.verify_mode = ssl.CERT_REQUIRED
-    made = grpc.ssl_server_certificate_configuration([(key, certificate)], client_ca)
-    return Certificates(made, context)
+    return context
 
 
 def _why(error: OSError) -> str:
     return str((error.reason if isinstance(error, ssl.SSLError) else error.strerror) or error)
 
 
-def _read(path: str, field: str) -> bytes:
+def _check_readable(path: str, field: str) -> None:
     try:
-        return Path(path).read_bytes()
+        Path(path).read_bytes()
     except OSError as error:
         raise ConfigError(
             f"router.{field}: {path} cannot be read: {error.strerror}", field=f"router.{field}"
@@ -265,27 +254,23 @@ class Access:
     def __init__(self, config: RouterConfig) -> None:
         """Raises ConfigError when their files cannot be read."""
         self._tls = None if config.tls is None else ServerTls(config.tls)
+        if config.link_tls is not None:
+            LinkTls(config.link_tls, "router")  # to say early what is wrong with its files
         self.callers = None if config.auth is None else Callers(config.auth)
 
-    def listen(self, server: grpc.aio.Server, address: str) -> int:
-        """The port. Raises RuntimeError when it is taken."""
-        if self._tls is None:
-            return server.add_insecure_port(address)
-        return server.add_secure_port(address, self._tls.credentials())
-
     @property
-    def context(self) -> ssl.SSLContext | None:
+    def contexts(self) -> Contexts | None:
         """None: plain text."""
-        return None if self._tls is None else self._tls.context
+        return None if self._tls is None else self._tls.contexts
 
-    async def follow(self, on_context: Callable[[ssl.SSLContext], Awaitable[None]]) -> None:
-        """Read what has changed, again and again. `on_context` gets a new certificate's."""
-        shown = self.context
+    async def follow(self, on_contexts: Callable[[Contexts], Awaitable[None]]) -> None:
+        """Read what has changed, again and again. `on_contexts` gets a new certificate's."""
+        shown = self.contexts
         looks = [part.look for part in (self._tls, self.callers) if part is not None]
         while True:
             await asyncio.sleep(_LOOK_S)
             for look in looks:
                 await asyncio.to_thread(look)
-            if self.context is not None and self.context is not shown:
-                shown = self.context
-                await on_context(shown)
+            if self.contexts is not None and self.contexts is not shown:
+                shown = self.contexts
+                await on_contexts(shown)

@@ -33,7 +33,7 @@ from router.door.unit import ReadTokenizer, UnitKey, UnitRouter, drawn, read_tok
 from router.fleet.registry import Followed, keep_reporting
 from router.report.metrics import METRICS_EVERY_S, RouterMetrics
 from router.request.request_run import SHUTTING_DOWN
-from router.request.run_parts import ServedModel, not_resumable
+from router.request.run_parts import ServedModel, not_resumable, wire_id
 from router.router import Router
 
 log = logging.getLogger(__name__)
@@ -159,14 +159,19 @@ class Door:
 
         return await self._until_there(found, None)
 
-    def abort(self, tenant: str, request_id: str) -> None:
-        """Abort a request wherever it runs. Raises NotFoundError."""
+    async def abort(self, tenant: str, request_id: str) -> None:
+        """Abort a request wherever it runs, also if another router process follows it. Raises
+        NotFoundError."""
         is_found = False
         for router in self.routers:
             with contextlib.suppress(NotFoundError):
                 router.abort(tenant, request_id)
                 is_found = True
-        if not is_found:
+        if is_found:
+            return
+        named, timeout_s = wire_id(tenant, request_id), self.config.attach_timeout_s
+        asked = (router.links.cancel_anywhere(named, timeout_s) for router in self.routers)
+        if not any(await asyncio.gather(*asked)):
             raise NotFoundError(f"no request {request_id!r} runs here", field="request_id")
 
     def abort_everywhere(self, tenant: str, request_id: str) -> None:

@@ -38,7 +38,8 @@ from router.request.validate import (
 from router.router import Router
 
 MAX_CANDIDATES = 100
-READ_AT_ONCE_BYTES = 16_384  # of a request with token ids: a thread would cost more than it
+# Of a request: below these a thread would cost more than the reading, which holds up all others.
+IDS_AT_ONCE_BYTES, TEXT_AT_ONCE_BYTES = 16_384, 4096
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,10 @@ class Opened:
         """What is new, at least one event; empty after the end. Raises the BatonError that the
         request ended with."""
         return await self.reader.take()
+
+    def leave(self) -> None:
+        """Its client has gone, with or without having seen the end."""
+        self.router.leave(self.run, self.reader)
 
     @property
     def parsed(self) -> ParsedRequest:
@@ -92,15 +97,18 @@ class Intake:
 
         `drawn_id`: what the door calls a request that its client did not name.
         """
-        arrived_s = self.door.clock.now_s()
-        opened = await self._open(request, drawn_id or uuid.uuid4().hex, arrived_s)
-        if opened is None:
-            yield Ended(self.door.clock.now_s() - arrived_s)
-            return
+        opened = await self.open(request, drawn_id)
         try:
             yield opened
         finally:
-            opened.router.leave(opened.run, opened.reader)
+            if isinstance(opened, Opened):
+                opened.leave()
+
+    async def open(self, request: router_pb2.GenerateRequest, drawn_id: str = "") -> Opened | Ended:
+        """As `opened`; the caller must `leave`."""
+        arrived_s = self.door.clock.now_s()
+        opened = await self._open(request, drawn_id or uuid.uuid4().hex, arrived_s)
+        return opened or Ended(self.door.clock.now_s() - arrived_s)
 
     async def _open(
         self, request: router_pb2.GenerateRequest, drawn_id: str, arrived_s: float
@@ -145,7 +153,8 @@ class Intake:
 
     async def _read(self, router: Router, request: router_pb2.GenerateRequest) -> ParsedRequest:
         model, limits = router.text, router.request_limits()
-        if request.HasField("token_ids") and request.ByteSize() <= READ_AT_ONCE_BYTES:
+        has_ids = request.HasField("token_ids")
+        if request.ByteSize() <= (IDS_AT_ONCE_BYTES if has_ids else TEXT_AT_ONCE_BYTES):
             return read(request, model, limits)
         named_s = request.timeout_ms / 1e3 if request.HasField("timeout_ms") else None
         return await self.tokenizing.run(
@@ -157,12 +166,12 @@ class Intake:
 
     # --- the rest ------------------------------------------------------------------------------
 
-    def abort(self, tenant: str, request_id: str) -> None:
+    async def abort(self, tenant: str, request_id: str) -> None:
         """End a request, wherever it is. Raises NotFoundError."""
         if self.arriving.abort((tenant, request_id)):
             self.door.abort_everywhere(tenant, request_id)
         else:
-            self.door.abort(tenant, request_id)
+            await self.door.abort(tenant, request_id)
 
     async def tokenize(self, request: router_pb2.TokenizeRequest) -> tuple[Router, TokenIds]:
         check_tokenize_names(request, self._of_names)

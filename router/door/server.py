@@ -10,61 +10,28 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-import ssl
-from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
 
-import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
+from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 
 from baton.config.router import RouterConfig
-from baton.errors import ConfigError
-from baton.grpc_options import accepts_pings, sends_pings
 from baton.v1 import router_pb2, router_pb2_grpc
-from router.door.access import Access
+from router.door.access import Access, Contexts
 from router.door.door import Door
 from router.door.gate import Gate
+from router.door.h2_server import GrpcServer, Limits
 from router.door.intake import Intake
+from router.door.listening import listening, split_address
 from router.door.openai.app import OpenAiApp
 from router.door.openai.http_server import HttpServer
 from router.door.service import RouterService
 
-
-def split_address(address: str) -> tuple[str, int]:
-    """Host and port of "host:port" or "[host]:port". Raises ConfigError."""
-    host, colon, port = address.rpartition(":")
-    if not colon or not host or not port.isdecimal() or int(port) > 65535:
-        raise ConfigError(f"{address!r} is no address: host:port is expected")
-    return host.strip("[]"), int(port)
-
-
-def check_can_listen(address: str, reuse_port: bool) -> None:
-    """Raises ConfigError, with the reason that gRPC would leave out, when the port is taken or the
-    host is not this machine's.
-
-    `reuse_port`: other processes may listen there that allow it too.
-    """
-    host, port = split_address(address)
-    try:
-        family, kind, protocol, _, target = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, int(reuse_port))
-            probe.bind(target)
-    except OSError as error:
-        raise cannot_listen(address, error) from error
-
-
-def cannot_listen(address: str, error: Exception) -> ConfigError:
-    why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-    return ConfigError(f"cannot listen on {address}: {why}")
-
-
 log = logging.getLogger(__name__)
 
-_CLIENT_KEEPALIVE_S = 7.5
+_GRACE_S = 1.0
+_OF_PROBES = Limits(max_message_bytes=1 << 16, min_ping_interval_s=0.1, max_ping_strikes=0)
 SERVICE = router_pb2.DESCRIPTOR.services_by_name["RouterService"].full_name
 
 
@@ -74,71 +41,72 @@ class RouterServer:
     def __init__(self, door: Door, config: RouterConfig, listen: str) -> None:
         """`listen` is host:port, port 0 for any free one. Raises ConfigError when it is taken, or
         the files for TLS or tokens cannot be read."""
-        check_can_listen(listen, config.reuse_port)
         self.door, self._config = door, config
         self.intake = Intake(door)
         self._health = health.aio.HealthServicer()
         self._access = Access(config)
         self._following: asyncio.Task[None] | None = None
         self._starting: asyncio.Task[None] | None = None
-        self._server = grpc.aio.server(
-            interceptors=(Gate(SERVICE, self._access.callers),),
-            options=(
-                ("grpc.so_reuseport", int(config.reuse_port)),
-                ("grpc.max_receive_message_length", config.max_message_bytes),
-                ("grpc.max_send_message_length", config.max_message_bytes),
-                *accepts_pings(min_interval_s=0.5, max_strikes=2),
-                *sends_pings(_CLIENT_KEEPALIVE_S),
-            ),
-        )
-        router_pb2_grpc.add_RouterServiceServicer_to_server(
-            RouterService(self.intake), self._server
-        )
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        names = (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
-        reflection.enable_server_reflection(names, self._server)
-        host, _, _ = listen.rpartition(":")
-        self.port = _bound(lambda: self._access.listen(self._server, listen), listen)
-        self.address = f"{host}:{self.port}"
-        self._serve_health(config)
-        self.http_app = OpenAiApp(self.intake, self._access.callers, config)
-        self.http = self._make_http(config)
+        host, port = split_address(listen)
+        with ExitStack() as opened:
+            self._server = self._make_grpc(
+                opened.enter_context(listening(host, port, config.reuse_port))
+            )
+            self._health_server = self._make_health(opened, config)
+            self.http_app = OpenAiApp(self.intake, self._access.callers, config)
+            self.http = self._make_http(opened, config)
+            opened.pop_all()
+        self.address = f"{listen.rpartition(':')[0]}:{self._server.port}"
 
-    def _make_http(self, config: RouterConfig) -> HttpServer | None:
+    def _make_grpc(self, listener: socket.socket) -> GrpcServer:
+        limits = Limits(self._config.max_message_bytes)
+        server = GrpcServer(limits, Gate(self._access.callers), listener)
+        names = (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        methods: Any = server.methods
+        reflected: Any = reflection.aio.ReflectionServicer(names)
+        router_pb2_grpc.add_RouterServiceServicer_to_server(RouterService(self.intake), methods)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, methods)
+        reflection_pb2_grpc.add_ServerReflectionServicer_to_server(reflected, methods)
+        return server
+
+    def _make_health(self, opened: ExitStack, config: RouterConfig) -> GrpcServer | None:
+        """On a port of its own, in plain text, where the configuration names one."""
+        if config.health_port is None:
+            return None
+        listener = opened.enter_context(
+            listening(config.host, config.health_port, config.reuse_port)
+        )
+        server = GrpcServer(_OF_PROBES, Gate(None), listener)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server.methods)
+        return server
+
+    def _make_http(self, opened: ExitStack, config: RouterConfig) -> HttpServer | None:
         if config.http_port is None:
             return None
-        check_can_listen(f"{config.host}:{config.http_port}", config.reuse_port)
-        try:
-            return HttpServer(
-                self.http_app.asgi, config, config.host, config.http_port, self._access.context
-            )
-        except OSError as error:
-            raise cannot_listen(f"{config.host}:{config.http_port}", error) from error
+        listener = opened.enter_context(listening(config.host, config.http_port, config.reuse_port))
+        contexts = self._access.contexts
+        context = None if contexts is None else contexts.of_http
+        return HttpServer(self.http_app.asgi, config, listener, context)
+
+    @property
+    def port(self) -> int:
+        return self._server.port
+
+    @property
+    def health_port(self) -> int | None:
+        return None if self._health_server is None else self._health_server.port
 
     @property
     def http_address(self) -> str | None:
         """Where OpenAI's API is served; None: nowhere."""
         return None if self.http is None else f"{self._config.host}:{self.http.port}"
 
-    def _serve_health(self, config: RouterConfig) -> None:
-        """On a port of its own, in plain text, where the configuration names one."""
-        self.health_port: int | None = None
-        self._health_server: grpc.aio.Server | None = None
-        if config.health_port is None:
-            return
-        listen = f"{config.host}:{config.health_port}"
-        check_can_listen(listen, config.reuse_port)
-        server = self._health_server = grpc.aio.server(
-            options=(("grpc.so_reuseport", int(config.reuse_port)), *accepts_pings())
-        )
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-        self.health_port = _bound(lambda: server.add_insecure_port(listen), listen)
-
     async def start(self) -> None:
         await self.door.start()
-        await self._server.start()
+        contexts = self._access.contexts
+        await self._server.start(None if contexts is None else contexts.of_grpc)
         if self._health_server is not None:
-            await self._health_server.start()
+            await self._health_server.start(None)
         if self.http is not None:
             await self.http.start(self.door.report_fault)
         self._following = asyncio.create_task(self._access.follow(self._renew))
@@ -147,9 +115,10 @@ class RouterServer:
         self._starting = asyncio.create_task(self._report_serving())
         log.info("the router listens on %s", self.address)
 
-    async def _renew(self, context: ssl.SSLContext) -> None:
+    async def _renew(self, contexts: Contexts) -> None:
+        self._server.context = contexts.of_grpc
         if self.http is not None:
-            await self.http.renew(context)
+            await self.http.renew(contexts.of_http)
 
     async def stop(self, drain_s: float) -> None:
         """Finish what runs within `drain_s`, and leave the rest to another router. gRPC's server
@@ -164,9 +133,9 @@ class RouterServer:
         await self.door.close(drain_s)
         if self.http is not None:
             await self.http.stop()
-        await self._server.stop(grace=1.0)
+        await self._server.stop(_GRACE_S)
         if self._health_server is not None:
-            await self._health_server.stop(grace=None)
+            await self._health_server.stop(0.0)
         self.intake.close()
         if self._following is not None:
             self._following.cancel()
@@ -181,11 +150,3 @@ class RouterServer:
     async def _set_health(self, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
         for name in ("", SERVICE):
             await self._health.set(name, status)
-
-
-def _bound(listen: Callable[[], int], address: str) -> int:
-    """The port. Raises ConfigError when it was taken since it was checked."""
-    try:
-        return listen()
-    except RuntimeError as error:
-        raise cannot_listen(address, error) from error

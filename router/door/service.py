@@ -5,20 +5,13 @@ gRPC does not distinguish a cancelled call from a lost connection; `intake` says
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Sequence
 
-import grpc.aio
-
-from baton.errors import BatonError
-from baton.status import abort
 from baton.v1 import common_pb2, router_pb2, router_pb2_grpc
-from router.door.intake import Ended, Intake
+from router.door.grpc_call import Call, Feed
+from router.door.intake import Ended, Intake, Opened
 from router.placement.placement import Placement
 from router.request.output import Event, Finished, FinishReason, TokenRun
-from router.router import Router
-
-Context = grpc.aio.ServicerContext[Any, Any]
 
 _REASONS = {
     FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
@@ -28,38 +21,27 @@ _REASONS = {
 
 
 class RouterService(router_pb2_grpc.RouterServiceServicer):
-    """Takes requests in and streams their output."""
+    """Takes requests in and streams their output. A BatonError ends its call."""
 
     def __init__(self, intake: Intake) -> None:
         self._intake = intake
 
-    async def Generate(  # noqa: N802
-        self, request: router_pb2.GenerateRequest, context: Context
-    ) -> AsyncIterator[router_pb2.GenerateResponse]:
-        try:
-            async with self._intake.opened(request) as opened:
-                if isinstance(opened, Ended):
-                    yield _response(opened.event)
-                    return
-                while events := await opened.take():
-                    for event in events:
-                        yield _response(event)
-        except BatonError as error:
-            await abort(context, error)
+    async def Generate(  # type: ignore[override]  # noqa: N802
+        self, request: router_pb2.GenerateRequest, context: Call
+    ) -> Feed | router_pb2.GenerateResponse:
+        opened = await self._intake.open(request)
+        return _response(opened.event) if isinstance(opened, Ended) else _Output(opened)
 
-    async def Abort(  # noqa: N802
-        self, request: router_pb2.AbortRequest, context: Context
+    async def Abort(  # type: ignore[override]  # noqa: N802
+        self, request: router_pb2.AbortRequest, context: Call
     ) -> router_pb2.AbortResponse:
-        try:
-            self._intake.abort(request.tenant, request.request_id)
-        except BatonError as error:
-            await abort(context, error)
+        await self._intake.abort(request.tenant, request.request_id)
         return router_pb2.AbortResponse()
 
-    async def ListModels(  # noqa: N802
-        self, request: router_pb2.ListModelsRequest, context: Context
+    async def ListModels(  # type: ignore[override]  # noqa: N802
+        self, request: router_pb2.ListModelsRequest, context: Call
     ) -> router_pb2.ListModelsResponse:
-        router = await self._main_router(context)
+        router = await self._intake.door.main_router()
         model = router_pb2.Model(
             name=router.model.name,
             max_model_len=router.max_model_len() or 0,
@@ -67,39 +49,48 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         )
         return router_pb2.ListModelsResponse(models=[model])
 
-    async def Tokenize(  # noqa: N802
-        self, request: router_pb2.TokenizeRequest, context: Context
+    async def Tokenize(  # type: ignore[override]  # noqa: N802
+        self, request: router_pb2.TokenizeRequest, context: Call
     ) -> router_pb2.TokenizeResponse:
-        try:
-            _, ids = await self._intake.tokenize(request)
-        except BatonError as error:
-            await abort(context, error)
+        _, ids = await self._intake.tokenize(request)
         return router_pb2.TokenizeResponse(ids=ids.tolist())
 
-    async def ExplainRoute(  # noqa: N802
-        self, request: router_pb2.ExplainRouteRequest, context: Context
+    async def ExplainRoute(  # type: ignore[override]  # noqa: N802
+        self, request: router_pb2.ExplainRouteRequest, context: Call
     ) -> router_pb2.ExplainRouteResponse:
-        try:
-            router, placements = await self._intake.explain(request.request)
-        except BatonError as error:
-            await abort(context, error)
+        router, placements = await self._intake.explain(request.request)
         candidates = [_candidate(one) for one in placements]
         return router_pb2.ExplainRouteResponse(candidates=candidates, unit=router.model.unit)
 
-    async def WatchFleet(  # noqa: N802
-        self, request: router_pb2.RouterServiceWatchFleetRequest, context: Context
+    async def WatchFleet(  # type: ignore[override]  # noqa: N802
+        self, request: router_pb2.RouterServiceWatchFleetRequest, context: Call
     ) -> AsyncIterator[router_pb2.RouterServiceWatchFleetResponse]:
         """Of the unit that gets most requests; ends with its router."""
-        router = await self._main_router(context)
+        router = await self._intake.door.main_router()
         seen = None
         while (seen := await router.watch.next_after(seen)) is not None:
             yield router_pb2.RouterServiceWatchFleetResponse(fleet=seen)
 
-    async def _main_router(self, context: Context) -> Router:
-        try:
-            return await self._intake.door.main_router()
-        except BatonError as error:
-            await abort(context, error)
+
+class _Output(Feed):
+    """What a request puts out, for the client that opened it."""
+
+    def __init__(self, opened: Opened) -> None:
+        self._opened, self._reader = opened, opened.reader
+
+    def follow(self, on_news: Callable[[], None]) -> None:
+        self._reader.on_news = on_news
+
+    @property
+    def has_more(self) -> bool:
+        return self._reader.has_more
+
+    def take(self) -> Sequence[router_pb2.GenerateResponse] | None:
+        events = self._reader.take_now()
+        return None if events is None else [_response(event) for event in events]
+
+    def leave(self) -> None:
+        self._opened.leave()
 
 
 # --- values to messages ---------------------------------------------------------------------------

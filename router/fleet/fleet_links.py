@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from baton.config.router import RouterConfig
+from baton.link_tls import LinkTls
 from router.fleet.fleet import Fleet, ReportedLoad, RolesAway, WorkerEntry, WorkerState
 from router.fleet.session import RouterIdentity
 from router.fleet.worker_facts import WorkerFacts
@@ -58,6 +59,8 @@ class FleetLinks:
         index: PrefixIndex,
         model_name: str,
     ) -> None:
+        """Raises ConfigError when the files of `link_tls` cannot be read."""
+        self._tls = None if config.link_tls is None else LinkTls(config.link_tls, "router")
         self._config, self._identity = config, identity
         self._fleet, self._index, self._model_name = fleet, index, model_name
         self._links: dict[str, WorkerLink] = {}
@@ -86,6 +89,11 @@ class FleetLinks:
         """Abort a request that may run anywhere, whichever router follows it."""
         for link in self.with_open_session():
             link.session.cancel_every_attempt(wire_id)
+
+    async def cancel_anywhere(self, wire_id: str, timeout_s: float) -> bool:
+        """The same; whether it ran anywhere."""
+        asked = (link.cancel(wire_id, timeout_s) for link in self.with_open_session())
+        return any(await asyncio.gather(*asked))
 
     def num_degraded(self) -> int:
         return sum(link.index_state is IndexState.DEGRADED for link in self._links.values())
@@ -156,7 +164,9 @@ class FleetLinks:
 
     def _connect(self, facts: WorkerFacts) -> WorkerLink:
         entry = self._fleet.add(facts)
-        link = WorkerLink(entry, self._config, self._identity, self._index, self._on_connected)
+        link = WorkerLink(
+            entry, self._config, self._identity, self._index, self._on_connected, self._tls
+        )
         self._links[facts.worker_id] = link
         link.start()
         return link

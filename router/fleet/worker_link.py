@@ -25,7 +25,9 @@ from baton.clock import NowS
 from baton.config.router import RouterConfig
 from baton.grpc_options import DIRECT, sends_pings
 from baton.link import Call, Caller, Link, LinkError, Method
+from baton.link_tls import LinkTls
 from baton.v1 import worker_pb2
+from baton.wire import ANY_ATTEMPT
 from router.fleet.fleet import WorkerEntry, WorkerState
 from router.fleet.session import RouterIdentity, Session
 from router.placement.prefix_index import PrefixIndex
@@ -213,8 +215,9 @@ class WorkerLink:
         identity: RouterIdentity,
         index: PrefixIndex,
         on_connected: Callable[[WorkerEntry, bool], None],
+        tls: LinkTls | None,
     ) -> None:
-        self.entry = entry
+        self.entry, self._tls = entry, tls
         self._config = config
         self._on_connected = on_connected
         facts = entry.facts
@@ -322,6 +325,19 @@ class WorkerLink:
         response = await self._link.ask(Method.ATTACH, request, timeout_s)
         return response
 
+    async def cancel(self, wire_id: str, timeout_s: float) -> bool:
+        """End what runs here under the id, whichever router follows it. False: nothing does, or the
+        worker does not say."""
+        if self._link is None:
+            return False
+        request = worker_pb2.Cancel(request_id=wire_id, attempt=ANY_ATTEMPT)
+        try:
+            response = await self._link.ask(Method.CANCEL, request, timeout_s)
+        except LinkError as error:
+            log.info("cancel at %s: %s", self.entry.facts.worker_id, error)
+            return False
+        return bool(response.found)
+
     def review_waiting(self) -> None:
         """Let all attempts that wait for this worker compute their limits again."""
         for waiting in list(self.waiting):
@@ -336,8 +352,8 @@ class WorkerLink:
             began_s = loop.time()
             try:
                 await self._connected()
-            except TimeoutError:
-                log.debug("%s does not answer", self.entry.facts.worker_id)
+            except (TimeoutError, ConnectionResetError) as error:  # it may answer yet
+                log.debug("%s does not answer: %s", self.entry.facts.worker_id, error)
             except OSError as error:  # nothing answers at its address
                 log.debug("%s: %s", self.entry.facts.worker_id, error)
                 self.session.refuse_waiting()
@@ -355,6 +371,7 @@ class WorkerLink:
             max_message_bytes=config.max_message_bytes,
             keepalive_s=config.keepalive_s,
             timeout_s=config.connect_timeout_s,
+            tls=self._tls,
         )
         try:
             if self.entry.facts.can_decode:

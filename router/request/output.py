@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from baton.errors import BatonError
 from baton.grpc_options import WORKER_MESSAGE_BYTES
@@ -123,7 +124,7 @@ class OutputLog:
 
     def wake(self) -> None:
         for reader in self._readers:
-            reader.news.set()
+            reader.on_news()
 
 
 class OutputReader:
@@ -134,28 +135,39 @@ class OutputReader:
         self._from_index = self._index = from_index
         self._next_mark = 0
         self._tail_taken = False
-        self.news = asyncio.Event()
-        self.news.set()
+        self.on_news: Callable[[], None] = _nobody_waits
+        """Called at once for whatever the log gets; may not call the log's owner."""
 
     async def take(self) -> list[Event]:
         """What is new, at least one event, neighbouring tokens as one run; empty after the end.
 
         Raises the BatonError the request ended with, after everything before it was taken.
         """
-        while True:
-            events = self._take_now()
-            if events:
-                return events
-            end = self._log.end
-            if isinstance(end, BatonError):
-                raise end
-            if end is not None:
-                if self._tail_taken:
-                    return []
-                self._tail_taken = True
-                return self._ending(end)
-            self.news.clear()
-            await self.news.wait()
+        while (events := self.take_now()) == []:
+            coming = asyncio.get_running_loop().create_future()
+            self.on_news = partial(_set, coming)
+            await coming
+        return events or []
+
+    def take_now(self) -> list[Event] | None:
+        """What is new, if anything is; None after the end. Raises as `take`."""
+        events = self._take_now()
+        if events:
+            return events
+        end = self._log.end
+        if isinstance(end, BatonError):
+            raise end
+        if end is None:
+            return []
+        if self._tail_taken:
+            return None
+        self._tail_taken = True
+        return self._ending(end)
+
+    @property
+    def has_more(self) -> bool:
+        """Whether there is something to take although nothing new came: the end."""
+        return self._log.end is not None
 
     def _ending(self, end: Finished) -> list[Event]:
         tail = self._log.tail
@@ -181,6 +193,15 @@ class OutputReader:
         self._index = stop
         text = "".join(log.texts[start:stop])
         return TokenRun(start, log.ids[start:stop], text, log.logprobs[start:stop])
+
+
+def _nobody_waits() -> None:
+    pass
+
+
+def _set(coming: asyncio.Future[None]) -> None:
+    if not coming.done():
+        coming.set_result(None)
 
 
 def sendable_logprobs(

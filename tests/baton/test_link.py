@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import struct
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -218,5 +219,7 @@ def test_broken_frames_harm_no_other_connection(frames: list[tuple[int, int, byt
             writer.close()
             assert (await good.attach(ASK)).spec.request_id == "r"
             await good.close()
+            with contextlib.suppress(OSError):
+                await writer.wait_closed()
 
     asyncio.run(run())

@@ -18,6 +18,7 @@ import numpy as np
 from baton.errors import InvalidRequestError
 from baton.grpc_options import accepts_pings
 from baton.link import CallContext, Method, Served, answers, streams
+from baton.link_tls import LinkTls
 from baton.status import abort
 from baton.v1 import common_pb2, control_pb2, worker_pb2, worker_pb2_grpc
 from kv_transfer.block_hash import SHARED_BY_ALL, CacheScope, chain_hashes, chain_root
@@ -119,6 +120,8 @@ class Fabric:
 class ScriptedWorker:
     """A worker of one role, or both, with a port of its own."""
 
+    tls: LinkTls | None = None
+
     def __init__(self, worker_id: str, role: int, fabric: Fabric, incarnation: int = 1) -> None:
         self.worker_id, self.role, self.fabric = worker_id, role, fabric
         self.incarnation = incarnation
@@ -169,7 +172,8 @@ class ScriptedWorker:
             methods[Method.PREFILL] = streams(self.prefill)
         if self.role != common_pb2.WORKER_ROLE_PREFILL:
             methods |= {Method.SESSION: Served(self.session), Method.ATTACH: answers(self.attach)}
-        self._port = WorkerPort(server, methods)
+            methods[Method.CANCEL] = answers(self.cancel)
+        self._port = WorkerPort(server, methods, self.tls)
         self.address = await self._port.start(port)
         self.fabric.workers[self.worker_id] = self
         return self
@@ -441,6 +445,18 @@ class ScriptedWorker:
             finished=running.finished,
             error=running.error,
         )
+
+    async def cancel(
+        self, request: worker_pb2.Cancel, context: CallContext
+    ) -> worker_pb2.CancelResponse:
+        running = self.runs.get(request.request_id)
+        if running is not None:
+            running.finished = common_pb2.FINISH_REASON_ABORTED
+            running.error = "cancelled"
+            at = len(running.output)
+            self.send(running.router_id, tokens=[self.tokens_of(running, at)])
+            self._cancel(request.request_id, request.attempt)
+        return worker_pb2.CancelResponse(found=running is not None)
 
     async def attach(
         self, request: worker_pb2.AttachRequest, context: CallContext

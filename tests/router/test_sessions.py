@@ -7,18 +7,21 @@ import math
 import random
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
 from baton.clock import ManualClock
 from baton.config.router import RouterConfig
 from baton.link import Link
+from baton.link_tls import LinkTls
 from baton.v1 import common_pb2, control_pb2, worker_pb2
 from baton.wire import ORPHANED
 from router.fleet.fleet import WorkerEntry, WorkerState
 from router.fleet.session import RouterIdentity, Session, SessionLostError
 from router.request.alarm import Alarm
 from router.request.request_run import RequestRun
+from tests.certificates import Authority, link_folder
 from tests.router.answers import PROMPT, Answer, ask_for, assert_whole, failures_of
 from tests.router.deployment import DECODE, Deployment, deployment, hung_prefill
 from tests.router.fleets import entry_of, facts, fleet_of
@@ -194,6 +197,17 @@ async def test_a_worker_that_reads_nothing_loses_its_session_which_keeps_the_can
         assert session.unconfirmed_cancels == [("mine", 1), ("mine", 2)]
         proxy.thaw()
         await proxy.close()
+
+
+async def test_requests_run_over_links_with_tls(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = Authority(tmp_path)
+    monkeypatch.setattr(ScriptedWorker, "tls", LinkTls(link_folder(root, "worker"), "worker"))
+    async with deployment(link_tls=link_folder(root, "router")) as d:
+        assert_whole(await d.client.ask(ask_for(PROMPT)), PROMPT)
+        d.worker("d0").drop_sessions()
+        assert_whole(await d.client.ask(ask_for(PROMPT)), PROMPT)
 
 
 async def test_a_fault_of_ours_in_a_session_does_not_lose_the_worker(

@@ -15,6 +15,7 @@ import pytest
 from baton.config.router import AuthConfig, RouterConfig
 from baton.status import from_rpc_error
 from baton.v1 import common_pb2, router_pb2
+from router.door import intake
 from router.door.arriving import Tokenizing
 from router.placement.fairness import FairLine
 from router.text import TextModel
@@ -37,7 +38,8 @@ class SlowModel(TextModel):
 
 
 @pytest.fixture
-def slow_model(tmp_path: Path) -> Iterator[SlowModel]:
+def slow_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SlowModel]:
+    monkeypatch.setattr(intake, "TEXT_AT_ONCE_BYTES", 0)
     byte_model(tmp_path)
     model = SlowModel(tmp_path.iterdir())
     model.gate = threading.Event()

@@ -287,6 +287,21 @@ async def test_a_request_that_is_aborted_at_another_router_ends_as_such_and_is_n
         assert not failures_of(router_a)
 
 
+async def test_an_abort_reaches_a_request_that_another_router_follows(
+    listed: list[Listed],
+) -> None:
+    async with two_routers(listed, CONFIG) as ((router_a, client_a), (_, client_b)):
+        asking = asyncio.create_task(client_a.ask(named(1)))
+        await until(lambda: any(len(run.log.ids) > 1 for run in router_a.runs))
+        with pytest.raises(grpc.aio.AioRpcError, match="no request 'unheard' runs here"):
+            await client_b.stub.Abort(router_pb2.AbortRequest(request_id="unheard"))
+        await client_b.stub.Abort(router_pb2.AbortRequest(request_id="named"))
+        answer = await asking
+        assert answer.reason == common_pb2.FINISH_REASON_ABORTED
+        assert answer.ids == alone(1)[: len(answer.ids)]
+        assert not failures_of(router_a)
+
+
 async def test_an_id_that_another_router_runs_with_another_body_is_taken_until_it_is_aborted(
     listed: list[Listed],
 ) -> None:

@@ -24,7 +24,6 @@ from router.door.openai.errors import shape
 
 log = logging.getLogger(__name__)
 
-_BACKLOG = 2048
 _KEEP_ALIVE_S = 75  # longer than the pools of common clients and proxies keep a connection
 _MAX_HEADER_BYTES = 32 << 10
 _GRACE_S = 2.0  # for the 408 of a body that comes too slowly
@@ -113,11 +112,10 @@ class HttpServer:
         self,
         asgi: Callable[..., Any],
         config: RouterConfig,
-        host: str,
-        port: int,
+        listener: socket.socket,
         context: ssl.SSLContext | None,
     ) -> None:
-        """Raises OSError when the port is taken. `context` None: plain text."""
+        """`context` None: plain text."""
         protocol: Any = partial(_Protocol, read_timeout_s=config.http_read_timeout_s)
         self._config = uvicorn.Config(
             asgi,
@@ -137,7 +135,7 @@ class HttpServer:
         self._config.load()
         self._config.ssl = context
         logging.getLogger("uvicorn").setLevel(logging.ERROR)
-        self.listener = _listening(host, port, config.reuse_port)
+        self.listener = listener
         self.port: int = self.listener.getsockname()[1]
         self._server = _Server(self._config, self.listener)
         self._serving: asyncio.Task[None] | None = None
@@ -157,21 +155,3 @@ class HttpServer:
         if self._serving is not None:
             await asyncio.wait({self._serving})
         self.listener.close()
-
-
-def _listening(host: str, port: int, reuse_port: bool) -> socket.socket:
-    """0.0.0.0 means all addresses, IPv6 included, as in gRPC."""
-    host = host.strip("[]")
-    is_any = host in ("0.0.0.0", "::") and socket.has_dualstack_ipv6()
-    if is_any:
-        return socket.create_server(
-            ("::", port),
-            family=socket.AF_INET6,
-            backlog=_BACKLOG,
-            reuse_port=reuse_port,
-            dualstack_ipv6=True,
-        )
-    family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-    return socket.create_server(
-        (host, port), family=family, backlog=_BACKLOG, reuse_port=reuse_port
-    )
