@@ -151,10 +151,10 @@ async def tries_of(work: Work, ask: Ask, num_tokens: int) -> list[Work]:
 @pytest.mark.parametrize(
     ("connect", "prompt", "limit"),
     [
-        (over_grpc, IDS, Work(tasks=3, futures=10, callbacks=18)),
-        (over_grpc, TEXT, Work(tasks=3, futures=13, callbacks=22)),
+        (over_grpc, IDS, Work(tasks=1, futures=1, callbacks=7)),
+        (over_grpc, TEXT, Work(tasks=1, futures=1, callbacks=7)),
         (over_http, IDS, Work(tasks=3, futures=5, callbacks=12)),
-        (over_http, TEXT, Work(tasks=3, futures=7, callbacks=15)),
+        (over_http, TEXT, Work(tasks=3, futures=5, callbacks=12)),
     ],
 )
 async def test_a_request_makes_no_more_than_it_did(
@@ -171,7 +171,7 @@ async def test_a_request_makes_no_more_than_it_did(
 
 @pytest.mark.parametrize(
     ("connect", "each"),
-    [(over_grpc, Work(futures=2, callbacks=2)), (over_http, Work(futures=1, callbacks=1))],
+    [(over_grpc, Work(callbacks=1)), (over_http, Work(futures=1, callbacks=1))],
 )
 async def test_a_further_token_makes_no_task_and_no_more_futures_than_it_did(
     monkeypatch: pytest.MonkeyPatch, control: str, connect: Connect, each: Work
