@@ -46,6 +46,7 @@ class Work:
         return Work(**{name: value - getattr(other, name) for name, value in vars(self).items()})
 
 
+OF_THE_REST = 10  # the handoff's message, and a report on the fleet
 KINDS = ("tasks", "futures", "callbacks")
 OF_THE_CLIENTS_THREAD = Work(futures=1, callbacks=2)
 
@@ -150,10 +151,10 @@ async def tries_of(work: Work, ask: Ask, num_tokens: int) -> list[Work]:
 @pytest.mark.parametrize(
     ("connect", "prompt", "limit"),
     [
-        (over_grpc, IDS, Work(tasks=3, futures=10, callbacks=18)),
-        (over_grpc, TEXT, Work(tasks=3, futures=13, callbacks=22)),
+        (over_grpc, IDS, Work(tasks=1, futures=1, callbacks=7)),
+        (over_grpc, TEXT, Work(tasks=1, futures=1, callbacks=7)),
         (over_http, IDS, Work(tasks=3, futures=5, callbacks=12)),
-        (over_http, TEXT, Work(tasks=3, futures=7, callbacks=15)),
+        (over_http, TEXT, Work(tasks=3, futures=5, callbacks=12)),
     ],
 )
 async def test_a_request_makes_no_more_than_it_did(
@@ -170,12 +171,12 @@ async def test_a_request_makes_no_more_than_it_did(
 
 @pytest.mark.parametrize(
     ("connect", "each"),
-    [(over_grpc, Work(futures=2, callbacks=2)), (over_http, Work(futures=1, callbacks=1))],
+    [(over_grpc, Work(callbacks=1)), (over_http, Work(futures=1, callbacks=1))],
 )
 async def test_a_further_token_makes_no_task_and_no_more_futures_than_it_did(
     monkeypatch: pytest.MonkeyPatch, control: str, connect: Connect, each: Work
 ) -> None:
-    """`each`: of a further message with tokens. The handoff's message is one more."""
+    """`each`: of a further message with tokens."""
     async with router_at(control) as server:
         work = count_work(asyncio.get_running_loop(), monkeypatch)
         with connect(server, IDS) as ask:
@@ -184,6 +185,5 @@ async def test_a_further_token_makes_no_task_and_no_more_futures_than_it_did(
             further = [one.less(first) for one in await tries_of(work, ask, MANY)]
             for name in KINDS:
                 most = getattr(each, name)
-                assert any(getattr(one, name) <= most * (one.messages + 1) for one in further), (
-                    further
-                )
+                least = min(getattr(one, name) - most * one.messages for one in further)
+                assert least <= (0 if name == "tasks" else OF_THE_REST), further
