@@ -6,21 +6,18 @@ import argparse
 import asyncio
 import logging
 import signal
-import socket
 import sys
-from wsgiref.simple_server import WSGIServer
 
 import uvloop
-from prometheus_client import start_http_server
 
 from baton.config.cluster import ClusterConfig, load_config
 from baton.config.router import RouterConfig
 from baton.errors import ConfigError
 from router.door.door import Door
-from router.door.listening import cannot_listen, split_address
+from router.door.listening import split_address
+from router.door.page import OperatorPort
 from router.door.server import RouterServer
 from router.placement.native_index import build_native
-from router.report.metrics import RouterMetrics
 
 log = logging.getLogger("router")
 
@@ -41,13 +38,15 @@ async def serve(config: ClusterConfig, control: str, listen: str) -> int:
     A second signal cuts the drain short. Returns the exit status: 1 after a fault.
     """
     door = Door(config.router, control, config.model_name)
-    metrics = serve_metrics(config.router, door.metrics)
+    operators = operator_port(config.router, door)
     server = RouterServer(door, config.router, listen)
     signals: asyncio.Queue[int] = asyncio.Queue()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, signals.put_nowait, number)
     await server.start()
+    if operators is not None:
+        await operators.start()
     print(f"router listening on {server.address}", flush=True)
     if server.http_address is not None:
         log.info("OpenAI's API is served at %s", server.http_address)
@@ -62,23 +61,16 @@ async def serve(config: ClusterConfig, control: str, listen: str) -> int:
         door.leave_requests()
     await stopping
     again.cancel()
-    if metrics is not None:
-        metrics.shutdown()
+    if operators is not None:
+        await operators.stop()
     return 1 if door.fault.done() else 0
 
 
-def serve_metrics(config: RouterConfig, metrics: RouterMetrics) -> WSGIServer | None:
-    """0.0.0.0 means all addresses, IPv6 included, as in gRPC. Raises ConfigError if the port is
-    taken."""
+def operator_port(config: RouterConfig, door: Door) -> OperatorPort | None:
+    """None: not wanted. Raises ConfigError if the port is taken."""
     if config.metrics_port is None:
         return None
-    is_any = config.host == "0.0.0.0" and socket.has_dualstack_ipv6()
-    host = "::" if is_any else config.host.strip("[]")
-    try:
-        server, _ = start_http_server(config.metrics_port, host, metrics.registry)
-    except OSError as error:
-        raise cannot_listen(f"{config.host}:{config.metrics_port}", error) from error
-    return server
+    return OperatorPort(door, config, config.metrics_port)
 
 
 def main() -> int:

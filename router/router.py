@@ -33,6 +33,7 @@ from router.placement.public_prefix import PublicPrefix
 from router.placement.ticket import Ticket
 from router.report.figures import Counts, Figures, PoolFigures, RequestFigures
 from router.report.metrics import Gauges, RouterMetrics
+from router.report.recent import Recent
 from router.request.output import Finished, FinishReason, OutputReader
 from router.request.request_run import SHUTTING_DOWN, RequestRun
 from router.request.run_parts import Arrival, RunParts, ServedModel, Sought, wire_id
@@ -102,6 +103,7 @@ class Router:
             counts=Counts(),
             request_figures=RequestFigures(self.clock.now_s),
             pool_figures=PoolFigures(self.clock.now_s),
+            recent=Recent(self.clock.now_s),
             clock=self.clock,
             rng=self._rng,
         )

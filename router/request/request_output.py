@@ -17,6 +17,7 @@ from baton.errors import (
 from baton.v1 import router_pb2, worker_pb2
 from router.fleet.fleet import Booking
 from router.placement.placement import least_prefill_s
+from router.report.recent import EndedRequest
 from router.report.request_line import RequestLine, judged, trace_id
 from router.request.output import (
     Finished,
@@ -142,7 +143,10 @@ class RequestOutput:
     def handed_off(self, done: worker_pb2.HandoffDone) -> None:
         put_s = done.put_ms / 1e3
         if self._booking is not None:
-            self._parts.fleet.observe_handoff(self._booking, done.num_bytes, put_s)
+            booking = self._booking
+            self._parts.fleet.observe_handoff(booking, done.num_bytes, put_s)
+            workers = booking.prefill.facts.worker_id, booking.decode.facts.worker_id
+            self._parts.recent.handed_off(*workers, done.num_bytes)
         self._parts.metrics.handoff_bytes.inc(done.num_bytes)
         self.log.mark(
             router_pb2.HandedOff(
@@ -296,6 +300,26 @@ class RequestOutput:
         if booking is not None:
             decode = booking.decode.facts.worker_id
             prefill = "" if booking.prefill is booking.decode else booking.prefill.facts.worker_id
+        self._parts.recent.requests.append(
+            EndedRequest(
+                request_id=arrival.request_id,
+                tenant=parsed.tenant,
+                outcome=outcome,
+                reason="" if self._routed is None else self._routed.reason,
+                prefill_worker=prefill,
+                decode_worker=decode,
+                num_prompt_tokens=len(parsed.token_ids),
+                num_cached_tokens=self._num_cached_tokens,
+                num_output_tokens=len(self.log.ids),
+                num_attempts=self._num_attempts,
+                queue_s=timings.queue_s,
+                reserve_s=timings.reserve_s,
+                prefill_queue_s=timings.prefill_queue_s,
+                prefill_s=timings.prefill_s,
+                handoff_s=timings.second_token_s,
+                e2e_s=timings.e2e_s,
+            )
+        )
         ttft_target, itl_target = self._judged(timings)
         RequestLine(
             request_id=arrival.request_id,

@@ -15,6 +15,7 @@ from router.placement.admission import Admission
 from router.placement.fairness import FairLine, RetryBudget
 from router.report.figures import Counts, PoolFigures, RequestFigures
 from router.report.metrics import RouterMetrics
+from router.report.recent import Recent
 from router.request.validate import ParsedRequest
 from router.text import TextModel
 
@@ -58,6 +59,7 @@ class RunParts:
     counts: Counts
     request_figures: RequestFigures
     pool_figures: PoolFigures
+    recent: Recent
     clock: Clock
     rng: random.Random
 

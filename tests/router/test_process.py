@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import signal
 import socket
@@ -21,10 +22,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from baton.client import AsyncClient
 from baton.config.cluster import ClusterConfig
 from baton.config.router import RouterConfig
-from router.__main__ import serve, serve_metrics
+from router.__main__ import operator_port, serve
 from router.door.server import RouterServer
 from router.fleet.fleet_links import FleetLinks, FleetReport
-from router.report.metrics import RouterMetrics
 from tests.router.answers import PROMPT, Answer, Client, ask_for, assert_whole
 from tests.router.deployment import byte_model, deployment
 from tests.router.proxy import Proxy
@@ -303,20 +303,38 @@ async def test_a_router_that_cannot_listen_says_so_in_one_line(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("listens", "asked"), [("0.0.0.0", "127.0.0.1"), ("0.0.0.0", "[::1]"), ("[::1]", "[::1]")]
 )
-def test_metrics_are_served_at_the_addresses_at_which_grpc_would_be(
+async def test_metrics_are_served_at_the_addresses_at_which_grpc_would_be(
     listens: str, asked: str
 ) -> None:
     if asked == "[::1]" and not socket.has_dualstack_ipv6():
         pytest.skip("this machine has no IPv6")
-    server = serve_metrics(RouterConfig(host=listens, metrics_port=0), RouterMetrics())
-    assert server is not None
-    try:
-        url = f"http://{asked}:{server.server_port}/metrics"
-        with urllib.request.urlopen(url, timeout=5) as answer:
-            assert b"baton_requests" in answer.read()
-    finally:
-        server.shutdown()
-        server.server_close()
+    config = RouterConfig(host=listens, metrics_port=0)
+    async with deployment() as d:
+        server = operator_port(config, d.servers[0].door)
+        assert server is not None
+        await server.start()
+        assert_whole(await d.client.ask(ask_for(PROMPT)), PROMPT)
+        url = f"http://{asked}:{server.port}"
+        assert b"baton_requests" in await asyncio.to_thread(read, f"{url}/metrics")
+        page = await asyncio.to_thread(read, url)
+        assert b"EventSource" in page
+        assert b"http://" not in page.replace(b"http://www.w3.org/2000/svg", b"")  # it is offline
+        news = json.loads(
+            (await asyncio.to_thread(read, f"{url}/events", 1)).removeprefix(b"data: ")
+        )
+        (unit,) = news["units"]
+        assert [worker["id"] for worker in unit["workers"]] == ["p0", "d0"]
+        (request,) = unit["requests"]
+        assert (request["outcome"], request["decode_worker"]) == ("length", "d0")
+        assert "prefill on p0" in request["reason"]
+        assert unit["flows"][0]["bytes_per_s"] > 0
+        assert sum(count for _, count in news["ttft"]) == 1
+        await server.stop()
+
+
+def read(url: str, num_lines: int | None = None) -> bytes:
+    with urllib.request.urlopen(url, timeout=5) as answer:
+        return bytes(answer.read() if num_lines is None else answer.readline())
 
 
 @pytest.mark.parametrize(

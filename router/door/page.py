@@ -1,0 +1,125 @@
+"""The metrics port: Prometheus' metrics, and a page for operators.
+
+The page shows the fleet, the KV that moves and the requests that ended last, as this router sees
+them. It names tenants' request ids, so it belongs to operators' eyes: it is served at the metrics
+port alone. One HTML file, no build step, nothing from elsewhere; news come as server-sent events.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import prometheus_client
+from prometheus_client import Histogram
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, StreamingResponse
+from starlette.routing import Mount, Route
+
+from baton.config.router import RouterConfig
+from router.door.door import Door
+from router.door.listening import listening
+from router.door.openai.http_server import HttpServer
+from router.fleet.fleet import WorkerEntry
+from router.router import Router
+
+EVERY_S = 1.0
+_HTML = Path(__file__).with_name("page.html")
+
+
+class OperatorPort:
+    """Own the port."""
+
+    def __init__(self, door: Door, config: RouterConfig, port: int) -> None:
+        """Raises ConfigError when the port is taken."""
+        self._door = door
+        metrics = prometheus_client.make_asgi_app(door.metrics.registry)
+        routes = [
+            Route("/", self._page),
+            Route("/events", self._events),
+            Mount("/metrics", metrics),
+        ]
+        listener = listening(config.host, port, reuse_port=False)
+        self._server = HttpServer(Starlette(routes=routes), config, listener, None)
+        self.port = self._server.port
+
+    async def start(self) -> None:
+        await self._server.start(self._door.report_fault)
+
+    async def stop(self) -> None:
+        await self._server.stop()
+
+    async def _page(self, request: Request) -> HTMLResponse:
+        return HTMLResponse(await asyncio.to_thread(_HTML.read_text, encoding="utf-8"))
+
+    async def _events(self, request: Request) -> StreamingResponse:
+        headers = {"cache-control": "no-store"}
+        return StreamingResponse(self._news(), media_type="text/event-stream", headers=headers)
+
+    async def _news(self) -> AsyncIterator[str]:
+        while True:
+            yield f"data: {json.dumps(seen(self._door))}\n\n"
+            await asyncio.sleep(EVERY_S)
+
+
+def seen(door: Door) -> dict[str, Any]:
+    """What the page shows now."""
+    return {
+        "model": door.model_name,
+        "units": [_unit(router) for router in door.routers],
+        "ttft": _buckets(door.metrics.ttft),
+        "itl": _buckets(door.metrics.itl),
+    }
+
+
+def _unit(router: Router) -> dict[str, Any]:
+    fleet, recent = router.fleet, router.parts.recent
+    return {
+        "unit": router.model.code,
+        "router": router.identity.router_id,
+        "active": router.num_active,
+        "queued": len(router.admission),
+        "workers": [_worker(router, entry) for entry in fleet],
+        "flows": [
+            {"from": prefill, "to": decode, "bytes_per_s": rate}
+            for (prefill, decode), rate in recent.bytes_per_s().items()
+        ],
+        "requests": [dataclasses.asdict(each) for each in reversed(recent.requests)],
+    }
+
+
+def _worker(router: Router, entry: WorkerEntry) -> dict[str, Any]:
+    arrays, slot, facts = router.fleet.arrays, entry.slot, entry.facts
+    total = facts.num_blocks * facts.block_size
+    free = max(0.0, float(arrays.free_tokens[slot]))
+    return {
+        "id": facts.worker_id,
+        "pool": facts.pool,
+        "role": "mixed" if facts.can_prefill and facts.can_decode else _role(facts.can_prefill),
+        "state": entry.state.value if entry.connected else "disconnected",
+        "kv_used": 1 - min(free, total) / total if total else 0.0,
+        "running": int(arrays.running[slot]),
+        "max_running": int(arrays.max_running[slot]),
+        "queued_tokens": int(arrays.queued_tokens[slot]),
+        "prefill_tokens_per_s": float(arrays.prefill_tokens_per_s[slot]),
+    }
+
+
+def _role(can_prefill: bool) -> str:
+    return "prefill" if can_prefill else "decode"
+
+
+def _buckets(histogram: Histogram) -> list[tuple[str, int]]:
+    """(upper bound in seconds, how many up to it and above the one before)."""
+    (family,) = histogram.collect()
+    found, before = [], 0.0
+    for sample in family.samples:
+        if sample.name.endswith("_bucket"):
+            found.append((sample.labels["le"], int(sample.value - before)))
+            before = sample.value
+    return found

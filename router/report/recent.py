@@ -1,0 +1,58 @@
+"""What an operator looks at first: the requests that ended last, and the KV that moved last."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from baton.clock import NowS
+
+NUM_KEPT = 60
+FLOWS_S = 10.0
+_MAX_FLOWS = 10_000
+
+
+@dataclass(frozen=True)
+class EndedRequest:
+    """Seconds of each stage, in their order; 0 where one did not happen."""
+
+    request_id: str
+    tenant: str
+    outcome: str
+    reason: str
+    """Why it went where it went."""
+    prefill_worker: str
+    decode_worker: str
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_output_tokens: int
+    num_attempts: int
+    queue_s: float
+    reserve_s: float
+    prefill_queue_s: float
+    prefill_s: float
+    handoff_s: float
+    """From the first token to the second."""
+    e2e_s: float
+
+
+class Recent:
+    """Own both. Bounded."""
+
+    def __init__(self, clock: NowS) -> None:
+        self._clock = clock
+        self.requests: deque[EndedRequest] = deque(maxlen=NUM_KEPT)
+        self._flows: deque[tuple[float, str, str, int]] = deque(maxlen=_MAX_FLOWS)
+
+    def handed_off(self, prefill: str, decode: str, num_bytes: int) -> None:
+        self._flows.append((self._clock(), prefill, decode, num_bytes))
+
+    def bytes_per_s(self) -> dict[tuple[str, str], float]:
+        """Between a prefill and a decode worker, over the last `FLOWS_S`."""
+        since_s = self._clock() - FLOWS_S
+        while self._flows and self._flows[0][0] < since_s:
+            self._flows.popleft()
+        rates: dict[tuple[str, str], float] = {}
+        for _, prefill, decode, num_bytes in self._flows:
+            rates[prefill, decode] = rates.get((prefill, decode), 0.0) + num_bytes / FLOWS_S
+        return rates
