@@ -23,6 +23,7 @@ import contextlib
 import enum
 import logging
 import socket
+import ssl
 import struct
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
@@ -33,7 +34,6 @@ import grpc
 from google.protobuf.message import DecodeError, Message
 from google.rpc import status_pb2
 
-from baton.grpc_options import WORKER_MESSAGE_BYTES
 from baton.link_tls import LinkTls
 from baton.status import DETAILS_KEY
 from baton.v1 import worker_pb2
@@ -46,9 +46,14 @@ _KEEPALIVE = struct.Struct("<f")
 _HTTP2 = b"PRI * HTTP/2.0"
 _TLS_HANDSHAKE = b"\x16"
 _LOW_BYTES, _HIGH_BYTES = 16 << 10, 64 << 10  # of the buffer: when `room` is given, and taken
+MAX_FRAME_BYTES = 256 << 20
+"""A longer one ends the connection: no request makes one (`max_message_bytes` bounds prompts)."""
 TOKENS_ROOM, OTHERS_ROOM = 1 << 20, _HIGH_BYTES
 """Bytes unsent up to which more are taken: tokens go before all else."""
 HELLO_WITHIN_S = 5.0
+_ACCEPT_AGAIN_S = 1.0
+_LOOK_S = 0.01
+_LAST_WITHIN_S = 0.5  # for what is unsent when a server stops
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
 
 
@@ -72,6 +77,7 @@ class Method(enum.IntEnum):
     CANCEL = 5
 
 
+_NUMBERS = frozenset(Method)
 _MESSAGES: dict[Method, tuple[type[Message], type[Message]]] = {
     Method.SESSION: (worker_pb2.SessionRequest, worker_pb2.SessionResponse),
     Method.PREFILL: (worker_pb2.PrefillRequest, worker_pb2.PrefillResponse),
@@ -102,8 +108,8 @@ class LinkError(Exception):
 class _Frames(asyncio.Protocol):
     """One end of a connection."""
 
-    def __init__(self, max_message_bytes: int, keepalive_s: float) -> None:
-        self._max_bytes, self._keepalive_s = max_message_bytes + 64, keepalive_s
+    def __init__(self, keepalive_s: float) -> None:
+        self._keepalive_s = keepalive_s
         self._transport: asyncio.WriteTransport | None = None
         self._received = bytearray()
         self._has_heard = self._has_sent = True
@@ -138,8 +144,8 @@ class _Frames(asyncio.Protocol):
         at = 0
         while len(received) - at >= _HEADER.size:
             length, kind, call = _HEADER.unpack_from(received, at)
-            if length > self._max_bytes:
-                return self.close(f"a frame of {length} bytes is longer than {self._max_bytes}")
+            if length > MAX_FRAME_BYTES:
+                return self.close(f"a frame of {length} bytes is longer than {MAX_FRAME_BYTES}")
             end = at + _HEADER.size + length
             if end > len(received):
                 break
@@ -172,12 +178,15 @@ class _Frames(asyncio.Protocol):
     async def room(self, num_bytes: int) -> None:
         """Return when no more than this is unsent, or the connection is lost."""
         while self.num_unsent > num_bytes:
+            if self._resumed.is_set():  # below the marks at which the transport says so
+                await asyncio.sleep(_LOOK_S)
             await self._resumed.wait()
             if self._transport is None:
                 return
 
     @property
     def num_unsent(self) -> int:
+        """Bytes."""
         return 0 if self._transport is None else self._transport.get_write_buffer_size()
 
     def close(self, why: str) -> None:
@@ -239,8 +248,8 @@ class Call:
 class Link(_Frames):
     """Own a connection to a worker, and the calls on it."""
 
-    def __init__(self, max_message_bytes: int, keepalive_s: float, tls: LinkTls | None) -> None:
-        super().__init__(max_message_bytes, keepalive_s)
+    def __init__(self, keepalive_s: float, tls: LinkTls | None) -> None:
+        super().__init__(keepalive_s)
         self._tls = tls
         self._calls: dict[int, tuple[Caller, type[Message]]] = {}
         self._num_calls = 0
@@ -253,7 +262,6 @@ class Link(_Frames):
         cls,
         address: str,
         *,
-        max_message_bytes: int,
         keepalive_s: float,
         timeout_s: float,
         tls: LinkTls | None = None,
@@ -262,7 +270,7 @@ class Link(_Frames):
         ConnectionResetError or TimeoutError where somebody does and does not answer."""
         host, _, port = address.rpartition(":")
         loop = asyncio.get_running_loop()
-        link = cls(max_message_bytes, keepalive_s, tls)
+        link = cls(keepalive_s, tls)
         secure = None if tls is None else tls.context
         try:
             async with asyncio.timeout(timeout_s):
@@ -440,7 +448,12 @@ class LinkServer:
         and is read by whoever serves it."""
         loop = asyncio.get_running_loop()
         while True:
-            arrived, _ = await loop.sock_accept(listening)
+            try:
+                arrived, _ = await loop.sock_accept(listening)
+            except OSError as error:  # too many open files, say
+                log.error("no connection can be taken: %s", error)
+                await asyncio.sleep(_ACCEPT_AGAIN_S)
+                continue
             task = loop.create_task(self._take_in(arrived))
             self._arriving.add(task)
             task.add_done_callback(self._arriving.discard)
@@ -452,22 +465,40 @@ class LinkServer:
         try:
             async with asyncio.timeout(HELLO_WITHIN_S):
                 await readable.wait()
-        except BaseException:
             loop.remove_reader(arrived)
-            arrived.close()
-            raise
-        loop.remove_reader(arrived)
-        with contextlib.suppress(OSError):  # it may have gone, or fail the handshake
             is_secure = arrived.recv(1, socket.MSG_PEEK) == _TLS_HANDSHAKE
             context = self.tls.context if is_secure else None
             made = partial(_Arriving, self, is_secure)
             await loop.connect_accepted_socket(made, arrived, ssl=context)
+        except TimeoutError:  # it says nothing: a probe
+            loop.remove_reader(arrived)
+            arrived.close()
+        except ssl.SSLError as error:
+            log.warning("a link is refused: %s", error)
+        except OSError as error:
+            log.debug("a connection is lost as it comes: %s", error)
+        except asyncio.CancelledError:
+            loop.remove_reader(arrived)
+            arrived.close()
+            raise
+
+    @property
+    def num_unsent(self) -> int:
+        """Bytes that routers have yet to take."""
+        return sum(one.served.num_unsent for one in self._connections if one.served is not None)
 
     async def stop(self) -> None:
-        """Cut every connection, and wait until their calls have ended."""
+        """Let what is unsent go out, then cut every connection, and wait until its calls have
+        ended."""
         self.is_stopped = True
         if self._server is not None:
             self._server.close()
+        served = [one.served for one in self._connections if one.served is not None]
+        if served:
+            sent = [asyncio.ensure_future(link.room(0)) for link in served]
+            _, late = await asyncio.wait(sent, timeout=_LAST_WITHIN_S)
+            for each in late:
+                each.cancel()
         tasks = [task for one in list(self._connections) for task in one.end()]
         tasks += [*self._arriving, *([self._accepting] if self._accepting is not None else [])]
         for task in tasks:
@@ -483,12 +514,15 @@ class _Arriving(asyncio.Protocol):
         self._server, self._is_secure = server, is_secure
         self._transport: Any = None
         self._first = b""
-        self._served: _ServedLink | None = None
+        self._limit: asyncio.TimerHandle | None = None
+        self.served: _ServedLink | None = None
         self._passing: asyncio.Task[None] | None = None
 
     def connection_made(self, transport: Any) -> None:
         self._transport = transport
         self._server._connections.add(self)
+        loop = asyncio.get_running_loop()
+        self._limit = loop.call_later(HELLO_WITHIN_S, transport.abort)
         if self._server.is_stopped:  # accepted just before
             transport.abort()
 
@@ -497,6 +531,7 @@ class _Arriving(asyncio.Protocol):
         if _HTTP2.startswith(self._first[: len(_HTTP2)]):
             if len(self._first) < len(_HTTP2):
                 return
+            self._end_limit()
             self._transport.pause_reading()
             work = _pass_on(self._transport, self._first, self._server._grpc)
             self._passing = asyncio.create_task(work)
@@ -505,7 +540,8 @@ class _Arriving(asyncio.Protocol):
             log.warning("a link is refused: %s", refusal)
             self._transport.abort()
         else:
-            served = self._served = _ServedLink(self._server, self)
+            self._end_limit()
+            served = self.served = _ServedLink(self._server, self)
             self._transport.set_protocol(served)
             served.connection_made(self._transport)
             served.data_received(self._first)
@@ -516,14 +552,19 @@ class _Arriving(asyncio.Protocol):
             return ""
         return tls.wrong_peer(self._transport) if self._is_secure else "it has no TLS"
 
+    def _end_limit(self) -> None:
+        if self._limit is not None:
+            self._limit.cancel()
+
     def connection_lost(self, error: Exception | None) -> None:
+        self._end_limit()
         self._server._connections.discard(self)
 
     def end(self) -> list[asyncio.Task[None]]:
         """The tasks that end with it."""
         tasks = [] if self._passing is None else [self._passing]
-        if self._served is not None:
-            tasks += self._served.end()
+        if self.served is not None:
+            tasks += self.served.end()
         for task in tasks:
             task.cancel()
         if self._transport is not None:
@@ -575,7 +616,7 @@ class _ServedLink(_Frames):
     """A router's connection at its worker."""
 
     def __init__(self, server: LinkServer, arriving: _Arriving) -> None:
-        super().__init__(WORKER_MESSAGE_BYTES, HELLO_WITHIN_S)
+        super().__init__(HELLO_WITHIN_S)
         self._server, self._arriving = server, arriving
         self._calls: dict[int, tuple[asyncio.Task[None], asyncio.Queue[Any], type[Message]]] = {}
 
@@ -598,17 +639,19 @@ class _ServedLink(_Frames):
         return None
 
     def _begin(self, call: int, payload: bytes) -> None:
-        method = Method(payload[0])
-        served = self._server._methods.get(method)
-        if served is None:
-            return self._end_call(
-                call, LinkError(grpc.StatusCode.UNIMPLEMENTED, f"{method.name} is not served here")
-            )
+        number = payload[0]
+        method = Method(number) if number in _NUMBERS else None
+        served = None if method is None else self._server._methods.get(method)
+        if served is None or method is None:
+            name = f"method {number}" if method is None else method.name
+            error = LinkError(grpc.StatusCode.UNIMPLEMENTED, f"{name} is not served here")
+            return self._end_call(call, error)
         request_type, _ = _MESSAGES[method]
         messages: asyncio.Queue[Any] = asyncio.Queue()
         messages.put_nowait(request_type.FromString(payload[1:]))
         task = asyncio.create_task(self._serve(call, served, messages), name=f"link:{method.name}")
         self._calls[call] = (task, messages, request_type)
+        task.add_done_callback(lambda _: self._calls.pop(call, None))  # cancelled before it began
         return None
 
     async def _serve(self, call: int, served: Served, messages: asyncio.Queue[Any]) -> None:
@@ -644,6 +687,10 @@ class _ServedLink(_Frames):
     def _on_lost(self, why: str) -> None:
         self._server._connections.discard(self._arriving)
         self.end()
+
+    @property
+    def num_calls(self) -> int:
+        return len(self._calls)
 
     def end(self) -> list[asyncio.Task[None]]:
         """Cancel its calls, as if the router had."""

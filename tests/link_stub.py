@@ -64,9 +64,7 @@ class LinkStub:
 
     async def link(self) -> Link:
         if self._link is None:
-            self._link = await Link.connect(
-                self._address, max_message_bytes=32 << 20, keepalive_s=2.0, timeout_s=10.0
-            )
+            self._link = await Link.connect(self._address, keepalive_s=2.0, timeout_s=10.0)
         return self._link
 
     async def close(self) -> None:

@@ -115,6 +115,7 @@ class Worker:
         self._num_quarantined_bytes = 0
         self._load_asked = False
         self._health = health_aio.HealthServicer()
+        self._links: LinkServer | None = None
         self.address = ""
         self.metrics_address = ""
 
@@ -245,7 +246,7 @@ class Worker:
     async def _last_tokens_taken(self) -> None:
         """Wait until every router has its tokens, but not for one that takes none."""
         give_up_at = self._loop.time() + _TAKEN_WITHIN_S
-        while not self.decode.has_sent_all:
+        while not self.decode.has_sent_all or (self._links and self._links.num_unsent):
             if self._loop.time() > give_up_at:
                 log.warning("%s: a router does not take its tokens", self._config.worker_id)
                 return
@@ -265,7 +266,9 @@ class Worker:
         if self._config.role is not Role.PREFILL:
             methods |= DecodeService(self.decode).methods
         folder = self._config.settings.link_tls
-        links = LinkServer(methods, None if folder is None else LinkTls(folder, "worker"))
+        links = self._links = LinkServer(
+            methods, None if folder is None else LinkTls(folder, "worker")
+        )
         with tempfile.TemporaryDirectory(prefix="baton-worker-") as folder:
             grpc_address = f"unix:{folder}/grpc"
             server.add_insecure_port(grpc_address)

@@ -18,8 +18,8 @@ import prometheus_client
 from prometheus_client import Histogram
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, StreamingResponse
-from starlette.routing import Mount, Route
+from starlette.responses import HTMLResponse, Response, StreamingResponse
+from starlette.routing import Route
 
 from baton.config.router import RouterConfig
 from router.door.door import Door
@@ -38,11 +38,10 @@ class OperatorPort:
     def __init__(self, door: Door, config: RouterConfig, port: int) -> None:
         """Raises ConfigError when the port is taken."""
         self._door = door
-        metrics = prometheus_client.make_asgi_app(door.metrics.registry)
         routes = [
             Route("/", self._page),
             Route("/events", self._events),
-            Mount("/metrics", metrics),
+            Route("/metrics", self._metrics),
         ]
         listener = listening(config.host, port, reuse_port=False)
         self._server = HttpServer(Starlette(routes=routes), config, listener, None)
@@ -56,6 +55,11 @@ class OperatorPort:
 
     async def _page(self, request: Request) -> HTMLResponse:
         return HTMLResponse(await asyncio.to_thread(_HTML.read_text, encoding="utf-8"))
+
+    async def _metrics(self, request: Request) -> Response:
+        registry = self._door.metrics.registry
+        text = await asyncio.to_thread(prometheus_client.generate_latest, registry)
+        return Response(text, media_type=prometheus_client.CONTENT_TYPE_LATEST)
 
     async def _events(self, request: Request) -> StreamingResponse:
         headers = {"cache-control": "no-store"}

@@ -13,6 +13,7 @@ import enum
 import logging
 import math
 import random
+import ssl
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -230,6 +231,7 @@ class WorkerLink:
         )
         self._task: asyncio.Task[None] | None = None
         self._is_stopped = False
+        self._last_why = ""
         self._contact = Contact(LOST_FOR * config.attach_timeout_s, time.monotonic)
         self.tried = asyncio.Event()
         """Set when the first try to connect has ended, well or not."""
@@ -352,8 +354,10 @@ class WorkerLink:
             began_s = loop.time()
             try:
                 await self._connected()
-            except (TimeoutError, ConnectionResetError) as error:  # it may answer yet
-                log.debug("%s does not answer: %s", self.entry.facts.worker_id, error)
+            except (ssl.SSLError, ConnectionResetError, TimeoutError) as error:  # it may answer yet
+                if str(error) != self._last_why:
+                    self._last_why = str(error)
+                    log.warning("%s does not answer: %s", self.entry.facts.worker_id, error)
             except OSError as error:  # nothing answers at its address
                 log.debug("%s: %s", self.entry.facts.worker_id, error)
                 self.session.refuse_waiting()
@@ -368,7 +372,6 @@ class WorkerLink:
         config = self._config
         link = self._link = await Link.connect(
             self.entry.facts.address,
-            max_message_bytes=config.max_message_bytes,
             keepalive_s=config.keepalive_s,
             timeout_s=config.connect_timeout_s,
             tls=self._tls,

@@ -54,6 +54,7 @@ from router.request.search import (
 log = logging.getLogger(__name__)
 
 SHUTTING_DOWN = "the router is shutting down"
+_FAULT = "request %s: internal error"
 
 
 class RequestRun:
@@ -156,20 +157,29 @@ class RequestRun:
                     return
                 self._take(tokens)
         except Exception:
-            log.exception("request %s: internal error", self.arrival.request_id)
-            self._events.clear()
+            log.exception(_FAULT, self.arrival.request_id)
             self._give_up()
         finally:
             self._is_stepping = False
 
     def _give_up(self) -> None:
-        """After a fault of this router's own."""
-        if self._state.phase is not Phase.ENDED or self.log.end is None:
-            self._state = State(Phase.ENDED)
+        """After a fault of this router's own: it ends this request alone."""
+        self._events.clear()
+        if self._ended.is_set():
+            return
+        self._state = State(Phase.ENDED)
+        try:
             self._leave_line()
             self._stop_search()
             self._end_attempt(cancels=True)
             self._end(BatonError("internal error"))
+        except Exception:
+            log.exception(_FAULT, self.arrival.request_id)
+            self._alarm.end()
+            if self.log.end is None:
+                self.log.close(BatonError("internal error"))
+            self._ended.set()
+            self._on_end(self)
 
     def _carry_out(self, effects: tuple[machine.Effect, ...], message: Any) -> None:
         for effect in effects:
@@ -435,9 +445,10 @@ class RequestRun:
             if self._output.emit(tokens.ids, tokens.logprobs, None):
                 self._events.append((machine.Complete(), None))
         except Exception:
-            log.exception("request %s: internal error", self.arrival.request_id)
+            log.exception(_FAULT, self.arrival.request_id)
             self._give_up()
-        self._is_stepping = False
+        finally:
+            self._is_stepping = False
         if self._events:
             with self._stepping():
                 pass
@@ -531,13 +542,15 @@ class RequestRun:
                 running = await find_running(sought, parts.links, timeout_s)
             if running is None:
                 check_resumable(parsed)
-        except BatonError as error:
-            self._feed(machine.Refused(error))
-        else:
             if running is None:
                 self._feed(machine.NotFound())
             else:
                 self._take_over(running)
+        except BatonError as error:
+            self._feed(machine.Refused(error))
+        except Exception:
+            log.exception(_FAULT, self.arrival.request_id)
+            self._give_up()
 
     def _stop_search(self) -> None:
         if self._searching is not None:
@@ -568,7 +581,14 @@ class RequestRun:
     def _attach(self, lost: Failed) -> None:
         if self._attaching is not None:
             self._attaching.cancel()
-        self._attaching = asyncio.create_task(self._attach_again(lost))
+        self._attaching = asyncio.create_task(self._attached_again(lost))
+
+    async def _attached_again(self, lost: Failed) -> None:
+        try:
+            await self._attach_again(lost)
+        except Exception:
+            log.exception(_FAULT, self.arrival.request_id)
+            self._give_up()
 
     async def _attach_again(self, lost: Failed) -> None:
         """Go on where the worker is now, in its next session."""
@@ -609,7 +629,7 @@ class RequestRun:
             message = f"{decode.entry.facts.worker_id} gave it up: {error}"
             failed = Failed(Failure.GIVEN_UP, decode.entry, message)
             self._feed(machine.AttemptFailed(failed, is_over_there=True))
-        elif probe.lost:
+        elif probe.lost and self._state.decode is not None:
             self._on_lost(probe.lost)
 
     # --- values for workers and clients --------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import struct
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -24,6 +25,7 @@ from baton.link import (
     LinkError,
     Method,
     Served,
+    _ServedLink,
     answers,
     streams,
 )
@@ -53,9 +55,7 @@ async def attached(
 
 
 async def connect(address: str, keepalive_s: float = 5.0) -> Link:
-    return await Link.connect(
-        address, max_message_bytes=1 << 20, keepalive_s=keepalive_s, timeout_s=5.0
-    )
+    return await Link.connect(address, keepalive_s=keepalive_s, timeout_s=5.0)
 
 
 async def test_calls_go_side_by_side_each_to_its_own_end() -> None:
@@ -141,7 +141,7 @@ async def test_a_peer_that_falls_silent_is_lost_and_a_quiet_one_is_not() -> None
         proxy.freeze()
         assert await asyncio.wait_for(link.lost, 5) == "nothing was heard for 0.2 s"
         with pytest.raises(TimeoutError):
-            await Link.connect(proxy.address, max_message_bytes=1, keepalive_s=1.0, timeout_s=0.2)
+            await Link.connect(proxy.address, keepalive_s=1.0, timeout_s=0.2)
         proxy.thaw()
         await proxy.close()
 
@@ -223,3 +223,69 @@ def test_broken_frames_harm_no_other_connection(frames: list[tuple[int, int, byt
                 await writer.wait_closed()
 
     asyncio.run(run())
+
+
+async def test_a_call_that_is_cancelled_as_it_comes_leaves_nothing() -> None:
+    async def prefill(
+        request: worker_pb2.PrefillRequest, context: CallContext
+    ) -> AsyncIterator[worker_pb2.PrefillResponse]:
+        await asyncio.Event().wait()
+        yield worker_pb2.PrefillResponse()
+
+    async with port(
+        {Method.PREFILL: streams(prefill), Method.ATTACH: answers(attached)}
+    ) as address:
+        stub = LinkStub(address)
+        await stub.attach(ASK)
+        for _ in range(20):  # both frames in one read
+            call = await stub.prefill(worker_pb2.PrefillRequest())
+            call.cancel()
+        await stub.attach(ASK)
+        left = [task for task in asyncio.all_tasks() if task.get_name() == "link:PREFILL"]
+        assert not left
+        served = [each for each in gc.get_objects() if type(each) is _ServedLink]
+        assert all(not link.num_calls for link in served)
+        await stub.close()
+
+
+async def test_a_method_of_a_later_release_is_refused_alone() -> None:
+    async with port({Method.ATTACH: answers(attached)}) as address:
+        stub = LinkStub(address)
+        link = await stub.link()
+        link._send(3, 77, bytes((200,)))  # type: ignore[arg-type]  # a CALL that no method names
+        assert (await stub.attach(ASK)).spec.request_id == "r"
+        await stub.close()
+
+
+async def test_a_connection_that_says_nothing_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("baton.link.HELLO_WITHIN_S", 0.2)
+    async with port({}) as address:
+        host, _, number = address.rpartition(":")
+        for first in (b"", b"PRI"):
+            reader, writer = await asyncio.open_connection(host, int(number))
+            writer.write(first)
+            with contextlib.suppress(ConnectionError):
+                assert await asyncio.wait_for(reader.read(), 10) == b""
+            writer.close()
+
+
+async def test_what_is_unsent_goes_out_before_a_worker_s_port_closes() -> None:
+    async def tokens(
+        requests: AsyncIterator[worker_pb2.SessionRequest], context: CallContext
+    ) -> AsyncIterator[worker_pb2.SessionResponse]:
+        await anext(requests)
+        for index in range(2000):
+            ids = [worker_pb2.RequestTokens(request_id="r", index=index, ids=range(100))]
+            yield worker_pb2.SessionResponse(tokens=ids)
+        sent.set()
+        await asyncio.Event().wait()
+
+    sent = asyncio.Event()
+    async with port({Method.SESSION: Served(tokens, 64 << 20)}) as address:
+        stub = LinkStub(address)
+        session = stub.session()
+        await session.write(worker_pb2.SessionRequest())
+        await sent.wait()
+    for index in range(2000):
+        assert (await session.read()).tokens[0].index == index
+    await stub.close()

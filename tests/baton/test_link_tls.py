@@ -41,9 +41,7 @@ async def worker(tls: LinkTls) -> AsyncIterator[str]:
 
 async def answer(address: str, tls: LinkTls | None) -> str:
     """What a worker says to a router. Raises OSError, TimeoutError."""
-    link = await Link.connect(
-        address, max_message_bytes=1 << 20, keepalive_s=5.0, timeout_s=10.0, tls=tls
-    )
+    link = await Link.connect(address, keepalive_s=5.0, timeout_s=10.0, tls=tls)
     try:
         response = await link.ask(Method.ATTACH, ASK, 10.0)
         return str(response.spec.request_id)

@@ -176,9 +176,7 @@ async def test_a_session_that_does_not_come_back_in_time_is_left() -> None:
 async def test_a_worker_that_reads_nothing_loses_its_session_which_keeps_the_cancels() -> None:
     async with deployment() as d:
         proxy = await Proxy.to(d.worker("d0").address)
-        link = await Link.connect(
-            proxy.address, max_message_bytes=1 << 20, keepalive_s=60.0, timeout_s=5.0
-        )
+        link = await Link.connect(proxy.address, keepalive_s=60.0, timeout_s=5.0)
         session = Session("d0", RouterIdentity("r", 1), max_unsent_bytes=1 << 20)
         session.open(link)
         session.cancel("mine", 1)
