@@ -17,7 +17,8 @@ import grpc.aio
 import uvloop
 
 from baton.grpc_options import accepts_pings
-from baton.link import CallContext, Method, Served, streams
+from baton.link.frames import Method
+from baton.link.worker_end import CallContext, Served, streams
 from baton.v1 import common_pb2, control_pb2, worker_pb2, worker_pb2_grpc
 from tests.link_stub import WorkerPort
 from tests.router.deployment import Registry, byte_files

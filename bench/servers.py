@@ -8,6 +8,7 @@ import signal
 import socket
 import sys
 import tempfile
+from abc import ABC, abstractmethod
 from pathlib import Path
 
 import psutil
@@ -20,7 +21,7 @@ READY_WITHIN_S, STOP_WITHIN_S = 60.0, 5.0
 _FIND_SGLANG = "import importlib.util as u; print(u.find_spec('sglang_router') or '')"
 
 
-class Server:
+class Server(ABC):
     """Own a process and those that it has started."""
 
     ids_path = "/v1/completions"
@@ -34,9 +35,9 @@ class Server:
             self._files = (str(certificate.certificate), str(certificate.key))
         self._process: asyncio.subprocess.Process | None = None
 
+    @abstractmethod
     async def start(self) -> None:
         """Return once it answers."""
-        raise NotImplementedError
 
     async def stop(self) -> None:
         if self._process is None or self._process.returncode is not None:

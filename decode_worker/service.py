@@ -9,7 +9,8 @@ from collections.abc import AsyncIterator
 import grpc
 
 from baton.errors import InvalidRequestError
-from baton.link import TOKENS_ROOM, CallContext, Method, Served, answers
+from baton.link.frames import TOKENS_ROOM, Method
+from baton.link.worker_end import CallContext, Served, answers
 from baton.v1 import common_pb2, worker_pb2
 from baton.wire import field_on_wire
 from decode_worker.request_log import (

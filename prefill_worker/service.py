@@ -7,7 +7,8 @@ from collections.abc import AsyncIterator
 import grpc
 
 from baton.errors import InvalidRequestError
-from baton.link import CallContext, Method, streams
+from baton.link.frames import Method
+from baton.link.worker_end import CallContext, streams
 from baton.status import abort
 from baton.v1 import worker_pb2
 from baton.wire import field_on_wire

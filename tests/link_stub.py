@@ -10,8 +10,10 @@ from typing import Any
 
 import grpc.aio
 
-from baton.link import Call, Link, LinkError, LinkServer, Method, Served
-from baton.link_tls import LinkTls
+from baton.link.frames import LinkError, Method
+from baton.link.router_end import Call, Link
+from baton.link.tls import LinkTls
+from baton.link.worker_end import LinkServer, Served
 from baton.v1 import worker_pb2
 
 

@@ -18,7 +18,8 @@ import grpc
 import grpc.aio
 
 from baton.errors import ConfigError
-from baton.link import CallContext, Method, streams
+from baton.link.frames import Method
+from baton.link.worker_end import CallContext, streams
 from baton.v1 import worker_pb2, worker_pb2_grpc
 from engine.api import Engine
 from engine.errors import EngineStoppedError

@@ -30,8 +30,8 @@ from grpc_health.v1.health import aio as health_aio
 from baton.clock import LoopClock
 from baton.errors import OtherModelError
 from baton.grpc_options import WORKER_MESSAGE_BYTES, accepts_pings
-from baton.link import LinkServer
-from baton.link_tls import LinkTls
+from baton.link.tls import LinkTls
+from baton.link.worker_end import LinkServer
 from baton.model_folder import find_text_files
 from baton.v1 import control_pb2, worker_pb2, worker_pb2_grpc
 from cluster.node.pod import PodWorkers

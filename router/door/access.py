@@ -19,7 +19,7 @@ import yaml
 from baton.config import settings
 from baton.config.router import AuthConfig, RouterConfig, TlsConfig
 from baton.errors import ConfigError, UnauthenticatedError
-from baton.link_tls import LinkTls
+from baton.link.tls import LinkTls
 
 T = TypeVar("T")
 

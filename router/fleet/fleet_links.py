@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from baton.config.router import RouterConfig
-from baton.link_tls import LinkTls
+from baton.link.tls import LinkTls
 from router.fleet.fleet import Fleet, ReportedLoad, RolesAway, WorkerEntry, WorkerState
 from router.fleet.session import RouterIdentity
 from router.fleet.worker_facts import WorkerFacts

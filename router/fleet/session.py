@@ -20,7 +20,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-from baton.link import Call, Link, LinkError, Method
+from baton.link.frames import LinkError, Method
+from baton.link.router_end import Call, Link
 from baton.v1 import worker_pb2
 from baton.wire import ANY_ATTEMPT
 

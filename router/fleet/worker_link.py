@@ -25,8 +25,9 @@ import grpc.aio
 from baton.clock import NowS
 from baton.config.router import RouterConfig
 from baton.grpc_options import DIRECT, sends_pings
-from baton.link import Call, Caller, Link, LinkError, Method
-from baton.link_tls import LinkTls
+from baton.link.frames import LinkError, Method
+from baton.link.router_end import Call, Caller, Link
+from baton.link.tls import LinkTls
 from baton.v1 import worker_pb2
 from baton.wire import ANY_ATTEMPT
 from router.fleet.fleet import WorkerEntry, WorkerState

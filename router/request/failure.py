@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import grpc
 
-from baton.link import LinkError
+from baton.link.frames import LinkError
 from baton.v1 import worker_pb2
 from router.fleet.fleet import WorkerEntry, WorkerState
 

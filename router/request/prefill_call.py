@@ -11,7 +11,7 @@ from typing import Protocol
 
 import grpc
 
-from baton.link import LinkError
+from baton.link.frames import LinkError
 from baton.status import from_rpc_error
 from baton.v1 import worker_pb2
 from router.fleet.fleet import WorkerEntry

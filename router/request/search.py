@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import grpc
 
 from baton.errors import AlreadyExistsError, NotResumableError, UnavailableError
-from baton.link import LinkError
+from baton.link.frames import LinkError
 from baton.v1 import worker_pb2
 from router.fleet.fleet_links import FleetLinks
 from router.fleet.session import AttemptHandler, SessionLostError

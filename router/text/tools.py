@@ -16,6 +16,7 @@ import ast
 import enum
 import json
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -170,7 +171,7 @@ class _Call:
             self._arguments = [text]  # JSON within a text
 
 
-class ToolParser:
+class ToolParser(ABC):
     """Own what was not decided yet of one answer's text."""
 
     def __init__(self, marker: str, names: Collection[str]) -> None:
@@ -220,11 +221,11 @@ class ToolParser:
             self._text = held
         return bool(found)
 
-    def _after_marker(self) -> bool:
-        raise NotImplementedError
+    @abstractmethod
+    def _after_marker(self) -> bool: ...
 
-    def _after_call(self) -> bool:
-        raise NotImplementedError
+    @abstractmethod
+    def _after_call(self) -> bool: ...
 
     def _skip(self, chars: str) -> str:
         """Step over what stands before the next part; the character that follows, or none."""

@@ -17,18 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.errors import InvalidRequestError
-from baton.link import (
-    OTHERS_ROOM,
-    TOKENS_ROOM,
-    CallContext,
-    Link,
-    LinkError,
-    Method,
-    Served,
-    _ServedLink,
-    answers,
-    streams,
-)
+from baton.link.frames import OTHERS_ROOM, TOKENS_ROOM, LinkError, Method
+from baton.link.router_end import Link
+from baton.link.worker_end import CallContext, Served, _ServedLink, answers, streams
 from baton.status import abort, from_rpc_error
 from baton.v1 import worker_pb2
 from tests.link_stub import LinkStub, WorkerPort
@@ -258,7 +249,7 @@ async def test_a_method_of_a_later_release_is_refused_alone() -> None:
 
 
 async def test_a_connection_that_says_nothing_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("baton.link.HELLO_WITHIN_S", 0.2)
+    monkeypatch.setattr("baton.link.worker_end.HELLO_WITHIN_S", 0.2)
     async with port({}) as address:
         host, _, number = address.rpartition(":")
         for first in (b"", b"PRI"):

@@ -13,8 +13,10 @@ import pytest
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from baton.errors import ConfigError
-from baton.link import CallContext, Link, Method, answers
-from baton.link_tls import LinkTls
+from baton.link.frames import Method
+from baton.link.router_end import Link
+from baton.link.tls import LinkTls
+from baton.link.worker_end import CallContext, answers
 from baton.v1 import worker_pb2
 from tests.certificates import Authority, link_folder, swap
 from tests.link_stub import WorkerPort

@@ -16,7 +16,7 @@ import pytest
 from baton.config.engine import EngineConfig, FakeEngineConfig
 from baton.config.transfer import TransferConfig
 from baton.config.workers import WorkerSettings
-from baton.link import LinkError
+from baton.link.frames import LinkError
 from baton.v1 import common_pb2, worker_pb2
 from cluster.pools.role_plan import Role
 from cluster.worker.config import RankPosition, WorkerConfig

@@ -12,7 +12,7 @@ import grpc.aio
 import pytest
 
 from baton.config.engine import FakeEngineConfig
-from baton.link import LinkError
+from baton.link.frames import LinkError
 from baton.v1 import worker_pb2
 from cluster.pools.role_plan import Role
 from kv_transfer.memory_transport import MemoryNetwork, Operation, ThreadScheduler

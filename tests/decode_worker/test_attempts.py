@@ -12,7 +12,7 @@ import pytest
 
 from baton.config.workers import DecodeConfig
 from baton.errors import InvalidRequestError
-from baton.link import LinkError
+from baton.link.frames import LinkError
 from baton.status import from_rpc_error
 from baton.v1 import common_pb2, worker_pb2
 from cluster.pools.role_plan import Role

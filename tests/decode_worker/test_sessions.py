@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.link import LinkError
+from baton.link.frames import LinkError
 from baton.v1 import worker_pb2
 from cluster.pools.role_plan import Role
 from decode_worker.request_log import (

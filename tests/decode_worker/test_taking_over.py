@@ -9,7 +9,7 @@ import grpc
 import grpc.aio
 import pytest
 
-from baton.link import LinkError
+from baton.link.frames import LinkError
 from baton.v1 import common_pb2, worker_pb2
 from cluster.pools.role_plan import Role
 from cluster.worker.worker import Worker

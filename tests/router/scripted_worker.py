@@ -17,8 +17,9 @@ import numpy as np
 
 from baton.errors import InvalidRequestError
 from baton.grpc_options import accepts_pings
-from baton.link import CallContext, Method, Served, answers, streams
-from baton.link_tls import LinkTls
+from baton.link.frames import Method
+from baton.link.tls import LinkTls
+from baton.link.worker_end import CallContext, Served, answers, streams
 from baton.status import abort
 from baton.v1 import common_pb2, control_pb2, worker_pb2, worker_pb2_grpc
 from kv_transfer.block_hash import SHARED_BY_ALL, CacheScope, chain_hashes, chain_root

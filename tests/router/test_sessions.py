@@ -13,8 +13,8 @@ import pytest
 
 from baton.clock import ManualClock
 from baton.config.router import RouterConfig
-from baton.link import Link
-from baton.link_tls import LinkTls
+from baton.link.router_end import Link
+from baton.link.tls import LinkTls
 from baton.v1 import common_pb2, control_pb2, worker_pb2
 from baton.wire import ORPHANED
 from router.fleet.fleet import WorkerEntry, WorkerState

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import secrets
 import string
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,7 +24,7 @@ _ID_CHARS = string.ascii_letters + string.digits
 _ID_LENGTHS = {"mistral": 9}  # its templates refuse others
 
 
-class Choice:
+class Choice(ABC):
     """Own one choice. `take` gives a stream's pieces; `whole`, at the end, the whole of them."""
 
     def __init__(self, index: int, opened: Opened | Ended) -> None:
@@ -52,14 +53,14 @@ class Choice:
                 made += self._finish(event.reason)
         return made
 
-    def whole(self) -> Delta:
-        raise NotImplementedError
+    @abstractmethod
+    def whole(self) -> Delta: ...
 
-    def _tokens(self, run: TokenRun) -> list[Delta]:
-        raise NotImplementedError
+    @abstractmethod
+    def _tokens(self, run: TokenRun) -> list[Delta]: ...
 
-    def _finish(self, reason: FinishReason) -> list[Delta]:
-        raise NotImplementedError
+    @abstractmethod
+    def _finish(self, reason: FinishReason) -> list[Delta]: ...
 
 
 _REASONS = {

@@ -1,0 +1,188 @@
+"""One end of a link: frames in and out, and the other side's silence."""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import struct
+from abc import ABC, abstractmethod
+from typing import Any
+
+import grpc
+from google.protobuf.message import DecodeError, Message
+
+from baton.status import DETAILS_KEY
+from baton.v1 import worker_pb2
+
+_HEADER = struct.Struct("<IBI")
+VERSION = b"baton link 1"
+KEEPALIVE = struct.Struct("<f")
+_LOW_BYTES, _HIGH_BYTES = 16 << 10, 64 << 10  # of the buffer: when `room` is given, and taken
+MAX_FRAME_BYTES = 256 << 20
+"""A longer one ends the connection: no request makes one (`max_message_bytes` bounds prompts)."""
+TOKENS_ROOM, OTHERS_ROOM = 1 << 20, _HIGH_BYTES
+"""Bytes unsent up to which more are taken: tokens go before all else."""
+_LOOK_S = 0.01
+
+
+class Kind(enum.IntEnum):
+    HELLO = 1
+    WELCOME = 2
+    CALL = 3
+    MESSAGE = 4
+    END = 5
+    CANCEL = 6
+    PING = 7
+
+
+class Method(enum.IntEnum):
+    """What a router asks of a worker. A session ends with its connection."""
+
+    SESSION = 1
+    PREFILL = 2
+    ATTACH = 3
+    FOLLOW_KV = 4
+    CANCEL = 5
+
+
+NUMBERS = frozenset(Method)
+MESSAGES: dict[Method, tuple[type[Message], type[Message]]] = {
+    Method.SESSION: (worker_pb2.SessionRequest, worker_pb2.SessionResponse),
+    Method.PREFILL: (worker_pb2.PrefillRequest, worker_pb2.PrefillResponse),
+    Method.ATTACH: (worker_pb2.AttachRequest, worker_pb2.AttachResponse),
+    Method.CANCEL: (worker_pb2.Cancel, worker_pb2.CancelResponse),
+    Method.FOLLOW_KV: (worker_pb2.SubscribeKvRequest, worker_pb2.SubscribeKvResponse),
+}
+
+
+class LinkError(Exception):
+    """A call's end by its worker, or by the loss of the connection (UNAVAILABLE). As gRPC's errors
+    it has `code`, `details` and `trailing_metadata`."""
+
+    def __init__(self, code: grpc.StatusCode, details: str, status: bytes = b"") -> None:
+        super().__init__(f"{code.name}: {details}")
+        self._code, self._details, self._status = code, details, status
+
+    def code(self) -> grpc.StatusCode:
+        return self._code
+
+    def details(self) -> str:
+        return self._details
+
+    def trailing_metadata(self) -> tuple[tuple[str, bytes], ...]:
+        return ((DETAILS_KEY, self._status),) if self._status else ()
+
+
+class Frames(asyncio.Protocol, ABC):
+    """One end of a connection."""
+
+    def __init__(self, keepalive_s: float) -> None:
+        self._keepalive_s = keepalive_s
+        self._transport: asyncio.WriteTransport | None = None
+        self._received = bytearray()
+        self._has_heard = self._has_sent = True
+        self._num_silent = 0  # ticks in a row
+        self._tick: asyncio.TimerHandle | None = None
+        self._resumed = asyncio.Event()
+        self._resumed.set()
+        self._why = ""
+
+    @property
+    def is_open(self) -> bool:
+        return self._transport is not None
+
+    # --- asyncio's callbacks -------------------------------------------------------------------
+
+    def connection_made(self, transport: Any) -> None:
+        self._transport = transport
+        transport.set_write_buffer_limits(high=_HIGH_BYTES, low=_LOW_BYTES)
+        loop = asyncio.get_running_loop()
+        self._tick = loop.call_later(self._keepalive_s / 2, self._on_tick)
+
+    def pause_writing(self) -> None:
+        self._resumed.clear()
+
+    def resume_writing(self) -> None:
+        self._resumed.set()
+
+    def data_received(self, data: bytes) -> None:
+        self._has_heard = True
+        received = self._received
+        received += data
+        at = 0
+        while len(received) - at >= _HEADER.size:
+            length, kind, call = _HEADER.unpack_from(received, at)
+            if length > MAX_FRAME_BYTES:
+                return self.close(f"a frame of {length} bytes is longer than {MAX_FRAME_BYTES}")
+            end = at + _HEADER.size + length
+            if end > len(received):
+                break
+            payload = bytes(received[at + _HEADER.size : end])
+            at = end
+            try:
+                self._on_frame(kind, call, payload)
+            except (DecodeError, ValueError) as error:
+                return self.close(f"a frame cannot be read: {error}")
+            if self._transport is None:
+                return None
+        del received[:at]
+        return None
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if self._tick is not None:
+            self._tick.cancel()
+        was_open, self._transport = self._transport is not None, None
+        self._resumed.set()
+        if was_open:
+            self._on_lost(str(error or "the other side closed the connection"))
+
+    # --- sending -------------------------------------------------------------------------------
+
+    def _send(self, kind: Kind, call: int = 0, payload: bytes = b"") -> None:
+        if self._transport is not None:
+            self._has_sent = True
+            self._transport.write(_HEADER.pack(len(payload), kind, call) + payload)
+
+    async def room(self, num_bytes: int) -> None:
+        """Return when no more than this is unsent, or the connection is lost."""
+        while self.num_unsent > num_bytes:
+            if self._resumed.is_set():  # below the marks at which the transport says so
+                await asyncio.sleep(_LOOK_S)
+            await self._resumed.wait()
+            if self._transport is None:
+                return
+
+    @property
+    def num_unsent(self) -> int:
+        """Bytes."""
+        return 0 if self._transport is None else self._transport.get_write_buffer_size()
+
+    def close(self, why: str) -> None:
+        """Cut the connection; what is unsent is lost."""
+        transport, self._transport = self._transport, None
+        if transport is not None:
+            transport.abort()
+            self._on_lost(why)
+
+    def _on_tick(self) -> None:
+        """Twice in `keepalive_s`. Silence is counted in ticks: a process that stood still has seen
+        one of them."""
+        self._num_silent = 0 if self._has_heard else self._num_silent + 1
+        if self._num_silent >= 4:
+            return self.close(f"nothing was heard for {2 * self._keepalive_s:g} s")
+        if not self._has_sent:
+            self._send(Kind.PING)
+        self._has_heard = self._has_sent = False
+        if self._tick is not None:
+            self._tick.cancel()
+        loop = asyncio.get_running_loop()
+        self._tick = loop.call_later(self._keepalive_s / 2, self._on_tick)
+        return None
+
+    # --- of either side ------------------------------------------------------------------------
+
+    @abstractmethod
+    def _on_frame(self, kind: int, call: int, payload: bytes) -> None: ...
+
+    @abstractmethod
+    def _on_lost(self, why: str) -> None: ...
