@@ -154,6 +154,7 @@ async def test_tokens_are_taken_while_kv_events_wait_for_a_slow_router() -> None
         while True:
             sizes["kv"] += 1 << 10
             yield worker_pb2.SubscribeKvResponse(removed=bytes(1 << 10))
+            await asyncio.sleep(0)  # the loop's other work, as between two steps
 
     async def tokens(
         requests: AsyncIterator[worker_pb2.SessionRequest], context: CallContext
