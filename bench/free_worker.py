@@ -129,8 +129,8 @@ class FreeWorker(worker_pb2_grpc.WorkerServiceServicer):
             kv_fingerprint=FINGERPRINT,
             block_size=BLOCK_SIZE,
             num_blocks=1_000_000,
-            max_model_len=1024,
-            max_num_seqs=256,
+            max_model_len=1 << 17,
+            max_num_seqs=4096,
             vocab_size=257,
             kv_bytes_per_token=1 << 10,
         )

@@ -105,14 +105,19 @@ class HttpWorker(Server):
 
 
 class BatonRouter(Server):
-    def __init__(self, workers: FreeWorkers, certificate: Certificate | None = None) -> None:
+    def __init__(
+        self, workers: FreeWorkers, certificate: Certificate | None = None, shared_port: int = 0
+    ) -> None:
+        """`shared_port`: of several router processes; 0: one of its own."""
         super().__init__(certificate)
-        self._control = workers.address
+        self._control, self._shared_port = workers.address, shared_port
 
     async def start(self) -> None:
         port = free_port()
         self.http_address = f"127.0.0.1:{port}"
         text = f"served_model_name: {MODEL}\nrouter:\n  local_prefill: never\n  http_port: {port}\n"
+        if self._shared_port:
+            text += "  reuse_port: true\n"
         if self._files:
             made, key = self._files
             text += f"  tls:\n    certificate_file: {made}\n    key_file: {key}\n"
@@ -120,7 +125,7 @@ class BatonRouter(Server):
             config = Path(folder) / "cluster.yaml"
             config.write_text(text)
             command = [sys.executable, "-m", "router", "--control", self._control]
-            command += ["--config", str(config), "--listen", "127.0.0.1:0"]
+            command += ["--config", str(config), "--listen", f"127.0.0.1:{self._shared_port}"]
             self.address = (await self._run(*command, "--log-level", "warning"))[-1]
 
 

@@ -89,7 +89,7 @@ class RouterConfig(Ranged):
     """Requests that may wait to be tokenized, which comes before the wait for a placement."""
     max_tokenizing_bytes: Count = 128 << 20
     """The same in bytes of their messages. A larger one is taken when it is alone."""
-    lease_lead_s: NotNegative = 0.5
+    lease_lead_s: NotNegative = 0.05
     """A prompt leaves the queue only when its prefill is predicted to start within this time."""
     max_bypass_s: NotNegative = 1.0
     """A request that has waited this long keeps the decode workers that it could use from

@@ -89,7 +89,7 @@ def prompt(num_tokens: int, first: int = 0) -> PromptBlocks:
 
 
 def admission_of(fleet: Fleet, clock: ManualClock, **changes: object) -> Admission:
-    config = dataclasses.replace(RouterConfig(local_prefill="never"), **changes)  # type: ignore[arg-type]
+    config = dataclasses.replace(RouterConfig(local_prefill="never", lease_lead_s=0.5), **changes)  # type: ignore[arg-type]
     return Admission(config, fleet, PrefixIndex(), clock, random.Random(0))
 
 
