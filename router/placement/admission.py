@@ -114,6 +114,7 @@ class Admission:
         self._answers: list[tuple[Ticket, Placed | BatonError]] = []  # not given yet
         self._round: Timer | None = None
         self._round_at_s = self._pause_until_s = 0.0
+        self._has_left_some = False  # in line, the last round
         self._kinds: set[tuple[float, float]] = set()  # of decode workers (`Reach.kinds`)
         self._looked_at_s = -math.inf  # at them, for who is stranded
 
@@ -274,13 +275,13 @@ class Admission:
     def _run_round(self) -> None:
         self._round = None
         now = self._clock.now_s()
-        within_reach = reach(self._fleet.arrays, self._config)
-        kinds = within_reach.kinds()
-        if kinds != self._kinds or now - self._looked_at_s >= POLL_S:
-            self._kinds, self._looked_at_s = kinds, now
-            self._refuse_stranded(within_reach, now)
-        tally = _Tally(self._next_release_s(now))
-        self._try_in_order(within_reach, tally)
+        were_in_line, tally = self._has_left_some, _Tally(self._next_release_s(now))
+        if were_in_line:
+            self._review_stranded(now)
+        self._try_in_order(tally)
+        if self._waiting and not were_in_line:  # most requests are placed at once
+            self._review_stranded(now)
+        self._has_left_some = bool(self._waiting)
         ended_s = self._clock.now_s()
         self._pause_until_s = ended_s + ROUND_PAUSE * (ended_s - now) * tally.share_in_vain
         if self._waiting:
@@ -291,7 +292,7 @@ class Admission:
             self._unschedule()
         self._give_answers()
 
-    def _try_in_order(self, within_reach: Reach, tally: _Tally) -> None:
+    def _try_in_order(self, tally: _Tally) -> None:
         """Place requests that can start on decode workers that are not reserved."""
         config, arrays, now = self._config, self._fleet.arrays, self._clock.now_s()
         reserved = np.zeros(self._fleet.num_slots, dtype=np.bool_)
@@ -314,18 +315,17 @@ class Admission:
                     tally.next_s = min(tally.next_s, best.queue_s - config.lease_lead_s)
                 if now - ticket.since_s <= config.max_bypass_s:
                     continue
-                self._reserve(reserved, ticket, best, within_reach)
+                self._reserve(reserved, ticket, best)
             longest = longest_open(arrays, reserved, now)
 
-    def _reserve(
-        self, reserved: Bools, ticket: Ticket, best: Placement | None, limits: Reach
-    ) -> None:
+    def _reserve(self, reserved: Bools, ticket: Ticket, best: Placement | None) -> None:
         """Reserve room for a request that was overtaken too long: at its chosen worker or, if none
         is chosen, at every worker that could take it."""
         if best is not None:
             reserved[best.decode_slot] = True
         else:
-            reserved |= limits.takes(len(ticket.prompt), ticket.least_new_tokens)
+            within_reach = reach(self._fleet.arrays, self._config)
+            reserved |= within_reach.takes(len(ticket.prompt), ticket.least_new_tokens)
 
     def _next_release_s(self, now: float) -> float:
         """Wait until a held worker may be asked again. Other changes come as kicks."""
@@ -356,6 +356,13 @@ class Admission:
                 f" deadline is in {left_s:.2f} s",
                 retry_after_s=max(self._config.overload_retry_s, expected_s - left_s),
             )
+
+    def _review_stranded(self, now: float) -> None:
+        within_reach = reach(self._fleet.arrays, self._config)
+        kinds = within_reach.kinds()
+        if kinds != self._kinds or now - self._looked_at_s >= POLL_S:
+            self._kinds, self._looked_at_s = kinds, now
+            self._refuse_stranded(within_reach, now)
 
     def _refuse_stranded(self, within_reach: Reach, now: float) -> None:
         """The time without a usable worker counts, not the whole wait: a worker that is away for a

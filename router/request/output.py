@@ -77,6 +77,7 @@ class TokenRun:
     logprobs: Sequence[TokenLogprobs]
 
 
+LINGER_S = 0.01
 Mark = router_pb2.Routed | router_pb2.Prefilled | router_pb2.HandedOff | router_pb2.Migrated
 Event = Mark | TokenRun | Finished
 
@@ -92,6 +93,7 @@ class OutputLog:
     marks: list[tuple[int, Mark]] = field(default_factory=list)  # (tokens before it, event)
     end: Finished | BatonError | None = None
     _readers: list[OutputReader] = field(default_factory=list)
+    _lingering: asyncio.TimerHandle | None = None
 
     @property
     def num_readers(self) -> int:
@@ -106,8 +108,12 @@ class OutputLog:
         return tokens + logprobs + _MARK_BYTES * (1 + len(self.marks))
 
     def mark(self, event: Mark) -> None:
+        """Readers get it with the next token, or `LINGER_S` later: a message of its own would cost
+        as much as a token's."""
         self.marks.append((len(self.ids), event))
-        self.wake()
+        if self._lingering is None and self._readers:
+            loop = asyncio.get_running_loop()
+            self._lingering = loop.call_later(LINGER_S, self._wake_late)
 
     def close(self, end: Finished | BatonError) -> None:
         assert self.end is None, f"ended twice: {self.end}, then {end}"
@@ -121,6 +127,10 @@ class OutputLog:
 
     def remove(self, reader: OutputReader) -> None:
         self._readers.remove(reader)
+
+    def _wake_late(self) -> None:
+        self._lingering = None
+        self.wake()
 
     def wake(self) -> None:
         for reader in self._readers:
