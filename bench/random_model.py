@@ -115,6 +115,9 @@ class RandomTensors:
         generator = torch.Generator(self._device).manual_seed(zlib.crc32(name.encode()))
         return self._weight_of(name, shape, generator)[parts or (slice(None),)]
 
+    def source_of(self, name: str) -> str:
+        return "random tensors"
+
     def ignore(self, name: str) -> None:
         pass
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ from engine.api import LocalDeviceMemory, ModelSpec
 from engine.attention.decode_rows import MOST_BLOCKS
 from engine.attention.paged_kv import PagedKv
 from engine.auto_choice import device_of
+from engine.build import region_layout
 from engine.models.decoder import Decoder
 from engine.request import RequestId, RequestSpec, SamplingParams, ScheduledSeq
 from engine.sampler import Sampler
@@ -45,9 +47,10 @@ def with_sized_kv(
     Raises TpPeerError, and ValueError with how much memory is missing.
     """
     device = device_of(config)
-    if device.type != "cuda" or config.kv_memory_bytes is not None or config.num_blocks is not None:
-        return config
     rank, size = (0, 1) if tp is None else (tp.rank, tp.size)
+    if device.type != "cuda" or config.kv_memory_bytes is not None or config.num_blocks is not None:
+        _refuse_too_much(config, spec, device, size)
+        return config
     weights = torch.cuda.memory_allocated()
     try:
         step = step_peak_bytes(config, spec, decoder, device, (rank, size))
@@ -74,6 +77,32 @@ def with_sized_kv(
         *(each / _GIB for each in (for_kv, total, weights, step)),
     )
     return dataclasses.replace(config, kv_memory_bytes=for_kv)
+
+
+def _refuse_too_much(
+    config: EngineConfig, spec: ModelSpec, device: torch.device, tp_size: int
+) -> None:
+    """Raise ValueError if the KV that was asked for exceeds the memory that is free. On a CPU the
+    ranks share it; pages that nobody has touched yet would be promised, and the process killed."""
+    per_region = region_layout(spec, config, 0, tp_size)
+    asked = config.num_regions * per_region.num_bytes()
+    if device.type == "cuda":
+        free, whose = torch.cuda.mem_get_info()[0], "GPU"
+    else:
+        asked, free, whose = asked * tp_size, _free_host_bytes(), "machine"
+    if asked > free:
+        field = "kv_memory_bytes" if config.num_blocks is None else "num_blocks"
+        raise ValueError(
+            f"engine.{field} asks for {asked / _GIB:.2f} GiB of KV; the {whose} has"
+            f" {free / _GIB:.2f} GiB free"
+        )
+
+
+def _free_host_bytes() -> int:
+    """What can be taken without swapping, as Linux estimates it."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    (available,) = (line.split()[1] for line in lines if line.startswith("MemAvailable:"))
+    return int(available) << 10
 
 
 def step_peak_bytes(

@@ -108,6 +108,9 @@ class Checkpoint:
             )
         return part
 
+    def source_of(self, name: str) -> str:
+        return str(self._folder / self._file_of[name])
+
     def ignore(self, name: str) -> None:
         """Accept a tensor that may be there and is not needed."""
         self._unread.discard(name)

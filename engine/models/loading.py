@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 
 from engine.attention.kernels import HeadNorms
+from engine.errors import CheckpointError
 from engine.models.config import ModelConfig, MoeConfig
 from engine.models.mlp import DenseMlp, Linear, Mlp, MoeMlp, experts_of
 from engine.models.sharding import Shard, part
@@ -38,11 +39,20 @@ class TensorSource(Protocol):
         """A tensor of this shape, or the part that `parts` select along its leading dimensions.
         Raises CheckpointError."""
 
+    def source_of(self, name: str) -> str:
+        """What holds the tensor, for errors."""
+
     def ignore(self, name: str) -> None:
         """A tensor that may be there and is not needed."""
 
     def check_all_read(self) -> None:
         """Raise CheckpointError naming tensors that nothing asked for."""
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    """NaN spreads to both. One pass, and no copy."""
+    least, most = torch.aminmax(tensor)
+    return bool(least.isfinite() & most.isfinite())
 
 
 class WeightLoader:
@@ -63,7 +73,8 @@ class WeightLoader:
         self._device = device
 
     def load(self) -> DecoderWeights:
-        """All weights. Raises CheckpointError for a missing, misshapen or unknown tensor."""
+        """All weights. Raises CheckpointError for a missing, misshapen or unknown tensor, and for
+        one with NaN or infinite values."""
         config = self._config
         embedding = self._vocabulary("model.embed_tokens.weight")
         layers = tuple(self._layer(index) for index in range(config.num_layers))
@@ -79,7 +90,13 @@ class WeightLoader:
     def _read(self, name: str, shape: tuple[int, ...], *parts: slice) -> torch.Tensor:
         tensor = self._checkpoint.read(name, shape, *parts)
         # clone: a part of a mapped file must not keep the file's pages in use
-        return tensor.to(self._device, self._dtype, copy=True).contiguous()
+        tensor = tensor.to(self._device, self._dtype, copy=True).contiguous()
+        if self._device.type != "meta" and not _is_finite(tensor):
+            raise CheckpointError(
+                f"{self._checkpoint.source_of(name)}: tensor {name} has values that are not finite"
+                f" in {self._dtype}: the file is damaged, or needs another engine.dtype"
+            )
+        return tensor
 
     def _vocabulary(self, name: str) -> torch.Tensor:
         rows = slice(self._shard.vocab.start, self._shard.vocab.stop)

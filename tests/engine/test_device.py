@@ -129,6 +129,24 @@ def test_too_little_memory_is_refused_with_how_much_is_missing(
         sized(monkeypatch, gpu_memory_utilization=0.3)
 
 
+@pytest.mark.parametrize(
+    ("asked", "named"),
+    [
+        (
+            {"kv_memory_bytes": 8 * GIB},
+            r"engine\.kv_memory_bytes asks for 8\.00 GiB .* GPU has 7\.00",
+        ),
+        ({"num_blocks": 1 << 30}, r"engine\.num_blocks asks for .* GPU has 7\.00 GiB free"),
+        ({"kv_memory_bytes": 1 << 50, "device": "cpu"}, r"asks for 10485\d\d\.\d\d .* machine has"),
+    ],
+)
+def test_more_kv_than_there_is_memory_is_refused(
+    asked: dict[str, Any], named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ValueError, match=named):
+        sized(monkeypatch, **asked)
+
+
 def test_a_cpu_has_256_mib(monkeypatch: pytest.MonkeyPatch) -> None:
     spec, decoder = random_model(SHAPES["tiny"].hf_config(), "bfloat16", torch.device("cpu"))
     config = with_kv_memory(EngineConfig(device="cpu"), spec, decoder, None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -103,8 +104,16 @@ def load(folder: Path) -> None:
             lambda t: t.update({"model.norm.weight": torch.zeros(128, dtype=torch.int8)}),
             r"model\.norm\.weight has dtype torch\.int8",
         ),
+        (
+            lambda t: t["model.norm.weight"][7:8].fill_(math.nan),
+            r"model\.safetensors: tensor model\.norm\.weight has values that are not finite",
+        ),
+        (
+            lambda t: t["model.layers.1.mlp.down_proj.weight"][5, 5:6].fill_(-math.inf),
+            r"1\.mlp\.down_proj\.weight has values that are not finite",
+        ),
     ],
-    ids=["missing", "extra", "misshapen", "of integers"],
+    ids=["missing", "extra", "misshapen", "of integers", "NaN", "infinite"],
 )
 def test_a_wrong_tensor_is_named(
     folder: Path, change: Callable[[dict[str, torch.Tensor]], object], named: str
