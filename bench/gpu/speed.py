@@ -25,8 +25,10 @@ from baton.config.engine import Dtype, EngineConfig
 from bench.random_model import SHAPES, Shape, random_model
 from bench.report import Report
 from engine.api import LocalDeviceMemory
+from engine.attention.kernels import Kernels
 from engine.attention.native_kernels import pick_kernels
 from engine.attention.paged_kv import PagedKv
+from engine.attention.torch_kernels import TorchKernels
 from engine.build import lone_engine
 from engine.core import EngineCore
 from engine.models.config import model_config
@@ -189,22 +191,23 @@ def _run(works: Sequence[Work], num_runs: int) -> None:
 def _kernels(
     device: torch.device, sizes: Sizes, report: Report, copy_gb_s: float, product_flops: float
 ) -> None:
-    kernels, shape = pick_kernels(device, _TORCH_DTYPE), sizes.kernel_shape
-    title = f"Decode attention of one layer, {kernels.name} kernels"
-    with report.table(title, ("sequences", "us", "GB/s of KV", "of the copy")) as rows:
-        for batch, context in sizes.decodes:
-            num_bytes, seconds = _attention(device, shape, [(context, 1)] * batch)
-            gb_s = num_bytes / seconds / 1e9
-            name = f"b{batch}, context {context}"
-            rows.append((name, us(seconds), f"{gb_s:.4g}", f"{gb_s / copy_gb_s:.2f}"))
+    shape = sizes.kernel_shape
+    for kernels in _kernel_sets(device):
+        title = f"Decode attention of one layer, {kernels.name} kernels"
+        with report.table(title, ("sequences", "us", "GB/s of KV", "of the copy")) as rows:
+            for batch, context in sizes.decodes:
+                num_bytes, seconds = _attention(kernels, device, shape, [(context, 1)] * batch)
+                gb_s = num_bytes / seconds / 1e9
+                name = f"b{batch}, context {context}"
+                rows.append((name, us(seconds), f"{gb_s:.4g}", f"{gb_s / copy_gb_s:.2f}"))
 
-    title = f"Prefill attention of one layer, {kernels.name} kernels"
-    with report.table(title, ("prompt", "us", "TFLOP/s", "of the product")) as rows:
-        for length in sizes.prefills:
-            _, seconds = _attention(device, shape, [(0, length)])
-            flops = 2 * length**2 * shape.num_attention_heads * shape.head_dim / seconds
-            name = f"{length} tokens"
-            rows.append((name, us(seconds), tera(flops), f"{flops / product_flops:.2f}"))
+        title = f"Prefill attention of one layer, {kernels.name} kernels"
+        with report.table(title, ("prompt", "us", "TFLOP/s", "of the product")) as rows:
+            for length in sizes.prefills:
+                _, seconds = _attention(kernels, device, shape, [(0, length)])
+                flops = 2 * length**2 * shape.num_attention_heads * shape.head_dim / seconds
+                name = f"{length} tokens"
+                rows.append((name, us(seconds), tera(flops), f"{flops / product_flops:.2f}"))
 
     header = ("product", "us", "TFLOP/s", "of the product", "GB/s of weights", "of the copy")
     with report.table("Products of one layer", header) as rows:
@@ -220,6 +223,12 @@ def _kernels(
                         *(f"{gb_s:.4g}", f"{gb_s / copy_gb_s:.2f}"),
                     )
                 )
+
+
+def _kernel_sets(device: torch.device) -> list[Kernels]:
+    """Those that serve, and beside a GPU's own torch's."""
+    serving = pick_kernels(device, _TORCH_DTYPE)
+    return [serving, TorchKernels()] if serving.name == "triton" else [serving]
 
 
 def _num_copies(device: torch.device, num_bytes: int) -> int:
@@ -244,7 +253,7 @@ def _products(shape: Shape) -> Iterator[tuple[str, int, int]]:
 
 
 def _attention(
-    device: torch.device, shape: Shape, sequences: list[tuple[int, int]]
+    kernels: Kernels, device: torch.device, shape: Shape, sequences: list[tuple[int, int]]
 ) -> tuple[int, float]:
     """Sequences (context, new tokens): bytes of KV that they look at, and seconds."""
     lengths = [context + new for context, new in sequences]
@@ -261,7 +270,7 @@ def _attention(
     batch = _batch(device, sequences, counts)
     width = (sum(new for _, new in sequences), shape.num_attention_heads, shape.head_dim)
     queries = torch.randn(width, device=device, dtype=_TORCH_DTYPE)
-    attend = partial(pick_kernels(device, _TORCH_DTYPE).attend, queries)
+    attend = partial(kernels.attend, queries)
     works = [partial(attend, layer, batch, batch.groups[0], None) for layer in kv.layers]
     return num_bytes, device_s(works, device)
 

@@ -13,6 +13,7 @@ from ctypes import POINTER, Structure, byref, c_float, c_int, c_int64, c_void_p
 import torch
 
 from baton.native_build import NativeBuildError, build
+from engine import triton_available
 from engine.attention.kernels import AttentionShape, HeadNorms, Kernels, Rotation
 from engine.attention.paged_kv import LayerKv
 from engine.attention.recipe import KERNELS
@@ -237,4 +238,8 @@ def pick_kernels(device: torch.device, dtype: torch.dtype) -> Kernels:
         library = native_library()
         if library is not None:
             return NativeKernels(library)
+    if device.type == "cuda" and triton_available.runs_on("cuda"):
+        from engine.attention.triton_kernels import TritonKernels
+
+        return TritonKernels()
     return TorchKernels()

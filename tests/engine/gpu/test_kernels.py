@@ -13,6 +13,7 @@ from engine.attention import decode_rows
 from engine.attention.kernels import AttentionShape, HeadNorms, Kernels, Rotation
 from engine.attention.native_kernels import pick_kernels
 from engine.attention.paged_kv import TORCH_DTYPES, LayerKv, PagedKv
+from engine.attention.torch_kernels import TorchKernels
 from engine.request import RequestId, ScheduledSeq
 from engine.step_batch import StepBatch, pack
 from kv_transfer.layout import KvLayout, LayerGroup, RegionLayout, TensorSpec
@@ -104,8 +105,7 @@ def test_decodes_that_are_gathered_piece_by_piece_see_the_same(
     group = here.batch.groups[0]
     whole = here.kernels.attend(queries, here.kv, here.batch, group, None)
     monkeypatch.setattr(decode_rows, "MOST_BLOCKS", 2)
-    kernels = pick_kernels(torch.device("cuda"), torch.float32)
-    pieces = kernels.attend(queries, here.kv, here.batch, group, None)
+    pieces = TorchKernels().attend(queries, here.kv, here.batch, group, None)
     assert len(decode_rows.decode_rows(here.batch, group, None, BLOCK_SIZE, device)) > 3
     torch.testing.assert_close(pieces, whole)
 
