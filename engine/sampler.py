@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from engine import triton_available
 from engine.request import RequestId, RequestSpec, SampledToken, ScheduledSeq, TokenLogprobs
 from engine.sampling_noise import gumbel_noise, noise_of_tokens
 from engine.sampling_rows import (
@@ -48,11 +49,17 @@ class Sampler:
         if any(forbidden) or not all(row.takes_likeliest for row in rows):
             wanted = SamplingRows.of(rows, forbidden, logits.shape[1], logits.device)
             adjusted = _penalise(_forbid(logits.float(), wanted.forbidden), wanted.penalties)
-            token_ids = _choose(adjusted, rows, wanted)
+            chosen, ties = _choose(adjusted, wanted)
         else:
-            token_ids = logits.argmax(dim=-1).tolist()
-        logprobs = _logprobs(logits, rows, token_ids)
-        return [SampledToken(token, logprobs.get(i)) for i, token in enumerate(token_ids)]
+            adjusted, chosen, ties = logits, logits.argmax(dim=-1), []
+        answer, tied = _read_back(logits, rows, chosen, ties)
+        if not any(tied):
+            return answer
+        again = [i for i, tie in zip(wanted.few.rows, tied, strict=True) if tie]
+        draws = draws_of(rows, again, logits.shape[1], logits.device)
+        for some in _parts(draws, logits):
+            chosen[some.where] = _draw(_scaled(adjusted, some), some)
+        return _read_back(logits, rows, chosen, [])[0]
 
 
 def _row(seq: ScheduledSeq, spec: RequestSpec) -> Row:
@@ -95,21 +102,30 @@ def _counts(penalties: Penalties, weights: torch.Tensor, vocab_size: int) -> tor
 # --- choice -------------------------------------------------------------------------------------
 
 
-def _choose(logits: torch.Tensor, rows: list[Row], wanted: SamplingRows) -> list[int]:
-    """Choose a token per row. One answer is read back, unless a filter needs the rest of a row."""
+def _choose(
+    logits: torch.Tensor, wanted: SamplingRows
+) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
+    """Choose a token per row: int64 [n]. The host does not wait for a GPU with Triton.
+
+    Also reports which of `wanted.few` are to be drawn among more tokens, bool, in parts.
+    """
     chosen = logits.argmax(dim=-1)
+    if not len(wanted.draws):
+        return chosen, []
+    if triton_available.runs_on(logits.device.type):
+        chosen[wanted.draws.where] = _draw_at_once(logits, wanted.draws)
+        return chosen, []
     few = [_draw_few(_scaled(logits, some), some) for some in _parts(wanted.few, logits)]
     many = [_draw(_scaled(logits, some), some) for some in _parts(wanted.many, logits)]
-    if few or many:
-        where = torch.cat([wanted.few.where, wanted.many.where])
-        chosen[where] = torch.cat([*(token_ids for token_ids, _ in few), *many])
-    found: list[int] = torch.cat([chosen, *(tied for _, tied in few)]).tolist()
-    tied = [i for i, tie in zip(wanted.few.rows, found[len(rows) :], strict=True) if tie]
-    again = draws_of(rows, tied, logits.shape[1], logits.device) if tied else wanted.few.part(0, 0)
-    for some in _parts(again, logits):
-        for i, token in zip(some.rows, _draw(_scaled(logits, some), some).tolist()):
-            found[i] = token
-    return found[: len(rows)]
+    chosen[wanted.draws.where] = torch.cat([*(token_ids for token_ids, _ in few), *many])
+    return chosen, [tied for _, tied in few]
+
+
+def _draw_at_once(logits: torch.Tensor, draws: Draws) -> torch.Tensor:
+    from engine.sampling_kernel import draw
+
+    filters = draws.temperature, draws.top_k, draws.top_p, draws.log_min_p
+    return draw(logits.contiguous(), draws.where, draws.keys, *filters)
 
 
 def _parts(draws: Draws, logits: torch.Tensor) -> Iterator[Draws]:
@@ -199,29 +215,35 @@ def _are_kept(logits: torch.Tensor, drawn: torch.Tensor, limits: _Limits) -> tor
     return ((num_above < limits.top_k[:, 0]) & in_top_p) | (num_above == 0)
 
 
-# --- log-probabilities --------------------------------------------------------------------------
+# --- the answer ---------------------------------------------------------------------------------
 
 
-def _logprobs(
-    logits: torch.Tensor, rows: list[Row], token_ids: list[int]
-) -> dict[int, TokenLogprobs]:
-    """Log-probabilities by row, for rows that ask, from the logits as the model gave them."""
+def _read_back(
+    logits: torch.Tensor, rows: list[Row], chosen: torch.Tensor, ties: Sequence[torch.Tensor]
+) -> tuple[list[SampledToken], list[float]]:
+    """The chosen tokens, with log-probabilities where rows ask for them, from the logits as the
+    model gave them; and `ties`. All is read at once: float64 holds ids, ranks and logprobs alike.
+    """
     asked = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
     if not asked:
-        return {}
-    pairs = np.array([asked, [token_ids[i] for i in asked]], np.int64)
-    where, sampled = to_device(pairs, logits.device)
+        found = torch.cat([chosen, *ties]).tolist()
+        return [SampledToken(token) for token in found[: len(rows)]], found[len(rows) :]
+    where = to_device(np.array(asked, np.int64), logits.device)
     logprobs = logits[where].float().log_softmax(-1)
-    of_sampled = logprobs.gather(-1, sampled[:, None])
+    of_sampled = logprobs.gather(-1, chosen[where, None])
     ranks = (logprobs > of_sampled).sum(-1, keepdim=True).add(1)
     most = max(rows[i].params.logprobs or 0 for i in asked)
     top = logprobs.topk(most, dim=-1)
-    # Read back at once: float64 holds logprobs, ranks and ids alike.
-    values = torch.cat([part.double() for part in (of_sampled, ranks, top.values, top.indices)], 1)
-    return {
-        i: _token_logprobs(row, rows[i].params.logprobs or 0)
-        for i, row in zip(asked, values.tolist())
+    parts = [part.double() for part in (of_sampled, ranks, top.values, top.indices)]
+    values = torch.cat([chosen.double(), *ties, torch.cat(parts, 1).flatten()]).tolist()
+    width = 2 + 2 * most
+    start = len(values) - width * len(asked)
+    of_row = {
+        row: _token_logprobs(values[at : at + width], rows[row].params.logprobs or 0)
+        for row, at in zip(asked, range(start, len(values), width))
     }
+    answer = [SampledToken(int(values[i]), of_row.get(i)) for i in range(len(rows))]
+    return answer, values[len(rows) : start]
 
 
 def _token_logprobs(row: list[float], num_top: int) -> TokenLogprobs:

@@ -100,12 +100,20 @@ class Forbidden:
 class SamplingRows:
     """All rows of a step for which the likeliest token of the logits is not enough."""
 
-    few: Draws
-    """Rows with so small a top k that only those tokens are examined."""
-    many: Draws
-    """Other rows; those with a top-k or top-p limit come first."""
+    draws: Draws
+    """First `num_few` rows with so small a top k that only those tokens are examined. Of the others
+    those with a top-k or top-p limit come first."""
+    num_few: int
     penalties: Penalties
     forbidden: Forbidden
+
+    @property
+    def few(self) -> Draws:
+        return self.draws.part(0, self.num_few)
+
+    @property
+    def many(self) -> Draws:
+        return self.draws.part(self.num_few, len(self.draws))
 
     @classmethod
     def of(
@@ -124,10 +132,9 @@ class SamplingRows:
         penalties = _penalty_columns(rows)
         pairs = _forbidden_pairs(forbidden, vocab_size)
         moved = to_device_together([*draws, *penalties, *pairs], device)
-        every = Draws([rows[i].params for i in few + many], few + many, *moved[: len(draws)])
         return cls(
-            every.part(0, len(few)),
-            every.part(len(few), len(every)),
+            Draws([rows[i].params for i in few + many], few + many, *moved[: len(draws)]),
+            len(few),
             Penalties(*moved[len(draws) : -len(pairs)]),
             Forbidden(*moved[-len(pairs) :]),
         )

@@ -225,9 +225,9 @@ def test_a_steps_rows_go_to_the_device_in_one_copy_and_come_back_in_one() -> Non
     with Copies() as copies:
         sample(logits, [GREEDY] * len(params), histories)
     assert (copies.to_device, copies.to_host) == ([], ["tolist"])
-    with Copies() as copies:  # log-probabilities follow on the tokens
+    with Copies() as copies:  # log-probabilities come with the tokens
         sample(logits, [replace(GREEDY, logprobs=n) for n in range(len(params))], histories)
-    assert (copies.to_device, copies.to_host) == (["to"], ["tolist", "tolist"])
+    assert (copies.to_device, copies.to_host) == (["to"], ["tolist"])
 
 
 # --- top-k, top-p and min-p, against a naive reference -------------------------------------------
