@@ -20,8 +20,9 @@ from engine.attention.decode_rows import MOST_BLOCKS
 from engine.attention.paged_kv import PagedKv
 from engine.auto_choice import device_of
 from engine.build import region_layout
+from engine.cuda_graphs import MOST_SEQS, DecodeGraphs
 from engine.models.decoder import Decoder
-from engine.request import RequestId, RequestSpec, SamplingParams, ScheduledSeq
+from engine.request import RequestId, RequestSpec, SamplingParams, ScheduledSeq, StepPlan
 from engine.sampler import Sampler
 from engine.step_batch import pack
 from engine.tp import TpGroup
@@ -112,7 +113,8 @@ def step_peak_bytes(
     device: torch.device,
     rank_of: tuple[int, int],
 ) -> int:
-    """Most memory that one step takes beyond weights and KV; 0 on a CPU, which does not count it.
+    """Most memory that one step takes beyond weights and KV, and what recorded decodes keep; 0 on a
+    CPU, which does not count it.
 
     `rank_of`: TP rank and size. Every rank must call it.
     """
@@ -120,7 +122,7 @@ def step_peak_bytes(
     kv = PagedKv(LocalDeviceMemory(regions, 1, str(device)), regions, device)
     longest = min(config.max_model_len or spec.max_model_len, spec.max_model_len)
     chunk = min(config.max_num_batched_tokens, longest)
-    # Decodes are gathered by pieces: as many of the longest as make one, then all there can be.
+    # torch's kernels gather decodes by pieces: as many of the longest as make one, then all.
     in_piece = max(1, MOST_BLOCKS // -(-longest // config.block_size))
     on_gpu = device.type == "cuda"
     if on_gpu:
@@ -133,8 +135,20 @@ def step_peak_bytes(
     if not on_gpu:
         return 0
     peak = torch.cuda.max_memory_allocated() - before
+    return peak + _graphs_bytes(config.max_num_seqs, spec, decoder, kv)
+
+
+@torch.inference_mode()
+def _graphs_bytes(num_seqs: int, spec: ModelSpec, decoder: Decoder, kv: PagedKv) -> int:
+    """What recorded decodes keep: the largest graph's memory, in which the others take place."""
+    graphs = DecodeGraphs.on(decoder, kv, spec.max_model_len)
     torch.cuda.empty_cache()
-    return peak
+    before = torch.cuda.memory_reserved()
+    if graphs is not None:
+        seqs = _seqs(spec, min(num_seqs, MOST_SEQS), 1, 0)
+        graphs.hidden(StepPlan(0, tuple(seqs)))
+        torch.cuda.empty_cache()
+    return torch.cuda.memory_reserved() - before
 
 
 @torch.inference_mode()
@@ -148,15 +162,23 @@ def _run(
     context: int,
 ) -> None:
     """A step of `num_seqs` sequences that compute `num_tokens` each behind `context` others."""
-    length = context + num_tokens
-    table = np.ones(-(-length // spec.layout.block_size), np.int32)
-    tables = tuple(table for _ in spec.layout.groups)
-    tokens = np.zeros(num_tokens, np.uint32)
-    ids = [RequestId(f"dry-run-{number}") for number in range(num_seqs)]
-    seqs = [ScheduledSeq(name, tokens, context, tables, True) for name in ids]
+    seqs = _seqs(spec, num_seqs, num_tokens, context)
     batch = pack(seqs, spec.layout.block_size, device)
     hidden = decoder.forward(batch, kv, lambda layer: None)
     logits = decoder.logits(hidden[batch.sample_rows])
     if logits is not None:
-        specs = {name: RequestSpec(name, tokens, num_tokens, _HARDEST) for name in ids}
+        specs = {
+            seq.request_id: RequestSpec(seq.request_id, seq.token_ids, num_tokens, _HARDEST)
+            for seq in seqs
+        }
         Sampler(spec.eos_token_ids).sample(logits, seqs, specs)
+
+
+def _seqs(spec: ModelSpec, num_seqs: int, num_tokens: int, context: int) -> list[ScheduledSeq]:
+    table = np.ones(-(-(context + num_tokens) // spec.layout.block_size), np.int32)
+    tables = tuple(table for _ in spec.layout.groups)
+    tokens = np.zeros(num_tokens, np.uint32)
+    return [
+        ScheduledSeq(RequestId(f"dry-run-{number}"), tokens, context, tables, True)
+        for number in range(num_seqs)
+    ]

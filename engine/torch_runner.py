@@ -13,6 +13,7 @@ from engine.api import KvMemory, KvSink, ModelSpec
 from engine.attention.native_kernels import pick_kernels
 from engine.attention.paged_kv import TORCH_DTYPES, PagedKv
 from engine.auto_choice import device_of
+from engine.cuda_graphs import DecodeGraphs
 from engine.layer_pushes import LayerPushes
 from engine.models.decoder import Decoder
 from engine.models.folder import read_config, resolve
@@ -60,6 +61,7 @@ class TorchRunner:
         self._tp = tp
         self._device = decoder.device
         self._pushes = LayerPushes.on(self._device, sink, model.layout)
+        self._graphs = DecodeGraphs.on(decoder, self._kv, model.max_model_len)
 
     @property
     def model(self) -> ModelSpec:
@@ -105,6 +107,10 @@ class TorchRunner:
         torch.set_num_threads(wanted)
 
     def _forward(self, plan: StepPlan) -> torch.Tensor | None:
+        if self._graphs is not None:
+            hidden = self._graphs.hidden(plan)
+            if hidden is not None:
+                return self._decoder.logits(hidden)
         batch = pack(plan.seqs, self._kv.layout.block_size, self._device)
 
         hidden = self._decoder.forward(batch, self._kv, self._pushes.of_step(plan.pushes))

@@ -52,6 +52,21 @@ class Decoder:
     def device(self) -> torch.device:
         return self._weights.norm.device
 
+    @property
+    def kernels(self) -> Kernels:
+        return self._kernels
+
+    @property
+    def attention(self) -> AttentionShape:
+        """Sizes of this rank's attention."""
+        return self._attention
+
+    @property
+    def host_waits(self) -> bool:
+        """Whether `forward` makes the host wait for the device or other ranks."""
+        layers = self._weights.layers
+        return self._collectives is not None or any(layer.mlp.host_waits for layer in layers)
+
     def forward(
         self, batch: StepBatch, kv: PagedKv, layer_done: Callable[[int], None]
     ) -> torch.Tensor:

@@ -59,12 +59,17 @@ class GroupedLinear:
             return None
         return cls(torch.stack([linear._weight for linear in linears]))
 
-    def __call__(self, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-        """[n, in] -> [n, out]; `ends` int32 [num_groups]: where each group's rows end.
+    @property
+    def host_waits(self) -> bool:
+        """torch makes the host wait all the same in other dtypes than bfloat16, and on GPUs before
+        compute capability 9.0."""
+        device = self._weights.device
+        return self._weights.dtype != torch.bfloat16 or (
+            torch.cuda.get_device_capability(device) < (9, 0)
+        )
 
-        torch makes the host wait all the same in other dtypes than bfloat16, and on GPUs before
-        compute capability 9.0.
-        """
+    def __call__(self, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        """[n, in] -> [n, out]; `ends` int32 [num_groups]: where each group's rows end."""
         return F.grouped_mm(x, self._weights, offs=ends)
 
 
@@ -79,6 +84,10 @@ def _can_pack(weight: torch.Tensor) -> bool:
 
 
 class Mlp(Protocol):
+    @property
+    def host_waits(self) -> bool:
+        """Whether a call makes the host wait for the device, so that no CUDA graph can hold it."""
+
     def __call__(self, x: torch.Tensor, kernels: Kernels) -> torch.Tensor:
         """[n, hidden] -> this rank's part of [n, hidden]: the ranks' parts add up."""
 
@@ -88,11 +97,19 @@ class DenseMlp:
     gate_up: Linear
     down: Linear
 
+    @property
+    def host_waits(self) -> bool:
+        return False
+
     def __call__(self, x: torch.Tensor, kernels: Kernels) -> torch.Tensor:
         return self.down(kernels.swiglu(self.gate_up(x)))
 
 
 class Experts(Protocol):
+    @property
+    def host_waits(self) -> bool:
+        """As an `Mlp`'s."""
+
     def __call__(self, x: torch.Tensor, ends: torch.Tensor, kernels: Kernels) -> torch.Tensor:
         """[n, hidden], sorted by expert -> this rank's part of [n, hidden].
 
@@ -105,6 +122,10 @@ class ExpertLoop:
     """One expert after the other. The host has to know how many rows each has."""
 
     experts: Sequence[DenseMlp]
+
+    @property
+    def host_waits(self) -> bool:
+        return True
 
     def __call__(self, x: torch.Tensor, ends: torch.Tensor, kernels: Kernels) -> torch.Tensor:
         outputs = torch.empty_like(x)
@@ -122,6 +143,10 @@ class GroupedExperts:
 
     gate_up: GroupedLinear
     down: GroupedLinear
+
+    @property
+    def host_waits(self) -> bool:
+        return self.gate_up.host_waits or self.down.host_waits
 
     def __call__(self, x: torch.Tensor, ends: torch.Tensor, kernels: Kernels) -> torch.Tensor:
         return self.down(kernels.swiglu(self.gate_up(x, ends)), ends)
@@ -144,6 +169,10 @@ class MoeMlp:
     config: MoeConfig
     router: torch.Tensor  # [num_experts, hidden]
     experts: Experts
+
+    @property
+    def host_waits(self) -> bool:
+        return self.experts.host_waits
 
     def __call__(self, x: torch.Tensor, kernels: Kernels) -> torch.Tensor:
         chosen, weights = self._route(x)
