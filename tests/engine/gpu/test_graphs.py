@@ -13,7 +13,7 @@ from engine.api import LocalDeviceMemory
 from engine.attention.native_kernels import pick_kernels
 from engine.attention.paged_kv import PagedKv
 from engine.core import EngineCore
-from engine.cuda_graphs import DecodeInputs, bucket_of
+from engine.cuda_graphs import DecodeGraphs, DecodeInputs, bucket_of
 from engine.request import (
     RequestId,
     RequestSpec,
@@ -25,7 +25,7 @@ from engine.request import (
 from engine.step_batch import pack
 from kv_transfer.layout import RegionLayout
 from tests.engine.families import hf_config
-from tests.engine.gpu.models import config_on, engine_on
+from tests.engine.gpu.models import answers, config_on, engine_on, prompts_of
 
 CONTEXTS = (3, 40, 700, 16, 0)
 SAMPLINGS = {
@@ -106,6 +106,21 @@ def test_a_step_of_decodes_waits_for_its_tokens_alone(name: str, device: torch.d
         torch.cuda.set_sync_debug_mode("default")
     assert sum(isinstance(event, TokenEvent) for event in events) == 3
     assert len(waits) == 1, [str(each.message) for each in waits]
+
+
+@pytest.mark.gpu
+def test_sparse_mlps_in_a_graph_find_tokens_as_likely(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """bfloat16, in which no expert makes the host wait on a recent GPU. The first token is the
+    prompt's, the second one a graph's."""
+    config, prompts = config_on(device, "bfloat16"), prompts_of([5, 40, 130])
+    recorded = answers(engine_on(device, "qwen3-moe", config), prompts)
+    monkeypatch.setattr(DecodeGraphs, "on", lambda *_: None)
+    alone = answers(engine_on(device, "qwen3-moe", config), prompts)
+    for one, other in zip(recorded, alone):
+        assert one.ids[0] == other.ids[0]
+        assert one.logprobs[1] == pytest.approx(other.logprobs[1], abs=0.3)
 
 
 @pytest.mark.gpu
