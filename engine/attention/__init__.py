@@ -1,1 +1,1 @@
-"""Paged KV and the kernels that touch it, one protocol with a torch and a native implementation."""
+"""Paged KV and the kernels that touch it, one protocol with torch, native and Triton ones."""
