@@ -72,7 +72,7 @@ async def router_over(
     server = RouterServer(door, config, "127.0.0.1:0")
     await server.start()
     router = await door.main_router()
-    client = Client(server.address)
+    client = Client(server.address, server.http_address)
     try:
         await until(lambda: sum(entry.usable for entry in router.fleet) == len(workers))
         yield router, client

@@ -7,6 +7,7 @@ import dataclasses
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -21,6 +22,8 @@ from router.request.request_run import RequestRun
 from router.router import Router
 from tests.cluster.conftest import HeldStep, nothing_held, running_worker
 from tests.router.answers import Answer, Client, error_of, failures_of, refusal
+from tests.router.callers import DOORS, Caller, HttpAnswer, LostError, caller_at
+from tests.router.deployment import default_model
 from tests.router.proxy import Proxy
 from tests.router.real_workers import (
     CONFIG,
@@ -59,49 +62,68 @@ async def listed() -> AsyncIterator[list[Listed]]:
         await nothing_held(prefill, decode)
 
 
+@asynccontextmanager
+async def asking(door: str, client: Client) -> AsyncIterator[Caller]:
+    caller = caller_at(door, client.address, client.http_address)
+    try:
+        yield caller
+    finally:
+        await caller.close()
+
+
 async def refused_as_moved(former: asyncio.Task[Answer]) -> None:
     error = await error_of(former)
     assert error.code() is grpc.StatusCode.UNAVAILABLE
     assert "another router" in str(error.details())
 
 
+@pytest.mark.parametrize("door", DOORS)
 async def test_a_router_that_lost_its_client_does_not_end_the_stream_at_the_next(
-    listed: list[Listed],
+    listed: list[Listed], door: str
 ) -> None:
     worker = Client(listed[1].address)
-    async with two_routers(listed, CONFIG) as ((router_a, client_a), (router_b, client_b)):
-        await client_a.ask(request_of(1))  # its prompt is cached from now on
+    async with (
+        two_routers(listed, dataclasses.replace(CONFIG, http_port=0)) as (one, other),
+        asking(door, one[1]) as first,
+        asking(door, other[1]) as second,
+    ):
+        await first.ask(request_of(1))  # its prompt is cached from now on
         steps = await num_decoded(worker)
-        seen = await client_a.ask(named(1), until=lambda a: len(a.ids) >= 6)
-        rest = await client_b.ask(named(1, len(seen.ids)))
-        assert not rest.migrated
-        assert rest.finished is not None
-        assert rest.finished.usage.num_cached_tokens == seen.prefilled[0].num_cached_tokens > 0
-        assert seen.ids + rest.ids == alone(1)
+        seen: Any = await first.ask(named(1), lambda answer: answer.num_tokens >= 6)
+        assert 6 <= seen.num_tokens < NUM_TOKENS
+        whole = await second.come_again(named(1), seen)
+        whole.assert_says(default_model(), alone(1))
+        assert whole.num_cached_tokens > 0
         assert await num_decoded(worker) - steps == NUM_TOKENS - 1
-        await until(lambda: router_a.fleet.num_bookings == 0)
-        for router in (router_a, router_b):
+        await until(lambda: one[0].fleet.num_bookings == 0)
+        for router in (one[0], other[0]):
             failures = failures_of(router).keys()
             assert failures <= {"MOVED"}
     await worker.channel.close()
 
 
+@pytest.mark.parametrize("door", DOORS)
 async def test_a_router_whose_request_was_attached_while_it_is_prefilled_sees_the_handoff_through(
-    listed: list[Listed],
+    listed: list[Listed], door: str
 ) -> None:
     step = HeldStep(listed[0].worker)
-    async with two_routers(listed) as ((_, client_a), (router_b, client_b)):
-        former = asyncio.create_task(client_a.ask(named(1)))
+    async with (
+        two_routers(listed, dataclasses.replace(PATIENT, http_port=0)) as (one, other),
+        asking(door, one[1]) as first,
+        asking(door, other[1]) as second,
+    ):
+        former = asyncio.create_task(first.ask(named(1)))
         await asyncio.to_thread(step.begun.wait, 10)
-        latter = asyncio.create_task(client_b.ask(named(1, 0)))
-        await until(lambda: router_b.fleet.num_bookings == 1)
+        latter = asyncio.create_task(second.ask(named(1, 0)))
+        await until(lambda: other[0].fleet.num_bookings == 1)
         assert not former.done()
         step.go_on.set()
-        await refused_as_moved(former)
+        with pytest.raises(LostError, match="another router"):
+            await former
         answer = await latter
-        assert answer.ids == alone(1)
-        assert not answer.migrated
-        assert not failures_of(router_b)
+        answer.assert_says(default_model(), alone(1))
+        assert isinstance(answer, HttpAnswer) or not answer.migrated
+        assert not failures_of(other[0])
 
 
 @pytest.mark.parametrize("is_aborted", [False, True])
