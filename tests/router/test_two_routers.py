@@ -324,6 +324,26 @@ async def test_an_abort_reaches_a_request_that_another_router_follows(
         assert not failures_of(router_a)
 
 
+@pytest.mark.parametrize("tenant", ["", "of/a tenant"])
+async def test_an_abort_reaches_a_request_that_waits_at_another_router(
+    listed: list[Listed], tenant: str
+) -> None:
+    config = dataclasses.replace(CONFIG, fleet_wait_s=20.0)
+    async with two_routers(listed, config) as ((_, client_a), (router_b, client_b)):
+        for entry in router_b.fleet:
+            router_b.fleet.hold(entry, 60.0)
+        request = named(1)
+        request.tenant = tenant
+        asking = asyncio.create_task(client_b.ask(request))
+        await until(lambda: len(router_b.admission) == 1)
+        await client_a.stub.Abort(router_pb2.AbortRequest(request_id="named", tenant=tenant))
+        answer = await asking
+        assert answer.reason == common_pb2.FINISH_REASON_ABORTED
+        assert not answer.ids
+        with pytest.raises(grpc.aio.AioRpcError, match="no request 'named' runs here"):
+            await client_a.stub.Abort(router_pb2.AbortRequest(request_id="named", tenant=tenant))
+
+
 async def test_an_id_that_another_router_runs_with_another_body_is_taken_until_it_is_aborted(
     listed: list[Listed],
 ) -> None:
