@@ -37,7 +37,6 @@ from engine.build import (
 from engine.request import RequestId, RequestSpec, SamplingParams, TokenEvent
 from router.text import TextModel
 from tests.engine import checkpoints
-from tests.router.answers import text_of
 from tests.router.callers import HttpAnswer, HttpCaller, LostError
 from tests.router.deployment import byte_model
 
@@ -310,7 +309,7 @@ class Answer:
 
     def assert_says(self, model: TextModel, ids: list[int]) -> None:
         assert self.ids == ids
-        assert self.text == text_of(model, ids)
+        assert self.text == model.decode(ids)
 
     @property
     def workers(self) -> set[str]:

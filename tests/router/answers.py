@@ -56,7 +56,7 @@ class Answer:
     def assert_says(self, model: TextModel, ids: Sequence[int]) -> None:
         """These tokens, once and in order, and an end."""
         assert self.ids == list(ids)
-        assert self.text == text_of(model, ids)
+        assert self.text == model.decode(ids)
         assert self.reason == common_pb2.FINISH_REASON_LENGTH
 
     def take(self, response: router_pb2.GenerateResponse) -> None:
@@ -72,11 +72,6 @@ class Answer:
             self.finished = response.finished
         else:
             getattr(self, kind).append(getattr(response, kind))
-
-
-def text_of(model: TextModel, ids: Sequence[int]) -> str:
-    decoder = model.new_decoder()
-    return "".join(map(decoder.push, ids)) + decoder.finish()
 
 
 class Client:

@@ -16,7 +16,7 @@ import openai
 
 from baton.v1 import router_pb2
 from router.text import TextModel
-from tests.router.answers import Answer, Client, text_of
+from tests.router.answers import Answer, Client
 
 DOORS = ("grpc", "http")
 UNAVAILABLE = grpc.StatusCode.UNAVAILABLE
@@ -100,7 +100,7 @@ class HttpAnswer:
 
     def assert_says(self, model: TextModel, ids: Sequence[int]) -> None:
         """These tokens, once and in order, and an end."""
-        assert self.text == text_of(model, ids)
+        assert self.text == model.decode(ids)
         assert self.reason == "length"
         assert self.num_tokens == self.usage.completion_tokens == len(ids)
 
