@@ -45,10 +45,10 @@ class GrpcCaller:
     """As `Client`."""
 
     def __init__(self, address: str) -> None:
-        self._client = Client(address)
+        self.client = Client(address)
 
     async def close(self) -> None:
-        await self._client.channel.close()
+        await self.client.channel.close()
 
     async def ask(
         self,
@@ -56,7 +56,7 @@ class GrpcCaller:
         until: Callable[[Answer], bool] = lambda answer: False,
     ) -> Answer:
         with _lost(grpc.aio.AioRpcError):
-            return await self._client.ask(request, until)
+            return await self.client.ask(request, until)
 
     async def come_again(self, request: router_pb2.GenerateRequest, seen: Answer) -> Answer:
         """The rest, after what was seen."""
