@@ -77,6 +77,8 @@ class HttpAnswer:
     text: str = ""
     logprobs: list[float] = field(default_factory=list)
     """One for each token."""
+    num_chars: int = 0
+    """Of these tokens, each by itself."""
     reason: str | None = None
     usage: Any = None
 
@@ -93,8 +95,10 @@ class HttpAnswer:
             self.usage = chunk.usage
         for choice in chunk.choices:
             assert self.reason is None, f"{choice} after the end"
-            if choice.logprobs is not None:
-                self.logprobs += choice.logprobs.token_logprobs
+            if (tokens := choice.logprobs) is not None:
+                assert tokens.text_offset[0] == self.num_chars, "a gap or a repetition"
+                self.num_chars += sum(map(len, tokens.tokens))
+                self.logprobs += tokens.token_logprobs
             self.text += choice.text
             self.reason = choice.finish_reason
 
