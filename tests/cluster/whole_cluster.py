@@ -63,7 +63,13 @@ def describe(model: Path, engine: dict[str, Any], replicas: int = 2) -> ClusterC
                 "decode": {"role": "decode", "replicas": replicas},
             },
             "engine": _ENGINE | engine,
-            "router": {"port": 0, "http_port": None, "local_prefill": "never"},
+            # Several prompts at once at a prefill worker, so that a fault finds some in a push.
+            "router": {
+                "port": 0,
+                "http_port": None,
+                "local_prefill": "never",
+                "lease_lead_s": 0.5,
+            },
             "control": {"port": 0},
         }
     )
