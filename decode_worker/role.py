@@ -35,6 +35,7 @@ from decode_worker.request_log import (
 )
 from decode_worker.session import (
     Admitted,
+    Ending,
     Moved,
     Phase,
     Refusal,
@@ -42,6 +43,7 @@ from decode_worker.session import (
     RouterSession,
     Run,
     Runs,
+    ToEnd,
 )
 from engine.errors import EngineStoppedError, InvalidRequestError
 from engine.loop import EngineThread
@@ -60,6 +62,8 @@ from kv_transfer.lease import FirstToken, WorkerIdentity
 from kv_transfer.lease_table import LeaseFailure, LeaseTable
 
 log = logging.getLogger(__name__)
+
+ROUTERS_ANSWER_WITHIN_S = 1.0
 
 
 class DecodeRole:
@@ -89,6 +93,7 @@ class DecodeRole:
         self._fenced: set[RequestId] = set()
         self._draining = False
         self._numbers = itertools.count(1)  # of submissions
+        self._ending: dict[str, Ending] = {}
 
     def bind(self, leases: LeaseTable) -> None:
         """Set the table whose listener this role is: once, before the first `submit`."""
@@ -188,12 +193,31 @@ class DecodeRole:
         if run.router == session.router or attempt == ANY_ATTEMPT:
             self._end(run, FinishReason.ABORTED, "cancelled")
 
-    def end_for_client(self, request_id: str) -> bool:
-        """Abort what runs under the id, whichever router follows it; False: nothing does."""
+    async def end_for_client(self, request_id: str) -> bool:
+        """Abort what runs under the id, whichever router follows it, or waits for a worker at one.
+        False: nothing does."""
         run = self.runs.of_request(request_id)
         if run is not None:
             self._end(run, FinishReason.ABORTED, "cancelled")
-        return run is not None
+            return True
+        ending = self._ending.get(request_id)
+        if ending is None:
+            found = asyncio.get_running_loop().create_future()
+            ending = self._ending[request_id] = Ending(set(self._sessions), found)
+            for session in self._sessions.values():
+                session.notice(ToEnd(request_id, ANY_ATTEMPT))
+        try:
+            async with asyncio.timeout(ROUTERS_ANSWER_WITHIN_S):
+                return await asyncio.shield(ending.was_found)
+        except TimeoutError:
+            return False
+        finally:
+            self._ending.pop(request_id, None)
+
+    def ended(self, session: RouterSession, request_id: str, was_found: bool) -> None:
+        """A router's answer to `ToEnd`."""
+        if ending := self._ending.get(request_id):
+            ending.answer(session.router_id, was_found)
 
     def _refusal(self, submission: Submission) -> tuple[Refusal, str] | None:
         if self._draining:

@@ -28,6 +28,7 @@ from decode_worker.session import (
     Rejected,
     Reserved,
     RouterSession,
+    ToEnd,
     Update,
 )
 from engine.wire import finish_reason_to_proto, read_spec
@@ -76,6 +77,8 @@ class DecodeService:
                     self._reserve(session, request.reserve)
                 elif request.HasField("cancel"):
                     self._role.cancel(session, request.cancel.request_id, request.cancel.attempt)
+                elif request.HasField("ended"):
+                    self._role.ended(session, request.ended.request_id, request.ended.found)
         finally:
             session.close()
 
@@ -122,7 +125,7 @@ class DecodeService:
     async def _cancel(
         self, request: worker_pb2.Cancel, context: CallContext
     ) -> worker_pb2.CancelResponse:
-        return worker_pb2.CancelResponse(found=self._role.end_for_client(request.request_id))
+        return worker_pb2.CancelResponse(found=await self._role.end_for_client(request.request_id))
 
     async def _attach(
         self, request: worker_pb2.AttachRequest, context: CallContext
@@ -171,6 +174,8 @@ def _update_message(update: Update) -> worker_pb2.SessionResponse:
                 message.admitted.add(**attempt)
             case Moved():
                 message.moved.add(**attempt)
+            case ToEnd():
+                message.end.append(notice.request_id)
     return message
 
 

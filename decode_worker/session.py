@@ -65,6 +65,24 @@ class Moved(Notice):
 
 
 @dataclass(frozen=True)
+class ToEnd(Notice):
+    """A client wants it ended; it does not run here, and may wait at the router."""
+
+
+@dataclass(frozen=True)
+class Ending:
+    """A request that routers were asked to end, by the sessions that have yet to answer."""
+
+    unheard: set[str]
+    was_found: asyncio.Future[bool]
+
+    def answer(self, router_id: str, was_found: bool) -> None:
+        self.unheard.discard(router_id)
+        if (was_found or not self.unheard) and not self.was_found.done():
+            self.was_found.set_result(was_found)
+
+
+@dataclass(frozen=True)
 class Update:
     """One message to the router: everything new since the previous message."""
 

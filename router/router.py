@@ -36,7 +36,7 @@ from router.report.metrics import Gauges, RouterMetrics
 from router.report.recent import Recent
 from router.request.output import Finished, FinishReason, OutputReader
 from router.request.request_run import SHUTTING_DOWN, RequestRun
-from router.request.run_parts import Arrival, RunParts, ServedModel, Sought, wire_id
+from router.request.run_parts import Arrival, RunParts, ServedModel, Sought, key_of, wire_id
 from router.request.search import is_kept
 from router.request.validate import ParsedRequest, RequestLimits, body_digest
 
@@ -70,6 +70,7 @@ class Router:
         self.index = make_index(config.max_predictions)
         self.fleet = Fleet(config, clock.now_s, lambda: self.admission.kick())
         self.links = FleetLinks(config, self.identity, self.fleet, self.index, model.name)
+        self.links.end_request = self._end_request
         public = PublicPrefix.of(config.public_prefix, model.text)
         self.admission = Admission(config, self.fleet, self.index, clock, random.Random(), public)
         self.watch = FleetWatch(control_address, config, self._take_fleet, self.fleet.forget_others)
@@ -220,6 +221,14 @@ class Router:
         if run is None or run.log.end is not None:
             raise NotFoundError(f"no request {request_id!r} runs here", field="request_id")
         run.abort()
+
+    def _end_request(self, named: str) -> bool:
+        """An abort that came to another router."""
+        try:
+            self.abort(*key_of(named))
+        except NotFoundError:
+            return False
+        return True
 
     def abort_everywhere(self, tenant: str, request_id: str) -> None:
         """Abort a request that may run here, or that another router may have begun."""

@@ -193,24 +193,28 @@ class SessionRequest(_message.Message):
     OPEN_FIELD_NUMBER: _builtins.int
     RESERVE_FIELD_NUMBER: _builtins.int
     CANCEL_FIELD_NUMBER: _builtins.int
+    ENDED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def open(self) -> Global___OpenSession: ...
     @_builtins.property
     def reserve(self) -> Global___Reserve: ...
     @_builtins.property
     def cancel(self) -> Global___Cancel: ...
+    @_builtins.property
+    def ended(self) -> Global___Ended: ...
     def __init__(
         self,
         *,
         open: Global___OpenSession | None = ...,
         reserve: Global___Reserve | None = ...,
         cancel: Global___Cancel | None = ...,
+        ended: Global___Ended | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "message", b"message", "open", b"open", "reserve", b"reserve"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "ended", b"ended", "message", b"message", "open", b"open", "reserve", b"reserve"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "message", b"message", "open", b"open", "reserve", b"reserve"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "ended", b"ended", "message", b"message", "open", b"open", "reserve", b"reserve"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["open", "reserve", "cancel"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["open", "reserve", "cancel", "ended"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -305,6 +309,31 @@ class Cancel(_message.Message):
 Global___Cancel: _TypeAlias = Cancel  # noqa: Y015
 
 @_typing.final
+class Ended(_message.Message):
+    """To SessionResponse.end."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    FOUND_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    found: _builtins.bool
+    """Whether the request was at this router."""
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        found: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["found", b"found", "request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Ended: _TypeAlias = Ended  # noqa: Y015
+
+@_typing.final
 class CancelResponse(_message.Message):
     """To Cancel as a call of its own."""
 
@@ -312,7 +341,7 @@ class CancelResponse(_message.Message):
 
     FOUND_FIELD_NUMBER: _builtins.int
     found: _builtins.bool
-    """Whether anything ran under the id."""
+    """Whether anything ran under the id, or waited at a router that has a session here."""
     def __init__(
         self,
         *,
@@ -335,6 +364,7 @@ class SessionResponse(_message.Message):
     TOKENS_FIELD_NUMBER: _builtins.int
     ADMITTED_FIELD_NUMBER: _builtins.int
     MOVED_FIELD_NUMBER: _builtins.int
+    END_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def reserved(self) -> _containers.RepeatedCompositeFieldContainer[Global___Reserved]: ...
     @_builtins.property
@@ -345,6 +375,12 @@ class SessionResponse(_message.Message):
     def admitted(self) -> _containers.RepeatedCompositeFieldContainer[Global___HandoffAdmitted]: ...
     @_builtins.property
     def moved(self) -> _containers.RepeatedCompositeFieldContainer[Global___Moved]: ...
+    @_builtins.property
+    def end(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Ids of requests that a client wants ended and that do not run here: one may wait at this router.
+        Each is answered by Ended.
+        """
+
     def __init__(
         self,
         *,
@@ -353,10 +389,11 @@ class SessionResponse(_message.Message):
         tokens: _abc.Iterable[Global___RequestTokens] | None = ...,
         admitted: _abc.Iterable[Global___HandoffAdmitted] | None = ...,
         moved: _abc.Iterable[Global___Moved] | None = ...,
+        end: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "moved", b"moved", "rejected", b"rejected", "reserved", b"reserved", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "end", b"end", "moved", b"moved", "rejected", b"rejected", "reserved", b"reserved", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

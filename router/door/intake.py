@@ -21,7 +21,6 @@ from baton.errors import BatonError
 from baton.v1 import router_pb2
 from kv_transfer.block_hash import TokenIds
 from router.door.arriving import Arriving, Tokenizing
-from router.door.chat import encode, read
 from router.door.door import Door
 from router.fleet.worker_facts import NO_BOUND
 from router.placement.placement import Placement
@@ -34,6 +33,8 @@ from router.request.validate import (
     RequestLimits,
     check_names,
     check_tokenize_names,
+    encode_prompt,
+    parse_generate,
 )
 from router.router import Router
 
@@ -155,10 +156,10 @@ class Intake:
         model, limits = router.text, router.request_limits()
         has_ids = request.HasField("token_ids")
         if request.ByteSize() <= (IDS_AT_ONCE_BYTES if has_ids else TEXT_AT_ONCE_BYTES):
-            return read(request, model, limits)
+            return parse_generate(request, model, limits)
         named_s = request.timeout_ms / 1e3 if request.HasField("timeout_ms") else None
         return await self.tokenizing.run(
-            lambda: read(request, model, limits),
+            lambda: parse_generate(request, model, limits),
             request.tenant,
             request.ByteSize(),
             router.config.timeout_s(named_s),
@@ -178,7 +179,7 @@ class Intake:
         router = await self.door.main_router()
         model, limits = router.text, router.request_limits()
         ids = await self.tokenizing.run(
-            lambda: encode(request, model, limits),
+            lambda: encode_prompt(request, model, limits),
             request.tenant,
             request.ByteSize(),
             self.door.config.default_timeout_s,

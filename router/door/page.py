@@ -8,6 +8,7 @@ port alone. One HTML file, no build step, nothing from elsewhere; news come as s
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import json
 from collections.abc import AsyncIterator
@@ -37,7 +38,7 @@ class OperatorPort:
 
     def __init__(self, door: Door, config: RouterConfig, port: int) -> None:
         """Raises ConfigError when the port is taken."""
-        self._door = door
+        self._door, self._closing = door, asyncio.Event()
         routes = [
             Route("/", self._page),
             Route("/events", self._events),
@@ -51,6 +52,7 @@ class OperatorPort:
         await self._server.start(self._door.report_fault)
 
     async def stop(self) -> None:
+        self._closing.set()  # pages that look on would be cut off otherwise
         await self._server.stop()
 
     async def _page(self, request: Request) -> HTMLResponse:
@@ -66,9 +68,10 @@ class OperatorPort:
         return StreamingResponse(self._news(), media_type="text/event-stream", headers=headers)
 
     async def _news(self) -> AsyncIterator[str]:
-        while True:
+        while not self._closing.is_set():
             yield f"data: {json.dumps(seen(self._door))}\n\n"
-            await asyncio.sleep(EVERY_S)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._closing.wait(), EVERY_S)
 
 
 def seen(door: Door) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from baton.config.router import RouterConfig
@@ -67,6 +67,7 @@ class FleetLinks:
         self._closing: set[asyncio.Task[None]] = set()
         self._reported, self._settles = asyncio.Event(), False
         self.refused: set[str] = set()
+        self.end_request: Callable[[str], bool] = lambda wire_id: False
 
     def __iter__(self) -> Iterator[WorkerLink]:
         return iter(list(self._links.values()))
@@ -167,6 +168,7 @@ class FleetLinks:
         link = WorkerLink(
             entry, self._config, self._identity, self._index, self._on_connected, self._tls
         )
+        link.session.end_request = self.end_request
         self._links[facts.worker_id] = link
         link.start()
         return link

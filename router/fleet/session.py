@@ -16,7 +16,7 @@ import asyncio
 import contextlib
 import logging
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
@@ -82,6 +82,8 @@ class Session:
         self._waiting: set[asyncio.Future[None]] = set()  # for the next session
         self._num_sessions = 0
         self._is_over = False
+        self.end_request: Callable[[str], bool] = lambda wire_id: False
+        """Ends a request that its client aborts at another router. False: it is not here."""
         # (request, attempt) -> when it was sent, None: not yet; oldest first
         self._cancels: OrderedDict[tuple[str, int], float | None] = OrderedDict()
         self.num_stale_messages = 0
@@ -232,6 +234,10 @@ class Session:
             handler.on_rejected(rejected)
         for handler, moved in self._heard(response.moved):
             handler.on_moved(moved)
+        for wire_id in response.end:
+            ended = worker_pb2.Ended(request_id=wire_id, found=self.end_request(wire_id))
+            with contextlib.suppress(SessionLostError):
+                self._send(worker_pb2.SessionRequest(ended=ended))
 
     def _heard(self, messages: Iterable[_Message]) -> Iterator[tuple[AttemptHandler, _Message]]:
         """Yield each message of a current attempt with its handler."""

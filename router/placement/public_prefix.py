@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -11,21 +10,16 @@ import numpy as np
 
 from baton.errors import InvalidRequestError
 from kv_transfer.block_hash import TokenIds
+from router.text import Conversation
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class _SystemMessage:
-    content: str
-    role: str = "system"
 
 
 class _Encoder(Protocol):
     """The part of a model's tokenizer that is needed here."""
 
     def encode(self, text: str) -> list[int]: ...
-    def encode_chat(self, messages: Sequence[_SystemMessage]) -> list[int]: ...
+    def encode_chat(self, conversation: Conversation) -> list[int]: ...
 
 
 @dataclass(frozen=True)
@@ -40,7 +34,9 @@ class PublicPrefix:
             return cls()
         beginnings = [encoder.encode(text)]
         try:
-            beginnings.append(encoder.encode_chat([_SystemMessage(text)]))
+            beginnings.append(
+                encoder.encode_chat(Conversation([{"role": "system", "content": text}]))
+            )
         except InvalidRequestError as error:
             log.info("public_prefix begins no chat: %s", error)
         return cls(tuple(np.array(ids, dtype=np.uint32) for ids in beginnings))

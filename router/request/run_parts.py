@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
-from urllib.parse import quote
+from urllib.parse import quote, unquote
 
 from baton.clock import Clock
 from baton.config.router import RouterConfig
@@ -114,3 +114,9 @@ def wire_id(tenant: str, request_id: str) -> str:
     """The id workers know a request by: one tenant's ids never meet another's."""
     own = quote(request_id, safe="")
     return f"{quote(tenant, safe='')}/{own}" if tenant else own
+
+
+def key_of(named: str) -> tuple[str, str]:
+    """Tenant and request id of a `wire_id`."""
+    tenant, _, own = named.rpartition("/")
+    return unquote(tenant), unquote(own)

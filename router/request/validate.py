@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Literal
 
@@ -17,13 +17,12 @@ import numpy as np
 from baton.errors import InvalidRequestError, NoCapacityError, NotFoundError
 from baton.v1 import common_pb2, router_pb2
 from kv_transfer.block_hash import TokenIds
+from router.request.chat import conversation_of
 from router.text import SamplingDefaults, TextModel
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:@/+=-]{1,128}")
-_ROLES = ("system", "user", "assistant")
 _MAX_STOP_STRINGS, _MAX_STOP_CHARS, _MAX_STOP_TOKEN_IDS = 16, 256, 64
 _MAX_LOGPROBS = 20
-_MAX_CHAT_MESSAGES = 4096
 _MAX_NAME_CHARS = 128
 _MAX_BYTES_PER_TOKEN = 64  # of a whole message, for every token of the context: no text needs it
 # What a client may change when it comes back for a request that runs.
@@ -169,7 +168,10 @@ def encode_prompt(
     if kind is None:
         raise InvalidRequestError("a prompt is needed: text, chat or token_ids", field="prompt")
     if kind == "chat":
-        ids = _encode_chat(request.chat.messages, model, limits)
+        try:
+            ids = model.encode_chat(conversation_of(request.chat))
+        except RecursionError:
+            raise InvalidRequestError("chat: JSON is nested too deeply", field="chat") from None
     elif kind == "text":
         if not request.text:
             raise InvalidRequestError("text: the prompt is empty", field="text")
@@ -190,25 +192,6 @@ def encode_prompt(
             field=f"token_ids.ids[{position}]" if kind == "token_ids" else kind,
         )
     return token_ids
-
-
-def _encode_chat(
-    messages: Sequence[router_pb2.ChatMessage], model: TextModel, limits: RequestLimits
-) -> list[int]:
-    if not messages:
-        raise InvalidRequestError("chat: at least one message is needed", field="chat.messages")
-    if len(messages) > _MAX_CHAT_MESSAGES:
-        raise InvalidRequestError(
-            f"chat: {len(messages)} messages; at most {_MAX_CHAT_MESSAGES} are taken",
-            field="chat.messages",
-        )
-    for index, message in enumerate(messages):
-        if message.role not in _ROLES:
-            raise InvalidRequestError(
-                f"chat: unknown role {message.role!r}; it is one of {', '.join(_ROLES)}",
-                field=f"chat.messages[{index}].role",
-            )
-    return model.encode_chat(messages)
 
 
 # --- names --------------------------------------------------------------------------------------

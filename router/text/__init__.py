@@ -5,8 +5,8 @@ gRPC. A `TextModel` is immutable and may be used from several threads; a `Detoke
 one request.
 """
 
-from router.text.chat_template import Conversation, Message
+from router.text.chat_template import Conversation
 from router.text.detokenizer import Detokenizer
 from router.text.text_model import SamplingDefaults, TextModel
 
-__all__ = ["Conversation", "Detokenizer", "Message", "SamplingDefaults", "TextModel"]
+__all__ = ["Conversation", "Detokenizer", "SamplingDefaults", "TextModel"]

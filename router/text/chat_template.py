@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import jinja2
 from jinja2 import nodes
@@ -32,15 +32,6 @@ _REFUSALS = (
 )
 
 
-class Message(Protocol):
-    """One chat message; the protobuf message fits."""
-
-    @property
-    def role(self) -> str: ...
-    @property
-    def content(self) -> str: ...
-
-
 @dataclass(frozen=True)
 class Conversation:
     """What a template reads, in the shapes of OpenAI's and transformers' messages and tools."""
@@ -49,10 +40,6 @@ class Conversation:
     tools: Sequence[Mapping[str, Any]] = ()
     arguments: Mapping[str, Any] = field(default_factory=dict)
     """Further variables of the template."""
-
-    @classmethod
-    def of(cls, messages: Sequence[Message]) -> Conversation:
-        return cls([{"role": each.role, "content": each.content} for each in messages])
 
 
 _OWN_ARGUMENTS = {"messages", "tools", "documents", "add_generation_prompt"}

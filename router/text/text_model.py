@@ -15,7 +15,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from baton.errors import ConfigError, InvalidRequestError
-from router.text.chat_template import ChatTemplate, Conversation, Message
+from router.text.chat_template import ChatTemplate, Conversation
 from router.text.detokenizer import BytesDecoder, TextDecoder, WindowDecoder
 from router.text.encoder import SegmentEncoder
 from router.text.reasoning import CLOSE, OPEN
@@ -95,22 +95,18 @@ class TextModel:
         Special tokens written in the text are parsed as such."""
         return self._encoder.encode(text)
 
-    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
-        """Messages through the chat template, up to where the assistant begins. Special tokens
-        written in a message are encoded as ordinary text.
-
-        Raises InvalidRequestError when there is no template, or it refuses the messages.
-        """
-        return self.encode_conversation(Conversation.of(messages))
-
     @property
     def _markers(self) -> frozenset[str]:
         """Special tokens that an answer's text keeps, since they say what it is."""
         tools = MARKERS[self.tool_format] if self.tool_format else ()
         return frozenset((*tools, *((OPEN, CLOSE) if self.reasons else ())))
 
-    def encode_conversation(self, conversation: Conversation) -> list[int]:
-        """The same with tools, calls and their results."""
+    def encode_chat(self, conversation: Conversation) -> list[int]:
+        """A chat through the template, up to where the assistant begins. Special tokens written in
+        it are encoded as ordinary text.
+
+        Raises InvalidRequestError when there is no template, or it refuses the chat.
+        """
         if self._template is None:
             raise InvalidRequestError(
                 "the model has no chat template; send a plain text prompt", field="chat"

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
@@ -23,7 +24,6 @@ from baton.control_client import ControlClient
 from tests.cluster.whole_cluster import (
     KINDS,
     PROMPT,
-    Answer,
     Asked,
     Fleet,
     Site,
@@ -38,8 +38,10 @@ from tests.cluster.whole_cluster import (
     start,
     wait_until,
 )
+from tests.router.callers import DOORS
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
+BOTH_DOORS = pytest.mark.parametrize("door", ["grpc", pytest.param("http", marks=pytest.mark.full)])
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -116,13 +118,17 @@ def test_a_drained_worker_finishes_its_streams_and_is_replaced_by_a_living_super
     site.all_sound()
 
 
-def test_a_decode_worker_killed_mid_stream_costs_no_token_and_is_recreated(site: Site) -> None:
+@pytest.mark.parametrize("door", DOORS)
+def test_a_decode_worker_killed_mid_stream_costs_no_token_and_is_recreated(
+    site: Site, door: str
+) -> None:
     before = site.all_live()
-    with site.streams() as running:
+    with site.streams(door=door) as running:
         address = live_workers(before)["decode-0"].address
         wait_until(lambda: books_of(address).num_running, 20, "nothing ran on decode-0")
         kill(before, "decode-0")
-    assert any(len(each.result().routed) > 1 for each in running), "nothing ran on decode-0"
+    if door == "grpc":  # HTTP does not tell
+        assert any(len(each.result().routed) > 1 for each in running), "nothing ran on decode-0"
     after = site.wait_for_recreated(before, "decode-0")
     assert len(live_workers(after)) == 4
     assert [pool.last_error for pool in after.pools] == ["", ""]
@@ -151,34 +157,41 @@ def freeze_mid_push(site: Site, fleet: Fleet, worker_id: str, num_steps_before: 
     raise AssertionError(f"{worker_id} was never seen in a push")
 
 
+@BOTH_DOORS
 def test_a_prefill_worker_killed_in_a_push_leaves_nothing_behind_and_costs_no_token(
-    site: Site,
+    site: Site, door: str
 ) -> None:
     before = site.all_live()
     num_steps = site.books(before)["prefill-1"].num_steps
     prompts = [[n + 3, *PROMPT[n : n + 400]] for n in range(24)]  # no two share a prefix
     with ThreadPoolExecutor(24) as threads:
-        running = [threads.submit(run, site.cluster.router_address, p, 20) for p in prompts]
+        running = [threads.submit(site.ask, door, prompt, 20) for prompt in prompts]
         freeze_mid_push(site, before, "prefill-1", num_steps)
         kill(before, "prefill-1")
-        answers: list[Answer] = [request.result(90) for request in running]
+        answers: list[Any] = [request.result(90) for request in running]
     for prompt, answer in zip(prompts, answers, strict=True):
-        assert answer.ids == site.expect(prompt, 20)
-    moved = [a for a in answers if a.routed[0].prefill_worker == "prefill-1" and a.routed[1:]]
-    assert moved, "no request lost its prefill worker"
+        answer.assert_says(site.text_model, site.expect(prompt, 20))
+    if door == "grpc":
+        moved = [a for a in answers if a.routed[0].prefill_worker == "prefill-1" and a.routed[1:]]
+        assert moved, "no request lost its prefill worker"
     site.serves(site.wait_for_recreated(before, "prefill-1"), "prefill-1")
     site.all_sound()
 
 
-@pytest.mark.full
-def test_a_worker_that_hangs_is_avoided_then_killed_and_recreated(site: Site) -> None:
+@pytest.mark.parametrize("door", [pytest.param("grpc", marks=pytest.mark.full), "http"])
+def test_a_worker_that_hangs_is_avoided_then_killed_and_recreated(site: Site, door: str) -> None:
     before = site.all_live()
-    os.kill(pid_of(before, "decode-1"), signal.SIGSTOP)
-    site.wait_for(lambda seen: "decode-1" not in live_workers(seen), 10)
-    answer = run(site.cluster.router_address, PROMPT[:120], 20)
-    assert answer.routed[-1].decode_worker == "decode-0"
-    assert answer.ids == site.expect(PROMPT[:120], 20)
-    site.serves(site.wait_for_recreated(before, "decode-1"), "decode-1")
+    with site.streams(door=door):
+        address = live_workers(before)["decode-1"].address
+        wait_until(lambda: books_of(address).num_running, 20, "nothing ran on decode-1")
+        os.kill(pid_of(before, "decode-1"), signal.SIGSTOP)
+        site.wait_for(lambda seen: "decode-1" not in live_workers(seen), 10)
+        answer = run(site.cluster.router_address, PROMPT[:120], 20)
+        assert answer.routed[-1].decode_worker == "decode-0"
+        assert answer.ids == site.expect(PROMPT[:120], 20)
+    after = site.wait_for_recreated(before, "decode-1")
+    if door == "grpc":
+        site.serves(after, "decode-1")
     site.all_sound()
 
 
@@ -210,7 +223,12 @@ def test_kill_9_of_the_supervisor_stops_nothing_and_it_adopts_what_it_finds(site
     site.all_sound()
 
 
-def test_kill_9_of_the_router_loses_and_repeats_no_token_and_no_decode_step(site: Site) -> None:
+@BOTH_DOORS
+def test_kill_9_of_the_router_loses_and_repeats_no_token_and_no_decode_step(
+    site: Site, door: str
+) -> None:
+    """Over HTTP whoever comes again asks for the whole answer; the seed that it is drawn with is
+    the caller's, since HTTP tells of none."""
     before = site.all_sound()
     router_pid, num_tokens = site.cluster.router.pid, 250
     assert router_pid is not None
@@ -218,26 +236,26 @@ def test_kill_9_of_the_router_loses_and_repeats_no_token_and_no_decode_step(site
     with ThreadPoolExecutor(20) as threads:
         running = [
             threads.submit(
-                run,
-                site.cluster.router_address,
+                site.ask,
+                door,
                 PROMPT[n : n + 120],
                 num_tokens,
                 streaming[n].set,
                 temperature=1.0,
-                **({"seed": n} if n % 2 else {}),
+                **({"seed": n} if n % 2 or door == "http" else {}),
             )
             for n in range(20)
         ]
         for event in streaming:
             assert event.wait(30)
         os.kill(router_pid, signal.SIGKILL)
-        answers = [request.result(90) for request in running]
+        answers: list[Any] = [request.result(90) for request in running]
     assert site.cluster.router.pid != router_pid
     for number, answer in enumerate(answers):
-        seed = answer.routed[-1].seed
+        seed = number if door == "http" else answer.routed[-1].seed
         prompt = PROMPT[number : number + 120]
         expected = site.expect(prompt, num_tokens, temperature=1.0, seed=seed)
-        assert answer.ids == expected, number
+        answer.assert_says(site.text_model, expected)
     after = site.all_sound()
     assert set(after) == set(before)
     first = sum(after[w].num_first_tokens - before[w].num_first_tokens for w in after)
@@ -245,6 +263,7 @@ def test_kill_9_of_the_router_loses_and_repeats_no_token_and_no_decode_step(site
     ways = [
         [(r.attempt, r.prefill_worker, r.decode_worker, r.reason) for r in a.routed]
         for a in answers
+        if door == "grpc"
     ]
     assert (first, later) == (20, 20 * (num_tokens - 1)), f"a token was sampled twice: {ways}"
 

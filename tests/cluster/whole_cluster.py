@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import itertools
 import os
 import signal
 import threading
 import time
+import uuid
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -25,14 +27,17 @@ from baton.client.events import Event, Finished, Routed, Tokens
 from baton.config.cluster import ClusterConfig, parse_config
 from baton.control_client import ControlClient
 from baton.errors import BatonError
-from baton.v1 import control_pb2, worker_pb2, worker_pb2_grpc
+from baton.model_folder import find_text_files
+from baton.v1 import common_pb2, control_pb2, router_pb2, worker_pb2, worker_pb2_grpc
 from cluster.local.bring_up import RunningCluster, up
 from cluster.local.process_tree import descendants, wait_until_gone
 from engine.build import (
     load_lone_engine,
 )
 from engine.request import RequestId, RequestSpec, SamplingParams, TokenEvent
+from router.text import TextModel
 from tests.engine import checkpoints
+from tests.router.callers import HttpAnswer, HttpCaller, LostError
 from tests.router.deployment import byte_model
 
 LIVE = control_pb2.WORKER_STATE_LIVE
@@ -58,7 +63,13 @@ def describe(model: Path, engine: dict[str, Any], replicas: int = 2) -> ClusterC
                 "decode": {"role": "decode", "replicas": replicas},
             },
             "engine": _ENGINE | engine,
-            "router": {"port": 0, "http_port": None, "local_prefill": "never"},
+            # Several prompts at once at a prefill worker, so that a fault finds some in a push.
+            "router": {
+                "port": 0,
+                "http_port": None,
+                "local_prefill": "never",
+                "lease_lead_s": 0.5,
+            },
             "control": {"port": 0},
         }
     )
@@ -160,19 +171,43 @@ class Site:
         prompt = [5 + next(_NUMBERS) % 200, *PROMPT[:40]]
         return prompt, run(self.cluster.router_address, prompt, _NUM_ASKED_TOKENS)
 
+    def ask(
+        self,
+        door: str,
+        prompt: list[int],
+        max_tokens: int,
+        on_token: Callable[[], None] = lambda: None,
+        **options: Any,
+    ) -> Answer | HttpAnswer:
+        """As `run`, at either of the router's doors."""
+        if door == "grpc":
+            return run(self.cluster.router_address, prompt, max_tokens, on_token, **options)
+        assert self.cluster.http_address is not None
+        asking = over_http(self.cluster.http_address, prompt, max_tokens, on_token, **options)
+        return asyncio.run(asking)
+
     @contextlib.contextmanager
-    def streams(self, number: int = 6, num_tokens: int = 200) -> Iterator[list[Future[Answer]]]:
+    def streams(
+        self, number: int = 6, num_tokens: int = 200, door: str = "grpc"
+    ) -> Iterator[list[Future[Any]]]:
         """Requests that run; afterwards each has the oracle's tokens."""
         prompts = [PROMPT[first : first + 100] for first in range(number)]
-        flowing, address = threading.Semaphore(0), self.cluster.router_address
+        flowing = threading.Semaphore(0)
         with ThreadPoolExecutor(number) as threads:
-            asked = [threads.submit(run, address, p, num_tokens, flowing.release) for p in prompts]
+            asked = [
+                threads.submit(self.ask, door, prompt, num_tokens, flowing.release)
+                for prompt in prompts
+            ]
             for _ in range(2 * number):
                 assert flowing.acquire(timeout=30)
             yield asked
             answers = [request.result(90) for request in asked]
-        expected = self.expected(prompts, [num_tokens] * number)
-        assert [answer.ids for answer in answers] == expected
+        for answer, ids in zip(answers, self.expected(prompts, [num_tokens] * number)):
+            answer.assert_says(self.text_model, ids)
+
+    @functools.cached_property
+    def text_model(self) -> TextModel:
+        return TextModel(find_text_files(self.config.model))
 
     def check(self, asked: Sequence[Asked]) -> None:
         """Every answer is the oracle's."""
@@ -274,8 +309,13 @@ class Answer:
 
     def __init__(self) -> None:
         self.ids: list[int] = []
+        self.text = ""
         self.routed: list[Routed] = []
         self.finished: Finished | None = None
+
+    def assert_says(self, model: TextModel, ids: list[int]) -> None:
+        assert self.ids == ids
+        assert self.text == model.decode(ids)
 
     @property
     def workers(self) -> set[str]:
@@ -289,6 +329,7 @@ class Answer:
         elif isinstance(event, Tokens):
             assert not event.ids or event.index == len(self.ids), "a token twice, or one missing"
             self.ids += event.ids
+            self.text += event.text
         elif isinstance(event, Finished):
             self.finished = event
 
@@ -310,6 +351,38 @@ def run(
                 on_token()
     assert answer.finished is not None, "the stream ended without Finished"
     return answer
+
+
+async def over_http(
+    address: str, prompt: list[int], max_tokens: int, on_token: Callable[[], None], **options: Any
+) -> HttpAnswer:
+    """As `run`, over OpenAI's API: whoever loses an answer asks for the same again."""
+    sampling = common_pb2.SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+    sampling.temperature = options.pop("temperature", 0.0)
+    ids = router_pb2.TokenIds(ids=prompt)
+    request = router_pb2.GenerateRequest(
+        token_ids=ids, sampling=sampling, request_id=uuid.uuid4().hex, **options
+    )
+    seen = HttpAnswer()
+
+    def note(answer: HttpAnswer) -> bool:
+        nonlocal seen
+        seen = answer
+        on_token()
+        return False
+
+    caller = HttpCaller(address)
+    try:
+        async with asyncio.timeout(60):
+            while True:
+                before = seen.text
+                with contextlib.suppress(LostError):
+                    answer = await caller.ask(request, note)
+                    assert answer.text.startswith(before)
+                    return answer
+                await asyncio.sleep(0.1)  # as clients do
+    finally:
+        await caller.close()
 
 
 async def start(
@@ -356,4 +429,7 @@ KINDS = ["fake", *(pytest.param(kind, marks=pytest.mark.full) for kind in ("rand
 
 
 def site_of(kind: str, folders: pytest.TempPathFactory) -> contextlib.AbstractContextManager[Site]:
-    return running_site(CLUSTERS[kind](folders.mktemp("model")), folders.mktemp("run"))
+    """With both doors."""
+    config = CLUSTERS[kind](folders.mktemp("model"))
+    config = dataclasses.replace(config, router=dataclasses.replace(config.router, http_port=0))
+    return running_site(config, folders.mktemp("run"))

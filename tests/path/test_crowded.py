@@ -59,10 +59,16 @@ async def test_more_requests_than_blocks_wait_or_are_preempted_and_keep_their_to
     async with whole_path(shape, tmp_path) as path:
         prompts = [random_prompt(150 + n, families.VOCAB, n) for n in range(12)]
         expected = expected_tokens(path, prompts)
-        for router in (path.near, path.far):
+        for routers in ((path.near, path.near), (path.far, path.far_over_http)):
             answers = await asyncio.gather(
                 *(
-                    ask(router, prompt, cache_salt=str(n % 3), tries=None, **sampling_of(n))
+                    ask(
+                        routers[n // 2 % 2],
+                        prompt,
+                        cache_salt=str(n % 3),
+                        tries=None,
+                        **sampling_of(n),
+                    )
                     for n, prompt in enumerate(prompts)
                 )
             )
@@ -85,7 +91,8 @@ async def test_clients_that_leave_at_any_moment_change_nothing_for_the_others(
         leaves_after = {n: float(rng.uniform(0.0, 4.0)) for n in range(0, 90, 3)}
 
         async def one(number: int) -> None:
-            router = (path.far, path.near, path.far_again)[number // 3 % 3]
+            routers = (path.far, path.near, path.far_again, path.far_over_http)
+            router = routers[number // 3 % 4]
             asked = ask(router, prompts[number], tries=None, **sampling_of(number))
             if number in leaves_after:
                 with contextlib.suppress(TimeoutError):

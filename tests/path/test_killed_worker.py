@@ -22,6 +22,7 @@ from tests.engine.checkpoints import VOCAB
 from tests.engine.driving import random_prompt
 from tests.path.oracles import greedy_tokens
 from tests.path.whole_path import Answer, Shape, ask, name_of
+from tests.router.callers import HttpCaller
 
 FAMILY = "llama"
 BLOCK_SIZES = {"small": 16, "large": 32}
@@ -31,8 +32,10 @@ KILLED = "decode-small-0"
 
 
 @contextlib.asynccontextmanager
-async def two_block_sizes(folder: Path) -> AsyncIterator[tuple[Fleet, Router, AsyncClient]]:
-    """A prefill and a decode worker of each, and a router before them."""
+async def two_block_sizes(
+    folder: Path,
+) -> AsyncIterator[tuple[Fleet, Router, tuple[AsyncClient, HttpCaller]]]:
+    """A prefill and a decode worker of each, and a router before them with its two doors."""
     shape = Shape(FAMILY)
     shape.save(folder / "model")
     config = shape.config(folder / "model", "never") | {"served_model_name": "one"}
@@ -47,7 +50,7 @@ async def two_block_sizes(folder: Path) -> AsyncIterator[tuple[Fleet, Router, As
     path.write_text(yaml.safe_dump(config))
     async with contextlib.AsyncExitStack() as stack:
         fleet = await stack.enter_async_context(started(path))
-        routing = RouterConfig(http_port=None, local_prefill="never")
+        routing = RouterConfig(http_port=0, local_prefill="never")
         door = Door(routing, fleet.control, "one")
         server = RouterServer(door, routing, "127.0.0.1:0")
         await server.start()
@@ -56,7 +59,10 @@ async def two_block_sizes(folder: Path) -> AsyncIterator[tuple[Fleet, Router, As
         async with asyncio.timeout(60):
             while sum(entry.usable for entry in router.fleet) < 4:  # noqa: ASYNC110  no event
                 await asyncio.sleep(0.05)
-        yield fleet, router, await stack.enter_async_context(AsyncClient(server.address))
+        over_http = HttpCaller(server.http_address or "")
+        stack.push_async_callback(over_http.close)
+        over_grpc = await stack.enter_async_context(AsyncClient(server.address))
+        yield fleet, router, (over_grpc, over_http)
 
 
 def streams_from(router: Router, worker_id: str) -> bool:
@@ -75,11 +81,11 @@ async def test_streams_of_a_killed_decode_worker_go_on_in_blocks_of_another_size
     tmp_path: Path,
 ) -> None:
     prompts = [random_prompt(40 + 7 * number, VOCAB, seed=number) for number in range(NUM_REQUESTS)]
-    async with two_block_sizes(tmp_path) as (fleet, router, client):
+    async with two_block_sizes(tmp_path) as (fleet, router, clients):
 
         async def one(number: int) -> Answer:
             return await ask(
-                client,
+                clients[number % 2],
                 prompts[number],
                 tries=None,
                 max_tokens=NUM_TOKENS,
@@ -96,7 +102,7 @@ async def test_streams_of_a_killed_decode_worker_go_on_in_blocks_of_another_size
 
     for number, answer in enumerate(answers):
         assert answer.ids == greedy_tokens(FAMILY, (), tuple(prompts[number]), NUM_TOKENS), number
-    workers_of = [[routed.decode_worker for routed in answer.routed] for answer in answers]
+    workers_of = [[routed.decode_worker for routed in answer.routed] for answer in answers[::2]]
     moved = [workers for workers in workers_of if workers[0] == KILLED and len(workers) > 1]
     assert moved, workers_of
     assert all(workers[-1] == "decode-large-0" for workers in moved)

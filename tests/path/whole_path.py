@@ -18,13 +18,22 @@ from baton.client import AsyncClient
 from baton.client.events import Finished, HandedOff, Logprobs, Prefilled, Routed, Tokens
 from baton.config import settings
 from baton.config.engine import EngineConfig
-from baton.v1 import control_pb2, router_pb2, router_pb2_grpc, worker_pb2, worker_pb2_grpc
+from baton.v1 import (
+    common_pb2,
+    control_pb2,
+    router_pb2,
+    router_pb2_grpc,
+    worker_pb2,
+    worker_pb2_grpc,
+)
+from cluster.worker.rank import free_port
 from engine.build import load_lone_engine
 from engine.request import SampledToken, SamplingParams
 from tests.cluster.fleet_processes import Fleet, started
 from tests.engine import checkpoints
 from tests.engine.greedy import Greedy, run_alone
 from tests.path.oracles import greedy_answer, greedy_tokens, oracle_model
+from tests.router.callers import HttpCaller
 
 _REQUEST_S = 60.0
 _IDLE_S = 20.0
@@ -80,7 +89,9 @@ class Shape:
             num_threads=1,
         )
 
-    def config(self, model: Path, local_prefill: str) -> dict[str, Any]:
+    def config(
+        self, model: Path, local_prefill: str, http_port: int | None = None
+    ) -> dict[str, Any]:
         """What a cluster file says; `name_of` gives the pools their names."""
         return {
             "model": str(model),
@@ -104,7 +115,7 @@ class Shape:
             },
             "engine": settings.dump(self.engine(), base=EngineConfig()),
             "transfer": {"checksum": self.checksum},
-            "router": {"local_prefill": local_prefill, "port": 0, "http_port": None},
+            "router": {"local_prefill": local_prefill, "port": 0, "http_port": http_port},
             "control": {"port": 0},
         }
 
@@ -146,7 +157,7 @@ class Answer:
 
 
 async def ask(
-    router: AsyncClient,
+    router: AsyncClient | HttpCaller,
     prompt: Sequence[int],
     *,
     tries: int | None = 1,
@@ -156,7 +167,7 @@ async def ask(
     """One request to its end; greedy, and past any end of sequence, unless `options` differ.
 
     An option of None is left to the router. `tries` None: as many as it takes. `streams` is set at
-    the second token: decoding has begun.
+    the second token: decoding has begun. Over HTTP neither is known, nor where anything ran.
     """
     asked: dict[str, Any] = {
         "temperature": 0.0,
@@ -166,6 +177,8 @@ async def ask(
         **options,
     }
     asked = {name: value for name, value in asked.items() if value is not None}
+    if isinstance(router, HttpCaller):
+        return await _ask_over_http(router, prompt, asked)
     answer = Answer()
     async for event in router.generate(token_ids=prompt, **asked):
         assert answer.finished is None, f"{event} after the end"
@@ -194,6 +207,24 @@ async def ask(
     return answer
 
 
+async def _ask_over_http(
+    router: HttpCaller, prompt: Sequence[int], asked: dict[str, Any]
+) -> Answer:
+    """Each token of these models is a word: its id."""
+    sampling = common_pb2.SamplingParams()
+    for name in asked.keys() & sampling.DESCRIPTOR.fields_by_name.keys():
+        setattr(sampling, name, asked.pop(name))
+    asked["timeout_ms"] = round(1e3 * asked.pop("timeout_s"))
+    ids = router_pb2.TokenIds(ids=prompt)
+    request = router_pb2.GenerateRequest(token_ids=ids, sampling=sampling, **asked)
+    seen = await router.ask(request)
+    answer = Answer(text=seen.text, ids=[int(word[1:]) for word in seen.text.split()])
+    answer.logprobs = [Logprobs(logprob, 0, ()) for logprob in seen.logprobs]
+    assert seen.usage.prompt_tokens == len(prompt)
+    assert seen.usage.completion_tokens == len(answer.ids) == seen.num_tokens
+    return answer
+
+
 # --- processes ----------------------------------------------------------------------------------
 
 
@@ -212,6 +243,8 @@ class WholePath:
     """Every prompt is prefilled on the decode worker."""
     far_again: AsyncClient
     """As `far`: another process."""
+    far_over_http: HttpCaller
+    """As `far`: its other door."""
 
     def greedy(self, prompt: Sequence[int], num_tokens: int) -> list[int]:
         """What transformers says."""
@@ -323,9 +356,11 @@ async def _drain_all(fleet: Fleet) -> None:
     fleet.processes.clear()
 
 
-def write_config(shape: Shape, folder: Path, local_prefill: str) -> Path:
-    path = folder / f"{local_prefill}.yaml"
-    path.write_text(yaml.safe_dump(shape.config(folder / "model", local_prefill)))
+def write_config(
+    shape: Shape, folder: Path, local_prefill: str, http_port: int | None = None
+) -> Path:
+    path = folder / f"{local_prefill}-{http_port}.yaml"
+    path.write_text(yaml.safe_dump(shape.config(folder / "model", local_prefill, http_port)))
     return path
 
 
@@ -334,11 +369,16 @@ async def whole_path(shape: Shape, folder: Path) -> AsyncIterator[WholePath]:
     """All processes of a fleet, ready; at the end every pool is whole and nothing is left."""
     shape.save(folder / "model")
     far, near = (write_config(shape, folder, mode) for mode in ("never", "always"))
+    http_port = free_port("127.0.0.1")
+    both_doors = write_config(shape, folder, "never", http_port)
     async with started(far) as fleet:
         async with contextlib.AsyncExitStack() as stack:
-            addresses = await stack.enter_async_context(_routers(fleet.control, (far, near, far)))
+            configs = (both_doors, near, far)
+            addresses = await stack.enter_async_context(_routers(fleet.control, configs))
             clients = [await stack.enter_async_context(AsyncClient(a)) for a in addresses]
-            path = WholePath(shape, folder / "model", fleet, addresses, *clients)
+            caller = HttpCaller(f"127.0.0.1:{http_port}")
+            stack.push_async_callback(caller.close)
+            path = WholePath(shape, folder / "model", fleet, addresses, *clients, caller)
             await asyncio.gather(*(_until_routed_to(a, set(fleet.processes)) for a in addresses))
             yield path
             await path.until_idle()

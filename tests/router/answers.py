@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,7 @@ from baton.v1 import (
     router_pb2_grpc,
 )
 from router.router import Router
+from router.text import TextModel
 from tests.router.scripted_tokens import oracle
 from tests.router.scripted_worker import MODEL
 
@@ -43,6 +44,21 @@ class Answer:
         assert self.finished is not None
         return self.finished.reason
 
+    @property
+    def num_tokens(self) -> int:
+        return len(self.ids)
+
+    @property
+    def num_cached_tokens(self) -> int:
+        assert self.finished is not None
+        return self.finished.usage.num_cached_tokens
+
+    def assert_says(self, model: TextModel, ids: Sequence[int]) -> None:
+        """These tokens, once and in order, and an end."""
+        assert self.ids == list(ids)
+        assert self.text == model.decode(ids)
+        assert self.reason == common_pb2.FINISH_REASON_LENGTH
+
     def take(self, response: router_pb2.GenerateResponse) -> None:
         kind = response.WhichOneof("event")
         assert self.finished is None, f"{kind} after the end"
@@ -61,7 +77,8 @@ class Answer:
 class Client:
     """One router's stub."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, http_address: str | None = None) -> None:
+        self.address, self.http_address = address, http_address
         self.channel = grpc.aio.insecure_channel(
             address, options=(("grpc.use_local_subchannel_pool", 1),)
         )

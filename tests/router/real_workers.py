@@ -21,6 +21,7 @@ from router.door.server import RouterServer
 from router.router import Router
 from tests.cluster.conftest import ENGINE, engine_tokens
 from tests.router.answers import Client
+from tests.router.callers import Caller, caller_at
 from tests.router.deployment import QUICK, Registry, reading
 
 SMALL_VOCABULARY = dataclasses.replace(
@@ -72,7 +73,7 @@ async def router_over(
     server = RouterServer(door, config, "127.0.0.1:0")
     await server.start()
     router = await door.main_router()
-    client = Client(server.address)
+    client = Client(server.address, server.http_address)
     try:
         await until(lambda: sum(entry.usable for entry in router.fleet) == len(workers))
         yield router, client
@@ -80,6 +81,20 @@ async def router_over(
         await client.channel.close()
         await server.stop(0.0)
         await registry.stop()
+
+
+@asynccontextmanager
+async def asked_at(
+    door: str, *workers: Listed, config: RouterConfig
+) -> AsyncIterator[tuple[Router, Caller]]:
+    """A router, and a client at one of its doors."""
+    config = dataclasses.replace(config, http_port=0)
+    async with router_over(*workers, config=config) as (router, client):
+        caller = caller_at(door, client.address, client.http_address)
+        try:
+            yield router, caller
+        finally:
+            await caller.close()
 
 
 async def until(happened: Callable[[], bool]) -> None:

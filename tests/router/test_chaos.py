@@ -8,8 +8,9 @@ import random
 import pytest
 
 from baton.v1 import worker_pb2
-from tests.router.answers import ask_for, assert_whole
-from tests.router.deployment import DECODE, PREFILL, Deployment, deployment
+from tests.router.answers import ask_for, expected
+from tests.router.callers import DOORS, caller_at
+from tests.router.deployment import DECODE, PREFILL, Deployment, default_model, deployment
 
 
 async def break_things(d: Deployment, rng: random.Random, incarnations: dict[str, int]) -> None:
@@ -39,8 +40,9 @@ async def run_chaos(
     others: int = 0,
 ) -> None:
     """`workers`: how many prefill, decode and mixed ones; `others`: of each of the first two roles,
-    how many whose KV is of another kind."""
-    async with deployment(*workers, **PATIENT, local_prefill="auto") as d:
+    how many whose KV is of another kind. Requests take turns at the two doors."""
+    async with deployment(*workers, **PATIENT, local_prefill="auto", http_port=0) as d:
+        doors = [caller_at(door, d.servers[0].address, d.servers[0].http_address) for door in DOORS]
         for number in range(others):
             for letter, role in (("p", PREFILL), ("d", DECODE)):
                 await d.add_worker(f"other-{letter}{number}", role, kv_fingerprint=b"other")
@@ -52,8 +54,8 @@ async def run_chaos(
         async def one(number: int) -> None:
             prompt = f"story {number % 7}, told to listener {number}"
             await asyncio.sleep(0.004 * number)  # arrivals over time, not for order
-            answer = await d.client.ask(ask_for(prompt, 5 + number % 40))
-            assert_whole(answer, prompt, 5 + number % 40)
+            answer = await doors[number % 2].ask(ask_for(prompt, 5 + number % 40))
+            answer.assert_says(default_model(), expected(prompt, 5 + number % 40))
 
         async def chaos() -> None:
             while not over.is_set():  # never left between a worker's end and its next start
@@ -68,6 +70,7 @@ async def run_chaos(
         finally:
             over.set()
             await breaking
+            await asyncio.gather(*(door.close() for door in doors))
         await d.check_empty()
         assert len(d.fabric.workers) == sum(workers) + 2 * others
 

@@ -6,9 +6,8 @@ import asyncio
 import dataclasses
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from typing import Any
 
-import grpc
-import grpc.aio
 import pytest
 
 from baton.config.workers import DecodeConfig
@@ -19,12 +18,15 @@ from kv_transfer.memory_transport import MemoryNetwork
 from tests.cluster.conftest import nothing_held, running_worker
 from tests.prefill_worker.held_puts import HeldPuts
 from tests.router.answers import failures_of
+from tests.router.callers import DOORS, LostError
+from tests.router.deployment import default_model
 from tests.router.real_workers import (
     CONFIG,
     NUM_TOKENS,
     SLOW,
     Listed,
     alone,
+    asked_at,
     named,
     router_over,
     until,
@@ -70,32 +72,34 @@ async def held_workers(
 
 
 @asynccontextmanager
-async def router_that_saw_a_first_token(held: Held) -> AsyncIterator[None]:
+async def router_that_saw_a_first_token(held: Held, door: str = "grpc") -> AsyncIterator[None]:
     """Of the request `named(1)`, which then fails at it."""
-    async with router_over(*held.listed, config=PATIENT) as (router, client):
+    async with asked_at(door, *held.listed, config=PATIENT) as (router, client):
         asking = asyncio.create_task(client.ask(named(1)))
         await until(lambda: any(len(run.log.ids) == 1 for run in router.runs))
         yield
         await router.close()
-        with pytest.raises(grpc.aio.AioRpcError):
+        with pytest.raises(LostError):
             await asking
         await until(lambda: held.num_orphans() == 1)
         assert (await held.prefill.integrity()).num_first_tokens == 1  # it has heard of the end
 
 
+@pytest.mark.parametrize("door", DOORS)
 async def test_a_token_that_a_client_has_is_not_sampled_again_where_its_router_is_lost(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, door: str
 ) -> None:
     async with held_workers(monkeypatch) as held:
-        async with router_that_saw_a_first_token(held):
+        async with router_that_saw_a_first_token(held, door):
             pass
         held.go_on()
-        again = named(1)
-        again.resume_from_index = 1
-        async with router_over(*held.listed, config=PATIENT) as (router, client):
-            answer = await client.ask(again)
-            assert answer.ids == alone(1)[1:]
-            assert [routed.attempt for routed in answer.routed] == [1]
+        async with asked_at(door, *held.listed, config=PATIENT) as (router, client):
+            answer: Any = await client.ask(named(1, 1))
+            if door == "grpc":
+                assert answer.ids == alone(1)[1:]
+                assert [routed.attempt for routed in answer.routed] == [1]
+            else:
+                answer.assert_says(default_model(), alone(1))
             assert not failures_of(router)
         assert (await held.prefill.integrity()).num_first_tokens == 1
         assert (await held.decode.integrity()).num_later_tokens == NUM_TOKENS - 1

@@ -22,10 +22,12 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from baton.client import AsyncClient
 from baton.config.cluster import ClusterConfig
 from baton.config.router import RouterConfig
+from cluster.worker.rank import free_port
 from router.__main__ import operator_port, serve
 from router.door.server import RouterServer
 from router.fleet.fleet_links import FleetLinks, FleetReport
-from tests.router.answers import PROMPT, Answer, Client, ask_for, assert_whole
+from tests.router.answers import PROMPT, Client, ask_for, assert_whole
+from tests.router.callers import DOORS, LostError, caller_at
 from tests.router.deployment import byte_model, deployment
 from tests.router.proxy import Proxy
 from tests.router.scripted_tokens import oracle
@@ -34,13 +36,17 @@ from tests.router.scripted_worker import MODEL
 
 @asynccontextmanager
 async def router_process(
-    control: str, folder: Path, log_level: str = "warning", log: IO[str] | None = None
+    control: str,
+    folder: Path,
+    log_level: str = "warning",
+    log: IO[str] | None = None,
+    http_port: int | None = None,
 ) -> AsyncIterator[tuple[asyncio.subprocess.Process, Client]]:
     """`log`: where its log goes; None: where this process's goes."""
     config = folder / "cluster.yaml"
     config.write_text(
         f"model: {folder}\nserved_model_name: {MODEL}\nlog_level: {log_level}\n"
-        "router:\n  local_prefill: never\n  http_port: null\n"
+        f"router:\n  local_prefill: never\n  http_port: {json.dumps(http_port)}\n"
     )
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "router", "--control", control, "--config", str(config)),
@@ -61,47 +67,49 @@ async def router_process(
         await process.wait()
 
 
+@pytest.mark.parametrize("door", DOORS)
 async def test_a_killed_router_s_streams_go_on_at_another_without_a_step_repeated(
-    tmp_path: Path,
+    tmp_path: Path, door: str
 ) -> None:
-    byte_model(tmp_path)
-    async with deployment(1, 2, resume_window_s=20.0) as d:
+    model, port = byte_model(tmp_path), free_port("127.0.0.1")
+    async with deployment(1, 2, resume_window_s=20.0, http_port=0) as d:
         for worker in ("d0", "d1"):
             d.worker(worker).step_s = 0.02
-        async with router_process(d.registry.address, tmp_path) as (process, client):
+        asked = [ask_for(f"{PROMPT} {n}", 40, request_id=f"r{n}") for n in range(8)]
+        for request in asked[1::2]:
+            request.ClearField("seed")
+        seen: list[Any] = [None] * len(asked)
+        reached = [asyncio.Event() for _ in asked]
+        async with router_process(d.registry.address, tmp_path, http_port=port) as (process, made):
+            killed = caller_at(door, made.address, f"127.0.0.1:{port}")
 
-            async def first_part(number: int) -> Answer:
-                request = ask_for(f"{PROMPT} {number}", 40, request_id=f"r{number}")
-                if number % 2:
-                    request.ClearField("seed")
-                answer = Answer()
-                try:
-                    async for response in client.stub.Generate(request):
-                        answer.take(response)
-                        if len(answer.ids) >= 3:
-                            reached[number].set()
-                except grpc.aio.AioRpcError as error:
-                    codes.append(error.code())
-                return answer
+            async def first_part(number: int) -> None:
+                def note(answer: Any) -> bool:
+                    seen[number] = answer
+                    if answer.num_tokens >= 3:
+                        reached[number].set()
+                    return False
 
-            codes: list[grpc.StatusCode] = []
-            reached = [asyncio.Event() for _ in range(8)]
-            asking = [asyncio.create_task(first_part(number)) for number in range(8)]
-            await asyncio.gather(*(event.wait() for event in reached))
-            process.kill()
-            seen = await asyncio.gather(*asking)
-        assert set(codes) == {grpc.StatusCode.UNAVAILABLE}
-        steps = 0
-        for number, answer in enumerate(seen):
-            seed = answer.routed[0].seed
-            request = ask_for(f"{PROMPT} {number}", 40, request_id=f"r{number}", seed=seed)
-            request.resume_from_index = len(answer.ids)
-            rest = await d.client.ask(request)
-            whole = oracle(list(f"{PROMPT} {number}".encode()), seed, 40)
-            assert answer.ids + rest.ids == whole
-            assert answer.text + rest.text == bytes(whole).decode()
-            steps += 39  # the first token is the prefill worker's
-        assert d.worker("d0").num_decode_steps + d.worker("d1").num_decode_steps == steps
+                with pytest.raises(LostError):
+                    await killed.ask(asked[number], note)
+
+            async with asyncio.TaskGroup() as group:
+                for number in range(len(asked)):
+                    group.create_task(first_part(number))
+                await asyncio.gather(*(event.wait() for event in reached))
+                process.kill()
+            await killed.close()
+        other = caller_at(door, d.servers[0].address, d.servers[0].http_address)
+        answers = [await other.come_again(*each) for each in zip(asked, seen)]
+        await other.close()
+        workers = [d.worker("d0"), d.worker("d1")]
+        ran = {run.spec.request_id: run.spec for w in workers for run in w.finished.values()}
+        for request, answer in zip(asked, answers):
+            prompt, seed = list(request.text.encode()), ran[request.request_id].seed
+            answer.assert_says(model, oracle(prompt, seed, 40))
+            assert not request.HasField("seed") or seed == request.seed
+        # The first token is the prefill worker's.
+        assert sum(worker.num_decode_steps for worker in workers) == 39 * len(asked)
 
 
 async def test_sigterm_drains_and_ends_the_process(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ Else tenants could find out what others ask by how fast they are answered.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -16,7 +15,7 @@ from cluster.pools.role_plan import Role
 from kv_transfer.block_hash import HASH_BYTES
 from router.placement.public_prefix import PublicPrefix
 from router.router import Router
-from router.text import Message
+from router.text import Conversation
 from tests.cluster.conftest import ENGINE, nothing_held, running_worker
 from tests.router.answers import Client, ask_for
 from tests.router.deployment import QUICK
@@ -73,10 +72,10 @@ class Letters:
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
 
-    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
+    def encode_chat(self, conversation: Conversation) -> list[int]:
         if not self._has_template:
             raise InvalidRequestError("the model has no chat template", field="chat")
-        return [t for m in messages for t in (1000, *m.content.encode(), 1001)]
+        return [t for m in conversation.messages for t in (1000, *m["content"].encode(), 1001)]
 
 
 @pytest.mark.parametrize(

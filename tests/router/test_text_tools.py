@@ -15,8 +15,8 @@ from tokenizers import AddedToken
 
 from baton.errors import InvalidRequestError
 from baton.v1 import router_pb2
-from router.door.chat import conversation_of, encode, read
-from router.request.validate import RequestLimits
+from router.request.chat import conversation_of
+from router.request.validate import RequestLimits, encode_prompt, parse_generate
 from router.text import Conversation, TextModel
 from router.text.reasoning import ReasoningSplitter
 from router.text.tools import CallDelta, ToolFormat, new_parser, tool_format_of
@@ -273,7 +273,7 @@ def test_a_chat_s_tools_calls_and_results_reach_the_template(model: TextModel) -
         tools=[tool],
         template_arguments='{"extra": "!"}',
     )
-    ids = model.encode_conversation(conversation_of(chat))
+    ids = model.encode_chat(conversation_of(chat))
     text = model.decode(ids)
     assert "user:one\ntwo" in text
     assert '"function": {"name": "f", "arguments": {"a": "<s>"}}' in text
@@ -285,14 +285,15 @@ def test_a_chat_s_tools_calls_and_results_reach_the_template(model: TextModel) -
     assert bos not in ids, "special tokens that a client writes stay text"
     assert model.thinks_after(ids)
     request = router_pb2.GenerateRequest(chat=chat)
-    parsed = read(request, model, RequestLimits(max_model_len=4096))
+    parsed = parse_generate(request, model, RequestLimits(max_model_len=4096))
     assert parsed.token_ids.tolist() == ids
     assert parsed.is_chat
     asked = router_pb2.TokenizeRequest(chat=chat)
-    assert encode(asked, model, RequestLimits(max_model_len=4096)).tolist() == ids
+    assert encode_prompt(asked, model, RequestLimits(max_model_len=4096)).tolist() == ids
     other = router_pb2.GenerateRequest(chat=chat)
     other.chat.tools[0].name = "g"
-    assert read(other, model, RequestLimits(max_model_len=4096)).body_digest != parsed.body_digest
+    differs = parse_generate(other, model, RequestLimits(max_model_len=4096))
+    assert differs.body_digest != parsed.body_digest
 
 
 def test_a_plain_chat_is_the_same_with_and_without_parts(model: TextModel) -> None:
@@ -301,10 +302,11 @@ def test_a_plain_chat_is_the_same_with_and_without_parts(model: TextModel) -> No
         router_pb2.ChatMessage(role="user", parts=[router_pb2.ContentPart(text="hi <s>")])
     )
     first, second = (
-        read(router_pb2.GenerateRequest(chat=chat), model, LIMITS) for chat in (plain, parts)
+        parse_generate(router_pb2.GenerateRequest(chat=chat), model, LIMITS)
+        for chat in (plain, parts)
     )
     assert first.token_ids.tolist() == second.token_ids.tolist()
-    assert first.token_ids.tolist() == model.encode_conversation(
+    assert first.token_ids.tolist() == model.encode_chat(
         Conversation([{"role": "user", "content": "hi <s>"}])
     )
 
@@ -346,7 +348,7 @@ def test_what_a_chat_cannot_hold_is_named(
     model: TextModel, chat: router_pb2.ChatMessages, field: str
 ) -> None:
     with pytest.raises(InvalidRequestError) as caught:
-        read(router_pb2.GenerateRequest(chat=chat), model, LIMITS)
+        parse_generate(router_pb2.GenerateRequest(chat=chat), model, LIMITS)
     assert caught.value.field == field
 
 

@@ -7,6 +7,7 @@ import dataclasses
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -20,7 +21,9 @@ from router.request.machine import Prefill
 from router.request.request_run import RequestRun
 from router.router import Router
 from tests.cluster.conftest import HeldStep, nothing_held, running_worker
-from tests.router.answers import Answer, Client, error_of, failures_of, refusal
+from tests.router.answers import Client, failures_of, refusal
+from tests.router.callers import DOORS, Caller, HttpAnswer, LostError
+from tests.router.deployment import default_model
 from tests.router.proxy import Proxy
 from tests.router.real_workers import (
     CONFIG,
@@ -28,6 +31,7 @@ from tests.router.real_workers import (
     SLOW,
     Listed,
     alone,
+    asked_at,
     named,
     num_decoded,
     request_of,
@@ -38,13 +42,16 @@ from tests.router.real_workers import (
 PATIENT = dataclasses.replace(CONFIG, resume_window_s=30.0, attach_timeout_s=10.0)
 
 
+BOTH_DOORS = pytest.mark.parametrize("door", ["grpc", pytest.param("http", marks=pytest.mark.full)])
+
+
 @asynccontextmanager
 async def two_routers(
-    listed: list[Listed], config: RouterConfig = PATIENT
-) -> AsyncIterator[tuple[tuple[Router, Client], tuple[Router, Client]]]:
+    listed: list[Listed], config: RouterConfig = PATIENT, door: str = "grpc"
+) -> AsyncIterator[tuple[tuple[Router, Any], tuple[Router, Any]]]:
     async with (
-        router_over(*listed, config=config) as first,
-        router_over(*listed, config=config) as second,
+        asked_at(door, *listed, config=config) as first,
+        asked_at(door, *listed, config=config) as second,
     ):
         yield first, second
 
@@ -59,25 +66,29 @@ async def listed() -> AsyncIterator[list[Listed]]:
         await nothing_held(prefill, decode)
 
 
-async def refused_as_moved(former: asyncio.Task[Answer]) -> None:
-    error = await error_of(former)
-    assert error.code() is grpc.StatusCode.UNAVAILABLE
-    assert "another router" in str(error.details())
+async def refused_as_moved(former: asyncio.Task[Any]) -> None:
+    with pytest.raises(LostError, match="another router"):
+        await former
 
 
+def assert_first_attempt(answer: Any) -> None:
+    """HTTP does not tell."""
+    assert isinstance(answer, HttpAnswer) or [r.attempt for r in answer.routed] == [1]
+
+
+@pytest.mark.parametrize("door", DOORS)
 async def test_a_router_that_lost_its_client_does_not_end_the_stream_at_the_next(
-    listed: list[Listed],
+    listed: list[Listed], door: str
 ) -> None:
     worker = Client(listed[1].address)
-    async with two_routers(listed, CONFIG) as ((router_a, client_a), (router_b, client_b)):
+    async with two_routers(listed, CONFIG, door) as ((router_a, client_a), (router_b, client_b)):
         await client_a.ask(request_of(1))  # its prompt is cached from now on
         steps = await num_decoded(worker)
-        seen = await client_a.ask(named(1), until=lambda a: len(a.ids) >= 6)
-        rest = await client_b.ask(named(1, len(seen.ids)))
-        assert not rest.migrated
-        assert rest.finished is not None
-        assert rest.finished.usage.num_cached_tokens == seen.prefilled[0].num_cached_tokens > 0
-        assert seen.ids + rest.ids == alone(1)
+        seen = await client_a.ask(named(1), lambda answer: answer.num_tokens >= 6)
+        assert 6 <= seen.num_tokens < NUM_TOKENS
+        whole = await client_b.come_again(named(1), seen)
+        whole.assert_says(default_model(), alone(1))
+        assert whole.num_cached_tokens > 0
         assert await num_decoded(worker) - steps == NUM_TOKENS - 1
         await until(lambda: router_a.fleet.num_bookings == 0)
         for router in (router_a, router_b):
@@ -86,11 +97,12 @@ async def test_a_router_that_lost_its_client_does_not_end_the_stream_at_the_next
     await worker.channel.close()
 
 
+@pytest.mark.parametrize("door", DOORS)
 async def test_a_router_whose_request_was_attached_while_it_is_prefilled_sees_the_handoff_through(
-    listed: list[Listed],
+    listed: list[Listed], door: str
 ) -> None:
     step = HeldStep(listed[0].worker)
-    async with two_routers(listed) as ((_, client_a), (router_b, client_b)):
+    async with two_routers(listed, door=door) as ((_, client_a), (router_b, client_b)):
         former = asyncio.create_task(client_a.ask(named(1)))
         await asyncio.to_thread(step.begun.wait, 10)
         latter = asyncio.create_task(client_b.ask(named(1, 0)))
@@ -99,31 +111,36 @@ async def test_a_router_whose_request_was_attached_while_it_is_prefilled_sees_th
         step.go_on.set()
         await refused_as_moved(former)
         answer = await latter
-        assert answer.ids == alone(1)
-        assert not answer.migrated
+        answer.assert_says(default_model(), alone(1))
+        assert isinstance(answer, HttpAnswer) or not answer.migrated
         assert not failures_of(router_b)
 
 
+@BOTH_DOORS
 @pytest.mark.parametrize("is_aborted", [False, True])
 async def test_a_router_that_closes_leaves_the_prefill_to_the_one_that_asked_for_it_since(
-    listed: list[Listed], is_aborted: bool
+    listed: list[Listed], is_aborted: bool, door: str
 ) -> None:
     step = HeldStep(listed[0].worker)
-    async with two_routers(listed) as ((router_a, client_a), (router_b, client_b)):
+    async with two_routers(listed, door=door) as ((router_a, client_a), (router_b, client_b)):
         former = asyncio.create_task(client_a.ask(named(1)))
         await asyncio.to_thread(step.begun.wait, 10)
         latter = asyncio.create_task(client_b.ask(named(1, 0)))
         await until(lambda: any(has_asked_its_writer(run) for run in router_b.runs))
         await router_a.close()
-        assert (await error_of(former)).code() is grpc.StatusCode.UNAVAILABLE
+        with pytest.raises(LostError):
+            await former
         if is_aborted:
             router_b.abort("", "named")
         step.go_on.set()
         answer = await latter
-        assert answer.finished is not None
-        assert [routed.attempt for routed in answer.routed] == [1]
+        assert_first_attempt(answer)
         assert not failures_of(router_b)
-        assert answer.ids == ([] if is_aborted else alone(1))
+        if is_aborted:
+            assert answer.reason in (common_pb2.FINISH_REASON_ABORTED, "abort")
+            assert answer.num_tokens == 0
+        else:
+            answer.assert_says(default_model(), alone(1))
         assert is_aborted or (await listed[0].worker.integrity()).num_first_tokens == 1
 
 
@@ -131,15 +148,16 @@ def has_asked_its_writer(run: RequestRun) -> bool:
     return run.state.prefill is Prefill.TAKEN
 
 
+@BOTH_DOORS
 @pytest.mark.parametrize("is_first_gone", [False, True])
 async def test_a_router_that_attaches_before_a_lease_was_sent_has_the_prompt_computed_itself(
-    listed: list[Listed], is_first_gone: bool
+    listed: list[Listed], is_first_gone: bool, door: str
 ) -> None:
     """Where the first router is gone nobody knows of it, and the second comes after the lease."""
     prefill, decode = (one.worker for one in listed)
     assert decode.decode is not None
     hold = threading.Event()
-    async with two_routers(listed) as ((router_a, client_a), (router_b, client_b)):
+    async with two_routers(listed, door=door) as ((router_a, client_a), (router_b, client_b)):
         decode.engine.post(lambda _: hold.wait(30))
         former = asyncio.create_task(client_a.ask(named(1)))
         runs = decode.decode.runs
@@ -153,36 +171,38 @@ async def test_a_router_that_attaches_before_a_lease_was_sent_has_the_prompt_com
         if not is_first_gone:
             await until(lambda: router_b.fleet.num_bookings == 1)
             hold.set()
-        assert (await error_of(former)).code() is grpc.StatusCode.UNAVAILABLE
+        with pytest.raises(LostError):
+            await former
         answer = await latter
-        assert answer.ids == alone(1)
-        assert [routed.attempt for routed in answer.routed] == [1]
+        answer.assert_says(default_model(), alone(1))
+        assert_first_attempt(answer)
         assert not failures_of(router_b)
         assert (await prefill.integrity()).num_first_tokens == 1
         assert (await decode.integrity()).num_later_tokens == NUM_TOKENS - 1
 
 
+@BOTH_DOORS
 async def test_a_prompt_that_its_writer_lost_is_given_up_by_the_router_that_asked_for_it_last(
-    listed: list[Listed],
+    listed: list[Listed], door: str
 ) -> None:
     hasty = dataclasses.replace(PATIENT, first_token_timeout_s=0.3)
     prefill, decode = (one.worker for one in listed)
     assert decode.decode is not None
     hold_decode, hold_prefill = threading.Event(), threading.Event()
-    async with two_routers(listed, hasty) as ((router_a, client_a), (router_b, client_b)):
+    async with two_routers(listed, hasty, door) as ((router_a, client_a), (router_b, client_b)):
         decode.engine.post(lambda _: hold_decode.wait(30))
         former = asyncio.create_task(client_a.ask(named(1)))
         runs = decode.decode.runs
         await until(lambda: len(runs) == 1)
         await router_a.close()
-        with pytest.raises(grpc.aio.AioRpcError):
+        with pytest.raises(LostError):
             await former
         prefill.engine.post(lambda _: hold_prefill.wait(30))
         hold_decode.set()
         latter = asyncio.create_task(client_b.ask(named(1, 0)))
         await until(lambda: bool(failures_of(router_b)))
         hold_prefill.set()
-        assert (await latter).ids == alone(1)
+        (await latter).assert_says(default_model(), alone(1))
 
 
 async def test_a_first_token_that_ends_a_request_that_has_moved_ends_it_at_the_router_of_now(
@@ -216,38 +236,39 @@ async def test_a_first_token_that_ends_a_request_that_has_moved_ends_it_at_the_r
 class Parted:
     """Two routers over the same workers; `cut_off` is the first one's way to the decode worker."""
 
-    first: Client
+    first: Caller
     router: Router
-    second: Client
+    second: Caller
     second_router: Router
     cut_off: Proxy
 
 
 @asynccontextmanager
-async def parted(listed: list[Listed]) -> AsyncIterator[Parted]:
+async def parted(listed: list[Listed], door: str) -> AsyncIterator[Parted]:
     patient = dataclasses.replace(PATIENT, reattach_timeout_s=10.0, keepalive_s=30.0)
     proxy = await Proxy.to(listed[1].address)
     behind = [listed[0], Listed(listed[1].worker, proxy.address)]
     try:
         async with (
-            router_over(*behind, config=patient) as (router_a, client_a),
-            router_over(*listed, config=patient) as (router_b, client_b),
+            asked_at(door, *behind, config=patient) as (router_a, client_a),
+            asked_at(door, *listed, config=patient) as (router_b, client_b),
         ):
             yield Parted(client_a, router_a, client_b, router_b, proxy)
     finally:
         await proxy.close()
 
 
+@BOTH_DOORS
 @pytest.mark.parametrize("is_prefilling", [False, True])
 async def test_a_router_whose_session_was_gone_does_not_take_back_what_another_attached(
-    listed: list[Listed], is_prefilling: bool
+    listed: list[Listed], is_prefilling: bool, door: str
 ) -> None:
     """Nobody could report the move to it. The prefill that it began is needed all the same."""
     prefill, decode = (one.worker for one in listed)
     assert decode.decode is not None
     runs = decode.decode.runs
     step = HeldStep(prefill) if is_prefilling else None
-    async with parted(listed) as two:
+    async with parted(listed, door) as two:
         former = asyncio.create_task(two.first.ask(named(1)))
         if step is not None:
             await asyncio.to_thread(step.begun.wait, 10)
@@ -266,8 +287,8 @@ async def test_a_router_whose_session_was_gone_does_not_take_back_what_another_a
                 step.go_on.set()
         await refused_as_moved(former)
         answer = await latter
-        assert answer.ids == alone(1)
-        assert [routed.attempt for routed in answer.routed] == [1]
+        answer.assert_says(default_model(), alone(1))
+        assert_first_attempt(answer)
         assert not failures_of(two.second_router)
         assert (await prefill.integrity()).num_first_tokens == 1
         assert (await decode.integrity()).num_later_tokens == NUM_TOKENS - 1
@@ -294,23 +315,46 @@ async def test_an_abort_reaches_a_request_that_another_router_follows(
         asking = asyncio.create_task(client_a.ask(named(1)))
         await until(lambda: any(len(run.log.ids) > 1 for run in router_a.runs))
         with pytest.raises(grpc.aio.AioRpcError, match="no request 'unheard' runs here"):
-            await client_b.stub.Abort(router_pb2.AbortRequest(request_id="unheard"))
-        await client_b.stub.Abort(router_pb2.AbortRequest(request_id="named"))
+            await client_b.client.stub.Abort(router_pb2.AbortRequest(request_id="unheard"))
+        await client_b.client.stub.Abort(router_pb2.AbortRequest(request_id="named"))
         answer = await asking
         assert answer.reason == common_pb2.FINISH_REASON_ABORTED
         assert answer.ids == alone(1)[: len(answer.ids)]
         assert not failures_of(router_a)
 
 
+@pytest.mark.parametrize("tenant", ["", "of/a tenant"])
+async def test_an_abort_reaches_a_request_that_waits_at_another_router(
+    listed: list[Listed], tenant: str
+) -> None:
+    config = dataclasses.replace(CONFIG, fleet_wait_s=20.0)
+    async with two_routers(listed, config) as ((_, client_a), (router_b, client_b)):
+        for entry in router_b.fleet:
+            router_b.fleet.hold(entry, 60.0)
+        request = named(1)
+        request.tenant = tenant
+        asking = asyncio.create_task(client_b.ask(request))
+        await until(lambda: len(router_b.admission) == 1)
+        abort = router_pb2.AbortRequest(request_id="named", tenant=tenant)
+        await client_a.client.stub.Abort(abort)
+        answer = await asking
+        assert answer.reason == common_pb2.FINISH_REASON_ABORTED
+        assert not answer.ids
+        with pytest.raises(grpc.aio.AioRpcError, match="no request 'named' runs here"):
+            await client_a.client.stub.Abort(
+                router_pb2.AbortRequest(request_id="named", tenant=tenant)
+            )
+
+
 async def test_an_id_that_another_router_runs_with_another_body_is_taken_until_it_is_aborted(
     listed: list[Listed],
 ) -> None:
     async with two_routers(listed, CONFIG) as ((_, client_a), (router_b, client_b)):
-        seen = await client_a.ask(named(1), until=lambda a: len(a.ids) >= 6)
-        assert len(seen.ids) < NUM_TOKENS
-        error = await refusal(client_b, named(2))
+        seen = await client_a.ask(named(1), lambda answer: answer.num_tokens >= 6)
+        assert seen.num_tokens < NUM_TOKENS
+        error = await refusal(client_b.client, named(2))
         assert error.code() is grpc.StatusCode.ALREADY_EXISTS
-        await client_a.stub.Abort(router_pb2.AbortRequest(request_id="named"))
+        await client_a.client.stub.Abort(router_pb2.AbortRequest(request_id="named"))
         decode = listed[1].worker.decode
         await until(lambda: decode.is_idle)
         answer = await client_b.ask(named(2))

@@ -153,6 +153,8 @@ class _Body(_Part):
             raise _out_of_range("stop_token_ids") from None
         if self.seed is not None:
             made.seed = self.seed & _OF_64_BITS
+        if self.request_id:  # it may come again, of which HTTP does not tell
+            made.resume_from_index = 0
         self._constrain(made)
         return made
 

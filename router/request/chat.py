@@ -1,86 +1,20 @@
-"""Chats with tools, calls, results, content parts or template variables, and how all prompts are
-read.
-
-A plain chat, of roles and contents, goes to `validate` as it is.
-"""
+"""A chat as its template reads it: roles and contents, tools, calls and results."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from typing import Any
 
 from baton.errors import InvalidRequestError
 from baton.v1 import router_pb2
-from kv_transfer.block_hash import TokenIds
-from router.request.validate import (
-    ParsedRequest,
-    RequestLimits,
-    body_digest,
-    check_names,
-    encode_prompt,
-    parse_generate,
-)
-from router.text import Conversation, TextModel
+from router.text import Conversation
 
 _ROLES = ("system", "user", "assistant", "tool")
 _MAX_MESSAGES, _MAX_TOOLS, _MAX_CALLS = 4096, 1024, 1024
 
 
-def read(
-    request: router_pb2.GenerateRequest, model: TextModel, limits: RequestLimits
-) -> ParsedRequest:
-    """`parse_generate`, for every chat."""
-    if not _is_extended(request.chat):
-        return parse_generate(request, model, limits)
-    check_names(request, limits)
-    parsed = parse_generate(_with_ids(request, model, limits), model, limits)
-    return dataclasses.replace(parsed, is_chat=True, body_digest=body_digest(request))
-
-
-def encode(
-    request: router_pb2.TokenizeRequest, model: TextModel, limits: RequestLimits
-) -> TokenIds:
-    """`encode_prompt`, for every chat."""
-    if not _is_extended(request.chat):
-        return encode_prompt(request, model, limits)
-    made = router_pb2.GenerateRequest(chat=request.chat)
-    return encode_prompt(_with_ids(made, model, limits), model, limits)
-
-
-def _is_extended(chat: router_pb2.ChatMessages) -> bool:
-    return bool(chat.tools or chat.template_arguments) or any(
-        message.parts
-        or message.tool_calls
-        or message.tool_call_id
-        or message.reasoning_content
-        or message.role == "tool"
-        for message in chat.messages
-    )
-
-
-def _with_ids(
-    request: router_pb2.GenerateRequest, model: TextModel, limits: RequestLimits
-) -> router_pb2.GenerateRequest:
-    """The request with its chat's token ids in place of the chat."""
-    if request.ByteSize() > limits.max_bytes:
-        raise InvalidRequestError(
-            f"the request has {request.ByteSize()} bytes; at most {limits.max_bytes} are taken for"
-            f" a context of {limits.context} tokens",
-            field="chat",
-        )
-    made = router_pb2.GenerateRequest()
-    made.CopyFrom(request)
-    try:
-        ids = model.encode_conversation(conversation_of(request.chat))
-    except RecursionError:
-        raise InvalidRequestError("chat: JSON is nested too deeply", field="chat") from None
-    made.token_ids.ids.extend(ids)
-    return made
-
-
 def conversation_of(chat: router_pb2.ChatMessages) -> Conversation:
-    """Raises InvalidRequestError."""
+    """Raises InvalidRequestError, and RecursionError for JSON that is nested too deeply."""
     if not chat.messages:
         raise InvalidRequestError("chat: at least one message is needed", field="chat.messages")
     _check_count("chat.messages", len(chat.messages), _MAX_MESSAGES)
