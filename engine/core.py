@@ -12,6 +12,7 @@ import numpy as np
 from baton.config.engine import EngineConfig
 from engine.admission import Limits
 from engine.api import EngineCapacity, EngineLoad, KvSink, ModelSpec, Runner
+from engine.itl_budget import ItlBudget
 from engine.kv_cache import KvCache
 from engine.learned_rates import LearnedRates
 from engine.request import (
@@ -69,9 +70,11 @@ class EngineCore:
             vocab_size=model.vocab_size,
             eos_token_ids=model.eos_token_ids,
         )
-        self._scheduler = Scheduler(self._limits, self._kv, clock)
-        self._sink_messages: list[bytes] = []
         self._rates = LearnedRates(config.max_num_batched_tokens)
+        block_size = model.layout.block_size
+        self._itl = ItlBudget(self._rates, block_size, config.max_itl_factor)
+        self._scheduler = Scheduler(self._limits, self._kv, self._itl, clock)
+        self._sink_messages: list[bytes] = []
         self._num_steps = 0
         self._predicted_step_s: float | None = None
 
@@ -174,7 +177,7 @@ class EngineCore:
             num_quarantined_blocks=self._scheduler.num_quarantined_blocks,
             num_quarantined_bytes=self._scheduler.num_quarantined_bytes,
             num_steps=self._num_steps,
-            prefill_tokens_per_s=self._rates.prefill_tokens_per_s,
+            prefill_tokens_per_s=self._itl.prefill_tokens_per_s(self._scheduler.running_decodes),
             decode_step_s=self._rates.decode_step_s,
         )
 

@@ -1,8 +1,8 @@
 """Decide what each step computes, and record what came of it.
 
 A request advances `num_computed_tokens` towards `num_tokens`. Each step gives running requests the
-tokens that they lack, within its budget: first decodes (one token each), then prompts in chunks,
-then waiting requests. Order is priority, then arrival.
+tokens that they lack, within its budget of tokens and, beside decodes, of seconds: first decodes
+(one token each), then prompts in chunks, then waiting requests. Order is priority, then arrival.
 
 1. `add`, `add_prefill`: waiting. A waiting request holds no blocks until a step can place all its
    known tokens, so a prompt that starts can finish. In a windowed layer group only the window and
@@ -25,6 +25,7 @@ from collections.abc import Callable, Sequence
 
 from engine.admission import Limits, check_spec
 from engine.errors import InvalidRequestError, UnknownRequestError
+from engine.itl_budget import ItlBudget
 from engine.kv_cache import KvCache
 from engine.live_request import Export, LiveRequest, Status
 from engine.quarantine import Quarantine
@@ -44,6 +45,7 @@ from engine.request import (
 )
 from engine.request_blocks import RequestBlocks
 from engine.step_draft import StepDraft
+from engine.step_work import StepWork
 from kv_transfer.layout import BlockId
 
 
@@ -51,10 +53,15 @@ class Scheduler:
     """Own the state of every request; `plan` and `commit` alternate."""
 
     def __init__(
-        self, limits: Limits, kv: KvCache, clock: Callable[[], float] = time.monotonic
+        self,
+        limits: Limits,
+        kv: KvCache,
+        itl: ItlBudget,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._limits = limits
         self._kv = kv
+        self._itl = itl
         self._clock = clock
         self._requests: dict[RequestId, LiveRequest] = {}
         self._waiting: list[LiveRequest] = []  # in order
@@ -168,9 +175,10 @@ class Scheduler:
 
     def plan(self, sink_messages: tuple[bytes, ...] = ()) -> StepPlan:
         """Choose the step's sequences. The caller runs the plan and then calls `commit`."""
-        draft = StepDraft(self._limits.max_num_batched_tokens, self._kv)
+        draft = StepDraft(self._limits.max_num_batched_tokens, self._kv, self._itl)
         num_running = len(self._running)
         self._plan_decodes(draft)
+        draft.limit_prompts()
         for request in self._running:
             if draft.budget and not request.decodes:
                 draft.schedule(request)
@@ -370,6 +378,15 @@ class Scheduler:
         """Known tokens that are still to be computed, without those of decodes."""
         waiting = sum(request.num_left for request in self._waiting)
         return waiting + sum(r.num_left for r in self._running if not r.decodes)
+
+    @property
+    def running_decodes(self) -> StepWork:
+        """What a step of the running streams alone computes."""
+        work = StepWork()
+        for request in self._running:
+            if request.decodes:
+                work.add_decode(request.num_computed_tokens)
+        return work
 
     def _count(self, status: Status) -> int:
         return sum(request.status is status for request in self._requests.values())

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from engine.itl_budget import ItlBudget
 from engine.kv_cache import KvCache
 from engine.live_request import Export, LiveRequest
 from engine.request import BlockPush, ScheduledSeq, StepPlan
 from engine.request_blocks import first_kept_block
+from engine.step_work import StepWork
 from kv_transfer.layout import BlockId
 
 
@@ -37,17 +39,23 @@ def block_pushes(
 class StepDraft:
     """Own a step's budget. Whoever is scheduled first takes from it first."""
 
-    def __init__(self, max_tokens: int, kv: KvCache) -> None:
-        self._max_tokens = max_tokens
+    def __init__(self, max_tokens: int, kv: KvCache, itl: ItlBudget) -> None:
         self._kv = kv
+        self._itl = itl
+        self._work = StepWork()
+        self._num_tokens = 0
         self._seqs: list[ScheduledSeq] = []
         self._pushes: list[BlockPush] = []
         self.budget = max_tokens
-        """Tokens that are left."""
+        """Tokens that are left, and for which running streams can wait."""
 
     @property
     def is_empty(self) -> bool:
         return not self._seqs
+
+    def limit_prompts(self) -> None:
+        """Leave as many tokens as the running streams can wait for."""
+        self.budget = self._itl.num_prompt_tokens(self._work, 0, self.budget)
 
     def schedule(self, request: LiveRequest) -> None:
         """Schedule what a request lacks, as far as its blocks and the budget allow; maybe
@@ -55,11 +63,19 @@ class StepDraft:
         start = request.num_computed_tokens
         ready = self._kv.num_ready_tokens(request.blocks)
         num_new = min(request.num_left, self.budget, ready - start)
+        if not request.decodes and num_new > 0:
+            num_new = self._itl.num_prompt_tokens(self._work, start, num_new)
         if num_new <= 0:
-            return  # its window waits for a block
+            return  # its window waits for a block, or streams cannot wait
         end = start + num_new
         samples = end == request.num_tokens
+        self._num_tokens += num_new
         self.budget -= num_new
+        if request.decodes:
+            self._work.add_decode(start)
+        else:
+            self._work.add_prompt(num_new, start)
+            self.limit_prompts()
         tokens, tables = request.tokens_between(start, end), request.blocks.views
         self._seqs.append(ScheduledSeq(request.request_id, tokens, start, tables, samples))
         if request.export is not None:
@@ -75,5 +91,5 @@ class StepDraft:
             seqs=tuple(self._seqs),
             pushes=tuple(self._pushes),
             sink_messages=sink_messages,
-            num_tokens=self._max_tokens - self.budget,
+            num_tokens=self._num_tokens,
         )

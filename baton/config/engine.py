@@ -15,6 +15,7 @@ AUTO: Literal["auto"] = "auto"
 DTYPES = ("bfloat16", "float16", "float32")
 """Dtypes that an engine computes in."""
 _Context = Annotated[int, at_least(2)]  # a prompt, and a token after it
+_Factor = Annotated[float, at_least(1)]
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,11 @@ class EngineSettings(Ranged):
     max_num_batched_tokens: Count = 512
     """Token budget of a step; longer prompts are prefilled in chunks. At least `max_num_seqs`: each
     running request takes a token of it before any prompt does."""
+    max_itl_factor: _Factor | None = 4.0
+    """A step with prompts beside running streams may take at most so many times what the streams'
+    decodes alone would take, or one block of prompt. So a stream's gaps between tokens (ITL) stay
+    within this factor, and higher values prefill faster beside decodes. None: only
+    `max_num_batched_tokens` bounds a step."""
     max_model_len: _Context | None = None
     """Prompt plus output tokens; None: the model's own limit."""
     dtype: Dtype = "auto"

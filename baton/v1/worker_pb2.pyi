@@ -1050,7 +1050,7 @@ class WorkerLoad(_message.Message):
     write, and blocks of this worker's own handoffs that it could still read.
     """
     prefill_tokens_per_s: _builtins.float
-    """Learned: prompt tokens a second, and seconds of one decode step."""
+    """Learned: prompt tokens a second beside the requests that decode now, and seconds of a decode step."""
     decode_step_s: _builtins.float
     handoff_bytes_per_s: _builtins.float
     """Learned: bytes a second of this worker's handoffs."""

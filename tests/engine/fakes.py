@@ -33,8 +33,10 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 def fake_config(
     num_blocks: int = 400, window: int | None = None, **changes: object
 ) -> EngineConfig:
-    """A step's budget below the usual `max_num_seqs` lowers it, unless it is among `changes`."""
+    """A step's budget below the usual `max_num_seqs` lowers it, unless it is among `changes`. Its
+    seconds do not count."""
     config = EngineConfig(
+        max_itl_factor=None,
         num_blocks=num_blocks,
         num_regions=4,
         backend="fake",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from engine.learned_rates import LearnedRates
@@ -132,6 +134,41 @@ def test_short_prompts_among_decodes_do_not_slow_the_reported_decodes() -> None:
         machine.run(step_of(decodes=4), 4)
         machine.run(step_of(100, decodes=4))
     assert machine.rates.decode_step_s == pytest.approx(0.05, rel=0.05)
+
+
+def test_decodes_are_predicted_by_their_number_and_context_and_chunks_by_what_they_look_at() -> (
+    None
+):
+    rates, now_s = LearnedRates(2048), 0.0
+
+    def time_s(plan: StepPlan) -> float:
+        decodes = [seq.start for seq in plan.seqs if len(seq.token_ids) == 1]
+        prompts = [(len(s.token_ids), s.start) for s in plan.seqs if len(s.token_ids) > 1]
+        decode_s = 0.01 + 0.0005 * len(decodes) + 1e-6 * sum(decodes)
+        return decode_s + sum(n * (1e-4 + 1e-7 * (start + n / 2)) for n, start in prompts)
+
+    def step(num_decodes: int, context: int, num_tokens: int, start: int) -> StepPlan:
+        lengths = [(1, context)] * num_decodes + [(num_tokens, start)] * (num_tokens > 0)
+        seqs = tuple(
+            ScheduledSeq(RequestId(str(number)), prompt(length), first, (), samples=True)
+            for number, (length, first) in enumerate(lengths)
+        )
+        return StepPlan(1, seqs, num_tokens=sum(length for length, _ in lengths))
+
+    rng = random.Random(0)
+    for _ in range(3000):
+        decodes = rng.randint(1, 32), rng.randint(100, 2000)
+        chunk = rng.choice([(0, 0), (rng.randint(16, 512), rng.randint(0, 8000))])
+        plan = step(*decodes, *chunk)
+        now_s += time_s(plan)
+        rates.learn(plan, time_s(plan), now_s)
+    for plan in (
+        step(2, 200, 0, 0),
+        step(32, 2000, 0, 0),
+        step(8, 500, 256, 0),
+        step(8, 500, 256, 8000),
+    ):
+        assert rates.predict(plan) == pytest.approx(time_s(plan), rel=0.2)
 
 
 def test_one_slow_short_step_after_a_rest_is_not_believed_whole() -> None:
