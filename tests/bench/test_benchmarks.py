@@ -79,7 +79,7 @@ def test_the_handoff_is_measured_beside_memcpy() -> None:
     assert len(rows) == len(handoff.NUM_RUNS) * len(handoff.BLOCK_BYTES)
     for memcpy, put, put_share, whole, whole_share, answered_share, exposed_us, answer_us in rows:
         assert 0 < answered_share <= whole_share
-        assert put > whole > 0
+        assert put >= whole > 0  # one digit of each is printed
         assert min(memcpy, exposed_us, answer_us) > 0
         assert put / memcpy == pytest.approx(put_share, rel=0.1)
         assert whole / memcpy == pytest.approx(whole_share, rel=0.1)
