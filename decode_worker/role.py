@@ -53,6 +53,7 @@ from engine.request import (
     FinishReason,
     NoCapacityEvent,
     RequestId,
+    RequestSpec,
     ReservedEvent,
     TokenEvent,
 )
@@ -266,12 +267,19 @@ class DecodeRole:
 
     async def _start(self, run: Run) -> None:
         """Prefill and decode here."""
-        spec = run.submission.spec
+        spec = await self._prepared(run)
         await asyncio.wrap_future(self._engine.call(lambda engine: engine.add(spec)))
         if run.phase is Phase.ENDED:
             self._engine.post(lambda engine: engine.abort(spec.request_id))
         else:
             self._started(run)
+
+    async def _prepared(self, run: Run) -> RequestSpec:
+        """The engine's request, its grammar compiled. Raises InvalidRequestError."""
+        spec = run.submission.spec
+        if spec.grammar is not None:
+            await asyncio.to_thread(self._engine.prepare, spec)
+        return spec
 
     def _started(self, run: Run) -> None:
         """The engine accepted a request that it prefills itself."""
@@ -281,7 +289,7 @@ class DecodeRole:
 
     async def _reserve(self, run: Run, writer: WorkerIdentity) -> None:
         """Reserve blocks and lease them to the writer."""
-        spec = run.submission.spec
+        spec = await self._prepared(run)
         event = await asyncio.wrap_future(self._engine.call(lambda e: e.reserve(spec)))
         if isinstance(event, NoCapacityEvent):
             self._refuse(run, Refusal.NO_CAPACITY, event.message)

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from engine.constraints import ComputeMasks
 from engine.request import (
     BlockPush,
     EngineEvent,
@@ -132,19 +133,25 @@ class Runner(Protocol):
     def num_blocks(self) -> int:
         """KV blocks of each layer group over all regions, the null block included."""
 
-    def run(self, plan: StepPlan, specs: dict[RequestId, RequestSpec]) -> list[SampledToken]:
+    def run(
+        self,
+        plan: StepPlan,
+        specs: dict[RequestId, RequestSpec],
+        masks: ComputeMasks | None = None,
+    ) -> list[SampledToken]:
         """One sampled token for each of the plan's sequences with `samples`, in order.
 
         Passes the plan's sink messages to this rank's KvSink first. Calls `layer_done` after each
         layer and `step_done` at the end. `specs` has every request that samples. If its sampling
-        uses earlier tokens (penalties), `token_ids` are all tokens known now.
+        uses earlier tokens (penalties), `token_ids` are all tokens known now. `masks`: what rows
+        with a constraint may sample, computed while the device runs the model.
         """
 
     def close(self) -> None: ...
 
 
 class Engine(Protocol):
-    """Rank 0's engine. Not thread-safe. Every method but `step` returns at once.
+    """Rank 0's engine. Not thread-safe. Every method but `step` and `prepare` returns at once.
 
     A request enters in two ways: `add` computes its prompt here; `reserve` sets blocks aside for KV
     from another worker, and `admit` then runs it.
@@ -152,6 +159,10 @@ class Engine(Protocol):
 
     @property
     def model(self) -> ModelSpec: ...
+
+    def prepare(self, spec: RequestSpec) -> None:
+        """On any thread: do beforehand what may take long when the request enters, which is to
+        compile its grammar. Raises InvalidRequestError."""
 
     def add(self, spec: RequestSpec) -> None:
         """Prefill and decode here. Raises InvalidRequestError."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from baton.config.engine import AUTO, EngineConfig
@@ -16,6 +18,7 @@ from engine.api import (
     ModelSpec,
     Runner,
 )
+from engine.constraints import GrammarCompiler
 from engine.core import EngineCore
 from kv_transfer.layout import RegionLayout
 
@@ -129,11 +132,25 @@ def build_runner(
     return TorchRunner(spec, decoder, memory, sink, Sampler(spec.eos_token_ids).sample, tp)
 
 
-def build_engine(config: EngineConfig, runner: Runner, sink: KvSink) -> EngineCore:
-    return EngineCore(config, runner, sink)
+def build_engine(
+    config: EngineConfig,
+    runner: Runner,
+    sink: KvSink,
+    find_tokenizer: Callable[[], Path] | None = None,
+) -> EngineCore:
+    """`find_tokenizer`: the tokenizer.json, which grammars need; it may raise ConfigError."""
+    model, compiler = runner.model, None
+    if find_tokenizer is not None:
+        compiler = GrammarCompiler(find_tokenizer, model.vocab_size, model.eos_token_ids)
+    return EngineCore(config, runner, sink, compiler=compiler)
 
 
-def lone_engine(decoder: Decoder | None, config: EngineConfig, spec: ModelSpec) -> EngineCore:
+def lone_engine(
+    decoder: Decoder | None,
+    config: EngineConfig,
+    spec: ModelSpec,
+    find_tokenizer: Callable[[], Path] | None = None,
+) -> EngineCore:
     """An engine of one rank with its own KV memory, which hands nothing over."""
     config = with_kv_memory(config, spec, decoder, None)
     layout, sink = region_layout(spec, config, 0, 1), LocalSink()
@@ -142,10 +159,12 @@ def lone_engine(decoder: Decoder | None, config: EngineConfig, spec: ModelSpec) 
         if decoder is None
         else LocalDeviceMemory(layout, config.num_regions, str(decoder.device))
     )
-    return build_engine(config, build_runner(decoder, config, spec, memory, sink, None), sink)
+    runner = build_runner(decoder, config, spec, memory, sink, None)
+    return build_engine(config, runner, sink, find_tokenizer)
 
 
 def load_lone_engine(model_path: str, config: EngineConfig) -> EngineCore:
     """`lone_engine` of a model's folder. Raises ModelError, ValueError."""
     spec = load_model_spec(model_path, config)
-    return lone_engine(load_decoder(model_path, config, spec, None), config, spec)
+    decoder = load_decoder(model_path, config, spec, None)
+    return lone_engine(decoder, config, spec, lambda: Path(model_path) / "tokenizer.json")

@@ -12,6 +12,7 @@ import numpy as np
 from baton.config.engine import EngineConfig
 from engine.admission import Limits
 from engine.api import EngineCapacity, EngineLoad, KvSink, ModelSpec, Runner
+from engine.constraints import Constraints, GrammarCompiler
 from engine.itl_budget import ItlBudget
 from engine.kv_cache import KvCache
 from engine.learned_rates import LearnedRates
@@ -40,7 +41,7 @@ class EngineCore:
     """Implements `engine.api.Engine`.
 
     `sink` must be the one that the runner calls as layers finish. The core only puts into plans
-    what is to be delivered.
+    what is to be delivered. Without a `compiler`, requests with a grammar are refused.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class EngineCore:
         runner: Runner,
         sink: KvSink,
         *,
+        compiler: GrammarCompiler | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         model = runner.model
@@ -74,6 +76,7 @@ class EngineCore:
         block_size = model.layout.block_size
         self._itl = ItlBudget(self._rates, block_size, config.max_itl_factor)
         self._scheduler = Scheduler(self._limits, self._kv, self._itl, clock)
+        self._constraints = Constraints(compiler)
         self._sink_messages: list[bytes] = []
         self._num_steps = 0
         self._predicted_step_s: float | None = None
@@ -84,21 +87,31 @@ class EngineCore:
 
     # --- requests -------------------------------------------------------------------------------
 
+    def prepare(self, spec: RequestSpec) -> None:
+        self._constraints.prepare(spec)
+
     def add(self, spec: RequestSpec) -> None:
-        self._scheduler.add(spec)
+        with self._constraints.opening(spec):
+            self._scheduler.add(spec)
 
     def add_prefill(
         self, spec: RequestSpec, handoff_id: HandoffId, num_receiver_cached_tokens: int
     ) -> None:
-        self._scheduler.add_prefill(spec, handoff_id, num_receiver_cached_tokens)
+        with self._constraints.opening(spec):
+            self._scheduler.add_prefill(spec, handoff_id, num_receiver_cached_tokens)
 
     def reserve(self, spec: RequestSpec) -> ReservedEvent | NoCapacityEvent:
-        return self._scheduler.reserve(spec)
+        with self._constraints.opening(spec):
+            event = self._scheduler.reserve(spec)
+        if isinstance(event, NoCapacityEvent):
+            self._constraints.close(spec.request_id)
+        return event
 
     def admit(self, request_id: RequestId, first: SampledToken) -> None:
         self._scheduler.admit(request_id, first)
 
     def release(self, request_id: RequestId, quarantine: bool = False) -> None:
+        self._constraints.close(request_id)
         self._scheduler.release(request_id, quarantine)
 
     def unquarantine(self, request_id: RequestId) -> None:
@@ -124,15 +137,19 @@ class EngineCore:
         messages, self._sink_messages = tuple(self._sink_messages), []
         plan = self._scheduler.plan(messages)
         sampled = self._run(plan)
-        events = self._scheduler.commit(plan, sampled)
-        return [*self._scheduler.take_events(), *events, *self._kv.events.take()]
+        committed = self._scheduler.commit(plan, sampled)
+        events = [*self._scheduler.take_events(), *committed]
+        self._constraints.close_ended(events)
+        return [*events, *self._kv.events.take()]
 
     def _run(self, plan: StepPlan) -> list[SampledToken]:
         if not plan.seqs and not plan.sink_messages:
             return []
         self._predicted_step_s = self._rates.predict(plan)
         started_at = self._clock()
-        sampled = self._runner.run(plan, self._scheduler.specs(plan))
+        specs = self._scheduler.specs(plan)
+        masks = self._constraints.masks(plan, specs)
+        sampled = self._runner.run(plan, specs, masks)
         ended_at = self._clock()
         self._rates.learn(plan, ended_at - started_at, ended_at)
         self._num_steps += 1

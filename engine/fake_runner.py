@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
 from baton.config.engine import EngineConfig
 from engine.api import KvMemory, KvSink, ModelSpec
+from engine.constraints import ComputeMasks, Masks
 from engine.mixing import U64, mix, mix_all
 from engine.request import (
     RequestId,
@@ -119,14 +120,20 @@ class FakeRunner:
     def close(self) -> None:
         pass
 
-    def run(self, plan: StepPlan, specs: dict[RequestId, RequestSpec]) -> list[SampledToken]:
+    def run(
+        self,
+        plan: StepPlan,
+        specs: dict[RequestId, RequestSpec],
+        masks: ComputeMasks | None = None,
+    ) -> list[SampledToken]:
         """Ranks above 0 may pass no specs: they compute and sample nothing."""
         for payload in plan.sink_messages:
             self._sink.message(payload)
         if plan.seqs:
             self._write(plan)
         self._sink.step_done()
-        return self._sample([seq for seq in plan.seqs if seq.samples], specs)
+        sampled = self._sample([seq for seq in plan.seqs if seq.samples], specs)
+        return sampled if masks is None else _masked(sampled, masks())
 
     def _write(self, plan: StepPlan) -> None:
         batch = _pack(plan.seqs)
@@ -196,6 +203,18 @@ class FakeRunner:
             ((token + rank) % vocab_size, -float(rank + 1)) for rank in range(sampling.logprobs)
         )
         return TokenLogprobs(-1.0, 1, top)
+
+
+def _masked(sampled: list[SampledToken], masks: Masks) -> list[SampledToken]:
+    """Each constrained row takes the allowed token that its own one leads to."""
+    made = list(sampled)
+    for row, bits in zip(masks.rows, masks.bits):
+        allowed = np.flatnonzero(np.unpackbits(bits, bitorder="little"))
+        token = int(allowed[sampled[row].token_id % len(allowed)])
+        made[row] = replace(sampled[row], token_id=token)
+    for row, fault in masks.faults.items():
+        made[row] = replace(sampled[row], fault=fault)
+    return made
 
 
 class _GroupKv:

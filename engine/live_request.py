@@ -82,7 +82,7 @@ class LiveRequest:
 
     def current_spec(self) -> RequestSpec:
         """The spec from which a runner samples the next token."""
-        if self.spec.sampling.has_penalties:
+        if self.spec.sampling.has_penalties or self.spec.grammar is not None:
             return replace(self.spec, token_ids=self.tokens)
         return self.spec
 

@@ -21,7 +21,7 @@ from typing import TypeVar
 
 from engine.api import Engine
 from engine.errors import EngineError, EngineStoppedError
-from engine.request import EngineEvent
+from engine.request import EngineEvent, RequestSpec
 
 log = logging.getLogger(__name__)
 
@@ -122,6 +122,10 @@ class EngineThread:
 
         self._put(_Command(run, fail))
         return future
+
+    def prepare(self, spec: RequestSpec) -> None:
+        """As the engine's, on the caller's thread."""
+        self._engine.prepare(spec)
 
     def post(self, function: Callable[[Engine], object], *, wakes: bool = True) -> None:
         """Run `function(engine)` between steps; an EngineError is logged. Dropped after the end.

@@ -68,6 +68,8 @@ class RequestSpec:
     sampling: SamplingParams
     scope: CacheScope = SHARED_BY_ALL
     priority: int = 0
+    grammar: str | None = None
+    """What the output must be, as llguidance reads it; see `engine.constraints`."""
 
     @property
     def num_emitted_tokens(self) -> int:
@@ -85,6 +87,8 @@ class FinishReason(enum.Enum):
 class SampledToken:
     token_id: int
     logprobs: TokenLogprobs | None = None
+    fault: str = ""
+    """Why the request cannot go on: its constraint failed. The token is none then."""
 
 
 # --- what the engine reports to its worker, in order; one batch a step --------------------------
@@ -103,7 +107,8 @@ class TokenEvent:
 
 @dataclass(frozen=True)
 class FinishedEvent:
-    """A request ended without a new token: aborted, or failed with `message`."""
+    """A request ended without a new token: aborted, or (ERROR) it cannot go on by its own fault,
+    which `message` says."""
 
     request_id: RequestId
     reason: FinishReason

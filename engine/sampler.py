@@ -1,19 +1,21 @@
 """Choose the next token of each sequence from its logits.
 
-For one row: penalties and forbidden stop ids change the logits; temperature scales them; top-k,
-then top-p, and min-p drop unlikely tokens; noise decides (`sampling_noise`). Rows never influence
-each other, so a request gets the same token alone and in any batch.
+For one row: a constraint's mask, penalties and forbidden stop ids change the logits; temperature
+scales them; top-k, then top-p, and min-p drop unlikely tokens; noise decides (`sampling_noise`).
+Rows never influence each other, so a request gets the same token alone and in any batch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from engine import triton_available
+from engine.constraints import ComputeMasks, Masks
 from engine.request import RequestId, RequestSpec, SampledToken, ScheduledSeq, TokenLogprobs
 from engine.sampling_noise import gumbel_noise, noise_of_tokens
 from engine.sampling_rows import (
@@ -25,7 +27,7 @@ from engine.sampling_rows import (
     draws_of,
     is_limited,
 )
-from engine.step_batch import to_device
+from engine.step_batch import to_device, to_device_together
 
 _CHUNK_ELEMENTS = 1 << 17  # logits whose noise a CPU draws at once: what stays in a core's cache
 
@@ -41,9 +43,26 @@ class Sampler:
         logits: torch.Tensor,
         seqs: Sequence[ScheduledSeq],
         specs: dict[RequestId, RequestSpec],
+        masks: ComputeMasks | None = None,
     ) -> list[SampledToken]:
         """`logits`: [n, vocab_size] of the n sequences that sample, in order, on any device.
-        `specs` has each of them. `token_ids` must be complete where there are penalties."""
+        `specs` has each of them. `token_ids` must be complete where there are penalties. Rows of
+        `masks` are changed in place, so their log-probabilities are those of allowed tokens."""
+        if masks is None:
+            return self._sample(logits, seqs, specs)
+        computed = masks()
+        _mask(logits, computed)
+        answer = self._sample(logits, seqs, specs)
+        for row, fault in computed.faults.items():
+            answer[row] = replace(answer[row], fault=fault)
+        return answer
+
+    def _sample(
+        self,
+        logits: torch.Tensor,
+        seqs: Sequence[ScheduledSeq],
+        specs: dict[RequestId, RequestSpec],
+    ) -> list[SampledToken]:
         rows = [_row(seq, specs[seq.request_id]) for seq in seqs]
         forbidden = [row.params.forbidden(row.index, self._eos_token_ids) for row in rows]
         if any(forbidden) or not all(row.takes_likeliest for row in rows):
@@ -67,6 +86,21 @@ def _row(seq: ScheduledSeq, spec: RequestSpec) -> Row:
 
 
 # --- changed logits -----------------------------------------------------------------------------
+
+
+@torch.inference_mode()  # as the logits were made
+def _mask(logits: torch.Tensor, masks: Masks) -> None:
+    """Set the probability of what a constraint does not allow to 0, in place."""
+    if logits.device.type == "cpu":  # row by row, in a core's cache
+        for row, packed in zip(masks.rows, masks.bits):
+            denied = np.unpackbits(~packed, count=logits.shape[1], bitorder="little").view(bool)
+            logits[row].masked_fill_(torch.from_numpy(denied), -torch.inf)
+        return
+    arrays = np.array(masks.rows, np.int64), masks.bits
+    rows, bits = to_device_together(arrays, logits.device)
+    shifts = torch.arange(8, dtype=torch.uint8, device=logits.device)
+    allowed = (bits[:, :, None] >> shifts & 1).flatten(1)[:, : logits.shape[1]]
+    logits[rows] = logits[rows].masked_fill_(allowed == 0, -torch.inf)
 
 
 def _forbid(logits: torch.Tensor, forbidden: Forbidden) -> torch.Tensor:
@@ -222,7 +256,8 @@ def _read_back(
     logits: torch.Tensor, rows: list[Row], chosen: torch.Tensor, ties: Sequence[torch.Tensor]
 ) -> tuple[list[SampledToken], list[float]]:
     """The chosen tokens, with log-probabilities where rows ask for them, from the logits as the
-    model gave them; and `ties`. All is read at once: float64 holds ids, ranks and logprobs alike.
+    model gave them, but for a constraint's mask; and `ties`. All is read at once: float64 holds
+    ids, ranks and logprobs alike.
     """
     asked = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
     if not asked:

@@ -283,6 +283,12 @@ class Scheduler:
     # --- recording ------------------------------------------------------------------------------
 
     def _sampled(self, request: LiveRequest, token: SampledToken) -> EngineEvent:
+        if token.fault:
+            if request.export is None:
+                self._forget(request)
+            else:
+                self._stop_running(request)
+            return FinishedEvent(request.request_id, FinishReason.ERROR, token.fault)
         finished = request.append(token.token_id, self._limits.eos_token_ids)
         if request.export is None:
             if finished is not None:

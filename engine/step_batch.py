@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 _ALIGNED_BYTES = 16  # what a GPU's program may rely on, once compiled for such an address
 _TORCH_DTYPES = {
+    np.dtype(np.uint8): torch.uint8,
     np.dtype(np.int32): torch.int32,
     np.dtype(np.int64): torch.int64,
     np.dtype(np.float32): torch.float32,

@@ -13,6 +13,7 @@ from engine.api import KvMemory, KvSink, ModelSpec
 from engine.attention.native_kernels import pick_kernels
 from engine.attention.paged_kv import TORCH_DTYPES, PagedKv
 from engine.auto_choice import device_of
+from engine.constraints import ComputeMasks
 from engine.cuda_graphs import DecodeGraphs
 from engine.layer_pushes import LayerPushes
 from engine.models.decoder import Decoder
@@ -34,9 +35,10 @@ from kv_transfer.layout import RegionLayout
 log = logging.getLogger(__name__)
 
 SampleFn = Callable[
-    [torch.Tensor, Sequence[ScheduledSeq], dict[RequestId, RequestSpec]], list[SampledToken]
+    [torch.Tensor, Sequence[ScheduledSeq], dict[RequestId, RequestSpec], ComputeMasks | None],
+    list[SampledToken],
 ]
-"""(float32 logits [n, vocab_size], the n sequences that sample, specs by id) -> n tokens."""
+"""(float32 logits [n, vocab_size], the n sequences that sample, specs by id, masks) -> n tokens."""
 
 
 class TorchRunner:
@@ -71,14 +73,19 @@ class TorchRunner:
     def num_blocks(self) -> int:
         return self._kv.num_blocks
 
-    def run(self, plan: StepPlan, specs: dict[RequestId, RequestSpec]) -> list[SampledToken]:
+    def run(
+        self,
+        plan: StepPlan,
+        specs: dict[RequestId, RequestSpec],
+        masks: ComputeMasks | None = None,
+    ) -> list[SampledToken]:
         """Run the plan on all ranks and sample. Raises TpPeerError when a rank is lost."""
         if self._tp is not None:
             self._tp.send_plan(plan)
         logits = self.run_step(plan)
         if logits is None:
             return []
-        return self._sample(logits, [seq for seq in plan.seqs if seq.samples], specs)
+        return self._sample(logits, [seq for seq in plan.seqs if seq.samples], specs, masks)
 
     def next_plan(self) -> StepPlan | None:
         """On ranks > 0: rank 0's next plan, None to stop."""

@@ -49,6 +49,7 @@ def read_spec(message: worker_pb2.RequestSpec) -> RequestSpec:
         sampling=read_sampling(message),
         scope=CacheScope(message.tenant, message.cache_salt, message.num_public_tokens),
         priority=message.priority,
+        grammar=message.grammar or None,
     )
 
 

@@ -23,6 +23,7 @@ from engine.loop import EngineThread
 from engine.request import (
     EngineEvent,
     FinishedEvent,
+    FinishReason,
     HandoffId,
     PrefilledEvent,
     RequestId,
@@ -124,9 +125,15 @@ class PrefillRole:
         run = PrefillRun(handoff)
         self._runs[run.key] = run
         spec, num_cached = replace(spec, request_id=run.key), lease.num_cached_tokens
+
+        def add() -> Future[None]:
+            return self._engine.call(lambda engine: engine.add_prefill(spec, handoff, num_cached))
+
         # Called here, not in the task: the engine takes lease and prompt in one step.
-        added = self._engine.call(lambda engine: engine.add_prefill(spec, handoff, num_cached))
-        task = asyncio.create_task(self._run(run, added, timeout_s))
+        added = (
+            self._prepared(spec, add) if spec.grammar is not None else asyncio.wrap_future(add())
+        )
+        task = asyncio.create_task(self._run(run, asyncio.ensure_future(added), timeout_s))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         task.add_done_callback(self._task_over)
@@ -156,7 +163,14 @@ class PrefillRole:
                         run.report(event)
                     run.computed.set_result(event)
 
-    async def _run(self, run: PrefillRun, added: Future[None], timeout_s: float | None) -> None:
+    async def _prepared(self, spec: RequestSpec, add: Callable[[], Future[None]]) -> None:
+        """Add a request once its grammar is compiled, which may take as long as a step."""
+        await asyncio.to_thread(self._engine.prepare, spec)
+        await asyncio.wrap_future(add())
+
+    async def _run(
+        self, run: PrefillRun, added: asyncio.Future[None], timeout_s: float | None
+    ) -> None:
         """Steps 1 to 4. `work` may be cancelled at any await; the clean-up after it may not."""
         work = asyncio.create_task(self._compute_and_hand_off(run, added))
         cancelled = asyncio.create_task(run.cancelled.wait())
@@ -184,9 +198,9 @@ class PrefillRole:
         finally:
             run.report(None)
 
-    async def _compute_and_hand_off(self, run: PrefillRun, added: Future[None]) -> None:
+    async def _compute_and_hand_off(self, run: PrefillRun, added: asyncio.Future[None]) -> None:
         try:
-            await asyncio.wrap_future(added)
+            await added
         except InvalidRequestError as error:
             run.report(error)
             return
@@ -197,7 +211,9 @@ class PrefillRole:
             await asyncio.sleep(0)
         try:
             event = await run.computed
-            if isinstance(event, FinishedEvent):
+            if isinstance(event, FinishedEvent) and event.reason is FinishReason.ERROR:
+                run.report(InvalidRequestError("grammar", event.message))
+            elif isinstance(event, FinishedEvent):
                 run.report(Stopped(event.message or event.reason.value))
             else:
                 await self._hand_off(run, event)

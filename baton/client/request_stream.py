@@ -67,6 +67,10 @@ class GenerateOptions(TypedDict, total=False):
     cache_salt: str
     session_id: str
     request_id: str
+    json_schema: str
+    """What the answer must be, by this or one of the next two."""
+    regex: str
+    grammar: str
 
 
 _SAMPLING_FIELDS = frozenset(common_pb2.SamplingParams.DESCRIPTOR.fields_by_name)

@@ -147,26 +147,93 @@ class ChatMessages(_message.Message):
     MESSAGES_FIELD_NUMBER: _builtins.int
     TOOLS_FIELD_NUMBER: _builtins.int
     TEMPLATE_ARGUMENTS_FIELD_NUMBER: _builtins.int
+    TOOL_CHOICE_FIELD_NUMBER: _builtins.int
     template_arguments: _builtins.str
     """A JSON object: further variables of the chat template."""
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]: ...
     @_builtins.property
     def tools(self) -> _containers.RepeatedCompositeFieldContainer[Global___Tool]: ...
+    @_builtins.property
+    def tool_choice(self) -> Global___ToolChoice:
+        """Set: the answer is calls of the tools and nothing else."""
+
     def __init__(
         self,
         *,
         messages: _abc.Iterable[Global___ChatMessage] | None = ...,
         tools: _abc.Iterable[Global___Tool] | None = ...,
         template_arguments: _builtins.str = ...,
+        tool_choice: Global___ToolChoice | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["tool_choice", b"tool_choice"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["messages", b"messages", "template_arguments", b"template_arguments", "tools", b"tools"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["messages", b"messages", "template_arguments", b"template_arguments", "tool_choice", b"tool_choice", "tools", b"tools"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ChatMessages: _TypeAlias = ChatMessages  # noqa: Y015
+
+@_typing.final
+class ToolChoice(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    IS_SINGLE_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Of the one tool to call; empty: any of them."""
+    is_single: _builtins.bool
+    """One call; else one or more, where the model's format of calls has room for several."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        is_single: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["is_single", b"is_single", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ToolChoice: _TypeAlias = ToolChoice  # noqa: Y015
+
+@_typing.final
+class JsonObject(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___JsonObject: _TypeAlias = JsonObject  # noqa: Y015
+
+@_typing.final
+class Choice(_message.Message):
+    """The output is one of these texts."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TEXTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def texts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        texts: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["texts", b"texts"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Choice: _TypeAlias = Choice  # noqa: Y015
 
 @_typing.final
 class TokenIds(_message.Message):
@@ -204,6 +271,8 @@ class GenerateRequest(_message.Message):
     JSON_SCHEMA_FIELD_NUMBER: _builtins.int
     REGEX_FIELD_NUMBER: _builtins.int
     GRAMMAR_FIELD_NUMBER: _builtins.int
+    JSON_OBJECT_FIELD_NUMBER: _builtins.int
+    CHOICE_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     TIMEOUT_MS_FIELD_NUMBER: _builtins.int
     TTFT_TARGET_MS_FIELD_NUMBER: _builtins.int
@@ -221,8 +290,11 @@ class GenerateRequest(_message.Message):
     seed: _builtins.int
     """Drawn by the router when absent, and told in Routed."""
     json_schema: _builtins.str
+    """A JSON value of this schema."""
     regex: _builtins.str
+    """The whole output matches it."""
     grammar: _builtins.str
+    """In Lark's notation, as llguidance reads it; its rule `start`."""
     priority: _builtins.int
     """Higher goes first; 0 is ordinary."""
     timeout_ms: _builtins.int
@@ -257,6 +329,10 @@ class GenerateRequest(_message.Message):
     def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def json_object(self) -> Global___JsonObject: ...
+    @_builtins.property
+    def choice(self) -> Global___Choice: ...
     def __init__(
         self,
         *,
@@ -272,6 +348,8 @@ class GenerateRequest(_message.Message):
         json_schema: _builtins.str = ...,
         regex: _builtins.str = ...,
         grammar: _builtins.str = ...,
+        json_object: Global___JsonObject | None = ...,
+        choice: Global___Choice | None = ...,
         priority: _builtins.int = ...,
         timeout_ms: _builtins.int | None = ...,
         ttft_target_ms: _builtins.int | None = ...,
@@ -283,9 +361,9 @@ class GenerateRequest(_message.Message):
         traceparent: _builtins.str = ...,
         unit: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_itl_target_ms", b"_itl_target_ms", "_resume_from_index", b"_resume_from_index", "_seed", b"_seed", "_timeout_ms", b"_timeout_ms", "_ttft_target_ms", b"_ttft_target_ms", "chat", b"chat", "constraint", b"constraint", "grammar", b"grammar", "itl_target_ms", b"itl_target_ms", "json_schema", b"json_schema", "prompt", b"prompt", "regex", b"regex", "resume_from_index", b"resume_from_index", "sampling", b"sampling", "seed", b"seed", "text", b"text", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "ttft_target_ms", b"ttft_target_ms"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_itl_target_ms", b"_itl_target_ms", "_resume_from_index", b"_resume_from_index", "_seed", b"_seed", "_timeout_ms", b"_timeout_ms", "_ttft_target_ms", b"_ttft_target_ms", "chat", b"chat", "choice", b"choice", "constraint", b"constraint", "grammar", b"grammar", "itl_target_ms", b"itl_target_ms", "json_object", b"json_object", "json_schema", b"json_schema", "prompt", b"prompt", "regex", b"regex", "resume_from_index", b"resume_from_index", "sampling", b"sampling", "seed", b"seed", "text", b"text", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "ttft_target_ms", b"ttft_target_ms"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_itl_target_ms", b"_itl_target_ms", "_resume_from_index", b"_resume_from_index", "_seed", b"_seed", "_timeout_ms", b"_timeout_ms", "_ttft_target_ms", b"_ttft_target_ms", "cache_salt", b"cache_salt", "chat", b"chat", "constraint", b"constraint", "grammar", b"grammar", "itl_target_ms", b"itl_target_ms", "json_schema", b"json_schema", "model", b"model", "priority", b"priority", "prompt", b"prompt", "regex", b"regex", "request_id", b"request_id", "resume_from_index", b"resume_from_index", "sampling", b"sampling", "seed", b"seed", "session_id", b"session_id", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "tenant", b"tenant", "text", b"text", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "traceparent", b"traceparent", "ttft_target_ms", b"ttft_target_ms", "unit", b"unit"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_itl_target_ms", b"_itl_target_ms", "_resume_from_index", b"_resume_from_index", "_seed", b"_seed", "_timeout_ms", b"_timeout_ms", "_ttft_target_ms", b"_ttft_target_ms", "cache_salt", b"cache_salt", "chat", b"chat", "choice", b"choice", "constraint", b"constraint", "grammar", b"grammar", "itl_target_ms", b"itl_target_ms", "json_object", b"json_object", "json_schema", b"json_schema", "model", b"model", "priority", b"priority", "prompt", b"prompt", "regex", b"regex", "request_id", b"request_id", "resume_from_index", b"resume_from_index", "sampling", b"sampling", "seed", b"seed", "session_id", b"session_id", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "tenant", b"tenant", "text", b"text", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "traceparent", b"traceparent", "ttft_target_ms", b"ttft_target_ms", "unit", b"unit"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__itl_target_ms: _TypeAlias = _typing.Literal["itl_target_ms"]  # noqa: Y015
     _WhichOneofArgType__itl_target_ms: _TypeAlias = _typing.Literal["_itl_target_ms", b"_itl_target_ms"]  # noqa: Y015
@@ -297,7 +375,7 @@ class GenerateRequest(_message.Message):
     _WhichOneofArgType__timeout_ms: _TypeAlias = _typing.Literal["_timeout_ms", b"_timeout_ms"]  # noqa: Y015
     _WhichOneofReturnType__ttft_target_ms: _TypeAlias = _typing.Literal["ttft_target_ms"]  # noqa: Y015
     _WhichOneofArgType__ttft_target_ms: _TypeAlias = _typing.Literal["_ttft_target_ms", b"_ttft_target_ms"]  # noqa: Y015
-    _WhichOneofReturnType_constraint: _TypeAlias = _typing.Literal["json_schema", "regex", "grammar"]  # noqa: Y015
+    _WhichOneofReturnType_constraint: _TypeAlias = _typing.Literal["json_schema", "regex", "grammar", "json_object", "choice"]  # noqa: Y015
     _WhichOneofArgType_constraint: _TypeAlias = _typing.Literal["constraint", b"constraint"]  # noqa: Y015
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "chat", "token_ids"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015

@@ -132,6 +132,7 @@ class RequestSpec(_message.Message):
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     KV_FINGERPRINT_FIELD_NUMBER: _builtins.int
     NUM_PUBLIC_TOKENS_FIELD_NUMBER: _builtins.int
+    GRAMMAR_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     body_digest: _builtins.bytes
     """Two requests of one id and one digest are the same request."""
@@ -153,6 +154,8 @@ class RequestSpec(_message.Message):
     """Leading tokens of the prompt that all tenants share: the whole blocks of them are cached under
     neither tenant nor cache_salt.
     """
+    grammar: _builtins.str
+    """What the output must be: a grammar that llguidance reads. Empty: anything."""
     @_builtins.property
     def sampling(self) -> _common_pb2.SamplingParams: ...
     @_builtins.property
@@ -175,10 +178,11 @@ class RequestSpec(_message.Message):
         traceparent: _builtins.str = ...,
         kv_fingerprint: _builtins.bytes = ...,
         num_public_tokens: _builtins.int = ...,
+        grammar: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_timeout_ms", b"_timeout_ms", "sampling", b"sampling", "timeout_ms", b"timeout_ms"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_timeout_ms", b"_timeout_ms", "attempt", b"attempt", "body_digest", b"body_digest", "cache_salt", b"cache_salt", "kv_fingerprint", b"kv_fingerprint", "num_prompt_tokens", b"num_prompt_tokens", "num_public_tokens", b"num_public_tokens", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "tenant", b"tenant", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_timeout_ms", b"_timeout_ms", "attempt", b"attempt", "body_digest", b"body_digest", "cache_salt", b"cache_salt", "grammar", b"grammar", "kv_fingerprint", b"kv_fingerprint", "num_prompt_tokens", b"num_prompt_tokens", "num_public_tokens", b"num_public_tokens", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "tenant", b"tenant", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__timeout_ms: _TypeAlias = _typing.Literal["timeout_ms"]  # noqa: Y015
     _WhichOneofArgType__timeout_ms: _TypeAlias = _typing.Literal["_timeout_ms", b"_timeout_ms"]  # noqa: Y015

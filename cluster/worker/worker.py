@@ -89,7 +89,7 @@ class Worker:
         self.rank = rank
         self._loop = loop
         fingerprint = rank.model.kv_fingerprint
-        engine = build_engine(config.engine, rank.runner, rank.transfer)
+        engine = build_engine(config.engine, rank.runner, rank.transfer, self._find_tokenizer)
         self._capacity = engine.capacity
         self.engine = EngineThread(engine, self._from_engine, self._engine_failed)
         self.feed = KvFeed(self.engine, loop, rank.identity.incarnation)
@@ -379,6 +379,10 @@ class Worker:
     def _text_files(self) -> list[Path]:
         """Raises ConfigError."""
         return find_text_files(self.rank.model_folder, tokenizer=self._config.tokenizer)
+
+    def _find_tokenizer(self) -> Path:
+        """Raises ConfigError."""
+        return next(path for path in self._text_files() if path.name == "tokenizer.json")
 
     async def _sweep(self) -> None:
         while True:

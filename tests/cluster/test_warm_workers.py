@@ -34,9 +34,9 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> Steps:
     steps: Steps = []
     run = FakeRunner.run
 
-    def remember(self: FakeRunner, plan: StepPlan, specs: Any) -> Any:
+    def remember(self: FakeRunner, plan: StepPlan, *given: Any) -> Any:
         steps.append([len(seq.token_ids) for seq in plan.seqs])
-        return run(self, plan, specs)
+        return run(self, plan, *given)
 
     monkeypatch.setattr(FakeRunner, "run", remember)
     return steps
@@ -72,7 +72,7 @@ async def test_a_worker_of_any_role_registers_once_its_engine_has_prefilled_and_
 async def test_a_worker_whose_warm_up_fails_ends_with_its_error_and_is_never_ready(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def fails(self: FakeRunner, plan: StepPlan, specs: Any) -> Any:
+    def fails(self: FakeRunner, plan: StepPlan, *given: Any) -> Any:
         raise OSError("the device is gone")
 
     monkeypatch.setattr(FakeRunner, "run", fails)
@@ -102,10 +102,10 @@ class FirstStep:
 def first_step(monkeypatch: pytest.MonkeyPatch) -> Iterator[FirstStep]:
     step, run = FirstStep(), FakeRunner.run
 
-    def hold(self: FakeRunner, plan: StepPlan, specs: Any) -> Any:
+    def hold(self: FakeRunner, plan: StepPlan, *given: Any) -> Any:
         step.begun.set()
         assert step.go_on.wait(30)
-        return run(self, plan, specs)
+        return run(self, plan, *given)
 
     monkeypatch.setattr(FakeRunner, "run", hold)
     yield step
@@ -170,9 +170,9 @@ from engine.fake_runner import FakeRunner
 
 run, serves = FakeRunner.run, []
 
-def look(self, plan, specs):
+def look(self, plan, *given):
     serves.append(thread.serves)
-    return run(self, plan, specs)
+    return run(self, plan, *given)
 
 FakeRunner.run = look
 cluster = parse_config({"model": "fake", "engine": {"backend": "fake"}})

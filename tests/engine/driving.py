@@ -44,7 +44,10 @@ class RecordingSink:
 
 
 def argmax(
-    logits: torch.Tensor, seqs: Sequence[ScheduledSeq], specs: dict[RequestId, RequestSpec]
+    logits: torch.Tensor,
+    seqs: Sequence[ScheduledSeq],
+    specs: dict[RequestId, RequestSpec],
+    masks: object = None,
 ) -> list[SampledToken]:
     assert logits.dtype == torch.float32
     assert len(logits) == len(seqs)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from pathlib import Path
 
 import numpy as np
 
@@ -55,6 +56,7 @@ class FakeEngine:
     config: EngineConfig
     sink: KvSink = field(default_factory=LocalSink)
     sees_all: bool = True  # or every layer looks back a window only
+    tokenizer: Path | None = None
 
     def __post_init__(self) -> None:
         self.model: ModelSpec = load_model_spec("", self.config)
@@ -74,7 +76,9 @@ class FakeEngine:
             self.sink,
             None,
         )
-        self.core: EngineCore = build_engine(self.config, runner, self.sink)
+        found = self.tokenizer
+        find = None if found is None else lambda: found
+        self.core: EngineCore = build_engine(self.config, runner, self.sink, find)
 
     def block(self, layer: int, tensor: str, block_id: int) -> np.ndarray:
         """One block of one tensor of one layer, as a writable view of bytes."""
@@ -245,12 +249,15 @@ class Wire:
 
 
 def pair(
-    prefill: EngineConfig, decode: EngineConfig, sees_all: bool = True
+    prefill: EngineConfig,
+    decode: EngineConfig,
+    sees_all: bool = True,
+    tokenizer: Path | None = None,
 ) -> tuple[FakeEngine, FakeEngine, Wire]:
     """A prefill and a decode engine, and what lies between."""
     wire = Wire()
-    wire.source = FakeEngine(prefill, wire, sees_all)
-    wire.target = FakeEngine(decode, sees_all=sees_all)
+    wire.source = FakeEngine(prefill, wire, sees_all, tokenizer)
+    wire.target = FakeEngine(decode, sees_all=sees_all, tokenizer=tokenizer)
     return wire.source, wire.target, wire
 
 

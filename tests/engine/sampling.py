@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from engine.constraints import Masks
 from engine.request import RequestId, RequestSpec, SampledToken, SamplingParams, ScheduledSeq
 from engine.sampler import Sampler
 from engine.sampling_noise import position_keys
@@ -20,6 +21,7 @@ def sample(
     logits: torch.Tensor,
     params: Sequence[SamplingParams],
     histories: Sequence[tuple[list[int], list[int]]] | None = None,
+    masks: Masks | None = None,
 ) -> list[SampledToken]:
     """`histories`: (prompt, output) of each row."""
     histories = histories or [([0], [])] * len(params)
@@ -29,7 +31,9 @@ def sample(
         ids = np.array([*given_ids, *output], np.uint32)
         seqs.append(ScheduledSeq(request_id, ids[-1:], len(ids) - 1, (), True))
         specs[request_id] = RequestSpec(request_id, ids, len(given_ids), sampling)
-    return Sampler(frozenset({EOS})).sample(logits, seqs, specs)
+    return Sampler(frozenset({EOS})).sample(
+        logits, seqs, specs, None if masks is None else lambda: masks
+    )
 
 
 def keys_of(positions: Sequence[tuple[int, int]]) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -299,14 +300,16 @@ def test_sampling_sees_every_token_and_its_index_after_preemption_and_in_a_later
     run_plan = runner.run
     seen: dict[str, list[int]] = {}
 
-    def remember(plan: StepPlan, specs: dict[RequestId, RequestSpec]) -> list[SampledToken]:
+    def remember(
+        plan: StepPlan, specs: dict[RequestId, RequestSpec], masks: Any
+    ) -> list[SampledToken]:
         for request_id, spec in specs.items():
             known = spec.token_ids[40:].tolist()
             assert spec.num_prompt_tokens == 40
             assert known == whole[: len(known)]
             seen.setdefault(request_id, []).append(len(known))
         recomputed.update(s.request_id for s in plan.seqs if len(s.token_ids) > 1 and s.start)
-        return run_plan(plan, specs)
+        return run_plan(plan, specs, masks)
 
     recomputed: set[str] = set()  # from a cached prefix
     runner.run = remember  # type: ignore[method-assign]

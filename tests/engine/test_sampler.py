@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from torch.overrides import TorchFunctionMode
 
 from engine.admission import check_sampling
+from engine.constraints import Masks
 from engine.errors import InvalidRequestError
 from engine.request import SamplingParams
 from engine.sampling_noise import gumbel_noise, noise_of_tokens, row_keys
@@ -225,6 +227,11 @@ def test_a_steps_rows_go_to_the_device_in_one_copy_and_come_back_in_one() -> Non
     with Copies() as copies:
         sample(logits, [GREEDY] * len(params), histories)
     assert (copies.to_device, copies.to_host) == ([], ["tolist"])
+    masks = Masks((0, 3), np.full((2, 625), 0x11, np.uint8), {})
+    with Copies() as copies:
+        masked = sample(logits, params, histories, masks)
+    assert (copies.to_device, copies.to_host) == (["to"], ["tolist"])
+    assert [token % 4 == 0 for token in ids(masked)[:4:3]] == [True, True]
     with Copies() as copies:  # log-probabilities come with the tokens
         sample(logits, [replace(GREEDY, logprobs=n) for n in range(len(params))], histories)
     assert (copies.to_device, copies.to_host) == (["to"], ["tolist"])

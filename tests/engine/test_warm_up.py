@@ -11,7 +11,7 @@ import pytest
 from baton.config.engine import EngineConfig
 from engine.build import build_engine
 from engine.core import warm_up
-from engine.request import RequestId, RequestSpec, SampledToken, StepPlan
+from engine.request import SampledToken, StepPlan
 from tests.engine import checkpoints, families
 from tests.engine.driving import random_prompt, set_up
 from tests.engine.fakes import (
@@ -71,7 +71,7 @@ def test_an_engine_of_any_size_warms_up_with_what_it_would_accept(config: Engine
 
 
 def test_a_step_that_fails_is_the_warm_ups_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(plan: StepPlan, specs: dict[RequestId, RequestSpec]) -> list[SampledToken]:
+    def fails(plan: StepPlan, *given: object) -> list[SampledToken]:
         raise OSError("the device is gone")
 
     engine = FakeEngine(fake_config())

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from engine.core import EngineCore
 from engine.errors import InvalidRequestError
-from engine.request import HandoffId, RequestId, RequestSpec, SampledToken, StepPlan
+from engine.request import HandoffId, RequestSpec, SampledToken, StepPlan
 from tests.engine.fakes import FakeEngine, fake_config, pool_is_whole
 
 
@@ -18,9 +20,9 @@ class Watched:
         runner = engine.core._runner
         run = runner.run
 
-        def remember(plan: StepPlan, specs: dict[RequestId, RequestSpec]) -> list[SampledToken]:
+        def remember(plan: StepPlan, *given: Any) -> list[SampledToken]:
             self.plans.append(plan)
-            return run(plan, specs)
+            return run(plan, *given)
 
         runner.run = remember  # type: ignore[method-assign]
 

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import AsyncIterator, Sequence
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,7 @@ from baton.config.transfer import TransferConfig
 from baton.v1 import worker_pb2
 from cluster.worker.worker import Worker
 from engine.fake_runner import FakeRunner
-from engine.request import PrefilledEvent, RequestId, RequestSpec, SampledToken, StepPlan
+from engine.request import PrefilledEvent, SampledToken, StepPlan
 from engine.wire import read_spec
 from kv_transfer.lease import Lease, Receipt
 from kv_transfer.memory_transport import MemoryNetwork
@@ -80,11 +81,9 @@ async def test_a_lease_and_its_prompt_are_taken_in_one_step(
     assert isinstance(runner, FakeRunner)
     run_plan = runner.run
 
-    def record_and_run(
-        plan: StepPlan, specs: dict[RequestId, RequestSpec]
-    ) -> Sequence[SampledToken]:
+    def record_and_run(plan: StepPlan, *given: Any) -> Sequence[SampledToken]:
         plans.append(plan)
-        return run_plan(plan, specs)
+        return run_plan(plan, *given)
 
     monkeypatch.setattr(runner, "run", record_and_run)
     await until(lambda: not prefill.engine.runnable)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from engine.constraints import Masks
 from engine.request import RequestId, RequestSpec, SampledToken, SamplingParams, ScheduledSeq
 from engine.sampler import Sampler
 
@@ -20,13 +21,13 @@ SETTINGS = {
 }
 
 
-def sampled(logits: torch.Tensor, params: list[SamplingParams]) -> list[SampledToken]:
+def sampled(logits: torch.Tensor, params: list[SamplingParams], masks: Masks) -> list[SampledToken]:
     seqs, specs = [], {}
     for row, sampling in enumerate(params):
         name, ids = RequestId(str(row)), np.arange(row, row + 20, dtype=np.uint32)
         seqs.append(ScheduledSeq(name, ids[-1:], len(ids) - 1, (), True))
         specs[name] = RequestSpec(name, ids, len(ids) - 2, sampling)
-    return Sampler(frozenset({0})).sample(logits, seqs, specs)
+    return Sampler(frozenset({0})).sample(logits.clone(), seqs, specs, lambda: masks)
 
 
 @pytest.mark.gpu
@@ -34,7 +35,12 @@ def sampled(logits: torch.Tensor, params: list[SamplingParams]) -> list[SampledT
 def test_tokens_are_those_of_the_cpu(names: list[str], device: torch.device) -> None:
     logits = 3 * torch.randn(60, VOCAB, generator=torch.Generator().manual_seed(3))
     params = [SETTINGS[names[row % len(names)]] for row in range(len(logits))]
-    found, expected = sampled(logits.to(device), params), sampled(logits, params)
+    # Every third row may sample some tokens only.
+    rows = range(0, len(logits), 3)
+    bits = np.random.default_rng(5).integers(0, 256, (len(rows), VOCAB // 8 + 1), np.uint8)
+    masks = Masks(tuple(rows), bits, {})
+    found, expected = sampled(logits.to(device), params, masks), sampled(logits, params, masks)
+    assert all(bits[row // 3, found[row].token_id // 8] for row in rows)
     assert [token.token_id for token in found] == [token.token_id for token in expected]
     for one, other in zip(found, expected):
         assert (one.logprobs is None) == (other.logprobs is None)

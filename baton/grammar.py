@@ -1,0 +1,37 @@
+"""Grammars that answers follow: what routers and workers agree on.
+
+Both refuse what would cost too much. The library counts work, not time, so a refusal does not
+depend on the machine (`docs/decisions/structured-output.md` has times).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import llguidance
+
+MAX_GRAMMAR_BYTES = 256 << 10
+_MAX_PROBLEM_CHARS = 300
+
+BROKEN_GRAMMAR = "its constraint cannot be followed"
+"""How the `error` of a request begins whose grammar failed while it ran. It is the request's own
+fault, which another worker would find too."""
+
+
+def parser_limits() -> llguidance.LLParserLimits:
+    import llguidance  # not loaded by a process that sees no constraint
+
+    return llguidance.LLParserLimits(
+        initial_lexer_fuel=300_000,
+        step_lexer_fuel=50_000,
+        step_max_items=10_000,
+        max_lexer_states=20_000,  # of 1 to 2 kB each
+        max_grammar_size=100_000,
+        verbose_errors=False,
+    )
+
+
+def short(problem: str) -> str:
+    """The library's words for what is wrong with a grammar, in one line."""
+    return " ".join(problem.removesuffix("<non-verbose/>").split())[:_MAX_PROBLEM_CHARS]
