@@ -25,6 +25,7 @@ from router.door.door import Door
 from router.fleet.worker_facts import NO_BOUND
 from router.placement.placement import Placement
 from router.report.request_line import of_refused
+from router.request.constraint import is_constrained
 from router.request.output import Event, Finished, FinishReason, OutputReader, Timings
 from router.request.request_run import RequestRun
 from router.request.run_parts import Arrival
@@ -155,7 +156,8 @@ class Intake:
     async def _read(self, router: Router, request: router_pb2.GenerateRequest) -> ParsedRequest:
         model, limits = router.text, router.request_limits()
         has_ids = request.HasField("token_ids")
-        if request.ByteSize() <= (IDS_AT_ONCE_BYTES if has_ids else TEXT_AT_ONCE_BYTES):
+        is_small = request.ByteSize() <= (IDS_AT_ONCE_BYTES if has_ids else TEXT_AT_ONCE_BYTES)
+        if is_small and not is_constrained(request):
             return parse_generate(request, model, limits)
         named_s = request.timeout_ms / 1e3 if request.HasField("timeout_ms") else None
         return await self.tokenizing.run(

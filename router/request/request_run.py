@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 
 from baton.errors import AlreadyExistsError, BatonError, DeadlineError, ShuttingDownError
+from baton.grammar import BROKEN_GRAMMAR
 from baton.v1 import common_pb2, router_pb2, worker_pb2
 from baton.wire import DEADLINE, ORPHANED
 from router.fleet.fleet import Booking, WorkerEntry
@@ -322,6 +323,8 @@ class RequestRun:
 
     def _judge(self, failed: Failed, was_running: bool) -> None:
         retrying = self._retrying
+        if failed.field == "grammar" and (constraint := self.arrival.parsed.constraint):
+            failed = replace(failed, field=constraint.field)
         if failed.failure is Failure.DECODE_LOST and was_running:
             retrying.lost_while_running(failed.worker)
         num_failures = retrying.num_failures
@@ -498,6 +501,8 @@ class RequestRun:
             failure = Failure.DEADLINE if tokens.error == DEADLINE else Failure.DECODE_FAILED
             why = f"{common_pb2.FinishReason.Name(tokens.finished)}: {tokens.error}"
             failed = Failed(failure, self._decode, f"{self._decode.facts.worker_id}: {why}")
+            if tokens.error.startswith(BROKEN_GRAMMAR):
+                failed = replace(failed, failure=Failure.INVALID, field="grammar")
             self._feed(machine.AttemptFailed(failed))
 
     # --- what the prefill worker reports -------------------------------------------------------
@@ -653,6 +658,7 @@ class RequestRun:
             timeout_ms=max(1, int(left_s * 1e3)),
             traceparent=arrival.traceparent,
             kv_fingerprint=decode.facts.kv_fingerprint,
+            grammar="" if parsed.constraint is None else parsed.constraint.grammar,
         )
 
     def _sampling(self, decode: WorkerEntry) -> common_pb2.SamplingParams:

@@ -18,6 +18,7 @@ from baton.errors import InvalidRequestError, NoCapacityError, NotFoundError
 from baton.v1 import common_pb2, router_pb2
 from kv_transfer.block_hash import TokenIds
 from router.request.chat import conversation_of
+from router.request.constraint import Constraint, constraint_of
 from router.text import SamplingDefaults, TextModel
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:@/+=-]{1,128}")
@@ -80,6 +81,7 @@ class ParsedRequest:
     is_chat: bool
     body_digest: bytes
     """Equal for two requests that ask for the same, seed aside (see `is_same_as`)."""
+    constraint: Constraint | None = None
 
     def is_same_as(self, body_digest: bytes, seed: int) -> bool:
         """Whether this is the request that runs under its id with that digest and effective seed.
@@ -101,10 +103,6 @@ def parse_generate(
     check_names(request, limits)
     _check_stop(request, model.vocab_size)
     _check_sampling(request.sampling)
-    if constraint := request.WhichOneof("constraint"):
-        raise InvalidRequestError(
-            f"{constraint}: constrained output is not supported by this release", field=constraint
-        )
     token_ids = encode_prompt(request, model, limits)
     sampling = _fill_in(request.sampling, model.sampling_defaults, len(token_ids), limits)
     ends = set(request.stop_token_ids)
@@ -129,6 +127,7 @@ def parse_generate(
         resume_from_index=index,
         is_chat=request.WhichOneof("prompt") == "chat",
         body_digest=body_digest(request),
+        constraint=constraint_of(request, model, sampling, token_ids),
     )
 
 

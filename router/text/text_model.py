@@ -69,6 +69,7 @@ class TextModel:
             if template is None
             else ChatTemplate(template, special_tokens, self._encoder.special_tokens)
         )
+        self._template_text = template or ""
         self.tool_format: ToolFormat | None
         """How the model writes calls; None: not known, or it makes none."""
         self.tool_format = tool_format_of(template or "")
@@ -119,6 +120,16 @@ class TextModel:
             return shown
         name: str | None = self._tokenizer.id_to_token(token_id)
         return (name or "").encode()
+
+    def special_token_id(self, text: str) -> int | None:
+        """None: an answer spells the text as any other."""
+        if text not in self._encoder.special_tokens:
+            return None
+        token_id: int | None = self._tokenizer.token_to_id(text)
+        return token_id
+
+    def is_in_template(self, text: str) -> bool:
+        return text in self._template_text
 
     def thinks_after(self, token_ids: Sequence[int]) -> bool:
         """Whether an answer to the prompt begins within its reasoning."""

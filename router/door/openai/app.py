@@ -202,6 +202,8 @@ class OpenAiApp:
         renamed = dict(_RENAMED.get(request.url.path, {}))
         if isinstance(body, ChatBody) and body.max_completion_tokens is not None:
             renamed["max_tokens"] = "max_completion_tokens"
+        if body.structured_outputs is not None:
+            renamed["response_format"] = "structured_outputs"
         request.state.renamed = renamed
         return renamed
 

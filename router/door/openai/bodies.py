@@ -81,6 +81,16 @@ class ResponseFormat(_Part):
     json_schema: JsonSchema | None = None
 
 
+class StructuredOutputs(_Part):
+    """As vLLM has it; one of them."""
+
+    json_schema: dict[str, Any] | str | None = Field(default=None, alias="json")
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+
 class NamedFunction(_Part):
     name: str
 
@@ -112,6 +122,7 @@ class _Body(_Part):
     ignore_eos: bool | None = None
     logit_bias: dict[str, float] | None = None
     response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
     # Baton's own, as in `GenerateRequest`.
     request_id: str | None = None
     priority: int | None = Field(default=None, ge=-(1 << 31), lt=1 << 31)
@@ -167,11 +178,20 @@ class _Body(_Part):
         return sampling
 
     def _constrain(self, made: router_pb2.GenerateRequest) -> None:
-        wanted = self.response_format
+        wanted, other = self.response_format, self.structured_outputs
+        if other is not None:
+            if len(other.model_dump(exclude_none=True)) != 1 or wanted is not None:
+                known = ", ".join(
+                    info.alias or name for name, info in StructuredOutputs.model_fields.items()
+                )
+                raise InvalidRequestError(
+                    f"structured_outputs: one constraint, of {known}", field="structured_outputs"
+                )
+            _structure(made, other)
         if wanted is None or wanted.type == "text":
             return
         if wanted.type == "json_object":
-            made.json_schema = '{"type": "object"}'
+            made.json_object.SetInParent()
         elif wanted.type == "json_schema":
             schema = wanted.json_schema
             if schema is None or schema.json_schema is None:
@@ -225,21 +245,16 @@ class ChatBody(_Body):
             )
         tools = self.tools if self.calls_tools else None
         made.chat.CopyFrom(chat_of(self.messages, tools, self.chat_template_kwargs))
+        if isinstance(self.tool_choice, NamedTool):
+            made.chat.tool_choice.name = self.tool_choice.function.name
+        elif self.tool_choice == "required":
+            made.chat.tool_choice.SetInParent()
+            made.chat.tool_choice.is_single = self.parallel_tool_calls is False
         return _choices(made, self.num_choices)
 
     def _check_tool_choice(self) -> None:
-        choice = self.tool_choice
-        if choice in (None, "none"):
-            return
-        if not self.tools:
+        if self.tool_choice not in (None, "none") and not self.tools:
             raise InvalidRequestError("tool_choice: only with tools", field="tool_choice")
-        if choice != "auto":
-            asked = "required" if choice == "required" else "a named function"
-            raise InvalidRequestError(
-                f"tool_choice: {asked} needs constrained output, which is not supported by this "
-                "release; auto and none are",
-                field="tool_choice",
-            )
 
 
 class CompletionBody(_Body):
@@ -395,6 +410,20 @@ def _prompts(given: str | list[str] | list[int] | list[list[int]]) -> list[str |
     return list(given)
 
 
+def _structure(made: router_pb2.GenerateRequest, wanted: StructuredOutputs) -> None:
+    if (schema := wanted.json_schema) is not None:
+        made.json_schema = schema if isinstance(schema, str) else json.dumps(schema)
+    elif wanted.regex is not None:
+        made.regex = wanted.regex
+    elif wanted.grammar is not None:
+        made.grammar = wanted.grammar
+    elif wanted.choice is not None:
+        made.choice.texts.extend(wanted.choice)
+        made.choice.SetInParent()
+    elif wanted.json_object:
+        made.json_object.SetInParent()
+
+
 def _listed(stop: str | list[str] | None) -> list[str]:
     return [stop] if isinstance(stop, str) else stop or []
 
@@ -407,7 +436,15 @@ _FIELDS = frozenset(
     info.alias or name
     for kind in (
         *(TextPart, Function, Tool, CalledFunction, ToolCall, Message, StreamOptions, JsonSchema),
-        *(ResponseFormat, NamedFunction, NamedTool, ChatBody, CompletionBody, TokenizeBody),
+        *(
+            ResponseFormat,
+            StructuredOutputs,
+            NamedFunction,
+            NamedTool,
+            ChatBody,
+            CompletionBody,
+            TokenizeBody,
+        ),
     )
     for name, info in kind.model_fields.items()
 )

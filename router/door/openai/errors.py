@@ -33,7 +33,8 @@ _RENAMED = (
     (re.compile(r"(tool_calls\[\d+\])\.(name|arguments)$"), r"\1.function.\2"),
     (re.compile(r"^(tools\[\d+\])\.(name|parameters)$"), r"\1.function.\2"),
     (re.compile(r"^template_arguments$"), "chat_template_kwargs"),
-    (re.compile(r"^(json_schema|regex|grammar)$"), "response_format"),
+    (re.compile(r"^(json_schema|json_object)$"), "response_format"),
+    (re.compile(r"^(regex|grammar|choice)$"), "structured_outputs"),
 )
 
 

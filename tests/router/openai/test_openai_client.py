@@ -32,6 +32,9 @@ TOOLS: Any = [
 ]
 
 
+UNKNOWN: Any = {"type": "function", "function": {"name": "news"}}
+
+
 @pytest.fixture
 async def door(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -124,7 +127,7 @@ async def test_the_client_s_errors_are_those_that_it_knows(door: tuple[Deploymen
             chats.create(model="gpt-9", messages=asking("x"))
         assert unknown.value.code == "model_not_found"
         with pytest.raises(openai.BadRequestError) as forced:
-            chats.create(model="tiny", messages=asking("x"), tools=TOOLS, tool_choice="required")
+            chats.create(model="tiny", messages=asking("x"), tools=TOOLS, tool_choice=UNKNOWN)
         assert forced.value.param == "tool_choice"
         with pytest.raises(openai.APIStatusError) as missing:
             client.embeddings.create(model="tiny", input="x")

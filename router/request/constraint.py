@@ -1,0 +1,121 @@
+"""What a client wants its answer to be, as the grammar that workers follow."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from baton.errors import InvalidRequestError
+from baton.v1 import common_pb2, router_pb2
+from kv_transfer.block_hash import TokenIds
+from router.text import TextModel
+from router.text.grammar import (
+    Answer,
+    Calls,
+    GrammarError,
+    Part,
+    of_choice,
+    of_lark,
+    of_regex,
+    of_schema,
+)
+
+
+@dataclass(frozen=True)
+class Constraint:
+    grammar: str
+    """As llguidance reads it."""
+    field: str
+    """Of the client's request, that it comes from."""
+
+
+_ANY_OBJECT = '{"type": "object"}'
+_NO_ARGUMENTS = {"properties": {}, "additionalProperties": False}
+_MAX_TOOLS = 128  # each is a grammar of its own
+
+_BODIES: dict[str, Callable[[router_pb2.GenerateRequest], Part]] = {
+    "json_schema": lambda request: of_schema(request.json_schema),
+    "json_object": lambda request: of_schema(_ANY_OBJECT),
+    "regex": lambda request: of_regex(request.regex),
+    "grammar": lambda request: of_lark(request.grammar),
+    "choice": lambda request: of_choice(request.choice.texts),
+}
+
+
+def is_constrained(request: router_pb2.GenerateRequest) -> bool:
+    return request.WhichOneof("constraint") is not None or request.chat.HasField("tool_choice")
+
+
+def constraint_of(
+    request: router_pb2.GenerateRequest,
+    model: TextModel,
+    sampling: common_pb2.SamplingParams,
+    token_ids: TokenIds,
+) -> Constraint | None:
+    """The request's, if it has one. May take a second for a large one. `sampling` is complete, and
+    `token_ids` are the prompt's.
+
+    A tool choice goes before other constraints: there is no text then. Where the client only offers
+    tools, the answer is a call or what the constraint says. Raises InvalidRequestError.
+    """
+    if not is_constrained(request):
+        return None
+    for name in ("ignore_eos", "min_tokens"):
+        if getattr(sampling, name):
+            raise InvalidRequestError(
+                f"sampling.{name}: not beside a constraint, which says where the answer ends",
+                field=f"sampling.{name}",
+            )
+    kind = request.WhichOneof("constraint")
+    is_forced = request.chat.HasField("tool_choice")
+    body = None
+    if kind is not None and not is_forced:
+        with _naming(kind):
+            body = _BODIES[kind](request)
+    field = "chat.tool_choice" if is_forced else kind or ""
+    thinks = request.HasField("chat") and model.reasons
+    is_thinking = thinks and model.thinks_after(token_ids[-64:].tolist())
+    with _naming(field):
+        answer = Answer(body, _calls(request, model), thinks, is_thinking)
+        return Constraint(answer.grammar(model.special_token_id), field)
+
+
+def _calls(request: router_pb2.GenerateRequest, model: TextModel) -> Calls | None:
+    """None: the answer may not be calls."""
+    chat, choice = request.chat, request.chat.tool_choice
+    is_forced, field = chat.HasField("tool_choice"), "chat.tool_choice"
+    if model.tool_format is None or not chat.tools:
+        if not is_forced:
+            return None
+        why = "the model's format of calls is not known" if chat.tools else "only with tools"
+        raise InvalidRequestError(f"{field}: {why}", field=field)
+    if len(chat.tools) > _MAX_TOOLS:
+        problem = f"chat.tools: {len(chat.tools)}; beside a constraint at most {_MAX_TOOLS}"
+        raise InvalidRequestError(problem, field="chat.tools")
+    tools = []
+    for index, tool in enumerate(chat.tools):
+        if choice.name in ("", tool.name):
+            with _naming(f"chat.tools[{index}].parameters"):
+                schema = json.loads(tool.parameters or "{}") or _NO_ARGUMENTS  # read as JSON before
+                tools.append((tool.name, of_schema(json.dumps({"type": "object", **schema}))))
+    if not tools:
+        raise InvalidRequestError(f"{field}: no tool is named {choice.name!r}", field=field)
+    has_marked_arguments = model.is_in_template("[ARGS]")
+    return Calls(
+        model.tool_format,
+        tools,
+        choice.is_single or bool(choice.name),
+        has_marked_arguments,
+        has_marked_arguments and model.is_in_template("[CALL_ID]"),
+    )
+
+
+@contextmanager
+def _naming(field: str) -> Iterator[None]:
+    """Name the field of a grammar that cannot be compiled."""
+    try:
+        yield
+    except GrammarError as error:
+        raise InvalidRequestError(f"{field}: {error}", field=field) from None
