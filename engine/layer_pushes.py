@@ -62,11 +62,11 @@ class LayerPushes:
         """A thread that waits for a CUDA event sleeps: polling would take a core."""
         return cls(sink, layout, _new_cuda_event if device.type == "cuda" else None)
 
-    def of_step(self, pushes: Sequence[BlockPush]) -> Callable[[int], None]:
-        """What to call after each layer is launched; nothing if the step pushes nothing."""
+    def of_step(self, pushes: Sequence[BlockPush]) -> Callable[[int], None] | None:
+        """What to call after each layer is launched; None if the step pushes nothing."""
         assert not self._reported, "the step before has not finished"
         if not pushes:
-            return lambda layer: None
+            return None
         of_group = [
             [push for push in pushes if push.group == group]
             for group in range(len(self._layout.groups))

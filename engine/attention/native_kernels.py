@@ -40,7 +40,9 @@ _HEAD_DIM_STEP = 32
 _MAX_HEADS_PER_KV_HEAD = 96
 
 
-class _Pool(Structure):
+class Pool(Structure):
+    """As `Pool` in native/attention.h; strides in bytes."""
+
     _fields_ = (
         ("keys", c_void_p),
         ("values", c_void_p),
@@ -97,7 +99,7 @@ class NativeKernels:
     def __init__(self, library: ctypes.CDLL) -> None:
         self._torch = TorchKernels()
         self._attend = library.baton_attend
-        self._attend.argtypes = (c_void_p, c_void_p, POINTER(_Pool), POINTER(_Batch), c_int, c_int)
+        self._attend.argtypes = (c_void_p, c_void_p, POINTER(Pool), POINTER(_Batch), c_int, c_int)
         self._norm = library.baton_norm
         self._norm.argtypes = (*(c_void_p,) * 4, c_int64, c_int64, c_float, c_int, c_int)
         self._swiglu = library.baton_swiglu
@@ -173,21 +175,10 @@ class NativeKernels:
         window: int | None,
     ) -> torch.Tensor:
         _, num_heads, head_dim = queries.shape
-        kv_heads = kv.keys.shape[2]
-        if head_dim % _HEAD_DIM_STEP or num_heads > _MAX_HEADS_PER_KV_HEAD * kv_heads:
+        if head_dim % _HEAD_DIM_STEP or num_heads > _MAX_HEADS_PER_KV_HEAD * kv.keys.shape[2]:
             return self._torch.attend(queries, kv, batch, group, window)
         out = torch.empty_like(queries)
-        item = kv.keys.element_size()
-        pool = _Pool(
-            kv.keys.data_ptr(),
-            kv.values.data_ptr(),
-            kv.keys.stride(0) * item,
-            kv.keys.stride(1) * item,
-            kv.blocks_per_region,
-            kv_heads,
-            kv.block_size,
-            head_dim,
-        )
+        pool = pool_of(kv)
         described = _Batch(
             batch.query_starts.ctypes.data,
             batch.context_lens.ctypes.data,
@@ -221,6 +212,20 @@ class NativeKernels:
             *_type_and_threads(x),
         )
         return out
+
+
+def pool_of(kv: LayerKv) -> Pool:
+    item = kv.keys.element_size()
+    return Pool(
+        kv.keys.data_ptr(),
+        kv.values.data_ptr(),
+        kv.keys.stride(0) * item,
+        kv.keys.stride(1) * item,
+        kv.blocks_per_region,
+        kv.keys.shape[2],
+        kv.block_size,
+        kv.keys.shape[4],
+    )
 
 
 def _rows_fit(x: torch.Tensor) -> bool:

@@ -11,6 +11,7 @@ import torch.nn.functional as F  # noqa: N812
 from engine.attention.kernels import AttentionShape, Kernels, Rotation
 from engine.attention.paged_kv import PagedKv
 from engine.models.config import ModelConfig
+from engine.models.fused_layers import FusedLayers
 from engine.models.loading import DecoderWeights
 from engine.models.rope import RotaryTable
 from engine.models.sharding import Shard
@@ -47,6 +48,9 @@ class Decoder:
         self._attention = AttentionShape(
             len(shard.heads), len(shard.kv_heads), config.head_dim, config.rms_norm_eps
         )
+        self._fused: FusedLayers | None = None
+        if collectives is None:
+            self._fused = FusedLayers.of(weights, config.windows, self._attention, kernels)
 
     @property
     def device(self) -> torch.device:
@@ -68,16 +72,19 @@ class Decoder:
         return self._collectives is not None or any(layer.mlp.host_waits for layer in layers)
 
     def forward(
-        self, batch: StepBatch, kv: PagedKv, layer_done: Callable[[int], None]
+        self, batch: StepBatch, kv: PagedKv, layer_done: Callable[[int], None] | None
     ) -> torch.Tensor:
         """Write the KV of the batch's tokens and return their hidden states, [n, hidden].
 
         The last norm is not applied yet. `layer_done(layer)` is called when the layer's KV is
-        written.
+        written; None: nobody asks.
         """
         kernels, eps = self._kernels, self._config.rms_norm_eps
         rotation = Rotation(*self._rotary.at(batch.positions))
         residual = self._embed(batch.token_ids)
+        if self._fused is not None:
+            self._fused.forward(residual, batch, rotation, kv, layer_done)
+            return residual
         added: torch.Tensor | None = None  # what the layer before still owes the residual
         for index, layer in enumerate(self._weights.layers):
             group = batch.groups[kv.layout.group_of_layer(index)]
@@ -89,7 +96,8 @@ class Decoder:
             queries = kernels.rotate_and_write(
                 layer.qkv(x), self._attention, layer.head_norms, rotation, layer_kv, group
             )
-            layer_done(index)
+            if layer_done is not None:
+                layer_done(index)
             window = self._config.windows[index]
             attended = kernels.attend(queries, layer_kv, batch, group, window)
             x = self._sum_ranks(layer.attention_out(attended.flatten(1)))
@@ -100,7 +108,7 @@ class Decoder:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor | None:
         """float32 [n, vocab_size] for hidden states [n, hidden] of `forward`; None on ranks > 0."""
         x = self._kernels.rms_norm(hidden, self._weights.norm, self._config.rms_norm_eps)
-        logits = self._weights.head(x).float()
+        logits = self._weights.head.in_float32(x)
         if self._collectives is None:
             return logits
         # Only the last ranks' parts of the vocabulary can be smaller: what pads them is at the end.
@@ -111,11 +119,12 @@ class Decoder:
 
     def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         if self._collectives is None:
-            return F.embedding(token_ids, self._weights.embedding)
+            return F.embedding(token_ids, self._weights.embedding).to(self._weights.norm.dtype)
         mine = self._shard.vocab
         local = token_ids - mine.start
         elsewhere = (local < 0) | (local >= len(mine))
         found = F.embedding(local.masked_fill(elsewhere, 0), self._weights.embedding)
+        found = found.to(self._weights.norm.dtype)
         return self._collectives.all_reduce(found.masked_fill_(elsewhere[:, None], 0))
 
     def _sum_ranks(self, x: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -76,16 +77,27 @@ class WeightLoader:
         """All weights. Raises CheckpointError for a missing, misshapen or unknown tensor, and for
         one with NaN or infinite values."""
         config = self._config
-        embedding = self._vocabulary("model.embed_tokens.weight")
+        stored = self._vocabulary("model.embed_tokens.weight")
+        embedding = stored.to(self._device, self._embedding_dtype(stored), copy=True).contiguous()
         layers = tuple(self._layer(index) for index in range(config.num_layers))
         norm = self._read("model.norm.weight", (config.hidden_size,))
         if config.tie_word_embeddings:
             self._checkpoint.ignore("lm_head.weight")
-            head = embedding
+            head = stored
         else:
             head = self._vocabulary("lm_head.weight")
         self._checkpoint.check_all_read()
-        return DecoderWeights(embedding, layers, norm, Linear(head))
+        return DecoderWeights(embedding, layers, norm, self._linear([head], None))
+
+    def _linear(
+        self, parts: Sequence[torch.Tensor], bias: torch.Tensor | None, *, is_gated: bool = False
+    ) -> Linear:
+        return Linear(parts, bias, dtype=self._dtype, device=self._device, is_gated=is_gated)
+
+    def _embedding_dtype(self, stored: torch.Tensor) -> torch.dtype:
+        """bf16 is widened when it is looked up, which is exact."""
+        narrow = self._dtype == torch.float32 and stored.dtype == torch.bfloat16
+        return stored.dtype if narrow else self._dtype
 
     def _read(self, name: str, shape: tuple[int, ...], *parts: slice) -> torch.Tensor:
         tensor = self._checkpoint.read(name, shape, *parts)
@@ -100,7 +112,9 @@ class WeightLoader:
 
     def _vocabulary(self, name: str) -> torch.Tensor:
         rows = slice(self._shard.vocab.start, self._shard.vocab.stop)
-        return self._read(name, (self._config.vocab_size, self._config.hidden_size), rows)
+        """As the checkpoint has it: mapped, not copied."""
+        shape = (self._config.vocab_size, self._config.hidden_size)
+        return self._checkpoint.read(name, shape, rows)
 
     def _layer(self, index: int) -> LayerWeights:
         config = self._config
@@ -139,19 +153,19 @@ class WeightLoader:
         ):
             rows = slice(heads.start * config.head_dim, heads.stop * config.head_dim)
             shape = (all_heads * config.head_dim, config.hidden_size)
-            weights.append(self._read(f"{prefix}{name}.weight", shape, rows))
+            weights.append(self._checkpoint.read(f"{prefix}{name}.weight", shape, rows))
             if config.qkv_bias:
                 biases.append(self._read(f"{prefix}{name}.bias", shape[:1], rows))
-        return Linear(torch.cat(weights), torch.cat(biases) if biases else None)
+        return self._linear(weights, torch.cat(biases) if biases else None)
 
     def _columns(self, name: str, width: int, has_bias: bool) -> Linear:
         """A projection back to the hidden size, split by columns; its bias is added once."""
         hidden = self._config.hidden_size
-        weight = self._read(
+        weight = self._checkpoint.read(
             f"{name}.weight", (hidden, width), slice(None), part(width, self._shard)
         )
         bias = self._read(f"{name}.bias", (hidden,)) if has_bias else None
-        return Linear(weight, bias if self._shard.rank == 0 else None)
+        return self._linear([weight], bias if self._shard.rank == 0 else None)
 
     def _dense(self, prefix: str, width: int) -> DenseMlp:
         return self._gated(prefix, ("gate_proj", "up_proj", "down_proj"), width)
@@ -161,11 +175,12 @@ class WeightLoader:
         hidden, bias = self._config.hidden_size, self._config.mlp_bias
         rows = part(width, self._shard)
         weights = [
-            self._read(f"{prefix}{name}.weight", (width, hidden), rows) for name in (gate, up)
+            self._checkpoint.read(f"{prefix}{name}.weight", (width, hidden), rows)
+            for name in (gate, up)
         ]
         biases = [self._read(f"{prefix}{name}.bias", (width,), rows) for name in (gate, up) if bias]
         return DenseMlp(
-            Linear(torch.cat(weights), torch.cat(biases) if biases else None),
+            self._linear(weights, torch.cat(biases) if biases else None, is_gated=True),
             self._columns(f"{prefix}{down}", width, bias),
         )
 

@@ -1,0 +1,395 @@
+// Causal attention over paged KV, prefill and decode alike: a tile of query rows (tokens x the
+// query heads of one key-value head) meets tiles of keys with an online softmax
+// (arXiv:2205.14135). Work is shared over (sequence, key-value head, query tile, part of the keys).
+#pragma once
+
+#include <algorithm>
+#include <memory>
+#include <vector>
+
+#include "products.h"
+
+namespace baton {
+
+// The pool's layout for one layer on one rank; strides in bytes.
+struct Pool {
+  const char* keys;
+  const char* values;
+  int64_t region_stride;
+  int64_t block_stride;
+  int64_t blocks_per_region;
+  int64_t kv_heads;
+  int64_t block_size;
+  int64_t head_dim;
+};
+
+struct Batch {
+  const int64_t* query_starts;  // [num_seqs + 1]
+  const int64_t* context_lens;  // [num_seqs]
+  const int32_t* tables;
+  const int64_t* table_starts;  // [num_seqs + 1]
+  int64_t num_seqs;
+  int64_t num_heads;
+  int64_t window;  // 0: none
+  float scale;
+};
+
+constexpr int kKeys = 64;     // keys in a tile
+constexpr int kMaxRows = 256;  // query rows in a tile
+constexpr int kRowStep = 6;   // query rows whose sums are in registers at once
+constexpr float kLowest = -1e30f;  // a softmax maximum before any key was seen
+
+struct Item {
+  int64_t seq, kv_head;
+  int64_t first_query, num_queries;  // tokens
+  int64_t first_key, last_key;       // positions
+  int64_t partial;                   // index among the parts of one query tile's keys, or -1
+};
+
+// What one thread works in. Buffers begin at whole cache lines: AMX is five times slower on others.
+template <typename T>
+struct Scratch {
+  int64_t words;  // of a head
+  std::unique_ptr<char[]> memory;
+  uint32_t *queries, *keys, *values, *weights;
+  float *scores, *sums;
+  T* zeros;
+  float most[kMaxRows], total[kMaxRows];
+
+  explicit Scratch(int64_t dim) : words(dim / kPerWord<T>) {
+    char* free = nullptr;
+    for (int pass = 0; pass < 2; pass++) {  // the first finds the size
+      auto take = [&](auto*& buffer, int64_t count) {
+        buffer = reinterpret_cast<std::remove_reference_t<decltype(buffer)>>(free);
+        free += round_up(count * static_cast<int64_t>(sizeof(*buffer)), 64);
+      };
+      take(queries, kMaxRows * words);
+      take(keys, words * kKeys);
+      take(values, kKeys / kPerWord<T> * dim);
+      take(weights, kMaxRows * kKeys / kPerWord<T>);
+      take(scores, kMaxRows * kKeys);
+      take(sums, kMaxRows * dim);
+      take(zeros, dim);
+      if (pass > 0) break;
+      memory.reset(new char[reinterpret_cast<intptr_t>(free) + 64]);
+      free = reinterpret_cast<char*>(round_up(reinterpret_cast<intptr_t>(memory.get()), 64));
+    }
+    std::fill_n(reinterpret_cast<char*>(zeros), dim * sizeof(T), 0);
+  }
+};
+
+// Where a row's outputs go: [rows, width], or the tiles that a product reads.
+template <typename T>
+struct Rows16 {
+  T* data;
+  int64_t width;
+  bool is_tiled;
+
+  T* at(int64_t row, int64_t k) const {  // and 15 from there on
+    return data + (is_tiled ? tiled(row, k, width) : row * width + k);
+  }
+};
+
+template <typename T>
+const T* row(const Pool& pool, const char* base, const int32_t* table, int64_t kv_head,
+             int64_t position) {
+  int64_t block = table[position / pool.block_size];
+  const char* start = base + block / pool.blocks_per_region * pool.region_stride +
+                      block % pool.blocks_per_region * pool.block_stride;
+  return reinterpret_cast<const T*>(start) +
+         (kv_head * pool.block_size + position % pool.block_size) * pool.head_dim;
+}
+
+// Keys of a tile as [word][key], so that one key is one lane; keys outside of the item are zeros.
+template <typename T>
+void pack_keys(const T* const* rows, Scratch<T>& s) {
+  for (int64_t word = 0; word < s.words; word += kLanes) {
+    for (int64_t key = 0; key < kKeys; key += kLanes) {
+      U16 tile[kLanes];
+      for (int i = 0; i < kLanes; i++) {
+        tile[i] = load_raw<U16>(reinterpret_cast<const uint32_t*>(rows[key + i]) + word);
+      }
+      transpose(tile);
+      for (int i = 0; i < kLanes; i++) store_raw(&s.keys[(word + i) * kKeys + key], tile[i]);
+    }
+  }
+}
+
+// Values of a tile as [key word][dim]: a Bf16 word holds two neighbouring keys.
+template <typename T>
+void pack_values(const T* const* rows, int64_t dim, Scratch<T>& s) {
+  for (int64_t key = 0; key < kKeys; key += kPerWord<T>) {
+    uint32_t* to = &s.values[key / kPerWord<T> * dim];
+    if constexpr (sizeof(T) == 4) {
+      std::memcpy(to, rows[key], dim * 4);
+    } else {
+      for (int64_t i = 0; i < dim; i += kLanes) {
+        U16 low = __builtin_convertvector(load_raw<H16>(rows[key] + i), U16);
+        U16 high = __builtin_convertvector(load_raw<H16>(rows[key + 1] + i), U16);
+        store_raw(to + i, low | (high << 16));
+      }
+    }
+  }
+}
+
+// to[row][column] (+)= left[row][word] . right[word][column], for kRows rows, kVecs * 16 columns.
+template <typename T, int kRows, int kVecs, bool kAdd>
+void multiply(const uint32_t* left, int64_t left_stride, const uint32_t* right,
+              int64_t right_stride, int64_t words, float* to, int64_t to_stride) {
+  F16 sums[kRows][kVecs];
+  for (int r = 0; r < kRows; r++) {
+    for (int c = 0; c < kVecs; c++) {
+      sums[r][c] = kAdd ? load(to + r * to_stride + c * kLanes) : F16{};
+    }
+  }
+  for (int64_t word = 0; word < words; word++) {
+    U16 columns[kVecs];
+    for (int c = 0; c < kVecs; c++) {
+      columns[c] = load_raw<U16>(right + word * right_stride + c * kLanes);
+    }
+    for (int r = 0; r < kRows; r++) {
+      U16 value = U16{} + left[r * left_stride + word];
+      for (int c = 0; c < kVecs; c++) sums[r][c] = dot<T>(sums[r][c], value, columns[c]);
+    }
+  }
+  for (int r = 0; r < kRows; r++) {
+    for (int c = 0; c < kVecs; c++) store(to + r * to_stride + c * kLanes, sums[r][c]);
+  }
+}
+
+template <typename T, int kVecs, bool kAdd>
+void multiply_rows(int64_t rows, const uint32_t* left, int64_t left_stride, const uint32_t* right,
+                   int64_t right_stride, int64_t words, float* to, int64_t to_stride,
+                   const AmxTiles& amx) {
+#if defined(BATON_AMX)
+  if (sizeof(T) == 2 && amx.on && rows > kRowStep) {  // buffers have room for whole row tiles
+    for (int64_t r = 0; r < rows; r += 2 * kTileRows) {
+      auto multiply = rows - r > kTileRows ? amx_multiply<2, 0> : amx_multiply<1, 0>;
+      for (int64_t c = 0; c < kVecs * kLanes; c += kStrip) {
+        multiply(reinterpret_cast<const char*>(left + r * left_stride), left_stride * 64,
+                 left_stride * 4, 64, reinterpret_cast<const char*>(right + c), 64,
+                 right_stride * 4, right_stride * 64, words / kLanes, to + r * to_stride + c,
+                 to_stride * 4, kAdd, nullptr);
+      }
+    }
+    return;
+  }
+#endif
+  auto call = [&](auto kernel, int64_t r) {
+    kernel(left + r * left_stride, left_stride, right, right_stride, words, to + r * to_stride,
+           to_stride);
+  };
+  int64_t r = 0;
+  for (; r + kRowStep <= rows; r += kRowStep) call(multiply<T, kRowStep, kVecs, kAdd>, r);
+  switch (rows - r) {
+    case 5: return call(multiply<T, 5, kVecs, kAdd>, r);
+    case 4: return call(multiply<T, 4, kVecs, kAdd>, r);
+    case 3: return call(multiply<T, 3, kVecs, kAdd>, r);
+    case 2: return call(multiply<T, 2, kVecs, kAdd>, r);
+    case 1: return call(multiply<T, 1, kVecs, kAdd>, r);
+  }
+}
+
+// sums[row][dim] += weights[row][key] * values[key][dim] for the tile in the scratch.
+template <typename T>
+void add_values(int64_t rows, int64_t dim, Scratch<T>& s, const AmxTiles& amx) {
+  constexpr int64_t kWords = kKeys / kPerWord<T>;
+  int64_t column = 0;
+  for (; column + 64 <= dim; column += 64) {
+    multiply_rows<T, 4, true>(rows, s.weights, kWords, &s.values[column], dim, kWords,
+                              &s.sums[column], dim, amx);
+  }
+  for (; column < dim; column += 32) {
+    multiply_rows<T, 2, true>(rows, s.weights, kWords, &s.values[column], dim, kWords,
+                              &s.sums[column], dim, amx);
+  }
+}
+
+// Turn one row's scores into weights, and rescale what the row has summed so far.
+template <typename T>
+void softmax_row(int64_t r, int64_t visible_from, int64_t visible_to, float scale, int64_t dim,
+                 Scratch<T>& s) {
+  const float* scores = &s.scores[r * kKeys];
+  const F16 lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  F16 scaled[kKeys / kLanes];
+  F16 most = splat(kLowest);
+  for (int c = 0; c < kKeys / kLanes; c++) {
+    scaled[c] = load(scores + c * kLanes) * scale;
+    if (visible_from > 0 || visible_to < kKeys) {
+      F16 key = lane + static_cast<float>(c * kLanes);
+      auto hidden = (key < static_cast<float>(visible_from)) | (key >= static_cast<float>(visible_to));
+      scaled[c] = hidden ? splat(-INFINITY) : scaled[c];
+    }
+    most = max(most, scaled[c]);
+  }
+  float new_most = std::max(s.most[r], max_lane(most));
+  F16 total{};
+  T* weights = reinterpret_cast<T*>(&s.weights[r * kKeys / kPerWord<T>]);
+  for (int c = 0; c < kKeys / kLanes; c++) {
+    F16 weight = exp(scaled[c] - new_most);
+    total += weight;
+    store(weights + c * kLanes, weight);
+  }
+  if (new_most != s.most[r]) {
+    float shrink = std::exp(s.most[r] - new_most);
+    s.total[r] *= shrink;
+    float* sums = &s.sums[r * dim];
+    for (int64_t i = 0; i < dim; i += kLanes) store(sums + i, load(sums + i) * shrink);
+    s.most[r] = new_most;
+  }
+  s.total[r] += sum(total);
+}
+
+// All of an item's keys against its queries: leaves sums, totals and maxima in the scratch.
+template <typename T>
+void run_item(const Item& item, const T* queries, const Pool& pool, const Batch& batch,
+              const AmxTiles& amx, Scratch<T>& s) {
+  const int64_t dim = pool.head_dim, group = batch.num_heads / pool.kv_heads;
+  const int64_t rows = item.num_queries * group, context = batch.context_lens[item.seq];
+  const int64_t query_start = batch.query_starts[item.seq];
+  const int32_t* table = batch.tables + batch.table_starts[item.seq];
+  for (int64_t r = 0; r < rows; r++) {
+    int64_t token = query_start + item.first_query + r / group;
+    int64_t head = item.kv_head * group + r % group;
+    std::memcpy(&s.queries[r * s.words], queries + (token * batch.num_heads + head) * dim,
+                dim * sizeof(T));
+  }
+  std::fill_n(s.sums, rows * dim, 0.0f);
+  std::fill_n(s.total, rows, 0.0f);
+  std::fill_n(s.most, rows, kLowest);
+  for (int64_t tile = item.first_key / kKeys * kKeys; tile < item.last_key; tile += kKeys) {
+    const T *key_rows[kKeys], *value_rows[kKeys];
+    for (int64_t i = 0; i < kKeys; i++) {
+      bool inside = tile + i >= item.first_key && tile + i < item.last_key;
+      key_rows[i] = inside ? row<T>(pool, pool.keys, table, item.kv_head, tile + i) : s.zeros;
+      value_rows[i] =
+          inside ? row<T>(pool, pool.values, table, item.kv_head, tile + i) : s.zeros;
+    }
+    pack_keys(key_rows, s);
+    multiply_rows<T, 4, false>(rows, s.queries, s.words, s.keys, kKeys, s.words, s.scores, kKeys,
+                               amx);
+    for (int64_t r = 0; r < rows; r++) {
+      int64_t position = context + item.first_query + r / group;
+      int64_t from = batch.window ? std::max(item.first_key, position + 1 - batch.window)
+                                  : item.first_key;
+      int64_t to = std::min(item.last_key, position + 1);
+      softmax_row(r, std::clamp<int64_t>(from - tile, 0, kKeys),
+                  std::clamp<int64_t>(to - tile, 0, kKeys), batch.scale, dim, s);
+    }
+    pack_values(value_rows, dim, s);
+    add_values(rows, dim, s, amx);
+  }
+}
+
+template <typename T>
+void write_rows(const Item& item, const Batch& batch, int64_t kv_heads, int64_t dim,
+                const Scratch<T>& s, const Rows16<T>& out) {
+  const int64_t group = batch.num_heads / kv_heads, rows = item.num_queries * group;
+  for (int64_t r = 0; r < rows; r++) {
+    int64_t token = batch.query_starts[item.seq] + item.first_query + r / group;
+    int64_t k = (item.kv_head * group + r % group) * dim;
+    float inverse = 1.0f / s.total[r];
+    for (int64_t i = 0; i < dim; i += kLanes) {
+      store(out.at(token, k + i), load(&s.sums[r * dim + i]) * inverse);
+    }
+  }
+}
+
+// Query tiles, those with the most keys first. A decode step with fewer tiles than threads has its
+// keys split, so that long contexts use all of them.
+inline std::vector<Item> plan_items(const Pool& pool, const Batch& batch, int threads) {
+  const int64_t group = batch.num_heads / pool.kv_heads;
+  const int64_t queries_per_tile = std::max<int64_t>(1, kMaxRows / group);
+  std::vector<Item> items;
+  for (int64_t seq = 0; seq < batch.num_seqs; seq++) {
+    int64_t count = batch.query_starts[seq + 1] - batch.query_starts[seq];
+    int64_t context = batch.context_lens[seq];
+    for (int64_t first = 0; first < count; first += queries_per_tile) {
+      int64_t queries = std::min(queries_per_tile, count - first);
+      int64_t begin = batch.window ? std::max<int64_t>(0, context + first + 1 - batch.window) : 0;
+      for (int64_t head = 0; head < pool.kv_heads; head++) {
+        items.push_back({seq, head, first, queries, begin, context + first + queries, -1});
+      }
+    }
+  }
+  auto keys = [](const Item& item) { return item.last_key - item.first_key; };
+  std::stable_sort(items.begin(), items.end(),
+                   [&](const Item& a, const Item& b) { return keys(a) > keys(b); });
+  if (items.empty() || static_cast<int>(items.size()) >= threads) return items;
+  const int64_t parts = 2 * threads / static_cast<int64_t>(items.size());
+  std::vector<Item> split;
+  for (const Item& whole : items) {
+    int64_t step = std::max<int64_t>(4 * kKeys, (keys(whole) / parts + kKeys) / kKeys * kKeys);
+    int64_t index = 0;
+    for (int64_t from = whole.first_key; from < whole.last_key; index++) {
+      int64_t to = std::min(whole.last_key, (from / kKeys) * kKeys + step);
+      Item part = whole;
+      part.first_key = from;
+      part.last_key = to;
+      part.partial = index;
+      split.push_back(part);
+      from = to;
+    }
+  }
+  return split;
+}
+
+// What an item that is only a part of the keys leaves for the merge.
+struct Part {
+  std::vector<float> most, total, sums;
+};
+
+// Merge the parts of one query tile, items[first] to items[last - 1].
+template <typename T>
+void merge_parts(const std::vector<Item>& items, const std::vector<Part>& parts, size_t first,
+                 const Pool& pool, const Batch& batch, Scratch<T>& s, const Rows16<T>& out) {
+  const int64_t dim = pool.head_dim, rows = static_cast<int64_t>(parts[first].most.size());
+  size_t last = first + 1;
+  while (last < items.size() && items[last].partial > 0) last++;
+  for (int64_t r = 0; r < rows; r++) {
+    float most = kLowest;
+    for (size_t i = first; i < last; i++) most = std::max(most, parts[i].most[r]);
+    s.total[r] = 0;
+    std::fill_n(&s.sums[r * dim], dim, 0.0f);
+    for (size_t i = first; i < last; i++) {
+      float weight = std::exp(parts[i].most[r] - most);
+      s.total[r] += weight * parts[i].total[r];
+      for (int64_t d = 0; d < dim; d++) s.sums[r * dim + d] += weight * parts[i].sums[r * dim + d];
+    }
+  }
+  write_rows(items[first], batch, pool.kv_heads, dim, s, out);
+}
+
+// Work of one step's attention in layers of equal window and block tables.
+struct AttentionPlan {
+  std::vector<Item> items;
+  std::vector<Part> parts;  // empty, or one for each item
+
+  AttentionPlan(const Pool& pool, const Batch& batch, int threads)
+      : items(plan_items(pool, batch, threads)),
+        parts(items.empty() || items[0].partial < 0 ? 0 : items.size()) {}
+};
+
+// Team: ends with a barrier.
+template <typename T>
+void team_attend(const T* queries, const Rows16<T>& out, const Pool& pool, const Batch& batch,
+                 AttentionPlan& plan, const AmxTiles& amx, Scratch<T>& s, Member& member) {
+  const std::vector<Item>& items = plan.items;
+  const int64_t dim = pool.head_dim;
+  member.each(items.size(), [&](int64_t i) {
+    run_item(items[i], queries, pool, batch, amx, s);
+    if (plan.parts.empty()) return write_rows(items[i], batch, pool.kv_heads, dim, s, out);
+    int64_t rows = items[i].num_queries * (batch.num_heads / pool.kv_heads);
+    plan.parts[i].most.assign(s.most, s.most + rows);
+    plan.parts[i].total.assign(s.total, s.total + rows);
+    plan.parts[i].sums.assign(s.sums, s.sums + rows * dim);
+  });
+#pragma omp barrier
+  if (plan.parts.empty()) return;
+  member.each(items.size(), [&](int64_t i) {
+    if (items[i].partial == 0) merge_parts(items, plan.parts, i, pool, batch, s, out);
+  });
+#pragma omp barrier
+}
+
+}  // namespace baton

@@ -1,0 +1,114 @@
+// Packing of weights, and products by themselves.
+#include "products.h"
+
+namespace baton {
+namespace {
+
+// One strip's words from rows of weights; rows that are null are zeros.
+template <typename W>
+void pack_strip(const W* const* rows, int64_t inputs, uint32_t* to) {
+  constexpr int64_t kWords = kTileK / kPerWord<W>;
+  for (int64_t k = 0; k < inputs; k += kTileK) {
+    for (int64_t panel = 0; panel < 2; panel++) {
+      for (int64_t word = 0; word < kWords; word += kLanes, to += kLanes * kLanes) {
+        U16 tile[kLanes];
+        for (int i = 0; i < kLanes; i++) {
+          const W* row = rows[panel * kLanes + i];
+          tile[i] = row == nullptr ? U16{} : load_raw<U16>(row + k + word * kPerWord<W>);
+        }
+        transpose(tile);
+        for (int i = 0; i < kLanes; i++) store_raw(to + i * kLanes, tile[i]);
+      }
+    }
+  }
+}
+
+struct Rows {
+  const char* data;
+  int64_t count, stride_bytes;
+};
+
+template <typename W>
+void pack(const Rows* parts, int64_t num_parts, bool is_gated, int64_t inputs, int64_t outputs,
+          uint32_t* to, int threads) {
+  auto row = [&](int64_t output) -> const W* {
+    if (output >= outputs) return nullptr;
+    if (is_gated) {
+      output = output / kStrip * kLanes + output % kLanes + output % kStrip / kLanes * (outputs / 2);
+    }
+    for (const Rows* part = parts; part < parts + num_parts; part++) {
+      if (output < part->count) {
+        return reinterpret_cast<const W*>(part->data + output * part->stride_bytes);
+      }
+      output -= part->count;
+    }
+    return nullptr;
+  };
+  const int64_t strips = (outputs + kStrip - 1) / kStrip;
+#pragma omp parallel for num_threads(threads) schedule(dynamic, 4)
+  for (int64_t strip = 0; strip < strips; strip++) {
+    const W* rows[kStrip];
+    for (int64_t i = 0; i < kStrip; i++) rows[i] = row(strip * kStrip + i);
+    pack_strip(rows, inputs, to + strip * (inputs / kTileK) * kStripWords<W>);
+  }
+}
+
+template <typename X, typename Out>
+void product(const X* x, int64_t rows, const Weight& weight, bool is_gated, X* tiles, Out* out,
+             int threads) {
+  Team team;
+#pragma omp parallel num_threads(threads)
+  {
+    Member member(team);
+    AmxTiles amx(weight.is_bf16 && sizeof(X) == 2);
+    static thread_local ProductScratch s;
+    team_tile_rows(x, rows, weight.inputs, tiles);
+    const int64_t width = is_gated ? weight.outputs / 2 : weight.outputs;
+    team_product(tiles, rows, weight, amx, s, member,
+                 [&](int64_t row, int64_t output, const float* sums) {
+                   if (is_gated) {
+                     store(out + row * width + output / 2, gated<X>(weight, output, sums));
+                   } else {
+                     store_row<false, X>(weight, output, sums, out + row * width + output);
+                   }
+                 });
+  }
+}
+
+}  // namespace
+}  // namespace baton
+
+using baton::Bf16;
+
+// Bytes of a packed weight.
+extern "C" int64_t baton_packed_bytes(int64_t inputs, int64_t outputs, int is_bf16) {
+  return inputs * baton::round_up(outputs, baton::kStrip) * (is_bf16 ? 2 : 4);
+}
+
+// Pack the rows of all parts, [outputs, inputs] together. `is_gated`: the first half are gates, the
+// second what they gate; outputs / 2 is a multiple of 16.
+extern "C" void baton_pack(const baton::Rows* parts, int64_t num_parts, int is_gated, int64_t inputs,
+                           int64_t outputs, int is_bf16, void* to, int threads) {
+  auto* words = static_cast<uint32_t*>(to);
+  if (is_bf16) {
+    baton::pack<Bf16>(parts, num_parts, is_gated, inputs, outputs, words, threads);
+  } else {
+    baton::pack<float>(parts, num_parts, is_gated, inputs, outputs, words, threads);
+  }
+}
+
+// x [rows, inputs] -> out [rows, outputs], or [rows, outputs / 2] if gated, of x's type, or float if
+// `wide`; `tiles`: room for x's elements with rows rounded up to 16.
+extern "C" void baton_product(const void* x, int64_t rows, const baton::Weight* weight, int is_gated,
+                              void* tiles, void* out, int is_bf16, int wide, int threads) {
+  if (!is_bf16) {
+    baton::product(static_cast<const float*>(x), rows, *weight, is_gated,
+                   static_cast<float*>(tiles), static_cast<float*>(out), threads);
+  } else if (wide) {
+    baton::product(static_cast<const Bf16*>(x), rows, *weight, is_gated, static_cast<Bf16*>(tiles),
+                   static_cast<float*>(out), threads);
+  } else {
+    baton::product(static_cast<const Bf16*>(x), rows, *weight, is_gated, static_cast<Bf16*>(tiles),
+                   static_cast<Bf16*>(out), threads);
+  }
+}

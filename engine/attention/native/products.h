@@ -1,0 +1,385 @@
+// Products of activations with packed weights, x @ weight.T. Three kernels, chosen when compiled and
+// by what the system allows: AMX tiles, AVX-512's bf16 dot product, and multiply-add in float with
+// bf16 weights widened in registers.
+//
+// Weights: strips of 32 outputs, each [k tile][2 panels][word][16 outputs]. A k tile is 32 inputs. A
+// word is one float or two neighbouring Bf16. So a strip is one stream of memory for each kernel.
+// Activations: tiles of 16 rows x 32 inputs, each contiguous, row tiles outermost.
+//
+// Functions that say "team" are called by all threads of a parallel region.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+
+#include <omp.h>
+
+#if defined(__AMX_BF16__) && defined(__linux__)
+#include <immintrin.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#define BATON_AMX 1
+#endif
+
+#include "vec.h"
+
+namespace baton {
+
+constexpr int64_t kStrip = 32;    // outputs
+constexpr int64_t kTileK = 32;    // inputs
+constexpr int64_t kTileRows = 16;
+constexpr int64_t kTile = kTileRows * kTileK;  // elements of an activation tile
+constexpr int64_t kLongK = 96;  // k tiles that a core's cache holds for a block of rows
+constexpr int64_t kChunk = 8;   // strips that a thread takes at a time, at most
+
+inline int64_t round_up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
+
+// Where element (row, k) of tiled activations of `width` inputs is; 16 from a multiple of 16 on are
+// neighbours.
+inline int64_t tiled(int64_t row, int64_t k, int64_t width) {
+  return (row / kTileRows * (width / kTileK) + k / kTileK) * kTile + row % kTileRows * kTileK +
+         k % kTileK;
+}
+
+template <typename W>
+constexpr int64_t kStripWords = kTileK / kPerWord<W> * kStrip;  // of a k tile
+
+struct Weight {
+  const uint32_t* strips;
+  const void* bias;  // [outputs] of the activations' type, or null
+  int64_t inputs, outputs;  // inputs: a multiple of 32
+  int64_t is_bf16;
+
+  int64_t num_strips() const { return (outputs + kStrip - 1) / kStrip; }
+};
+
+// --- threads --------------------------------------------------------------------------------------
+
+// Items shared out to threads: each works through its own part, then takes what others have left.
+// So a thread meets neighbouring memory, and a core that is slow or taken away holds nobody up.
+struct Team {
+  static constexpr int kMost = 256;
+  struct alignas(64) Next {
+    std::atomic<uint64_t> value{0};  // epoch << 32 | index
+  };
+  Next next[kMost];
+};
+
+// One thread's view of its team. All threads call `each` equally often, with a barrier between.
+struct Member {
+  Team& team;
+  int index = omp_get_thread_num(), threads = std::min(omp_get_num_threads(), Team::kMost);
+  uint64_t epoch = 0;
+
+  explicit Member(Team& all) : team(all) {}
+
+  template <typename Run>
+  void each(int64_t count, Run run) {
+    epoch++;
+    for (int i = 0; i < threads && index < threads; i++) {
+      const int64_t owner = (index + i) % threads;
+      const int64_t first = count * owner / threads, last = count * (owner + 1) / threads;
+      for (int64_t at; (at = take(team.next[owner].value)) < last - first;) run(first + at);
+    }
+  }
+
+ private:
+  int64_t take(std::atomic<uint64_t>& next) {
+    uint64_t seen = next.load(std::memory_order_relaxed), taken;
+    do {
+      taken = seen >> 32 == epoch ? seen & 0xffffffffu : 0;
+    } while (!next.compare_exchange_weak(seen, epoch << 32 | (taken + 1)));
+    return static_cast<int64_t>(taken);
+  }
+};
+
+// --- AMX ------------------------------------------------------------------------------------------
+
+#if defined(BATON_AMX)
+inline bool may_use_amx() {
+  constexpr int kRequestPermission = 0x1023, kTileData = 18;  // of arch_prctl
+  static const bool granted = syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+  return granted;
+}
+
+// All tiles of a thread are 16 rows of 64 bytes, from construction on.
+struct AmxTiles {
+  bool on;
+  explicit AmxTiles(bool wanted) : on(wanted && may_use_amx()) {
+    struct alignas(64) {
+      uint8_t palette = 1, start = 0, reserved[14] = {};
+      uint16_t bytes[16] = {};
+      uint8_t rows[16] = {};
+    } config;
+    if (!on) return;
+    for (int i = 0; i < 8; i++) config.bytes[i] = 64, config.rows[i] = 16;
+    asm volatile("" ::: "memory");  // GCC does not know that this reads all of it
+    _tile_loadconfig(&config);
+  }
+  ~AmxTiles() {
+    if (on) _tile_release();
+  }
+};
+
+// to[16 * kRowTiles][32] (+)= left x right over `steps` pairs of tiles; strides in bytes. Fetches
+// kFetch lines from `ahead` on in each step.
+template <int kRowTiles, int kFetch>
+inline void amx_multiply(const char* left, int64_t left_row_tile, int64_t left_stride,
+                         int64_t left_step, const char* right, int64_t right_panel,
+                         int64_t right_stride, int64_t right_step, int64_t steps, float* to,
+                         int64_t to_stride, bool add, const char* ahead) {
+  constexpr bool two = kRowTiles == 2;
+  char* sums = reinterpret_cast<char*>(to);
+  const int64_t half = 16 * to_stride;
+  asm volatile("" ::: "memory");
+  if (add) {
+    _tile_loadd(0, sums, to_stride);
+    _tile_loadd(1, sums + 64, to_stride);
+    if (two) _tile_loadd(2, sums + half, to_stride);
+    if (two) _tile_loadd(3, sums + half + 64, to_stride);
+  } else {
+    _tile_zero(0);
+    _tile_zero(1);
+    if (two) _tile_zero(2);
+    if (two) _tile_zero(3);
+  }
+  for (int64_t i = 0; i < steps; i++, left += left_step, right += right_step) {
+    _tile_loadd(4, left, left_stride);
+    _tile_loadd(6, right, right_stride);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_loadd(7, right + right_panel, right_stride);
+    _tile_dpbf16ps(1, 4, 7);
+    if (two) {
+      _tile_loadd(5, left + left_row_tile, left_stride);
+      _tile_dpbf16ps(2, 5, 6);
+      _tile_dpbf16ps(3, 5, 7);
+    }
+#pragma GCC unroll 32
+    for (int line = 0; line < kFetch; line++, ahead += 64) _mm_prefetch(ahead, _MM_HINT_T1);
+  }
+  _tile_stored(0, sums, to_stride);
+  _tile_stored(1, sums + 64, to_stride);
+  if (two) _tile_stored(2, sums + half, to_stride);
+  if (two) _tile_stored(3, sums + half + 64, to_stride);
+}
+#else
+struct AmxTiles {
+  static constexpr bool on = false;
+  explicit AmxTiles(bool) {}
+};
+#endif
+
+// --- vectors --------------------------------------------------------------------------------------
+
+#if defined(__AVX512F__)
+constexpr int kMostRows = 8, kPanels = 2;  // sums in registers
+#else
+constexpr int kMostRows = 6, kPanels = 1;
+#endif
+
+inline void prefetch(const uint32_t* words) {
+  constexpr int64_t kAhead = 1024;  // words: what memory needs to answer
+  __builtin_prefetch(words + kAhead);
+}
+
+// to[row][32]: kRows rows of one activation tile row times kPanels panels of a strip.
+template <typename X, typename W, int kRows, int kColumns>
+void vector_multiply(const X* x, const uint32_t* w, int64_t k_tiles, float* to) {
+  constexpr int64_t kWords = kTileK / kPerWord<W>;
+  F16 sums[kRows][kColumns] = {};
+  for (int64_t tile = 0; tile < k_tiles; tile++, x += kTile, w += kStripWords<W>) {
+#pragma GCC unroll 4
+    for (int64_t word = 0; word < kWords; word++) {
+      U16 columns[kColumns];
+      for (int c = 0; c < kColumns; c++) {
+        columns[c] = load_raw<U16>(w + (c * kWords + word) * kLanes);
+        prefetch(w + (c * kWords + word) * kLanes);
+      }
+      for (int r = 0; r < kRows; r++) {
+        const X* from = x + r * kTileK + word * kPerWord<W>;
+        if constexpr (sizeof(X) == sizeof(W)) {
+          U16 value = U16{} + load_raw<uint32_t>(from);
+          for (int c = 0; c < kColumns; c++) sums[r][c] = dot<W>(sums[r][c], value, columns[c]);
+        } else {  // float activations, Bf16 weights
+          for (int c = 0; c < kColumns; c++) {
+            sums[r][c] = as<F16>(columns[c] << 16) * from[0] + sums[r][c];
+            sums[r][c] = as<F16>(columns[c] & 0xffff0000u) * from[1] + sums[r][c];
+          }
+        }
+      }
+    }
+  }
+  for (int r = 0; r < kRows; r++) {
+    for (int c = 0; c < kColumns; c++) store(to + r * kStrip + c * kLanes, sums[r][c]);
+  }
+}
+
+template <typename X, typename W>
+void vector_rows(int64_t rows, const X* x, const uint32_t* w, int64_t k_tiles, float* to) {
+  auto run = [&](auto narrow, auto wide) {
+    if (rows == 1 || kPanels == 2) return wide(x, w, k_tiles, to);
+    for (int64_t c = 0; c < 2; c++) narrow(x, w + c * kStripWords<W> / 2, k_tiles, to + c * kLanes);
+  };
+  switch (rows) {
+#define BATON_ROWS(n) \
+  case n: return run(vector_multiply<X, W, n, 1>, vector_multiply<X, W, n, n == 1 ? 2 : kPanels>);
+    BATON_ROWS(1) BATON_ROWS(2) BATON_ROWS(3) BATON_ROWS(4) BATON_ROWS(5) BATON_ROWS(6)
+#if defined(__AVX512F__)
+    BATON_ROWS(7) BATON_ROWS(8)
+#endif
+#undef BATON_ROWS
+  }
+}
+
+// --- products -------------------------------------------------------------------------------------
+
+// What a thread works in: sums of a block of rows for a chunk of strips.
+struct ProductScratch {
+  alignas(64) float sums[kChunk * 256 * kStrip];
+};
+
+#if defined(BATON_AMX)
+// Rows of a block times a chunk of strips; `done(row, strip, sums of its 32 outputs)` for each row.
+template <typename Done>
+void amx_block(const Bf16* x, int64_t rows, const Weight& weight, int64_t first, int64_t last,
+               ProductScratch& s, Done done) {
+  const int64_t k_tiles = weight.inputs / kTileK, tiles = (rows + kTileRows - 1) / kTileRows;
+  const char* left = reinterpret_cast<const char*>(x);
+  const int64_t row_tile = k_tiles * kTile * 2, strip_bytes = k_tiles * 2048;
+  for (int64_t k = 0; k < k_tiles; k += kLongK) {
+    const int64_t steps = std::min(kLongK, k_tiles - k);
+    for (int64_t strip = first; strip < last; strip++) {
+      const char* right = reinterpret_cast<const char*>(weight.strips) + strip * strip_bytes + k * 2048;
+      const char* ahead = right + (tiles <= 2 ? 8192 : strip_bytes);
+      for (int64_t t = 0; t < tiles; t += 2) {
+        auto multiply = t + 1 >= tiles ? amx_multiply<1, 32>
+                        : tiles > 16   ? amx_multiply<2, 2>
+                        : tiles > 2    ? amx_multiply<2, 4>
+                                       : amx_multiply<2, 32>;
+        float* sums = s.sums;
+        if (k_tiles > kLongK) sums += ((strip - first) * tiles + t) * kTileRows * kStrip;
+        multiply(left + t * row_tile + k * kTile * 2, row_tile, 64, kTile * 2, right, 1024, 64, 2048,
+                 steps, sums, kStrip * 4, k > 0, ahead);
+        ahead += steps * 64 * (tiles > 16 ? 2 : 4);
+        if (k + steps < k_tiles) continue;
+        for (int64_t r = t * kTileRows; r < std::min((t + 2) * kTileRows, rows); r++) {
+          done(r, strip, sums + (r - t * kTileRows) * kStrip);
+        }
+      }
+    }
+  }
+}
+#endif
+
+template <typename X, typename W, typename Done>
+void vector_block(const X* x, int64_t rows, const Weight& weight, int64_t first_strip, int64_t last,
+                  ProductScratch& s, Done done) {
+  const int64_t k_tiles = weight.inputs / kTileK;
+  for (int64_t strip = first_strip; strip < last; strip++) {
+    const uint32_t* w = weight.strips + strip * k_tiles * kStripWords<W>;
+    for (int64_t first = 0; first < rows; first += kTileRows) {
+      const int64_t inside = std::min(kTileRows, rows - first);
+      const int64_t groups = (inside + kMostRows - 1) / kMostRows;
+      for (int64_t g = 0, r = 0; g < groups; g++) {
+        const int64_t count = (inside - r) / (groups - g);
+        vector_rows<X, W>(count, x + first * weight.inputs + r * kTileK, w, k_tiles, s.sums);
+        for (int64_t i = 0; i < count; i++) done(first + r + i, strip, s.sums + i * kStrip);
+        r += count;
+      }
+    }
+  }
+}
+
+// Team: tiled x [rows, inputs] times a weight; `done(row, first output, sums of 32 outputs)`. Returns
+// before other threads are done.
+template <typename X, typename W, typename Done>
+void team_product_of(const X* x, int64_t rows, const Weight& weight, const AmxTiles& amx,
+                     ProductScratch& s, Member& member, Done done) {
+  const int64_t strips = weight.num_strips();
+  const int64_t block_rows = weight.inputs <= kLongK * kTileK / 2 ? 512 : 256;
+  const int64_t blocks = (rows + block_rows - 1) / block_rows;
+  const int64_t chunk = std::clamp<int64_t>(strips * blocks / (member.threads * 6), 1, kChunk);
+  const int64_t chunks = (strips + chunk - 1) / chunk;
+  member.each(blocks * chunks, [&](int64_t item) {
+    const int64_t first_row = item / chunks * block_rows, first = item % chunks * chunk;
+    const int64_t last = std::min(first + chunk, strips), count = std::min(block_rows, rows - first_row);
+    const X* from = x + first_row * weight.inputs;
+    auto finish = [&](int64_t row, int64_t strip, const float* sums) {
+      done(first_row + row, strip * kStrip, sums);
+    };
+#if defined(BATON_AMX)
+    if constexpr (sizeof(X) == 2) {
+      if (amx.on && rows > 2) return amx_block(from, count, weight, first, last, s, finish);
+    }
+#endif
+    vector_block<X, W>(from, count, weight, first, last, s, finish);
+  });
+}
+
+template <typename X, typename Done>
+void team_product(const X* x, int64_t rows, const Weight& weight, const AmxTiles& amx,
+                  ProductScratch& s, Member& member, Done done) {
+  if constexpr (sizeof(X) == 4) {
+    if (!weight.is_bf16) {
+      return team_product_of<X, float>(x, rows, weight, amx, s, member, done);
+    }
+  }
+  team_product_of<X, Bf16>(x, rows, weight, amx, s, member, done);
+}
+
+// --- what becomes of the sums ---------------------------------------------------------------------
+
+template <typename X>
+inline F16 with_bias(const Weight& weight, int64_t output, const float* sums) {
+  if (weight.bias == nullptr) return load(sums);
+  return load(sums) + load(static_cast<const X*>(weight.bias) + output);
+}
+
+// Store up to 32 outputs of a row into `to`, added to what is there if kAdd.
+template <bool kAdd, typename X, typename Out>
+inline void store_row(const Weight& weight, int64_t output, const float* sums, Out* to) {
+  for (int64_t i = 0; i < kStrip; i += kLanes) {
+    int64_t left = weight.outputs - output - i;
+    if (left >= kLanes) {
+      F16 value = with_bias<X>(weight, output + i, sums + i);
+      if constexpr (kAdd) value += load(to + i);
+      store(to + i, value);
+      continue;
+    }
+    Out kept[kLanes];
+    X bias[kLanes];
+    F16 value = load(sums + i);
+    if (weight.bias != nullptr && left > 0) {
+      std::memset(bias, 0, sizeof(bias));
+      std::memcpy(bias, static_cast<const X*>(weight.bias) + output + i, left * sizeof(X));
+      value += load(bias);
+    }
+    store(kept, value);
+    if (left > 0) std::memcpy(to + i, kept, left * sizeof(Out));
+  }
+}
+
+inline F16 silu(F16 x) {
+  F16 magnitude = exp(max(-x, splat(-87.0f)) > 87.0f ? splat(87.0f) : -x);
+  return x / (1.0f + magnitude);
+}
+
+// A strip of a gated weight has 16 gates, then the 16 values that they belong to.
+template <typename X>
+inline F16 gated(const Weight& weight, int64_t output, const float* sums) {
+  return silu(with_bias<X>(weight, output, sums)) *
+         with_bias<X>(weight, output + kLanes, sums + kLanes);
+}
+
+// Team: rows [rows, width] as tiles.
+template <typename X>
+void team_tile_rows(const X* x, int64_t rows, int64_t width, X* to) {
+#pragma omp for schedule(static)
+  for (int64_t r = 0; r < rows; r++) {
+    for (int64_t k = 0; k < width; k += kTileK) {
+      std::memcpy(to + tiled(r, k, width), x + r * width + k, kTileK * sizeof(X));
+    }
+  }
+}
+
+}  // namespace baton
