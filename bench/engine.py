@@ -1,192 +1,232 @@
-"""Prefill and decode speed of the engine beside transformers, on the same weights in the same run.
+"""Speed of the engine on this CPU beside its peers, side by side in one run.
 
-Rounds alternate between the two, medians are compared. Prefill is tokens a second of one prompt,
-to its first token; decode is tokens a second of a batch whose prompts are computed already, once
-for all rounds, so that its context grows from round to round on both sides alike.
+Every engine has a process of its own, and peers a virtual environment of theirs (`make
+bench-peers`). They take turns in each round, on the same weights, in the same precision of weights,
+activations and KV. Medians are compared. Prefill is tokens a second of one prompt, to its first
+token. Decode is tokens a second of a batch that has computed its prompts. The roofline is the least
+time for the cell's operations and bytes, at this machine's product and read bandwidth, measured in
+the same run. `--ablations` sets Baton beside itself without one technique each, instead.
 """
 
 from __future__ import annotations
 
-import gc
+import argparse
+import json
 import statistics
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import torch
 
-from baton.config.engine import EngineConfig
 from bench import random_model
-from bench.report import markdown, progress
-from engine.api import Engine
-from engine.build import load_lone_engine
-from engine.request import RequestId, RequestSpec, SamplingParams, TokenEvent
+from bench.engine_sides import CONTEXT, random_prompt
+from bench.report import describe, markdown, progress
+from engine import compute_threads
+from engine.attention import huge_pages
+from engine.attention.packed_weights import PackedWeight, can_pack
 
 PREFILL_LENGTHS = (512, 2048)
 DECODE_BATCHES = (1, 8, 32)
-DECODE_CONTEXT = 256
-LARGEST_TOKEN_ID = 30000
-DECODE_STEPS = 16
-ROUNDS = 5
-LONG_ROUND_S = 12.0
-MOST_TOKENS = DECODE_STEPS * (ROUNDS + 1) + 32  # of a request in a batch, over all rounds
-LONG_ROUNDS = 3  # of cells whose round takes longer
+PEERS = {"vllm": "vllm", "vllm compiled": "vllm", "openvino": "openvino", "transformers": None}
+"""Side -> its virtual environment below build/peers; None: Baton's."""
+TECHNIQUES = ("fused layers", "packed weights", "huge pages", "AMX", "AVX-512")
+_ROOT = Path(__file__).parent.parent
+_GOALS = {"decode 1": 1.05}  # of the best peer; 1.2 elsewhere
+
+
+class Process:
+    """A side that has loaded its model."""
+
+    def __init__(self, name: str, python: Path, folder: Path, dtype: str, threads: int) -> None:
+        self.name = name
+        command = [python, "-P", "bench/engine_sides.py", name, folder, dtype, str(threads)]
+        environment = {"PYTHONPATH": str(_ROOT)} if name.startswith("baton") else {}
+        self._process = subprocess.Popen(
+            command,
+            cwd=_ROOT,
+            env={**_environment(), **environment},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=(_ROOT / "build" / f"bench-{name.replace(' ', '-')}.log").open("w"),
+            text=True,
+        )
+        start = time.perf_counter()
+        self._answer()
+        self.ready_s = time.perf_counter() - start
+
+    def tell(self, **command: int) -> tuple[float, int]:
+        """Seconds and tokens."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{json.dumps(command)}\n")
+        self._process.stdin.flush()
+        seconds, tokens = self._answer()
+        return seconds, tokens
+
+    def stop(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+    def _answer(self) -> Any:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"{self.name} has ended: see build/bench-*.log")
+        return json.loads(line)
+
+
+def _environment() -> dict[str, str]:
+    import os
+
+    return {**os.environ, "HF_HUB_OFFLINE": "1"}
 
 
 @dataclass(frozen=True)
-class Cell:
-    """One row of the table; tokens a second, medians."""
+class Roofline:
+    """What this machine can do at best, measured."""
 
-    model: str
-    what: str
-    baton: float
-    transformers: float
-    rounds: int
+    flops: float  # a second, of products
+    bytes_per_s: float
+
+    @classmethod
+    def measured(cls, dtype: torch.dtype) -> Roofline:
+        weight = torch.randn(4096, 1024).to(dtype)
+        x = torch.randn(2048, 1024).to(dtype)
+        seconds = [_best(lambda: torch.nn.functional.linear(x, weight))]
+        if can_pack([weight], dtype, is_gated=False):
+            packed = PackedWeight([weight], None, dtype, is_gated=False)
+            seconds.append(_best(lambda: packed(x)))
+        flops = 2 * x.numel() * len(weight) / min(seconds)
+        memory = huge_pages.take(1 << 30).view(torch.int32)
+        memory.fill_(1)
+        read_s = _best(lambda: memory.sum(dtype=torch.int32))
+        return cls(flops, memory.nbytes / read_s)
+
+    def tokens_per_s(self, shape: random_model.Shape, cell: str, item: int) -> float:
+        kind, _, size = cell.partition(" ")
+        count = int(size)
+        width = shape.num_attention_heads * shape.head_dim * shape.num_hidden_layers
+        if kind == "prefill":
+            flops = shape.prefill_flops(count) + 2 * width * count**2
+            moved, tokens = shape.num_read_bytes(item), count
+        else:
+            flops = 2 * count * shape.num_parameters + 4 * width * count * CONTEXT
+            kv = count * CONTEXT * shape.kv_bytes_per_token(item)
+            moved, tokens = shape.num_read_bytes(item) + kv, count
+        return tokens / max(flops / self.flops, moved / self.bytes_per_s)
 
 
-def random_prompt(length: int, seed: int) -> np.ndarray:
-    return np.random.default_rng(seed).integers(10, LARGEST_TOKEN_ID, length, dtype=np.uint32)
+def _best(run: Callable[[], object]) -> float:
+    samples = []
+    for _ in range(7):
+        start = time.perf_counter()
+        run()
+        samples.append(time.perf_counter() - start)
+    return min(samples)
 
 
-class BatonSide:
-    def __init__(self, folder: Path) -> None:
-        config = EngineConfig(
-            dtype="bfloat16",  # as the other side
-            device="cpu",
-            max_num_batched_tokens=max(PREFILL_LENGTHS),
-            max_num_seqs=max(DECODE_BATCHES),
-            max_model_len=4096,
-            num_blocks=max(DECODE_BATCHES) * (DECODE_CONTEXT + 64 + MOST_TOKENS) // 16 + 256,
-            num_regions=1,
-            prefix_cache=False,
-            num_threads=torch.get_num_threads(),
+def prefill(sides: list[Process], length: int, rounds: int) -> list[float]:
+    samples: list[list[float]] = [[] for _ in sides]
+    for seed in range(rounds + 1):
+        for side, found in zip(sides, samples):
+            seconds, _ = side.tell(prefill=length, seed=seed)
+            if seed:  # the first warms up
+                found.append(length / seconds)
+    return [statistics.median(found) for found in samples]
+
+
+def decode(sides: list[Process], batch: int, rounds: int, steps: int) -> list[float]:
+    samples: list[list[float]] = [[] for _ in sides]
+    for side in sides:
+        side.tell(decode=batch)
+        side.tell(steps=2)
+    for _ in range(rounds):
+        for side, found in zip(sides, samples):
+            seconds, tokens = side.tell(steps=steps)
+            found.append(tokens / seconds)
+    for side in sides:
+        side.tell()
+    return [statistics.median(found) for found in samples]
+
+
+def measure(model: str, sides: list[Process], dtype: str, options: argparse.Namespace) -> str:
+    """All cells of one model, as a table."""
+    roofline = Roofline.measured(getattr(torch, dtype))
+    shape, item = random_model.SHAPES[model], getattr(torch, dtype).itemsize
+    peers = [side.name for side in sides[1:]]
+    rows = []
+    for cell in (
+        *(f"prefill {length}" for length in PREFILL_LENGTHS),
+        *(f"decode {batch}" for batch in DECODE_BATCHES),
+    ):
+        progress(f"{model} {dtype}: {cell}")
+        kind, size = cell.split()
+        found = (
+            prefill(sides, int(size), options.rounds)
+            if kind == "prefill"
+            else decode(sides, int(size), options.rounds, options.steps)
         )
-        self.engine: Engine = load_lone_engine(str(folder), config)
-        self._next = 0
-
-    def _add(self, prompt: np.ndarray, max_tokens: int) -> RequestId:
-        self._next += 1
-        request_id = RequestId(f"r{self._next}")
-        sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
-        self.engine.add(RequestSpec(request_id, prompt, len(prompt), sampling))
-        return request_id
-
-    def _drain(self) -> None:
-        while self.engine.has_work():
-            self.engine.step()
-
-    def prefill_s(self, prompt: np.ndarray) -> float:
-        self._add(prompt, 1)
-        start = time.perf_counter()
-        self._drain()
-        return time.perf_counter() - start
-
-    @contextmanager
-    def decoding(self, prompts: list[np.ndarray]) -> Iterator[Callable[[], float]]:
-        """Computes the prompts. Each call then takes DECODE_STEPS steps and returns the seconds."""
-        waiting = {self._add(prompt, MOST_TOKENS) for prompt in prompts}
-        while waiting:  # until each has its first token
-            waiting -= {e.request_id for e in self.engine.step() if isinstance(e, TokenEvent)}
-        self._steps()
-        yield self._steps
-        self._drain()
-
-    def _steps(self) -> float:
-        start = time.perf_counter()
-        for _ in range(DECODE_STEPS):
-            self.engine.step()
-        return time.perf_counter() - start
+        best = roofline.tokens_per_s(shape, cell, item)
+        row = [f"{model} {cell}", *(f"{value:.0f}" for value in found)]
+        if len(found) > 1:
+            row.append(f"{found[0] / max(found[1:]):.2f} (goal {_GOALS.get(cell, 1.2)})")
+        rows.append([*row, f"{best:.0f}", f"{found[0] / best:.0%}"])
+    header = [f"{dtype}, tokens/s", "baton", *peers, *(["against the best"] if peers else [])]
+    ready = ", ".join(f"{side.name} {side.ready_s:.1f} s" for side in sides)
+    return (
+        f"{markdown([*header, 'roofline', 'of it'], rows)}\n\nReady after: {ready}. Roofline: "
+        f"{roofline.flops / 1e12:.2f} TFLOP/s of products, {roofline.bytes_per_s / 1e9:.1f} GB/s."
+    )
 
 
-class TransformersSide:
-    def __init__(self, folder: Path) -> None:
-        from transformers import AutoModelForCausalLM
-
-        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
-        self.model.train(False)
-
-    @torch.inference_mode()
-    def prefill_s(self, prompt: np.ndarray) -> float:
-        ids = torch.from_numpy(prompt.astype(np.int64))[None]
-        start = time.perf_counter()
-        self.model(ids, use_cache=True, logits_to_keep=1).logits[:, -1].argmax(-1).tolist()
-        return time.perf_counter() - start
-
-    @contextmanager
-    def decoding(self, prompts: list[np.ndarray]) -> Iterator[Callable[[], float]]:
-        """As Baton's."""
-        ids = torch.from_numpy(np.stack(prompts).astype(np.int64))
-        with torch.inference_mode():
-            self._out = self.model(ids, use_cache=True, logits_to_keep=1)
-        self._steps()
-        yield self._steps
-        del self._out
-
-    @torch.inference_mode()
-    def _steps(self) -> float:
-        start = time.perf_counter()
-        for _ in range(DECODE_STEPS):
-            token = self._out.logits[:, -1].argmax(-1, keepdim=True)
-            cache = self._out.past_key_values
-            self._out = self.model(token, past_key_values=cache, use_cache=True)
-        return time.perf_counter() - start
-
-
-def alternate(ours: Callable[[], float], theirs: Callable[[], float]) -> tuple[float, float, int]:
-    """Median seconds of both, measured turn by turn after a first round, and how many rounds."""
-    first_s = ours() + theirs()
-    rounds = ROUNDS if first_s < LONG_ROUND_S else LONG_ROUNDS
-    samples = [(ours(), theirs()) for _ in range(rounds)]
-    columns = list(zip(*samples, strict=True))
-    return statistics.median(columns[0]), statistics.median(columns[1]), rounds
-
-
-def measure(model: str) -> list[Cell]:
-    """All cells of one model."""
-    progress(f"making the random {model} checkpoint (once)")
-    folder = random_model.saved(model)
-    cells: list[Cell] = []
-    progress(f"loading {model} twice")
-    baton, theirs = BatonSide(folder), TransformersSide(folder)
-    for length in PREFILL_LENGTHS:
-        progress(f"{model}: prefill {length}")
-        prompt = random_prompt(length, length)
-        ours_s, theirs_s, rounds = alternate(
-            partial(baton.prefill_s, prompt), partial(theirs.prefill_s, prompt)
-        )
-        name = f"prefill {length}"
-        cells.append(Cell(model, name, length / ours_s, length / theirs_s, rounds))
-    for batch in DECODE_BATCHES:
-        progress(f"{model}: decode batch {batch}")
-        prompts = [random_prompt(DECODE_CONTEXT, seed) for seed in range(batch)]
-        with baton.decoding(prompts) as ours, theirs.decoding(prompts) as other:
-            ours_s, theirs_s, rounds = alternate(ours, other)
-        tokens = batch * DECODE_STEPS
-        name = f"decode batch {batch}"
-        cells.append(Cell(model, name, tokens / ours_s, tokens / theirs_s, rounds))
-    del baton, theirs
-    gc.collect()
-    return cells
+def sides_of(model: str, dtype: str, options: argparse.Namespace) -> list[Process]:
+    folder, threads = random_model.saved(model), compute_threads.share(1)
+    random_prompt(1, 0)
+    names: dict[str, Path] = {"baton": Path(sys.executable)}
+    if options.ablations:
+        names |= {f"baton without {each}": Path(sys.executable) for each in TECHNIQUES}
+        if dtype == "float32":
+            names["baton without bf16 weights"] = Path(sys.executable)
+    else:
+        for name, environment in PEERS.items():
+            python = Path(sys.executable)
+            if environment is not None:
+                python = _ROOT / "build" / "peers" / environment / "bin" / "python"
+            if name in options.peers and python.exists():
+                names[name] = python
+    sides = []
+    for name, python in names.items():
+        progress(f"starting {name}")
+        sides.append(Process(name, python, folder, dtype, threads))
+    return sides
 
 
 def main() -> None:
-    header = ("random Qwen3, bf16", "Baton tokens/s", "transformers tokens/s", "ratio", "rounds")
-    rows = [
-        [
-            f"{cell.model} {cell.what}",
-            f"{cell.baton:.0f}",
-            f"{cell.transformers:.0f}",
-            f"{cell.baton / cell.transformers:.2f}",
-            f"{cell.rounds}",
-        ]
-        for model in random_model.ON_DISK
-        for cell in measure(model)
-    ]
-    print(f"{__doc__}\n{markdown(header, rows)}")
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--models", nargs="+", default=list(random_model.ON_DISK))
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"))
+    parser.add_argument("--peers", nargs="*", default=list(PEERS))
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=16)
+    parser.add_argument("--ablations", action="store_true")
+    options = parser.parse_args()
+    bf16 = bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    dtype = options.dtype or ("bfloat16" if bf16 else "float32")
+    (_ROOT / "build").mkdir(exist_ok=True)
+    torch.set_num_threads(compute_threads.share(1))
+    print(f"{describe(' '.join(['python -m bench.engine', *sys.argv[1:]]))}\n", flush=True)
+    print(f"Weights, activations and KV in {dtype} on every side. Random Qwen3 checkpoints.\n")
+    for model in options.models:
+        sides = sides_of(model, dtype, options)
+        try:
+            print(f"{measure(model, sides, dtype, options)}\n", flush=True)
+        finally:
+            for side in sides:
+                side.stop()
 
 
 if __name__ == "__main__":

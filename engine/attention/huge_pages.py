@@ -28,7 +28,8 @@ def take(num_bytes: int) -> torch.Tensor:
 
 
 def _map(num_bytes: int) -> torch.Tensor:
-    memory = mmap.mmap(-1, -(-num_bytes // _HUGE_BYTES) * _HUGE_BYTES + _HUGE_BYTES)
+    size = -(-num_bytes // _HUGE_BYTES) * _HUGE_BYTES + _HUGE_BYTES
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         try:
             memory.madvise(mmap.MADV_HUGEPAGE)

@@ -13,8 +13,7 @@ void attend(const T* queries, T* out, const Pool& pool, const Batch& batch, int 
   {
     Member member(team);
     AmxTiles amx(sizeof(T) == 2);
-    Scratch<T> s(pool.head_dim);
-    team_attend(queries, rows, pool, batch, plan, amx, s, member);
+    team_attend(queries, rows, pool, batch, plan, amx, scratch_of<T>(pool.head_dim), member);
   }
 }
 

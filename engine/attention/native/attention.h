@@ -78,6 +78,14 @@ struct Scratch {
   }
 };
 
+// The calling thread's, kept from call to call.
+template <typename T>
+Scratch<T>& scratch_of(int64_t dim) {
+  static thread_local std::unique_ptr<Scratch<T>> kept;
+  if (kept == nullptr || kept->words != dim / kPerWord<T>) kept = std::make_unique<Scratch<T>>(dim);
+  return *kept;
+}
+
 // Where a row's outputs go: [rows, width], or the tiles that a product reads.
 template <typename T>
 struct Rows16 {
@@ -90,15 +98,33 @@ struct Rows16 {
   }
 };
 
+// Where the keys and values of a tile are. Outside of the item they are zeros.
 template <typename T>
-const T* row(const Pool& pool, const char* base, const int32_t* table, int64_t kv_head,
-             int64_t position) {
-  int64_t block = table[position / pool.block_size];
-  const char* start = base + block / pool.blocks_per_region * pool.region_stride +
-                      block % pool.blocks_per_region * pool.block_stride;
-  return reinterpret_cast<const T*>(start) +
-         (kv_head * pool.block_size + position % pool.block_size) * pool.head_dim;
-}
+struct TileRows {
+  const T *keys[kKeys], *values[kKeys];
+
+  void find(const Pool& pool, const int32_t* table, const Item& item, int64_t tile, const T* zeros) {
+    for (int64_t i = 0; i < kKeys;) {
+      const int64_t position = tile + i;
+      if (position < item.first_key || position >= item.last_key) {
+        keys[i] = values[i] = zeros;
+        i++;
+        continue;
+      }
+      const int64_t block = table[position / pool.block_size], at = position % pool.block_size;
+      const int64_t start = block / pool.blocks_per_region * pool.region_stride +
+                            block % pool.blocks_per_region * pool.block_stride;
+      const int64_t row = (item.kv_head * pool.block_size + at) * pool.head_dim;
+      const T* key = reinterpret_cast<const T*>(pool.keys + start) + row;
+      const T* value = reinterpret_cast<const T*>(pool.values + start) + row;
+      const int64_t left = std::min(pool.block_size - at, item.last_key - position);
+      for (const int64_t end = std::min<int64_t>(i + left, kKeys); i < end; i++) {
+        keys[i] = key, values[i] = value;
+        key += pool.head_dim, value += pool.head_dim;
+      }
+    }
+  }
+};
 
 // Keys of a tile as [word][key], so that one key is one lane; keys outside of the item are zeros.
 template <typename T>
@@ -205,6 +231,87 @@ void add_values(int64_t rows, int64_t dim, Scratch<T>& s, const AmxTiles& amx) {
   }
 }
 
+// A decode's few rows meet each key where it lies: a tile in another order is not worth its making.
+template <typename T>
+inline void fetch(const T* row, int64_t dim) {
+  for (int64_t i = 0; i < dim; i += 64 / sizeof(T)) __builtin_prefetch(row + i);
+}
+
+// scores[row][key] of a tile.
+template <typename T, int kRows>
+void few_scores(const TileRows<T>& tile, int64_t dim, Scratch<T>& s) {
+  for (int64_t key = 0; key < kKeys; key += kLanes) {
+    U16 parts[kRows][kLanes];
+    for (int i = 0; i < kLanes; i++) {
+      const uint32_t* from = reinterpret_cast<const uint32_t*>(tile.keys[key + i]);
+      fetch(tile.values[key + i], dim);
+      F16 sums[kRows] = {};
+      for (int64_t word = 0; word < s.words; word += kLanes) {
+        const U16 words = load_raw<U16>(from + word);
+        for (int r = 0; r < kRows; r++) {
+          sums[r] = dot<T>(sums[r], load_raw<U16>(s.queries + r * s.words + word), words);
+        }
+      }
+      for (int r = 0; r < kRows; r++) parts[r][i] = as<U16>(sums[r]);
+    }
+    for (int r = 0; r < kRows; r++) {
+      transpose(parts[r]);
+      F16 total{};
+      for (int i = 0; i < kLanes; i++) total += as<F16>(parts[r][i]);
+      store(s.scores + r * kKeys + key, total);
+    }
+  }
+}
+
+// sums[row][dim] += weights[row][key] * values[key][dim] for keys `first` to `last` - 1 of a tile, and
+// 16 * kColumns dims from `from` on.
+template <typename T, int kRows, int kColumns>
+void few_values(const TileRows<T>& tile, int64_t first, int64_t last, int64_t from, int64_t dim,
+                Scratch<T>& s) {
+  const T* weights = reinterpret_cast<const T*>(s.weights);
+  F16 sums[kRows][kColumns];
+  for (int r = 0; r < kRows; r++) {
+    for (int c = 0; c < kColumns; c++) sums[r][c] = load(s.sums + r * dim + from + c * kLanes);
+  }
+  for (int64_t key = first; key < last; key++) {
+    F16 values[kColumns];
+    for (int c = 0; c < kColumns; c++) values[c] = load(tile.values[key] + from + c * kLanes);
+    for (int r = 0; r < kRows; r++) {
+      float weight;
+      if constexpr (sizeof(T) == 4) weight = weights[r * kKeys + key];
+      else weight = as<float>(static_cast<uint32_t>(weights[r * kKeys + key].bits) << 16);
+      for (int c = 0; c < kColumns; c++) sums[r][c] += values[c] * weight;
+    }
+  }
+  for (int r = 0; r < kRows; r++) {
+    for (int c = 0; c < kColumns; c++) store(s.sums + r * dim + from + c * kLanes, sums[r][c]);
+  }
+}
+
+template <typename T, int kRows>
+void add_few_values(const TileRows<T>& tile, const TileRows<T>& next, int64_t first, int64_t last,
+                    int64_t dim, Scratch<T>& s) {
+  for (int64_t key = 0; key < kKeys; key++) fetch(next.keys[key], dim);
+  constexpr int kColumns = kRows > 3 ? 2 : 4;
+  int64_t from = 0;
+  for (; from + kColumns * kLanes <= dim; from += kColumns * kLanes) {
+    few_values<T, kRows, kColumns>(tile, first, last, from, dim, s);
+  }
+  if (from < dim) few_values<T, kRows, 2>(tile, first, last, from, dim, s);
+}
+
+template <typename T, typename Do>
+void with_rows(int64_t rows, Do run) {
+  switch (rows) {
+    case 1: return run(std::integral_constant<int, 1>());
+    case 2: return run(std::integral_constant<int, 2>());
+    case 3: return run(std::integral_constant<int, 3>());
+    case 4: return run(std::integral_constant<int, 4>());
+    case 5: return run(std::integral_constant<int, 5>());
+    default: return run(std::integral_constant<int, kRowStep>());
+  }
+}
+
 // Turn one row's scores into weights, and rescale what the row has summed so far.
 template <typename T>
 void softmax_row(int64_t r, int64_t visible_from, int64_t visible_to, float scale, int64_t dim,
@@ -257,17 +364,20 @@ void run_item(const Item& item, const T* queries, const Pool& pool, const Batch&
   std::fill_n(s.sums, rows * dim, 0.0f);
   std::fill_n(s.total, rows, 0.0f);
   std::fill_n(s.most, rows, kLowest);
-  for (int64_t tile = item.first_key / kKeys * kKeys; tile < item.last_key; tile += kKeys) {
-    const T *key_rows[kKeys], *value_rows[kKeys];
-    for (int64_t i = 0; i < kKeys; i++) {
-      bool inside = tile + i >= item.first_key && tile + i < item.last_key;
-      key_rows[i] = inside ? row<T>(pool, pool.keys, table, item.kv_head, tile + i) : s.zeros;
-      value_rows[i] =
-          inside ? row<T>(pool, pool.values, table, item.kv_head, tile + i) : s.zeros;
+  TileRows<T> tiles[2];
+  const int64_t first_tile = item.first_key / kKeys * kKeys;
+  tiles[0].find(pool, table, item, first_tile, s.zeros);
+  for (int64_t tile = first_tile; tile < item.last_key; tile += kKeys) {
+    const TileRows<T>& at = tiles[(tile - first_tile) / kKeys % 2];
+    TileRows<T>& next = tiles[(tile - first_tile) / kKeys % 2 ^ 1];
+    next.find(pool, table, item, tile + kKeys, s.zeros);
+    if (rows <= kRowStep) {
+      with_rows<T>(rows, [&](auto count) { few_scores<T, count()>(at, dim, s); });
+    } else {
+      pack_keys(at.keys, s);
+      multiply_rows<T, 4, false>(rows, s.queries, s.words, s.keys, kKeys, s.words, s.scores, kKeys,
+                                 amx);
     }
-    pack_keys(key_rows, s);
-    multiply_rows<T, 4, false>(rows, s.queries, s.words, s.keys, kKeys, s.words, s.scores, kKeys,
-                               amx);
     for (int64_t r = 0; r < rows; r++) {
       int64_t position = context + item.first_query + r / group;
       int64_t from = batch.window ? std::max(item.first_key, position + 1 - batch.window)
@@ -276,8 +386,14 @@ void run_item(const Item& item, const T* queries, const Pool& pool, const Batch&
       softmax_row(r, std::clamp<int64_t>(from - tile, 0, kKeys),
                   std::clamp<int64_t>(to - tile, 0, kKeys), batch.scale, dim, s);
     }
-    pack_values(value_rows, dim, s);
-    add_values(rows, dim, s, amx);
+    if (rows <= kRowStep) {
+      const int64_t first = std::max<int64_t>(item.first_key - tile, 0);
+      const int64_t last = std::min<int64_t>(item.last_key - tile, kKeys);
+      with_rows<T>(rows, [&](auto count) { add_few_values<T, count()>(at, next, first, last, dim, s); });
+    } else {
+      pack_values(at.values, dim, s);
+      add_values(rows, dim, s, amx);
+    }
   }
 }
 
@@ -370,7 +486,7 @@ struct AttentionPlan {
         parts(items.empty() || items[0].partial < 0 ? 0 : items.size()) {}
 };
 
-// Team: ends with a barrier.
+// Team.
 template <typename T>
 void team_attend(const T* queries, const Rows16<T>& out, const Pool& pool, const Batch& batch,
                  AttentionPlan& plan, const AmxTiles& amx, Scratch<T>& s, Member& member) {
@@ -384,12 +500,10 @@ void team_attend(const T* queries, const Rows16<T>& out, const Pool& pool, const
     plan.parts[i].total.assign(s.total, s.total + rows);
     plan.parts[i].sums.assign(s.sums, s.sums + rows * dim);
   });
-#pragma omp barrier
   if (plan.parts.empty()) return;
   member.each(items.size(), [&](int64_t i) {
     if (items[i].partial == 0) merge_parts(items, plan.parts, i, pool, batch, s, out);
   });
-#pragma omp barrier
 }
 
 }  // namespace baton

@@ -1,5 +1,5 @@
-// Whole layers of a dense decoder in one parallel region: between products a thread waits for the
-// others once, and what one part writes the next finds in the cache, in the order that it reads.
+// Whole layers of a dense decoder in one parallel region: nothing returns to the
+// caller between the parts, and what one part writes the next finds in the cache, in the order that it reads.
 #include "rowwise.h"
 
 namespace baton {
@@ -77,13 +77,11 @@ struct Run {
     member.each((step.rows + kTokens - 1) / kTokens, [&](int64_t part) {
       for (int64_t t = part * kTokens; t < std::min((part + 1) * kTokens, step.rows); t++) token(t);
     });
-#pragma omp barrier
   }
 
   template <typename Done>
   void product(const T* x, const Weight& weight, Done done) {
     team_product(x, step.rows, weight, amx, products, member, done);
-#pragma omp barrier
   }
 
   void norm(const void* weight, T* to) {
@@ -135,8 +133,7 @@ void run_layers(const Layer* layers, int64_t count, const Step& step, int thread
     Member member(team);
     AmxTiles amx(sizeof(T) == 2);
     static thread_local ProductScratch products;
-    Scratch<T> attention(layers[0].pool.head_dim);
-    Run<T> run{step, amx, products, attention, member};
+    Run<T> run{step, amx, products, scratch_of<T>(layers[0].pool.head_dim), member};
     for (int64_t i = 0; i < count; i++) run.layer(layers[i], work[i]);
   }
 }

@@ -62,7 +62,7 @@ void product(const X* x, int64_t rows, const Weight& weight, bool is_gated, X* t
     Member member(team);
     AmxTiles amx(weight.is_bf16 && sizeof(X) == 2);
     static thread_local ProductScratch s;
-    team_tile_rows(x, rows, weight.inputs, tiles);
+    team_tile_rows(x, rows, weight.inputs, tiles, member);
     const int64_t width = is_gated ? weight.outputs / 2 : weight.outputs;
     team_product(tiles, rows, weight, amx, s, member,
                  [&](int64_t row, int64_t output, const float* sums) {

@@ -6,15 +6,17 @@
 // word is one float or two neighbouring Bf16. So a strip is one stream of memory for each kernel.
 // Activations: tiles of 16 rows x 32 inputs, each contiguous, row tiles outermost.
 //
-// Functions that say "team" are called by all threads of a parallel region.
+// Functions that say "team" are called by all threads of a parallel region, and return when all of it
+// is done.
 #pragma once
 
 #include <algorithm>
 #include <atomic>
 
 #include <omp.h>
+#include <sched.h>
 
-#if defined(__AMX_BF16__) && defined(__linux__)
+#if defined(__AMX_BF16__) && defined(__AMX_TILE__) && defined(__linux__)
 #include <immintrin.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -55,42 +57,66 @@ struct Weight {
 
 // --- threads --------------------------------------------------------------------------------------
 
-// Items shared out to threads: each works through its own part, then takes what others have left.
-// So a thread meets neighbouring memory, and a core that is slow or taken away holds nobody up.
+// Phases of items shared out to threads. In each phase a thread works through its own part, then
+// takes what others have left. So it meets neighbouring memory, and a core that is slow holds nobody
+// up. A phase ends when its items are done, not when every thread has come: one that the system has
+// taken off its core delays others only if it holds an item, and skips the phases it missed.
 struct Team {
   static constexpr int kMost = 256;
-  struct alignas(64) Next {
-    std::atomic<uint64_t> value{0};  // epoch << 32 | index
+  struct alignas(64) Counter {
+    std::atomic<uint64_t> value{0};
   };
-  Next next[kMost];
+  Counter next[kMost];  // of each thread's part: phase << 32 | items taken
+  Counter done;         // items of all phases
 };
 
-// One thread's view of its team. All threads call `each` equally often, with a barrier between.
-struct Member {
-  Team& team;
-  int index = omp_get_thread_num(), threads = std::min(omp_get_num_threads(), Team::kMost);
-  uint64_t epoch = 0;
+// One thread's view of its team. All threads go through the same phases.
+class Member {
+ public:
+  const int threads = std::min(omp_get_num_threads(), Team::kMost);
 
-  explicit Member(Team& all) : team(all) {}
+  explicit Member(Team& team) : team_(team) {}
 
+  // Run all `count` items, on all threads together; returns when all are done.
   template <typename Run>
   void each(int64_t count, Run run) {
-    epoch++;
-    for (int i = 0; i < threads && index < threads; i++) {
-      const int64_t owner = (index + i) % threads;
+    phase_++;
+    expected_ += count;
+    for (int i = 0; i < threads && index_ < threads; i++) {
+      const int64_t owner = (index_ + i) % threads;
       const int64_t first = count * owner / threads, last = count * (owner + 1) / threads;
-      for (int64_t at; (at = take(team.next[owner].value)) < last - first;) run(first + at);
+      for (int64_t at; (at = take(team_.next[owner].value)) < last - first;) {
+        run(first + at);
+        team_.done.value.fetch_add(1, std::memory_order_acq_rel);
+      }
+    }
+    for (int spins = 0; team_.done.value.load(std::memory_order_acquire) < expected_; spins++) {
+      if (spins < kSpins) pause();
+      else sched_yield();
     }
   }
 
  private:
+  static constexpr int kSpins = 4000;
+
+  static void pause() {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#endif
+  }
+
   int64_t take(std::atomic<uint64_t>& next) {
-    uint64_t seen = next.load(std::memory_order_relaxed), taken;
+    uint64_t seen = next.load(std::memory_order_acquire), taken;
     do {
-      taken = seen >> 32 == epoch ? seen & 0xffffffffu : 0;
-    } while (!next.compare_exchange_weak(seen, epoch << 32 | (taken + 1)));
+      if (seen >> 32 > phase_) return INT64_MAX;
+      taken = seen >> 32 == phase_ ? seen & 0xffffffffu : 0;
+    } while (!next.compare_exchange_weak(seen, phase_ << 32 | (taken + 1)));
     return static_cast<int64_t>(taken);
   }
+
+  Team& team_;
+  const int index_ = omp_get_thread_num();
+  uint64_t phase_ = 0, expected_ = 0;
 };
 
 // --- AMX ------------------------------------------------------------------------------------------
@@ -290,8 +316,7 @@ void vector_block(const X* x, int64_t rows, const Weight& weight, int64_t first_
   }
 }
 
-// Team: tiled x [rows, inputs] times a weight; `done(row, first output, sums of 32 outputs)`. Returns
-// before other threads are done.
+// Team: tiled x [rows, inputs] times a weight; `done(row, first output, sums of 32 outputs)`.
 template <typename X, typename W, typename Done>
 void team_product_of(const X* x, int64_t rows, const Weight& weight, const AmxTiles& amx,
                      ProductScratch& s, Member& member, Done done) {
@@ -373,13 +398,14 @@ inline F16 gated(const Weight& weight, int64_t output, const float* sums) {
 
 // Team: rows [rows, width] as tiles.
 template <typename X>
-void team_tile_rows(const X* x, int64_t rows, int64_t width, X* to) {
-#pragma omp for schedule(static)
-  for (int64_t r = 0; r < rows; r++) {
-    for (int64_t k = 0; k < width; k += kTileK) {
-      std::memcpy(to + tiled(r, k, width), x + r * width + k, kTileK * sizeof(X));
+void team_tile_rows(const X* x, int64_t rows, int64_t width, X* to, Member& member) {
+  member.each((rows + kTileRows - 1) / kTileRows, [&](int64_t tile) {
+    for (int64_t r = tile * kTileRows; r < std::min((tile + 1) * kTileRows, rows); r++) {
+      for (int64_t k = 0; k < width; k += kTileK) {
+        std::memcpy(to + tiled(r, k, width), x + r * width + k, kTileK * sizeof(X));
+      }
     }
-  }
+  });
 }
 
 }  // namespace baton
