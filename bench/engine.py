@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -24,7 +25,7 @@ from typing import Any
 import torch
 
 from bench import random_model
-from bench.engine_sides import CONTEXT, random_prompt
+from bench.engine_sides import CONTEXT
 from bench.report import describe, markdown, progress
 from engine import compute_threads
 from engine.attention import huge_pages
@@ -44,12 +45,13 @@ class Process:
 
     def __init__(self, name: str, python: Path, folder: Path, dtype: str, threads: int) -> None:
         self.name = name
-        command = [python, "-P", "bench/engine_sides.py", name, folder, dtype, str(threads)]
+        script = "bench/engine_sides.py"
+        command = [str(python), "-P", script, name, str(folder), dtype, str(threads)]
         environment = {"PYTHONPATH": str(_ROOT)} if name.startswith("baton") else {}
         self._process = subprocess.Popen(
             command,
             cwd=_ROOT,
-            env={**_environment(), **environment},
+            env={**os.environ, "HF_HUB_OFFLINE": "1", **environment},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=(_ROOT / "build" / f"bench-{name.replace(' ', '-')}.log").open("w"),
@@ -77,12 +79,6 @@ class Process:
         if not line:
             raise RuntimeError(f"{self.name} has ended: see build/bench-*.log")
         return json.loads(line)
-
-
-def _environment() -> dict[str, str]:
-    import os
-
-    return {**os.environ, "HF_HUB_OFFLINE": "1"}
 
 
 @dataclass(frozen=True)
@@ -185,7 +181,6 @@ def measure(model: str, sides: list[Process], dtype: str, options: argparse.Name
 
 def sides_of(model: str, dtype: str, options: argparse.Namespace) -> list[Process]:
     folder, threads = random_model.saved(model), compute_threads.share(1)
-    random_prompt(1, 0)
     names: dict[str, Path] = {"baton": Path(sys.executable)}
     if options.ablations:
         names |= {f"baton without {each}": Path(sys.executable) for each in TECHNIQUES}

@@ -193,6 +193,7 @@ class Transformers:
         self._model.train(False)
         self._prompts: list[list[int]] = []
         self._out: Any = None
+        self._token: Any = None
 
     def add(self, prompt: list[int], max_tokens: int) -> None:
         self._prompts.append(prompt)
@@ -204,9 +205,7 @@ class Transformers:
                 tokens, cache = torch.tensor(self._prompts), None
             else:
                 tokens, cache = self._token, self._out.past_key_values
-            self._out = self._model(
-                tokens, past_key_values=cache, use_cache=True, logits_to_keep=1
-            )
+            self._out = self._model(tokens, past_key_values=cache, use_cache=True, logits_to_keep=1)
             self._token = self._out.logits[:, -1].argmax(-1, keepdim=True)
             self._token.tolist()
         return len(self._prompts)
@@ -223,14 +222,16 @@ def without(technique: str) -> None:
     elif technique == "huge pages":
         importlib.import_module("mmap").__dict__.pop("MADV_HUGEPAGE")
     elif technique == "packed weights":  # then oneDNN's own, and no fused layers
-        importlib.import_module("engine.models.mlp").can_pack = lambda *_, **__: False
+        mlp: Any = importlib.import_module("engine.models.mlp")
+        mlp.can_pack = lambda *_, **__: False
     elif technique in ("AMX", "AVX-512"):
         flags = {"AMX": ("-mno-amx-tile", "-mno-amx-bf16"), "AVX-512": ("-march=haswell",)}
         recipe = importlib.import_module("engine.attention.recipe")
         kernels = importlib.import_module("dataclasses").replace(
             recipe.KERNELS, flags=(*recipe.KERNELS.flags, *flags[technique])
         )
-        importlib.import_module("engine.attention.native_kernels").KERNELS = kernels
+        native: Any = importlib.import_module("engine.attention.native_kernels")
+        native.KERNELS = kernels
     elif technique == "bf16 weights":  # of float32 activations
         packed = importlib.import_module("engine.attention.packed_weights").PackedWeight
         plain = packed.__init__

@@ -3,6 +3,7 @@ address translation most of its time, three to four times as long as it computes
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 
 import torch
@@ -14,7 +15,7 @@ _chunk: torch.Tensor = torch.empty(0, dtype=torch.uint8)  # what is left of the 
 
 
 def take(num_bytes: int) -> torch.Tensor:
-    """uint8 [num_bytes], zeros, beginning at a page. Kept alive by the tensor and its views, with up
+    """uint8 [num_bytes], zeros, beginning at a page. The tensor and its views keep it alive, with up
     to 32 MiB around it."""
     global _chunk
     size = -(-num_bytes // _ALIGNED_BYTES) * _ALIGNED_BYTES
@@ -31,10 +32,8 @@ def _map(num_bytes: int) -> torch.Tensor:
     size = -(-num_bytes // _HUGE_BYTES) * _HUGE_BYTES + _HUGE_BYTES
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        try:
+        with contextlib.suppress(OSError):  # a kernel without them: small pages do
             memory.madvise(mmap.MADV_HUGEPAGE)
-        except OSError:  # a kernel without them: small pages do
-            pass
     mapped = torch.frombuffer(memory, dtype=torch.uint8)
     start = -mapped.data_ptr() % _HUGE_BYTES
     return mapped[start : start + num_bytes]

@@ -64,12 +64,12 @@ class PackedWeight:
         for row, part in zip(rows, parts):
             row.data, row.count = part.data_ptr(), len(part)
             row.stride_bytes = part.stride(0) * part.element_size()
-        library = _library()
-        assert library is not None
-        size = library.baton_packed_bytes(self.inputs, self.outputs, is_bf16)
+        native = library()
+        assert native is not None
+        size = native.baton_packed_bytes(self.inputs, self.outputs, is_bf16)
         self._memory = huge_pages.take(size)
         threads = torch.get_num_threads()
-        library.baton_pack(
+        native.baton_pack(
             rows, len(parts), is_gated, self.inputs, self.outputs, is_bf16,
             self._memory.data_ptr(), threads,
         )  # fmt: skip
@@ -82,7 +82,7 @@ class PackedWeight:
             self.outputs,
             is_bf16,
         )
-        self._product = library.baton_product
+        self._product = native.baton_product
 
     def __call__(self, x: torch.Tensor, out_dtype: torch.dtype | None = None) -> torch.Tensor:
         """[n, inputs] -> [n, outputs], or [n, outputs / 2] if gated; in x's dtype, or float32 if
@@ -109,7 +109,7 @@ def can_pack(parts: Sequence[torch.Tensor], dtype: torch.dtype, *, is_gated: boo
     outputs = sum(len(part) for part in parts)
     if is_gated and outputs % _STRIP_OUTPUTS:
         return False
-    return _library() is not None
+    return library() is not None
 
 
 def _interleaved(bias: torch.Tensor, is_gated: bool, outputs: int) -> torch.Tensor:
@@ -120,16 +120,17 @@ def _interleaved(bias: torch.Tensor, is_gated: bool, outputs: int) -> torch.Tens
 
 
 @functools.cache
-def _library() -> ctypes.CDLL | None:
-    library = native_library()
-    if library is not None:
-        library.baton_packed_bytes.argtypes = (c_int64, c_int64, c_int)
-        library.baton_packed_bytes.restype = c_int64
-        library.baton_pack.argtypes = (
+def library() -> ctypes.CDLL | None:
+    """With the types of the functions used here; None if it cannot be built."""
+    found = native_library()
+    if found is not None:
+        found.baton_packed_bytes.argtypes = (c_int64, c_int64, c_int)
+        found.baton_packed_bytes.restype = c_int64
+        found.baton_pack.argtypes = (
             POINTER(_Rows), c_int64, c_int, c_int64, c_int64, c_int, c_void_p, c_int,
         )  # fmt: skip
-        library.baton_product.argtypes = (
+        found.baton_product.argtypes = (
             c_void_p, c_int64, POINTER(Weight), c_int, c_void_p, c_void_p, c_int, c_int, c_int,
         )  # fmt: skip
-        library.baton_pack.restype = library.baton_product.restype = None
-    return library
+        found.baton_pack.restype = found.baton_product.restype = None
+    return found

@@ -18,8 +18,8 @@ class Linear:
     """x @ weight.T + bias, for a weight [out, in].
 
     On a CPU the weight is packed once: in the order of our C++ products, else in oneDNN's if that
-    has bf16 instructions. Plain `linear` reorders it in every call, which makes small batches two to
-    three times slower.
+    has bf16 instructions. Plain `linear` reorders it in every call, which makes small batches two
+    to three times slower.
     """
 
     def __init__(

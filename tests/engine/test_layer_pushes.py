@@ -25,7 +25,9 @@ class Never:
     def synchronize(self): threading.Event().wait()
 
 pushes = LayerPushes(Sink(), LAYOUT, Never)
-pushes.of_step(PUSHES)(0)
+done = pushes.of_step(PUSHES)
+assert done is not None
+done(0)
 pushes.close()
 """
 
@@ -66,6 +68,7 @@ def test_a_step_asks_for_all_layers_while_the_sink_hears_of_each_that_is_written
     sink = Sink()
     pushes = LayerPushes(sink, LAYOUT, device.new_event)
     layer_done = pushes.of_step(PUSHES)
+    assert layer_done is not None
     for layer in range(3):
         layer_done(layer)  # waits for none of them
     assert sink.calls == []
@@ -82,6 +85,7 @@ def test_a_step_finishes_when_the_sink_has_heard_of_every_layer(device: Device) 
     sink = Sink()
     pushes = LayerPushes(sink, LAYOUT, device.new_event)
     layer_done = pushes.of_step(PUSHES)
+    assert layer_done is not None
     for layer in range(3):
         layer_done(layer)
 
@@ -101,6 +105,7 @@ def test_a_step_finishes_when_the_sink_has_heard_of_every_layer(device: Device) 
 def test_what_a_sink_raises_is_the_steps_error(device: Device) -> None:
     pushes = LayerPushes(Sink(fails_at=1), LAYOUT, device.new_event)
     layer_done = pushes.of_step(PUSHES)
+    assert layer_done is not None
     for layer in range(3):
         layer_done(layer)
     for event in device.events:
@@ -113,7 +118,7 @@ def test_what_a_sink_raises_is_the_steps_error(device: Device) -> None:
 def test_a_step_without_pushes_records_nothing(device: Device) -> None:
     sink = Sink()
     pushes = LayerPushes(sink, LAYOUT, device.new_event)
-    pushes.of_step(())(0)
+    assert pushes.of_step(()) is None
     pushes.finish(is_read_back=True)
     pushes.close()
     assert (device.events, sink.calls) == ([], [])
@@ -124,7 +129,7 @@ def test_a_step_that_nobody_reads_back_ends_when_the_device_has_written_all(devi
     ended = threading.Event()
 
     def step() -> None:
-        pushes.of_step(())(0)
+        assert pushes.of_step(()) is None
         pushes.finish(is_read_back=False)
         ended.set()
 

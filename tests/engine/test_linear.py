@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import ctypes
+import dataclasses
+import platform
+from collections.abc import Iterator
+
 import pytest
 import torch
 
+from baton.native_build import build
+from engine.attention import packed_weights
 from engine.attention.kernels import Kernels
-from engine.attention.native_kernels import pick_kernels
+from engine.attention.native_kernels import native_library, pick_kernels
+from engine.attention.packed_weights import PackedWeight
+from engine.attention.recipe import KERNELS
 from engine.attention.torch_kernels import TorchKernels
 from engine.models.config import MoeConfig
 from engine.models.mlp import (
@@ -65,6 +74,69 @@ def test_linear_is_that_of_the_definition(shape: tuple[int, int], with_bias: boo
         )
         error = relative_error(linear(x), expected)
         assert error < TOLERANCE, (num_rows, error)
+
+
+MACHINES = {
+    "this machine": (),
+    "AVX-512's bf16": ("-mno-amx-tile", "-mno-amx-bf16"),
+    "AVX-512": ("-mno-amx-tile", "-mno-amx-bf16", "-mno-avx512bf16"),
+    "AVX2": ("-march=haswell",),
+}
+
+
+@pytest.fixture(params=MACHINES)
+def machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The products as compiled for a CPU with less than this one."""
+    flags = MACHINES[request.param]
+    library = native_library()
+    if library is None or (flags and platform.machine() != "x86_64"):
+        pytest.skip("no C++ compiler on this machine, or flags of x86-64's")
+    if flags:
+        recipe = dataclasses.replace(KERNELS, flags=KERNELS.flags + flags)
+        library = ctypes.CDLL(str(build(recipe)))
+    monkeypatch.setattr(packed_weights, "native_library", lambda: library)
+    packed_weights.library.cache_clear()
+    yield
+    packed_weights.library.cache_clear()
+
+
+@pytest.mark.usefixtures("machine")
+@pytest.mark.parametrize(
+    ("dtype", "stored"), [(BF16, BF16), (torch.float32, BF16), (torch.float32, torch.float32)]
+)
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_packed_products_are_those_of_the_definition(
+    dtype: torch.dtype, stored: torch.dtype, num_threads: int
+) -> None:
+    random = Random(2)
+    torch.set_num_threads(num_threads)
+    tolerance = TOLERANCE if dtype == BF16 else 1e-5
+    for outputs, inputs in ((32, 32), (96, 64), (100, 160), (544, 3200)):  # long: sums in parts
+        parts = [part.to(stored) for part in random.weight(outputs, inputs).split((7, outputs - 7))]
+        bias = random.values(outputs)
+        packed = PackedWeight(parts, bias, dtype, is_gated=False)
+        for num_rows in (1, 2, 3, 16, 17, 40, 600):
+            x = random.values(num_rows, inputs).to(dtype)
+            expected = torch.nn.functional.linear(x.float(), torch.cat(parts).float(), bias.float())
+            scale = expected.abs().amax(dim=-1, keepdim=True)
+            for out_dtype, limit in ((None, tolerance), (torch.float32, 1e-5)):
+                error = (packed(x, out_dtype).float() - expected).abs() / scale
+                assert error.max() < limit, (outputs, inputs, num_rows, out_dtype)
+
+
+@pytest.mark.usefixtures("machine")
+@pytest.mark.parametrize("dtype", [BF16, torch.float32])
+def test_a_gated_product_is_silu_of_its_first_half_times_the_second(dtype: torch.dtype) -> None:
+    random = Random(3)
+    gate, up, bias = random.weight(48, 64), random.weight(48, 64), random.values(96)
+    packed = PackedWeight([gate, up], bias, dtype, is_gated=True)
+    for num_rows in (1, 5, 33):
+        x = random.values(num_rows, 64).to(dtype)
+        wide, offset = x.float(), bias.float().chunk(2)
+        expected = torch.nn.functional.silu(wide @ gate.float().T + offset[0])
+        expected = expected * (wide @ up.float().T + offset[1])
+        error = (packed(x).float() - expected).abs().amax(-1) / expected.abs().amax(-1)
+        assert error.max() < (TOLERANCE if dtype == BF16 else 1e-5), num_rows
 
 
 def test_one_wrong_weight_row_is_far_above_the_tolerance() -> None:
