@@ -1,4 +1,4 @@
-"""One engine in a process of its own, for `bench.engine`. Commands come in as JSON lines, answers go out.
+"""One engine in a process of its own, for `bench.engine`. It takes commands as JSON lines.
 
 python bench/engine_sides.py SIDE FOLDER DTYPE NUM_THREADS
 

@@ -15,8 +15,8 @@ _chunk: torch.Tensor = torch.empty(0, dtype=torch.uint8)  # what is left of the 
 
 
 def take(num_bytes: int) -> torch.Tensor:
-    """uint8 [num_bytes], zeros, beginning at a page. The tensor and its views keep it alive, with up
-    to 32 MiB around it."""
+    """uint8 [num_bytes], zeros, beginning at a page. The tensor and its views keep it alive, with
+    up to 32 MiB around it."""
     global _chunk
     size = -(-num_bytes // _ALIGNED_BYTES) * _ALIGNED_BYTES
     if size > len(_chunk):

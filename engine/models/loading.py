@@ -83,7 +83,7 @@ class WeightLoader:
         norm = self._read("model.norm.weight", (config.hidden_size,))
         if config.tie_word_embeddings:
             self._checkpoint.ignore("lm_head.weight")
-            head = stored
+            head = stored if self._device.type == "cpu" else embedding  # packed, or shared
         else:
             head = self._vocabulary("lm_head.weight")
         self._checkpoint.check_all_read()

@@ -40,9 +40,9 @@ class Linear:
         if self.device.type == "cpu" and can_pack(parts, dtype, is_gated=is_gated):
             self.packed = PackedWeight(parts, bias, dtype, is_gated=is_gated)
             return
-        moved = [part.to(self.device, dtype) for part in parts]
-        # clone: a part of a mapped file must not keep the file's pages in use
-        self._weight = moved[0].clone() if len(moved) == 1 else torch.cat(moved)
+        # A copy: a part of a mapped file must not keep the file's pages in use.
+        moved = [part.to(self.device, dtype, copy=part.device.type == "cpu") for part in parts]
+        self._weight = (moved[0] if len(moved) == 1 else torch.cat(moved)).contiguous()
         self._bias = bias
         if _can_reorder(self._weight):
             self._is_reordered = True
