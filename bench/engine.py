@@ -26,7 +26,7 @@ import torch
 
 from bench import random_model
 from bench.engine_sides import CONTEXT
-from bench.report import describe, markdown, progress
+from bench.report import describe, markdown, progress, say
 from engine import compute_threads
 from engine.attention import huge_pages
 from engine.attention.packed_weights import PackedWeight, can_pack
@@ -171,6 +171,7 @@ def measure(model: str, sides: list[Process], dtype: str, options: argparse.Name
         if len(found) > 1:
             row.append(f"{found[0] / max(found[1:]):.2f} (goal {_GOALS.get(cell, 1.2)})")
         rows.append([*row, f"{best:.0f}", f"{found[0] / best:.0%}"])
+        say(f"  {' | '.join(rows[-1])}")
     header = [f"{dtype}, tokens/s", "baton", *peers, *(["against the best"] if peers else [])]
     ready = ", ".join(f"{side.name} {side.ready_s:.1f} s" for side in sides)
     return (

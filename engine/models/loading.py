@@ -78,12 +78,14 @@ class WeightLoader:
         one with NaN or infinite values."""
         config = self._config
         stored = self._vocabulary("model.embed_tokens.weight")
-        embedding = stored.to(self._device, self._embedding_dtype(stored), copy=True).contiguous()
+        embedding = stored
+        if self._device.type == "cpu":
+            embedding = stored.to(self._embedding_dtype(stored), copy=True).contiguous()
         layers = tuple(self._layer(index) for index in range(config.num_layers))
         norm = self._read("model.norm.weight", (config.hidden_size,))
         if config.tie_word_embeddings:
             self._checkpoint.ignore("lm_head.weight")
-            head = stored if self._device.type == "cpu" else embedding  # packed, or shared
+            head = stored  # on a CPU packed, elsewhere shared
         else:
             head = self._vocabulary("lm_head.weight")
         self._checkpoint.check_all_read()
@@ -103,18 +105,28 @@ class WeightLoader:
         tensor = self._checkpoint.read(name, shape, *parts)
         # clone: a part of a mapped file must not keep the file's pages in use
         tensor = tensor.to(self._device, self._dtype, copy=True).contiguous()
+        self._check_finite(name, tensor)
+        return tensor
+
+    def _matrix(self, name: str, shape: tuple[int, ...], *parts: slice) -> torch.Tensor:
+        """For a product or an embedding. On a CPU as the checkpoint has it, mapped: it is packed
+        from there."""
+        if self._device.type != "cpu":
+            return self._read(name, shape, *parts)
+        tensor = self._checkpoint.read(name, shape, *parts)
+        self._check_finite(name, tensor)
+        return tensor
+
+    def _check_finite(self, name: str, tensor: torch.Tensor) -> None:
         if self._device.type != "meta" and not _is_finite(tensor):
             raise CheckpointError(
                 f"{self._checkpoint.source_of(name)}: tensor {name} has values that are not finite"
                 f" in {self._dtype}: the file is damaged, or needs another engine.dtype"
             )
-        return tensor
 
     def _vocabulary(self, name: str) -> torch.Tensor:
         rows = slice(self._shard.vocab.start, self._shard.vocab.stop)
-        """As the checkpoint has it: mapped, not copied."""
-        shape = (self._config.vocab_size, self._config.hidden_size)
-        return self._checkpoint.read(name, shape, rows)
+        return self._matrix(name, (self._config.vocab_size, self._config.hidden_size), rows)
 
     def _layer(self, index: int) -> LayerWeights:
         config = self._config
@@ -153,7 +165,7 @@ class WeightLoader:
         ):
             rows = slice(heads.start * config.head_dim, heads.stop * config.head_dim)
             shape = (all_heads * config.head_dim, config.hidden_size)
-            weights.append(self._checkpoint.read(f"{prefix}{name}.weight", shape, rows))
+            weights.append(self._matrix(f"{prefix}{name}.weight", shape, rows))
             if config.qkv_bias:
                 biases.append(self._read(f"{prefix}{name}.bias", shape[:1], rows))
         return self._linear(weights, torch.cat(biases) if biases else None)
@@ -161,7 +173,7 @@ class WeightLoader:
     def _columns(self, name: str, width: int, has_bias: bool) -> Linear:
         """A projection back to the hidden size, split by columns; its bias is added once."""
         hidden = self._config.hidden_size
-        weight = self._checkpoint.read(
+        weight = self._matrix(
             f"{name}.weight", (hidden, width), slice(None), part(width, self._shard)
         )
         bias = self._read(f"{name}.bias", (hidden,)) if has_bias else None
@@ -175,8 +187,7 @@ class WeightLoader:
         hidden, bias = self._config.hidden_size, self._config.mlp_bias
         rows = part(width, self._shard)
         weights = [
-            self._checkpoint.read(f"{prefix}{name}.weight", (width, hidden), rows)
-            for name in (gate, up)
+            self._matrix(f"{prefix}{name}.weight", (width, hidden), rows) for name in (gate, up)
         ]
         biases = [self._read(f"{prefix}{name}.bias", (width,), rows) for name in (gate, up) if bias]
         return DenseMlp(
