@@ -23,6 +23,7 @@ from engine.step_batch import StepBatch
 
 _TILE_ROWS = 16
 _HEAD_DIM_STEP = 32
+_QKV_PADDING = 32  # kQkvPadding in native/layers.cpp
 
 
 class _Layer(Structure):
@@ -93,7 +94,8 @@ class FusedLayers:
             layer.gate_up, layer.down = gate_up.native, down.native
             layer.window = window or 0
         qkv, out, _, down = packed[0]
-        self._widths = (max(qkv.inputs, out.inputs), down.inputs, qkv.outputs, out.inputs)
+        qkv_width = qkv.outputs + _QKV_PADDING
+        self._widths = (max(qkv.inputs, out.inputs), down.inputs, qkv_width, out.inputs)
         self._room = huge_pages.take(0)
         self._kv: PagedKv | None = None
 

@@ -1,5 +1,5 @@
 // Whole layers of a dense decoder in one parallel region: nothing returns to the
-// caller between the parts, and what one part writes the next finds in the cache, in the order that it reads.
+// caller between the parts, and what one part writes the next finds in the cache, in its order.
 #include "rowwise.h"
 
 namespace baton {
@@ -26,13 +26,15 @@ struct Step {
   const int64_t *query_starts, *context_lens;
   int64_t num_seqs;
   const Group* groups;
-  // Room for tiles of the widest input, for qkv and for queries, with rows rounded up to 16.
+  // Room for tiles of the widest input, for qkv (rows 32 longer) and for queries, with the number of
+  // rows rounded up to 16.
   void *tiles, *more_tiles, *qkv, *queries;
   float eps;
 };
 
 namespace {
 
+constexpr int64_t kQkvPadding = 32;  // between rows: a power of two apart they share cache sets
 constexpr int64_t kTokens = 8;  // that a thread takes at a time
 
 struct LayerWork {
@@ -102,16 +104,17 @@ struct Run {
   void layer(const Layer& l, const LayerWork& work) {
     T *tiles = static_cast<T*>(step.tiles), *more_tiles = static_cast<T*>(step.more_tiles);
     T *qkv = static_cast<T*>(step.qkv), *queries = static_cast<T*>(step.queries);
+    const int64_t stride = l.qkv.outputs + kQkvPadding;
     norm(l.input_norm, tiles);
     product(tiles, l.qkv, [&](int64_t row, int64_t output, const float* sums) {
-      store_row<false, T>(l.qkv, output, sums, qkv + row * l.qkv.outputs + output);
+      store_row<false, T>(l.qkv, output, sums, qkv + row * stride + output);
     });
     const Pool& pool = l.pool;
     const Rotate rotate{step.cos, step.sin, l.query_norm, l.key_norm, step.groups[l.group].slots,
                         const_cast<char*>(pool.keys), const_cast<char*>(pool.values),
                         pool.region_stride, pool.block_stride, pool.blocks_per_region,
                         step.num_heads, pool.kv_heads, pool.block_size, pool.head_dim, step.eps};
-    each_token([&](int64_t t) { rotate_token(qkv, queries, t, rotate); });
+    each_token([&](int64_t t) { rotate_token(qkv + t * stride, queries, t, rotate); });
     const Rows16<T> attended{tiles, l.out.inputs, true};
     team_attend(queries, attended, pool, work.batch, *work.plan, amx, attention, member);
     add_product(tiles, l.out);

@@ -321,7 +321,7 @@ template <typename X, typename W, typename Done>
 void team_product_of(const X* x, int64_t rows, const Weight& weight, const AmxTiles& amx,
                      ProductScratch& s, Member& member, Done done) {
   const int64_t strips = weight.num_strips();
-  const int64_t block_rows = weight.inputs <= kLongK * kTileK / 2 ? 512 : 256;
+  const int64_t block_rows = weight.inputs <= kLongK * kTileK / 2 ? 512 : 128;
   const int64_t blocks = (rows + block_rows - 1) / block_rows;
   const int64_t chunk = std::clamp<int64_t>(strips * blocks / (member.threads * 6), 1, kChunk);
   const int64_t chunks = (strips + chunk - 1) / chunk;

@@ -26,8 +26,9 @@ void swiglu_rows(const T* gate_up, T* out, int64_t rows, int64_t width, int thre
 
 template <typename T>
 void rotate_and_write(const T* qkv, T* queries, int64_t tokens, const Rotate& p, int threads) {
+  const int64_t width = (p.num_heads + 2 * p.kv_heads) * p.head_dim;
 #pragma omp parallel for num_threads(threads) if (tokens > 4)
-  for (int64_t t = 0; t < tokens; t++) rotate_token(qkv, queries, t, p);
+  for (int64_t t = 0; t < tokens; t++) rotate_token(qkv + t * width, queries, t, p);
 }
 
 }  // namespace

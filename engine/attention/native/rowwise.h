@@ -62,13 +62,13 @@ void rotate_head(const T* from, const T* weight, const float* cos, const float* 
   }
 }
 
-// Norm and rotate token t's queries and keys; write its keys and values to their slot.
+// Norm and rotate token t's queries and keys; write its keys and values to their slot. `from`: its
+// [(num_heads + 2 * kv_heads) * head_dim].
 template <typename T>
-void rotate_token(const T* qkv, T* queries, int64_t t, const Rotate& p) {
-  const int64_t dim = p.head_dim, width = (p.num_heads + 2 * p.kv_heads) * dim;
+void rotate_token(const T* from, T* queries, int64_t t, const Rotate& p) {
+  const int64_t dim = p.head_dim;
   const T* query_norm = static_cast<const T*>(p.query_norm);
   const T* key_norm = static_cast<const T*>(p.key_norm);
-  const T* from = qkv + t * width;
   const float *cos = p.cos + t * dim / 2, *sin = p.sin + t * dim / 2;
   for (int64_t h = 0; h < p.num_heads; h++) {
     rotate_head(from + h * dim, query_norm, cos, sin, dim, p.eps,
