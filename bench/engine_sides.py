@@ -269,8 +269,8 @@ def serve(side: Side) -> None:
             running = command["decode"]
             for seed in range(running):
                 side.add(random_prompt(CONTEXT, seed), MOST_NEW_TOKENS)
-            while tokens < running:
-                tokens += side.step()
+            while tokens < running:  # in one step: every prompt is computed
+                tokens = side.step()
             seconds = time.perf_counter() - start
         elif "steps" in command:
             for _ in range(command["steps"]):
