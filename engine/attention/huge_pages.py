@@ -1,5 +1,4 @@
-"""Memory in huge pages, for what every step reads: with small ones a product on AMX waits for
-address translation most of its time, three to four times as long as it computes."""
+"""Memory in huge pages where the system gives them, for what every step reads."""
 
 from __future__ import annotations
 
