@@ -1,7 +1,8 @@
 """Grammars that answers follow: what routers and workers agree on.
 
-Both refuse what would cost too much. The library counts work, not time, so a refusal does not
-depend on the machine (`docs/decisions/structured-output.md` has times).
+Workers refuse what would cost too much, routers only what cannot be compiled. The library counts
+work, not time, so a refusal does not depend on the machine (`docs/decisions/structured-output.md`
+has times).
 """
 
 from __future__ import annotations

@@ -67,6 +67,11 @@ log = logging.getLogger(__name__)
 ROUTERS_ANSWER_WITHIN_S = 1.0
 
 
+def _give_up(found: asyncio.Future[bool]) -> None:
+    if not found.done():
+        found.set_result(False)
+
+
 class DecodeRole:
     """Runs on the event loop; the engine has its own thread. Implements `LeaseListener`."""
 
@@ -203,17 +208,14 @@ class DecodeRole:
             return True
         ending = self._ending.get(request_id)
         if ending is None:
-            found = asyncio.get_running_loop().create_future()
+            loop = asyncio.get_running_loop()
+            found: asyncio.Future[bool] = loop.create_future()
             ending = self._ending[request_id] = Ending(set(self._sessions), found)
+            found.add_done_callback(lambda _: self._ending.pop(request_id))
+            loop.call_later(ROUTERS_ANSWER_WITHIN_S, _give_up, found)
             for session in self._sessions.values():
                 session.notice(ToEnd(request_id, ANY_ATTEMPT))
-        try:
-            async with asyncio.timeout(ROUTERS_ANSWER_WITHIN_S):
-                return await asyncio.shield(ending.was_found)
-        except TimeoutError:
-            return False
-        finally:
-            self._ending.pop(request_id, None)
+        return await asyncio.shield(ending.was_found)  # others may wait for it too
 
     def ended(self, session: RouterSession, request_id: str, was_found: bool) -> None:
         """A router's answer to `ToEnd`."""

@@ -80,6 +80,8 @@ def check_spec(spec: RequestSpec, limits: Limits, prefill_only: bool) -> int:
             "token_ids", f"token id {largest} is outside the vocabulary of {limits.vocab_size}"
         )
     check_sampling(spec.sampling, limits.vocab_size)
+    if spec.grammar is not None and (spec.sampling.ignore_eos or spec.sampling.min_tokens):
+        raise InvalidRequestError("grammar", "ignore_eos and min_tokens exclude a grammar's end")
     max_tokens = spec.sampling.max_tokens
     if spec.num_emitted_tokens >= max_tokens:
         raise InvalidRequestError("max_tokens", f"all {max_tokens} tokens are emitted already")

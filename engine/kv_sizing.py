@@ -31,6 +31,7 @@ from kv_transfer.layout import RegionLayout
 log = logging.getLogger(__name__)
 
 _GIB = 1 << 30
+_CGROUP = Path("/sys/fs/cgroup")
 _HARDEST = SamplingParams(top_k=50, top_p=0.9, repetition_penalty=1.1, logprobs=5)
 """The sampling settings that take the most memory per row."""
 _LESS = (
@@ -100,10 +101,15 @@ def _refuse_too_much(
 
 
 def _free_host_bytes() -> int:
-    """What can be taken without swapping, as Linux estimates it."""
+    """What can be taken without swapping, as Linux estimates it, or what is left of the
+    container's limit."""
     lines = Path("/proc/meminfo").read_text().splitlines()
     (available,) = (line.split()[1] for line in lines if line.startswith("MemAvailable:"))
-    return int(available) << 10
+    free = int(available) << 10
+    limit, used = _CGROUP / "memory.max", _CGROUP / "memory.current"
+    if limit.exists() and (most := limit.read_text().strip()).isdigit():
+        free = min(free, int(most) - int(used.read_text()))
+    return free
 
 
 def step_peak_bytes(

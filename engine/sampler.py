@@ -181,7 +181,9 @@ def _draw_few(logits: torch.Tensor, draws: Draws) -> tuple[torch.Tensor, torch.T
     """
     likeliest, token_ids = logits.topk(max(p.top_k for p in draws.params), dim=-1)
     in_top_k = torch.arange(likeliest.shape[1], device=logits.device) < draws.top_k
-    tied = (logits >= likeliest.gather(-1, draws.top_k - 1)).sum(-1) > draws.top_k[:, 0]
+    least_likely = likeliest.gather(-1, draws.top_k - 1)
+    tied = (logits >= least_likely).sum(-1) > draws.top_k[:, 0]
+    tied &= least_likely[:, 0] > -torch.inf  # else fewer than k are allowed
     total = likeliest.masked_fill(~in_top_k, -torch.inf).logsumexp(-1, keepdim=True)
     probabilities = (likeliest - total).double().exp()
     before = probabilities.cumsum(-1) - probabilities

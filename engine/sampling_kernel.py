@@ -13,6 +13,7 @@ import triton.language as tl
 
 _BLOCK = 8192
 _LOG2E = tl.constexpr(1.4426950408889634)
+_GREATEST = tl.constexpr(3.4028234663852886e38)  # of float32
 
 
 def draw(
@@ -98,13 +99,17 @@ def _draw(
 
     highests = tl.full((BLOCK,), float("-inf"), tl.float32)
     lowests = tl.full((BLOCK,), float("inf"), tl.float32)
+    allowed = tl.zeros((BLOCK,), tl.int32)
     for start in range(0, VOCAB_SIZE, BLOCK):
         token = start + tl.arange(0, BLOCK)
         logit = tl.load(row + token, mask=token < VOCAB_SIZE, other=float("-inf"))
         highests = tl.maximum(highests, logit)
         # A forbidden token is -inf, and never drawn.
+        allowed += (logit > float("-inf")).to(tl.int32)
         lowests = tl.minimum(lowests, tl.where(logit == float("-inf"), float("inf"), logit))
-    highest, lowest = tl.max(highests, 0), tl.min(lowests, 0)
+    # Finite, or the search below would not end.
+    highest, lowest = tl.minimum(tl.max(highests, 0), _GREATEST), tl.min(lowests, 0)
+    top_k = tl.minimum(top_k, tl.sum(allowed, 0).to(tl.float64))
 
     dropped = lowest - tl.abs(lowest) - 1.0
     least = dropped
@@ -147,4 +152,5 @@ def _draw(
         best_tokens = tl.where(better, token, best_tokens)
     # Of equal scores the lowest id.
     token = tl.min(tl.where(bests == tl.max(bests, 0), best_tokens, VOCAB_SIZE), 0)
+    token = tl.minimum(token, VOCAB_SIZE - 1)  # where no logit is a number
     tl.store(drawn + n, token.to(tl.int64))

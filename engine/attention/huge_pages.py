@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+import threading
 
 import torch
 
 _HUGE_BYTES = 2 << 20
 _CHUNK_BYTES = 32 << 20
 _ALIGNED_BYTES = 4096
+_lock = threading.Lock()
 _chunk: torch.Tensor = torch.empty(0, dtype=torch.uint8)  # what is left of the newest one
 
 
@@ -18,12 +20,13 @@ def take(num_bytes: int) -> torch.Tensor:
     up to 32 MiB around it."""
     global _chunk
     size = -(-num_bytes // _ALIGNED_BYTES) * _ALIGNED_BYTES
-    if size > len(_chunk):
-        chunk = _map(max(size, _CHUNK_BYTES))
-        if size >= _CHUNK_BYTES:
-            return chunk[:num_bytes]
-        _chunk = chunk
-    taken, _chunk = _chunk[:num_bytes], _chunk[size:]
+    with _lock:  # engines of one process may load at the same time
+        if size > len(_chunk):
+            chunk = _map(max(size, _CHUNK_BYTES))
+            if size >= _CHUNK_BYTES:
+                return chunk[:num_bytes]
+            _chunk = chunk
+        taken, _chunk = _chunk[:num_bytes], _chunk[size:]
     return taken
 
 

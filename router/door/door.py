@@ -140,10 +140,11 @@ class Door:
                 return router
         named_s = request.timeout_ms / 1e3 if request.HasField("timeout_ms") else None
         is_sought = request.HasField("resume_from_index") and not request.unit
+        has_tokens = is_sought and request.resume_from_index > 0  # of whichever unit ran it
 
         def found() -> Router | None:
             unit = self._unit_for(request, request_id)
-            return None if unit is None or (is_sought and not self._has_all) else unit.router
+            return None if unit is None or (has_tokens and not self._has_all) else unit.router
 
         router = await self._until_there(found, named_s)
         if is_sought and len(self.routers) > 1:

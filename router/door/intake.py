@@ -42,6 +42,8 @@ from router.router import Router
 MAX_CANDIDATES = 100
 # Of a request: below these a thread would cost more than the reading, which holds up all others.
 IDS_AT_ONCE_BYTES, TEXT_AT_ONCE_BYTES = 16_384, 4096
+CONSTRAINT_BYTES = 64 << 10
+"""What checking a constraint counts as in the tokenizer's line: a short one may take long."""
 
 
 @dataclass(frozen=True)
@@ -163,7 +165,7 @@ class Intake:
         return await self.tokenizing.run(
             lambda: parse_generate(request, model, limits),
             request.tenant,
-            request.ByteSize(),
+            request.ByteSize() + (CONSTRAINT_BYTES if is_constrained(request) else 0),
             router.config.timeout_s(named_s),
         )
 

@@ -146,7 +146,8 @@ class OutputReader:
         self._next_mark = 0
         self._tail_taken = False
         self.on_news: Callable[[], None] = _nobody_waits
-        """Called at once for whatever the log gets; may not call the log's owner."""
+        """Called when there may be news: maybe none, also after the end. May not call the log's
+        owner."""
 
     async def take(self) -> list[Event]:
         """What is new, at least one event, neighbouring tokens as one run; empty after the end.

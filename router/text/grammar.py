@@ -20,7 +20,7 @@ from router.text.tools import ToolFormat
 Part = dict[str, Any]
 
 _WHITE_SPACE = " ?"  # where JSON may have any: models that are unsure write it for ever
-_NUM_KEPT = 64
+_NUM_KEPT = 256  # a request's tools, each by itself, and the whole
 
 
 class GrammarError(ValueError):
@@ -64,6 +64,8 @@ def _checked(part: Part) -> Part:
 
 def check(grammar: str) -> None:
     """Raises GrammarError."""
+    if (size := len(grammar.encode())) > MAX_GRAMMAR_BYTES:
+        raise GrammarError(f"it has {size} bytes; at most {MAX_GRAMMAR_BYTES} are taken")
     if problem := _problem(grammar):
         raise GrammarError(problem)
 
@@ -72,8 +74,6 @@ def check(grammar: str) -> None:
 def _problem(grammar: str) -> str:
     from llguidance import LLMatcher
 
-    if (size := len(grammar.encode())) > MAX_GRAMMAR_BYTES:
-        return f"it has {size} bytes; at most {MAX_GRAMMAR_BYTES} are taken"
     is_wrong, problems = LLMatcher.validate_grammar_with_warnings(grammar, limits=parser_limits())
     return short(problems[0]) if is_wrong else ""
 
@@ -140,7 +140,10 @@ class Answer:
 def _call_rules(calls: Calls, marker: Callable[[str], str]) -> list[str]:
     key = "parameters" if calls.tool_format == "llama3" else "arguments"
     names = [name for name, _ in calls.tools]
-    heads = [_text(json.dumps({"name": name})[:-1] + f', "{key}": ') for name in names]
+    heads = [
+        _text(json.dumps({"name": name}, ensure_ascii=False)[:-1] + f', "{key}": ')
+        for name in names
+    ]
     rules = [f'f{i}: {head} @p{i} "}}"' for i, head in enumerate(heads)]
     match calls.tool_format:
         case "llama3":  # its models make one call at a time

@@ -376,9 +376,21 @@ def test_a_constraint_that_fails_while_it_runs_ends_its_request_alone(core: Engi
     assert re.fullmatch(r'\{ ?"a" ?: ?(true|false) ?, ?"b" ?: ?\{? ?', text().decode(late))
 
 
+@pytest.mark.parametrize(
+    "sampling", [SamplingParams(ignore_eos=True), SamplingParams(min_tokens=2)]
+)
+def test_an_end_that_may_not_come_is_refused_beside_a_grammar(
+    core: EngineCore, sampling: SamplingParams
+) -> None:
+    spec = spec_of("x", np.arange(2, 30, dtype=np.uint32), sampling, grammar=GRAMMARS["regex"])
+    with pytest.raises(InvalidRequestError, match="exclude a grammar's end"):
+        core.add(spec)
+
+
 def test_a_prefill_whose_constraint_fails_stays_pinned_until_it_is_released() -> None:
     prefill, _, wire = pair(fake_config(), fake_config(), tokenizer=DEMO / "tokenizer.json")
-    spec = spec_of("x", np.arange(2, 30, dtype=np.uint32), grammar=GRAMMARS["regex"])
+    prompt = np.arange(2, 30, dtype=np.uint32)
+    spec = spec_of("x", prompt, SamplingParams(), grammar=GRAMMARS["regex"])
     wire.begin(spec)
     scheduler = prefill.core._scheduler
     (event,) = scheduler.commit(scheduler.plan(), [SampledToken(0, fault="why")])

@@ -67,6 +67,9 @@ async def router_process(
         await process.wait()
 
 
+NUM_TOKENS = 120  # a stream is still under way when the last one has begun
+
+
 @pytest.mark.parametrize("door", DOORS)
 async def test_a_killed_router_s_streams_go_on_at_another_without_a_step_repeated(
     tmp_path: Path, door: str
@@ -75,7 +78,7 @@ async def test_a_killed_router_s_streams_go_on_at_another_without_a_step_repeate
     async with deployment(1, 2, resume_window_s=20.0, http_port=0) as d:
         for worker in ("d0", "d1"):
             d.worker(worker).step_s = 0.02
-        asked = [ask_for(f"{PROMPT} {n}", 40, request_id=f"r{n}") for n in range(8)]
+        asked = [ask_for(f"{PROMPT} {n}", NUM_TOKENS, request_id=f"r{n}") for n in range(8)]
         for request in asked[1::2]:
             request.ClearField("seed")
         seen: list[Any] = [None] * len(asked)
@@ -106,10 +109,10 @@ async def test_a_killed_router_s_streams_go_on_at_another_without_a_step_repeate
         ran = {run.spec.request_id: run.spec for w in workers for run in w.finished.values()}
         for request, answer in zip(asked, answers):
             prompt, seed = list(request.text.encode()), ran[request.request_id].seed
-            answer.assert_says(model, oracle(prompt, seed, 40))
+            answer.assert_says(model, oracle(prompt, seed, NUM_TOKENS))
             assert not request.HasField("seed") or seed == request.seed
         # The first token is the prefill worker's.
-        assert sum(worker.num_decode_steps for worker in workers) == 39 * len(asked)
+        assert sum(worker.num_decode_steps for worker in workers) == (NUM_TOKENS - 1) * len(asked)
 
 
 async def test_sigterm_drains_and_ends_the_process(tmp_path: Path) -> None:

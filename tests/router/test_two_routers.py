@@ -312,10 +312,10 @@ async def test_an_abort_reaches_a_request_that_another_router_follows(
     listed: list[Listed],
 ) -> None:
     async with two_routers(listed, CONFIG) as ((router_a, client_a), (_, client_b)):
-        asking = asyncio.create_task(client_a.ask(named(1)))
-        await until(lambda: any(len(run.log.ids) > 1 for run in router_a.runs))
         with pytest.raises(grpc.aio.AioRpcError, match="no request 'unheard' runs here"):
             await client_b.client.stub.Abort(router_pb2.AbortRequest(request_id="unheard"))
+        asking = asyncio.create_task(client_a.ask(named(1)))
+        await until(lambda: any(len(run.log.ids) > 1 for run in router_a.runs))
         await client_b.client.stub.Abort(router_pb2.AbortRequest(request_id="named"))
         answer = await asking
         assert answer.reason == common_pb2.FINISH_REASON_ABORTED
