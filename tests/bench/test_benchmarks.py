@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from bench import __main__ as every
-from bench import demo, engine, handoff, path, placement, random_model, report, router
+from bench import demo, handoff, path, placement, report, router
 from bench.report import markdown
 
 DEMO_MODEL = Path(__file__).parents[2] / "models" / "demo"
@@ -26,20 +26,6 @@ def test_a_result_says_loudly_that_other_work_ran_beside_it(
     printed = report.describe("make bench")
     assert ("OTHER WORK RAN BESIDE THIS" in printed) == is_loud
     assert printed.startswith("> **OTHER WORK") == is_loud
-
-
-def test_a_cell_whose_rounds_are_long_gets_fewer(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[str] = []
-
-    def side(name: str) -> float:
-        calls.append(name)
-        return 3.0
-
-    monkeypatch.setattr(engine, "LONG_ROUND_S", 7.0)
-    assert engine.alternate(lambda: side("ours"), lambda: side("theirs")) == (3.0, 3.0, 5)
-    assert calls == ["ours", "theirs"] * 6
-    monkeypatch.setattr(engine, "LONG_ROUND_S", 5.0)
-    assert engine.alternate(lambda: side("ours"), lambda: side("theirs"))[2] == 3
 
 
 def numbers_of(table: str) -> list[list[float]]:
@@ -145,19 +131,15 @@ def test_the_stages_of_the_whole_path_add_up_to_the_first_token(
 
 
 @pytest.mark.full
-@pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated:FutureWarning")
-def test_the_engine_is_measured_beside_transformers(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    tiny = random_model.Shape(64, 128, 2, 4, 2, 16, 512)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(random_model, "SHAPES", {"tiny": tiny})
-    monkeypatch.setattr(engine, "PREFILL_LENGTHS", (64,))
-    monkeypatch.setattr(engine, "DECODE_BATCHES", (1, 3))
-    monkeypatch.setattr(engine, "LARGEST_TOKEN_ID", 500)
-    cells = engine.measure("tiny")
-    assert [cell.what for cell in cells] == ["prefill 64", "decode batch 1", "decode batch 3"]
-    assert all(cell.baton > 0 and cell.transformers > 0 and cell.rounds == 5 for cell in cells)
+@pytest.mark.timeout(300)
+def test_the_engine_is_measured_beside_transformers() -> None:
+    command = [sys.executable, "-m", "bench.engine", "--models", "0.1B", "--rounds", "1"]
+    command += ["--steps", "2", "--peers", "transformers"]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    cells = re.findall(r"^\| 0\.1B (\w+ \d+) +\| +(\d+) \| +(\d+) \|", printed, re.M)
+    asked = [*(f"prefill {n}" for n in (512, 2048)), *(f"decode {n}" for n in (1, 8, 32))]
+    assert [what for what, *_ in cells] == asked
+    assert all(int(ours) > 0 and int(theirs) > 0 for _, ours, theirs in cells)
 
 
 @pytest.mark.full

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from baton.config.engine import EngineConfig, FakeEngineConfig
 from engine.core import EngineCore
-from engine.request import RequestId, RequestSpec, SampledToken, StepPlan, TokenEvent
+from engine.request import SampledToken, StepPlan, TokenEvent
 from engine.step_work import StepWork
 from tests.engine.fakes import (
     GREEDY,
@@ -60,9 +61,9 @@ class Timed:
         self.core = EngineCore(engine.config, runner, engine.sink, clock=lambda: self.now_s)
         run = runner.run
 
-        def remember(plan: StepPlan, specs: dict[RequestId, RequestSpec]) -> list[SampledToken]:
+        def remember(plan: StepPlan, *given: Any) -> list[SampledToken]:
             self.steps.append(Step(plan, self.core, self.slower))
-            return run(plan, specs)
+            return run(plan, *given)
 
         runner.run = remember  # type: ignore[method-assign]
 
