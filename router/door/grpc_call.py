@@ -410,7 +410,7 @@ class Call:
     # --- what goes out -------------------------------------------------------------------------
 
     def pump(self) -> bool:
-        """Put out what there is and has room. False: the stream takes no more for now."""
+        """Put out what there is and has room. False: the stream is full."""
         while not self._is_over:
             if self._unsent:
                 if not self._send():

@@ -100,7 +100,7 @@ class Retrying:
         return parts.config.retry_backoff_s if self.num_failures > 1 else 0.0
 
     def _was_not_begun(self, failed: Failed) -> bool:
-        """Whether the worker is not to blame, and is only left alone for now."""
+        """Whether the worker is left alone for a while without being blamed."""
         fleet, failure = self._parts.fleet, failed.failure
         if failure is Failure.NO_CAPACITY:
             fleet.hold(failed.worker, max(MIN_HOLD_S, failed.retry_after_s))
