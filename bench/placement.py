@@ -27,11 +27,11 @@ from kv_transfer.block_hash import (
     chain_root,
     python_chain,
 )
+from router.placement.choice import choose
 from router.placement.native_index import NativePrefixIndex, make_index, native_library
 from router.placement.placement import (
     FleetArrays,
     PlacementQuery,
-    choose,
     evaluate,
     terms_of,
 )

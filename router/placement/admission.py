@@ -82,8 +82,8 @@ ROUND_PAUSE = 4.0  # times what a round spent in vain: the rest of the event loo
 class _Tally:
     """What one round tried."""
 
-    next_s: float
-    """Seconds until another try may help."""
+    next_s: float = math.inf
+    """Seconds until a queue is short enough for another try."""
     num_tries: int = 0
     num_in_vain: int = 0
 
@@ -275,7 +275,7 @@ class Admission:
     def _run_round(self) -> None:
         self._round = None
         now = self._clock.now_s()
-        were_in_line, tally = self._has_left_some, _Tally(self._next_release_s(now))
+        were_in_line, tally = self._has_left_some, _Tally()
         if were_in_line:
             self._review_stranded(now)
         self._try_in_order(tally)
@@ -285,7 +285,7 @@ class Admission:
         ended_s = self._clock.now_s()
         self._pause_until_s = ended_s + ROUND_PAUSE * (ended_s - now) * tally.share_in_vain
         if self._waiting:
-            self._schedule(max(tally.next_s, 0.002))
+            self._schedule(max(min(tally.next_s, self._next_release_s(now)), 0.002))
         else:
             self._owed.clear()
             self._shares.idle()
@@ -296,10 +296,12 @@ class Admission:
         """Place requests that can start on decode workers that are not reserved."""
         config, arrays, now = self._config, self._fleet.arrays, self._clock.now_s()
         reserved = np.zeros(self._fleet.num_slots, dtype=np.bool_)
-        longest = longest_open(arrays, reserved, now)
+        waiting = list(self._waiting)
+        # One alone is not worth a look at all workers before its own.
+        longest = longest_open(arrays, reserved, now) if len(waiting) > 1 else math.inf
         if longest:
             self._charge_owed()
-        for ticket in list(self._waiting):
+        for ticket in waiting:
             if not longest or tally.num_tries >= SCAN_AHEAD:
                 break
             if not ticket.may_fit(longest):
@@ -316,7 +318,8 @@ class Admission:
                 if now - ticket.since_s <= config.max_bypass_s:
                     continue
                 self._reserve(reserved, ticket, best)
-            longest = longest_open(arrays, reserved, now)
+            if ticket is not waiting[-1]:
+                longest = longest_open(arrays, reserved, now)
 
     def _reserve(self, reserved: Bools, ticket: Ticket, best: Placement | None) -> None:
         """Reserve room for a request that was overtaken too long: at its chosen worker or, if none

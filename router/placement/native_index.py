@@ -14,6 +14,7 @@ import numpy as np
 
 from baton.native_build import NativeBuildError, Recipe, build
 from kv_transfer.block_hash import HASH_BYTES, BlockHash, native_chain
+from router.placement import choice
 from router.placement.prefix_index import Hashes, IntArray, PrefixIndex
 
 log = logging.getLogger(__name__)
@@ -127,6 +128,7 @@ def build_native() -> None:
     """Compile what placement needs, if this machine never did: not while requests wait."""
     native_chain()
     native_library()
+    choice.native_library()
 
 
 def make_index(max_predictions: int) -> PrefixIndex:

@@ -1,4 +1,4 @@
-"""Where a prompt should run: a pure choice over what the fleet looks like now.
+"""What it would cost to run a prompt on each of the workers: pure functions of the fleet as it is.
 
 Every (prefill worker, decode worker) pair is a candidate, and so is every decode worker alone,
 which then prefills by itself. A candidate's cost is in predicted seconds. Nothing is booked here.
@@ -6,9 +6,8 @@ which then prefills by itself. A candidate's cost is in predicted seconds. Nothi
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -22,13 +21,15 @@ Bools = npt.NDArray[np.bool_]
 
 RETRY_PENALTY_S = 30.0  # against a worker that just failed this very request
 TIE_TOLERANCE_S = 1e-9
-MANY_PAIRS = 16_384  # beyond so many to look at, decode workers that cannot win are left out first
 SESSION_TOLERANCE_S = 1e-3  # a session stays on its decode worker if that costs no more than this
 
 
-@dataclass
+@dataclass(eq=False)
 class FleetArrays:
-    """The fleet as columns, one row per worker slot. Owned by `Fleet`; read here."""
+    """The fleet as columns, one row per worker slot. Owned by `Fleet`; read here.
+
+    Columns are written in place and never replaced: native code keeps their addresses.
+    """
 
     names: list[str]
     kv_class: Ints  # workers of one class exchange KV; -1: no worker
@@ -222,33 +223,10 @@ class Terms:
             return np.full(len(d), np.inf)
         return self.queue_s[d] + self.prefill_s[d] + self.local_decode_s + self.decode_penalty_s
 
-    def writers_s(self, fleet: FleetArrays, policy: RouterConfig, columns: Ints) -> Floats:
-        """[prefill workers, columns] What a pair costs before its decode worker, which is one of
-        `columns`, begins. Of the decode worker only the bytes that it lacks and its links count."""
-        p = self.prefill_slots
-        prefill = self.prefill_s[p]
-        alone = self.queue_s[p] + prefill + self.prefill_penalty_s
-        rates = self.link_bytes_per_s(fleet, p, columns)
-        lacks = self.bytes_to_move[columns]
-        return alone[:, None] + transfer_s(lacks, rates, prefill[:, None], policy)
-
-    def link_bytes_per_s(self, fleet: FleetArrays, p: Ints, columns: Ints) -> Floats:
-        """[p, columns], or [p, 1] where all links are as fast as their writers."""
-        rates = fleet.handoff_bytes_per_s[p]
-        if self.trusts_links and not fleet.links.are_plain:
-            return fleet.links.rates(p, self.decode_slots[columns], rates)
-        return rates[:, None]
-
-    def groups(self, fleet: FleetArrays) -> tuple[Ints, Ints]:
-        """Decode workers with equal `writers_s` are a group: a column of each group, and the group
-        of each decode worker."""
-        key = self.bytes_to_move
-        if self.trusts_links and not fleet.links.are_plain:  # both are whole numbers
-            key = key * len(fleet.links.kinds) + fleet.links.kinds[self.decode_slots]
-        if key.min() == key.max():
-            return np.zeros(1, dtype=np.int64), np.zeros(len(key), dtype=np.int64)
-        _, columns, group = np.unique(key, return_index=True, return_inverse=True)
-        return columns, group
+    def link_bytes_per_s(self, fleet: FleetArrays, writers: Ints, readers: Ints) -> Floats:
+        """[writers, readers], or [writers, 1] where all links count as fast as their writers."""
+        rates = fleet.handoff_bytes_per_s[writers]
+        return fleet.links.rates(writers, readers, rates) if self.trusts_links else rates[:, None]
 
 
 def transfer_s(
@@ -311,7 +289,10 @@ def evaluate(terms: Terms, fleet: FleetArrays, policy: RouterConfig) -> Floats:
     """Cost of every candidate: rows are prefill workers and, last, local prefill; columns decode
     workers. Seconds; infinite where no candidate is."""
     p, d = terms.prefill_slots, terms.decode_slots
-    pairs = terms.writers_s(fleet, policy, np.arange(len(d)))
+    prefill = terms.prefill_s[p]
+    alone = terms.queue_s[p] + prefill + terms.prefill_penalty_s
+    rates = terms.link_bytes_per_s(fleet, p, d)
+    pairs = alone[:, None] + transfer_s(terms.bytes_to_move, rates, prefill[:, None], policy)
     pairs += terms.decode_s + terms.decode_penalty_s
     pairs[p[:, None] == d[None, :]] = np.inf  # that is local prefill
     if policy.local_prefill == "always":
@@ -374,150 +355,66 @@ def longest_open(fleet: FleetArrays, reserved: Bools, now_s: float) -> float:
     return float(fleet.longest_request[is_open].max(initial=0.0))
 
 
-def choose(
-    query: PlacementQuery,
-    fleet: FleetArrays,
-    policy: RouterConfig,
-    now_s: float,
-    rng: random.Random,
-) -> Placement | None:
-    """The cheapest placement, ties at random; None when no decode worker has room. A session stays
-    on its decode worker if that costs hardly more.
-
-    The same as the least of `evaluate`, without looking at every pair. Decode workers that lack
-    equally many bytes, over equal links, are a group. Within a group the cheapest prefill worker is
-    the same for all, unless it is the decode worker itself.
-    """
-    terms = terms_of(query, fleet, policy, now_s)
-    p, d = terms.prefill_slots, terms.decode_slots
-    if not len(d):
-        return None
-    columns, group = terms.groups(fleet)
-    if len(columns) * len(p) > MANY_PAIRS:
-        terms = _without_losers(terms, fleet, policy)
-        d = terms.decode_slots
-        columns, group = terms.groups(fleet)
-    writers = terms.writers_s(fleet, policy, columns)
-    if policy.local_prefill == "always":
-        writers = writers[:0]
-    local = terms.local_s(policy)
-    decode = terms.decode_s + terms.decode_penalty_s
-    total = np.minimum(local, _cheapest_writer_s(writers, p, d, group) + decode)
-    best = total.min()
-    if best == np.inf:
-        return None
-    (ties,) = (total <= best + TIE_TOLERANCE_S).nonzero()
-    if query.preferred is not None:
-        (stays,) = ((d == query.preferred) & (total <= best + SESSION_TOLERANCE_S)).nonzero()
-        ties = stays if len(stays) else ties
-    column = int(ties[rng.randrange(len(ties))])
-    costs = np.append(writers[:, group[column]] + decode[column], local[column])
-    costs[:-1][p[: len(writers)] == d[column]] = np.inf
-    (ties,) = (costs <= costs.min() + TIE_TOLERANCE_S).nonzero()
-    row = int(ties[rng.randrange(len(ties))])
-    is_local = row == len(writers)
-    return _placement(query, fleet, policy, terms, (None if is_local else row, column), now_s)
-
-
-def _without_losers(terms: Terms, fleet: FleetArrays, policy: RouterConfig) -> Terms:
-    """The same without decode workers that cannot be chosen: what they cost at least exceeds what
-    another costs with one good prefill worker."""
-    p, d = terms.prefill_slots, terms.decode_slots
-    least = local = terms.local_s(policy)
-    bound = local.min()
-    if len(p) and policy.local_prefill != "always":
-        decode = terms.decode_s + terms.decode_penalty_s
-        prefill, rates = terms.prefill_s[p], fleet.handoff_bytes_per_s[p]
-        alone = terms.queue_s[p] + prefill + terms.prefill_penalty_s
-        fastest = rates.max() * fleet.links.most_gained
-        at_least = transfer_s(terms.bytes_to_move, fastest, prefill.max(), policy)
-        least = np.minimum(local, alone.min() + at_least + decode)
-        good = alone.argmin()
-        one = replace(
-            terms,
-            prefill_slots=p[[good]],
-            prefill_penalty_s=terms.prefill_penalty_s[[good]],
-        )
-        costs = one.writers_s(fleet, policy, np.arange(len(d)))[0] + decode
-        bound = min(bound, costs[d != p[good]].min(initial=np.inf))
-    (kept,) = (least <= bound + SESSION_TOLERANCE_S + TIE_TOLERANCE_S).nonzero()
-    return replace(
-        terms,
-        decode_slots=d[kept],
-        bytes_to_move=terms.bytes_to_move[kept],
-        decode_s=terms.decode_s[kept],
-        local_decode_s=terms.local_decode_s[kept],
-        decode_penalty_s=terms.decode_penalty_s[kept],
-    )
-
-
-def _cheapest_writer_s(writers: Floats, p: Ints, d: Ints, group: Ints) -> Floats:
-    """[decode workers] Of the prefill workers' costs to each group, the least of another worker
-    than the decode worker itself; infinite without one."""
-    if not len(writers):
-        return np.full(len(d), np.inf)
-    first = writers.argmin(axis=0)
-    columns = np.arange(len(first))
-    least: Floats = writers[first, columns][group]
-    is_own = p[first][group] == d
-    if is_own.any():
-        others = writers.copy()
-        others[first, columns] = np.inf
-        least = np.where(is_own, others.min(axis=0)[group], least)
-    return least
-
-
 def ranked(
     query: PlacementQuery, fleet: FleetArrays, policy: RouterConfig, now_s: float, limit: int
 ) -> Sequence[Placement]:
     """Candidates, cheapest first, at most `limit`."""
     terms = terms_of(query, fleet, policy, now_s)
     costs = evaluate(terms, fleet, policy)
-    num_rows, num_columns = costs.shape
     found = []
     for flat in np.argsort(costs, axis=None, kind="stable")[:limit].tolist():
         if np.isfinite(costs.flat[flat]):
-            row, column = divmod(flat, num_columns)
-            at = (None if row == num_rows - 1 else row, column)
-            found.append(_placement(query, fleet, policy, terms, at, now_s))
+            at = divmod(flat, costs.shape[1])
+            found.append(placement_at(query, fleet, policy, terms, at, now_s))
     return found
 
 
-def _placement(
+def placement_at(
     query: PlacementQuery,
     fleet: FleetArrays,
     policy: RouterConfig,
     terms: Terms,
-    at: tuple[int | None, int],
+    at: tuple[int, int],
     now_s: float,
 ) -> Placement:
-    """The candidate of a prefill worker (None: local prefill) and a decode worker of the terms."""
+    """The candidate in this row and column of `evaluate`."""
     row, column = at
     decode_slot = int(terms.decode_slots[column])
-    prefill_slot = None if row is None else int(terms.prefill_slots[row])
-    slot = decode_slot if prefill_slot is None else prefill_slot
+    is_local = row == len(terms.prefill_slots)
+    slot = decode_slot if is_local else int(terms.prefill_slots[row])
     queue_s, prefill_s = float(terms.queue_s[slot]), float(terms.prefill_s[slot])
     penalty_s = float(terms.decode_penalty_s[column])
-    if row is None:
+    if is_local:
         moving_s, decode_s = 0.0, float(terms.local_decode_s[column])
     else:
-        (rate,) = terms.link_bytes_per_s(fleet, terms.prefill_slots[[row]], np.array([column]))[0]
-        lacks = terms.bytes_to_move[column]
-        moving_s = float(transfer_s(lacks, rate, terms.prefill_s[slot], policy))
+        ends = np.array([slot]), np.array([decode_slot])
+        rate, lacks = terms.link_bytes_per_s(fleet, *ends)[0], terms.bytes_to_move[column]
+        moving_s = float(transfer_s(lacks, rate, terms.prefill_s[slot], policy)[0])
         decode_s = float(terms.decode_s[column])
         penalty_s += float(terms.prefill_penalty_s[row])
+    cost_s = queue_s + prefill_s + moving_s + decode_s + penalty_s
+    costs = cost_s, queue_s, prefill_s, moving_s, decode_s
+    return placement_of(query, fleet, None if is_local else slot, decode_slot, costs, now_s)
+
+
+def placement_of(
+    query: PlacementQuery,
+    fleet: FleetArrays,
+    prefill_slot: int | None,
+    decode_slot: int,
+    costs: tuple[float, float, float, float, float],
+    now_s: float,
+) -> Placement:
+    """The candidate of these workers. `costs`: its cost, then queue, prefill, transfer, decode."""
     cached = query.cached_tokens
+    slot = decode_slot if prefill_slot is None else prefill_slot
     uncached = max(1, query.num_tokens - int(cached[slot]))
     return Placement(
-        prefill_slot=prefill_slot,
-        decode_slot=decode_slot,
-        prefill_worker="" if prefill_slot is None else fleet.names[prefill_slot],
-        decode_worker=fleet.names[decode_slot],
-        cost_s=queue_s + prefill_s + moving_s + decode_s + penalty_s,
-        queue_s=queue_s,
-        prefill_s=prefill_s,
-        transfer_s=moving_s,
-        decode_s=decode_s,
+        prefill_slot,
+        decode_slot,
+        "" if prefill_slot is None else fleet.names[prefill_slot],
+        fleet.names[decode_slot],
+        *costs,
         num_cached_tokens_prefill=0 if prefill_slot is None else int(cached[prefill_slot]),
         num_cached_tokens_decode=int(cached[decode_slot]),
         num_tokens=query.num_tokens,

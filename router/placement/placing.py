@@ -11,11 +11,11 @@ import numpy as np
 
 from baton.config.router import RouterConfig
 from router.fleet.fleet import Fleet
+from router.placement.choice import choose
 from router.placement.placement import (
     Bools,
     Placement,
     PlacementQuery,
-    choose,
     earliest_first_token_s,
     ranked,
 )

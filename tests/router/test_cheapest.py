@@ -1,9 +1,10 @@
-"""`choose` looks at groups of decode workers; it must find what looking at every pair finds."""
+"""The native choice must find what looking at every pair finds, and so must its twin in Python."""
 
 from __future__ import annotations
 
 import dataclasses
 import random
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -11,19 +12,31 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.config.router import RouterConfig
-from router.placement import placement
-from router.placement.placement import (
+from router.placement.choice import (
     SESSION_TOLERANCE_S,
     TIE_TOLERANCE_S,
-    FleetArrays,
-    PlacementQuery,
     choose,
+    choose_in_python,
+    native_library,
+)
+from router.placement.placement import (
+    FleetArrays,
+    Placement,
+    PlacementQuery,
     evaluate,
+    ranked,
     terms_of,
 )
 
 NOW_S = 100.0
 Pair = tuple[int | None, int]
+Way = Callable[..., Placement | None]
+
+
+def costs_of(found: Placement) -> tuple[object, ...]:
+    """Who runs it, and each term, to a nanosecond."""
+    terms = (found.queue_s, found.prefill_s, found.transfer_s, found.decode_s, found.cost_s)
+    return (found.prefill_slot, found.decode_slot, *(round(term, 8) for term in terms))
 
 
 def random_fleet(rng: np.random.Generator, num_slots: int) -> FleetArrays:
@@ -34,26 +47,26 @@ def random_fleet(rng: np.random.Generator, num_slots: int) -> FleetArrays:
     def column(*values: float) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
         return rng.choice(np.array(values), num_slots)
 
-    fleet.kv_class = rng.choice([0, 0, 0, 1, -1], num_slots)
+    fleet.kv_class[:] = rng.choice([0, 0, 0, 1, -1], num_slots)
     roles = rng.choice([1, 2, 2, 3], num_slots)
-    fleet.can_prefill, fleet.can_decode = roles & 1 > 0, roles & 2 > 0
-    fleet.usable = rng.random(num_slots) < 0.9
-    fleet.hold_until_s = column(0.0, 0.0, 0.0, NOW_S + 1)
-    fleet.prefill_tokens_per_s = column(1000.0, 2000.0, 8000.0)
-    fleet.prefill_measured_s = column(-np.inf, NOW_S - 60, NOW_S)
-    fleet.decode_step_s = column(0.01, 0.02)
-    fleet.decode_measured_s = column(-np.inf, NOW_S - 60, NOW_S)
-    fleet.handoff_bytes_per_s = column(1e8, 1e9, 1e10)
-    fleet.kv_bytes_per_token = column(1 << 16, 1 << 17)
-    fleet.queued_tokens = column(0, 0, 500, 20_000)
-    fleet.head_tokens = np.minimum(fleet.queued_tokens, column(0, 400))
-    fleet.head_since_s = column(NOW_S - 1, NOW_S)
-    fleet.running = column(0, 0, 1, 3, 8)
-    fleet.max_running = column(8, 16)
-    fleet.free_tokens = column(0, 500, 10_000)
-    fleet.longest_request = column(600, 10_000)
-    fleet.max_held_tokens = column(np.inf, 512)
-    fleet.unquarantined_tokens = column(np.inf, np.inf, 400)
+    fleet.can_prefill[:], fleet.can_decode[:] = roles & 1 > 0, roles & 2 > 0
+    fleet.usable[:] = rng.random(num_slots) < 0.9
+    fleet.hold_until_s[:] = column(0.0, 0.0, 0.0, NOW_S + 1)
+    fleet.prefill_tokens_per_s[:] = column(1000.0, 2000.0, 8000.0)
+    fleet.prefill_measured_s[:] = column(-np.inf, NOW_S - 60, NOW_S)
+    fleet.decode_step_s[:] = column(0.01, 0.02)
+    fleet.decode_measured_s[:] = column(-np.inf, NOW_S - 60, NOW_S)
+    fleet.handoff_bytes_per_s[:] = column(1e8, 1e9, 1e10)
+    fleet.kv_bytes_per_token[:] = column(1 << 16, 1 << 17)
+    fleet.queued_tokens[:] = column(0, 0, 500, 20_000)
+    fleet.head_tokens[:] = np.minimum(fleet.queued_tokens, column(0, 400))
+    fleet.head_since_s[:] = column(NOW_S - 1, NOW_S)
+    fleet.running[:] = column(0, 0, 1, 3, 8)
+    fleet.max_running[:] = column(8, 16)
+    fleet.free_tokens[:] = column(0, 500, 10_000)
+    fleet.longest_request[:] = column(600, 10_000)
+    fleet.max_held_tokens[:] = column(np.inf, 512)
+    fleet.unquarantined_tokens[:] = column(np.inf, np.inf, 400)
     if rng.random() < 0.7:
         for writer, reader in rng.integers(0, num_slots, (int(rng.choice([1, 4, 200])), 2)):
             rate = fleet.handoff_bytes_per_s[writer]
@@ -99,18 +112,17 @@ def cheapest_pairs(
     seed=st.integers(0, 2**32 - 1),
     num_slots=st.sampled_from([2, 6, 16, 40, 150]),
     local_prefill=st.sampled_from(["auto", "auto", "never", "always"]),
-    many_pairs=st.sampled_from([0, placement.MANY_PAIRS]),
+    way=st.sampled_from([choose, choose_in_python]),
 )
 def test_the_choice_is_one_of_the_cheapest_of_all_pairs(
-    seed: int, num_slots: int, local_prefill: str, many_pairs: int
+    seed: int, num_slots: int, local_prefill: str, way: Way
 ) -> None:
+    assert native_library() is not None
     rng = np.random.default_rng(seed)
     fleet, query = random_fleet(rng, num_slots), random_query(rng, num_slots)
     policy = dataclasses.replace(RouterConfig(), local_prefill=local_prefill)  # type: ignore[arg-type]
     least, pairs = cheapest_pairs(query, fleet, policy)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(placement, "MANY_PAIRS", many_pairs)
-        chosen = choose(query, fleet, policy, NOW_S, random.Random(seed))
+    chosen = way(query, fleet, policy, NOW_S, random.Random(seed))
     if chosen is None:
         assert not pairs
     elif chosen.decode_slot == query.preferred:
@@ -119,10 +131,13 @@ def test_the_choice_is_one_of_the_cheapest_of_all_pairs(
         assert (chosen.prefill_slot, chosen.decode_slot) in pairs
         assert query.preferred not in {decode for _, decode in pairs}
         assert chosen.cost_s == pytest.approx(least, abs=2e-9)
+    if chosen is not None:
+        assert costs_of(chosen) in [costs_of(p) for p in ranked(query, fleet, policy, NOW_S, 10**6)]
 
 
+@pytest.mark.parametrize("way", [choose, choose_in_python])
 @pytest.mark.parametrize("seed", range(20))
-def test_each_of_the_cheapest_pairs_is_chosen_at_times(seed: int) -> None:
+def test_each_of_the_cheapest_pairs_is_chosen_at_times(seed: int, way: Way) -> None:
     rng = np.random.default_rng(seed)
     fleet, query = random_fleet(rng, 8), random_query(rng, 8)
     fleet.queued_tokens[:] = fleet.running[:] = 0
@@ -132,6 +147,6 @@ def test_each_of_the_cheapest_pairs_is_chosen_at_times(seed: int) -> None:
     chosen = {
         (found.prefill_slot, found.decode_slot)
         for _ in range(300)
-        if (found := choose(query, fleet, RouterConfig(), NOW_S, draws))
+        if (found := way(query, fleet, RouterConfig(), NOW_S, draws))
     }
     assert chosen == pairs

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from baton.clock import ManualClock
 from router.fleet.fleet import Fleet, RecentPeak, ReportedLoad, WorkerState
-from router.placement.placement import choose, ranked
+from router.placement.choice import choose
+from router.placement.placement import ranked
 from tests.router.fleets import (
     POLICY,
     cheapest,
