@@ -306,8 +306,10 @@ class Router:
             self.admission.waiting, self.fleet, self.config, self.clock.now_s()
         )
         report = self._figures.report(self.parts.counts, waiting)
-        report.requests.CopyFrom(self.parts.request_figures.report(self.num_active))
-        report.pools.extend(self.parts.pool_figures.report())
+        pools = self.parts.pool_figures
+        requests = self.parts.request_figures.report(self.num_active, pools.median_gap_s())
+        report.requests.CopyFrom(requests)
+        report.pools.extend(pools.report())
         return report
 
     def gauges(self) -> Gauges:

@@ -7,11 +7,12 @@ minute; rollouts go by it.
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 import statistics
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
@@ -74,23 +75,37 @@ class Recent:
         self._rng = random.Random(0)
 
     def add(self, sample: float, now_s: float) -> None:
-        self._spans.at(now_s).add(sample, self._rng)
+        self.add_all((sample,), now_s)
+
+    def add_all(self, samples: Sequence[float], now_s: float) -> None:
+        span = self._spans.at(now_s)
+        for sample in samples:
+            span.add(sample, self._rng)
 
     def count(self, now_s: float, last_s: float = math.inf) -> int:
-        return sum(span.num_seen for span in self._spans.within(now_s, last_s))
+        return sum(span.num_seen for span in self.within(now_s, last_s))
+
+    def within(self, now_s: float, last_s: float = math.inf) -> Iterator[_Samples]:
+        """Of each second of the whole window, or of its `last_s`."""
+        return self._spans.within(now_s, last_s)
 
     def quantile(self, share: float, now_s: float, last_s: float = math.inf) -> float | None:
-        """The least sample that `share` (0 to 1) of all are not above; None: there is none."""
-        spans = list(self._spans.within(now_s, last_s))
-        if not spans:
-            return None
-        samples = np.concatenate([span.kept for span in spans])
-        num_kept = [len(span.kept) for span in spans]
-        stands_for = [span.num_seen / len(span.kept) for span in spans]
-        order = np.argsort(samples)
-        num_up_to = np.cumsum(np.repeat(stands_for, num_kept)[order])
-        at = np.searchsorted(num_up_to, share * num_up_to[-1], side="right")
-        return float(samples[order[min(at, len(samples) - 1)]])
+        """As `quantile`."""
+        return quantile(share, self.within(now_s, last_s))
+
+
+def quantile(share: float, of: Iterable[_Samples]) -> float | None:
+    """The least sample that `share` (0 to 1) of all are not above; None: there is none."""
+    spans = list(of)
+    if not spans:
+        return None
+    samples = np.concatenate([span.kept for span in spans])
+    num_kept = [len(span.kept) for span in spans]
+    stands_for = [span.num_seen / len(span.kept) for span in spans]
+    order = np.argsort(samples)
+    num_up_to = np.cumsum(np.repeat(stands_for, num_kept)[order])
+    at = np.searchsorted(num_up_to, share * num_up_to[-1], side="right")
+    return float(samples[order[min(at, len(samples) - 1)]])
 
 
 WINDOW_S = 60.0
@@ -115,9 +130,15 @@ class PoolFigures:
         """Of a request whose prompt a worker of the pool prefilled; since its arrival."""
         self._of(pool).ttft_s.add(ttft_s, self._clock())
 
-    def saw_gap(self, pool: str, gap_s: float) -> None:
-        """Between two tokens of a stream that a worker of the pool decodes."""
-        self._of(pool).gaps_s.add(gap_s, self._clock())
+    def saw_gaps(self, pool: str, gaps_s: Sequence[float]) -> None:
+        """Between tokens of a stream that a worker of the pool decodes."""
+        self._of(pool).gaps_s.add_all(gaps_s, self._clock())
+
+    def median_gap_s(self) -> float | None:
+        """Of all pools; None: there was none."""
+        now_s = self._clock()
+        within = (pool.gaps_s.within(now_s) for pool in self._pools.values())
+        return quantile(0.5, itertools.chain.from_iterable(within))
 
     def report(self) -> list[control_pb2.PoolFigures]:
         now_s = self._clock()
@@ -172,7 +193,6 @@ class RequestFigures:
     def __init__(self, clock: NowS) -> None:
         self._clock = clock
         self._ended = Spans(WINDOW_S, _Ended)
-        self._gaps_s = Recent(WINDOW_S)
         self._first_waits_s = Recent(WINDOW_S)
         self._usual_s = 0.0  # median wait for a first token, when some came last
 
@@ -189,16 +209,12 @@ class RequestFigures:
         """So long after its attempt began."""
         self._first_waits_s.add(wait_s, self._clock())
 
-    def saw_gap(self, gap_s: float, now_s: float) -> None:
-        """Between two tokens of a stream."""
-        self._gaps_s.add(gap_s, now_s)
-
     def too_long_s(self, least_s: float) -> float:
         """How long a request may stand still that the fastest worker could prefill in `least_s`."""
         return max(_LEAST_STILL_S, _STILL_FACTOR * max(self._usual_s, least_s))
 
-    def report(self, num_active: int) -> control_pb2.RequestFigures:
-        """`num_active`: requests that run now."""
+    def report(self, num_active: int, gap_s: float | None) -> control_pb2.RequestFigures:
+        """`num_active`: requests that run now. `gap_s`: the median between two tokens."""
         now = self._clock()
         if (wait_s := self._first_waits_s.quantile(0.5, now)) is not None:
             self._usual_s = wait_s
@@ -206,7 +222,7 @@ class RequestFigures:
         return control_pb2.RequestFigures(
             num_requests=sum(each.num_all for each in ended),
             num_failures=sum(each.num_failed for each in ended),
-            itl_s=self._gaps_s.quantile(0.5, now),
+            itl_s=gap_s,
             num_abandoned=sum(each.num_abandoned for each in ended),
             num_active=num_active,
         )

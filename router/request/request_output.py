@@ -32,6 +32,9 @@ from router.text import Detokenizer
 _NOT_OF_CLIENT = (BatonError, KvTransferError, WorkerLostError, PoisonError, NotResumableError)
 
 
+REPORT_S = 0.25  # a stream's tokens reach the figures this often
+
+
 class Served(enum.Enum):
     """How workers served a request."""
 
@@ -68,6 +71,8 @@ class RequestOutput:
         self._still_s = 0.0  # in attempts that are over, since the last token
         self._first_at_s = self._last_at_s = 0.0  # of the tokens, once there are any
         self._gaps_s: list[float] = []  # one per token after those that came first
+        self._reported_at_s = 0.0  # the tokens and gaps up to these numbers, to the figures
+        self._num_reported, self._num_gaps_reported = 0, 1
         self._second_token_s = 0.0
         self._reserve_s = self._prefill_queue_s = self._prefill_s = 0.0
         self._num_cached_tokens = 0
@@ -85,6 +90,7 @@ class RequestOutput:
         """This booking's tokens come now. `routed` is sent once its decode worker has room, since a
         full one may be asked many times. `has_time`: as far as is known, a worker could serve it
         before its deadline."""
+        self._report_tokens()
         self._booking, self._attempt_at_s = booking, self._parts.clock.now_s()
         self._routed, self._on_taken_in = routed, on_taken_in
         self._num_attempts, self._lease_id = self._num_attempts + 1, ""
@@ -176,11 +182,11 @@ class RequestOutput:
                 stop, finished = emitted.stop, FinishReason.STOP
                 break
         num_new = len(log.ids) - num_before
-        self._time(num_new)
-        log.logprobs.extend(logprobs[:num_new])
-        self._parts.metrics.tokens.inc(num_new)
-        self._parts.counts.output_tokens += num_new
-        self._parts.admission.emitted(self._arrival.parsed.tenant, num_before, len(log.ids))
+        if num_new:
+            self._time(num_new)
+            self._parts.admission.emitted(self._arrival.parsed.tenant, num_before, len(log.ids))
+        if logprobs:
+            log.logprobs.extend(logprobs[:num_new])
         if finished is None and len(log.ids) >= self._arrival.parsed.sampling.max_tokens:
             finished = FinishReason.LENGTH
         if finished is None:
@@ -195,24 +201,32 @@ class RequestOutput:
 
     def _time(self, num_new: int) -> None:
         """Tokens that come together share the gap before them: none of them took no time."""
-        if not num_new:
-            return
-        now = self._parts.clock.now_s()
+        now_s = self._parts.clock.now_s()
         if len(self.log.ids) == num_new:
-            self._first_at_s = now
+            self._first_at_s = now_s
         else:
-            gap_s = now - self._last_at_s
+            gap_s = now_s - self._last_at_s
             if not self._gaps_s:
                 self._second_token_s = gap_s
-            else:
-                self._report_gap(gap_s / num_new, now)
             self._gaps_s += [gap_s / num_new] * num_new
-        self._last_at_s, self._still_s = now, 0.0
+        self._last_at_s, self._still_s = now_s, 0.0
+        if now_s - self._reported_at_s >= REPORT_S:
+            self._reported_at_s = now_s
+            self._report_tokens()
 
-    def _report_gap(self, gap_s: float, now_s: float) -> None:
-        self._parts.request_figures.saw_gap(gap_s, now_s)
-        if self._booking is not None:
-            self._parts.pool_figures.saw_gap(self._booking.decode.facts.pool, gap_s)
+    def _report_tokens(self) -> None:
+        """Count what is new since the last time; one token at a time, it would cost as much as
+        the token."""
+        num_before, num_tokens = self._num_reported, len(self.log.ids)
+        if num_before == num_tokens:
+            return
+        self._num_reported = num_tokens
+        self._parts.metrics.tokens.inc(num_tokens - num_before)
+        self._parts.counts.output_tokens += num_tokens - num_before
+        gaps_s = self._gaps_s[self._num_gaps_reported :]
+        if gaps_s and self._booking is not None:
+            self._num_gaps_reported = len(self._gaps_s)
+            self._parts.pool_figures.saw_gaps(self._booking.decode.facts.pool, gaps_s)
 
     def _flush(self, num_new: int) -> None:
         """Held-back text comes with the last token, unless clients may have taken that token."""
@@ -294,7 +308,8 @@ class RequestOutput:
         )
 
     def _report_end(self, outcome: str, timings: Timings) -> None:
-        """For operators: a line in the log, and the counters of targets."""
+        """For operators: figures, a line in the log, and the counters of targets."""
+        self._report_tokens()
         arrival, parsed, booking = self._arrival, self._arrival.parsed, self._booking
         prefill = decode = ""
         if booking is not None:

@@ -101,7 +101,7 @@ def test_each_pool_s_slowest_but_a_twentieth_are_reported_for_a_minute() -> None
     figures = PoolFigures(clock.now_s)
     for number in range(100):
         figures.saw_first_token("prefill-a", number / 100)
-        figures.saw_gap("decode-a", 0.01 if number < 94 else 0.5)
+        figures.saw_gaps("decode-a", [0.01 if number < 94 else 0.5])
         clock.advance(0.1)
     decode, prefill = figures.report()
     assert (decode.pool, prefill.pool) == ("decode-a", "prefill-a")
@@ -117,7 +117,7 @@ def test_gaps_of_the_last_seconds_are_apart_and_how_many_they_are() -> None:
     figures = PoolFigures(clock.now_s)
     for gap_s in (0.5, 0.02):
         for _ in range(200):
-            figures.saw_gap("decode-a", gap_s)
+            figures.saw_gaps("decode-a", [gap_s])
             clock.advance(0.05)
     (decode,) = figures.report()
     assert decode.itl_p95_s == pytest.approx(0.5)
@@ -134,7 +134,7 @@ def test_a_second_in_which_little_was_seen_counts_for_little() -> None:
     figures = PoolFigures(clock.now_s)
     for second in range(10):
         for _ in range(64 if second == 4 else 6400):
-            figures.saw_gap("decode-a", 0.5 if second == 4 else 0.02)
+            figures.saw_gaps("decode-a", [0.5 if second == 4 else 0.02])
         clock.advance(1.0)
     (decode,) = figures.report()
     assert decode.itl_p95_s == pytest.approx(0.02)
@@ -152,24 +152,24 @@ async def test_a_router_reports_what_clients_saw_of_the_pools_that_served_them()
 
 def test_figures_are_those_of_the_last_minute() -> None:
     clock = ManualClock(100.0)
-    figures = RequestFigures(clock.now_s)
+    figures, pools = RequestFigures(clock.now_s), PoolFigures(clock.now_s)
     for second in range(90):
         clock.advance(1.0)
-        for gap_s in (0.01, 0.02, 0.03):
-            figures.saw_gap(gap_s, clock.now_s())
+        pools.saw_gaps("decode-a", [0.01, 0.02])
+        pools.saw_gaps("decode-b", [0.03])
         figures.ended(failed=second >= 60)
     clock.advance(0.5)
-    report = figures.report(num_active=3)
+    report = figures.report(3, pools.median_gap_s())
     assert (report.num_requests, report.num_failures, report.num_active) == (60, 30, 3)
     assert report.itl_s == pytest.approx(0.02)
     clock.advance(WINDOW_S)
-    assert figures.report(0) == control_pb2.RequestFigures()
+    assert figures.report(0, pools.median_gap_s()) == control_pb2.RequestFigures()
 
 
 def test_requests_without_a_gap_are_reported_without_one() -> None:
     figures = RequestFigures(ManualClock(100.0).now_s)
     figures.ended(failed=True)
-    assert not figures.report(0).HasField("itl_s")
+    assert not figures.report(0, None).HasField("itl_s")
 
 
 def test_what_is_too_long_goes_by_first_tokens_and_is_remembered() -> None:
@@ -179,17 +179,17 @@ def test_what_is_too_long_goes_by_first_tokens_and_is_remembered() -> None:
     assert figures.too_long_s(least_s=2.0) == 20.0
     for wait_s in (0.1, 3.0, 9.0):
         figures.saw_first_token(wait_s)
-    figures.report(0)
+    figures.report(0, None)
     assert figures.too_long_s(least_s=0.1) == 30.0
     clock.advance(WINDOW_S + 1.0)  # everything hangs
-    figures.report(0)
+    figures.report(0, None)
     assert figures.too_long_s(least_s=0.1) == 30.0
 
 
 def test_what_clients_gave_up_on_is_reported_beside_what_ended() -> None:
     figures = RequestFigures(ManualClock(100.0).now_s)
     figures.abandoned()
-    report = figures.report(0)
+    report = figures.report(0, None)
     assert (report.num_requests, report.num_failures, report.num_abandoned) == (0, 0, 1)
 
 
