@@ -50,10 +50,10 @@ class TensorSource(Protocol):
         """Raise CheckpointError naming tensors that nothing asked for."""
 
 
-def _is_finite(tensor: torch.Tensor) -> bool:
-    """NaN spreads to both. One pass, and no copy."""
-    least, most = torch.aminmax(tensor)
-    return bool(least.isfinite() & most.isfinite())
+def _is_finite(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether it is once it is in `dtype`. NaN spreads to both ends. One pass, and no copy."""
+    ends = torch.stack(torch.aminmax(tensor)).to(dtype)
+    return bool(ends.isfinite().all())
 
 
 class WeightLoader:
@@ -118,7 +118,7 @@ class WeightLoader:
         return tensor
 
     def _check_finite(self, name: str, tensor: torch.Tensor) -> None:
-        if self._device.type != "meta" and not _is_finite(tensor):
+        if self._device.type != "meta" and not _is_finite(tensor, self._dtype):
             raise CheckpointError(
                 f"{self._checkpoint.source_of(name)}: tensor {name} has values that are not finite"
                 f" in {self._dtype}: the file is damaged, or needs another engine.dtype"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import threading
@@ -121,6 +122,14 @@ def test_a_wrong_tensor_is_named(
     change_tensors(folder, change)
     with pytest.raises(CheckpointError, match=named):
         load(folder)
+
+
+def test_a_weight_too_large_for_the_dtype_in_use_is_named(folder: Path) -> None:
+    name = "model.layers.1.mlp.down_proj.weight"
+    change_tensors(folder, lambda tensors: tensors[name][5, 5:6].fill_(1e5))
+    load(folder)
+    with pytest.raises(CheckpointError, match=rf"{name} has values .* not finite in torch.float16"):
+        set_up(folder, dataclasses.replace(CONFIG, dtype="float16"))
 
 
 @pytest.mark.parametrize("keep", [0, 5, 2000, -100])
