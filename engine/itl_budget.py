@@ -12,7 +12,7 @@ from bisect import bisect_right
 from engine.learned_rates import LearnedRates
 from engine.step_work import StepWork
 
-_AIM = 0.9  # of the budget: steps differ, and half of them would take longer
+_AIM = 0.8  # of the budget: steps differ, and a stream that is handed over waits for the end of one
 
 
 class ItlBudget:
