@@ -5,7 +5,8 @@ A handoff:
    ranks push each layer as it finishes.
 2. `finish`: the first token is known. The ranks flush and send `done`; the receiver answers `Ack`.
 3. Or it breaks at any time: fenced, refused, peer lost, no answer in time, or cancelled. Every rank
-   stops. Once all have drained, the receiver gets `Failed` and `Drained`.
+   stops. Once all have drained, the receiver gets `Failed` and `Drained`. Until then the stop is
+   repeated: a rank also drains once the receiver's process has ended.
 
 A timer renews the lease while the handoff is open and the engine is well. A prompt that waits
 behind others, or whose chunk takes long, is still being served. A hung or blocked engine renews
@@ -44,6 +45,7 @@ from kv_transfer.rank import TransferRank
 log = logging.getLogger(__name__)
 
 _RENEWALS = 3  # renewals per lease duration: one may be late or lost
+_LONGEST_POLL_S = 1.0
 _RESENDS = 4  # `done` messages within the timeout, until one is answered
 
 
@@ -264,9 +266,20 @@ class Exporter:
         export.timer = self._clock.call_later(
             self._config.ack_timeout_s, lambda: self._give_up_waiting(handoff, export)
         )
-        self._rank.cancel(handoff)
+        self._cancel_until_drained(handoff, export, self._config.drain_poll_s)
         if self.on_broken is not None:
             self.on_broken(handoff, export.error)
+
+    def _cancel_until_drained(self, handoff: HandoffId, export: Export, pause_s: float) -> None:
+        """Cancel on every rank, at growing intervals: a rank that waits for a receiver drains once
+        the receiver's process has ended."""
+        if export.all_drained.is_set():
+            return
+        self._rank.cancel(handoff)
+        longer_s = min(_LONGEST_POLL_S, 2 * pause_s)
+        self._clock.call_later(
+            pause_s, lambda: self._cancel_until_drained(handoff, export, longer_s)
+        )
 
     def _give_up_waiting(self, handoff: HandoffId, export: Export) -> None:
         """End the wait for a rank that does not answer. Its puts may still land, even if its
@@ -298,8 +311,8 @@ class Exporter:
     def _close(self, handoff: HandoffId, export: Export) -> None:
         export.stop_timers()
         export.collected = True
-        self._rank.forget(handoff)
         if export.all_drained.is_set():
+            self._rank.forget(handoff)
             self._exports.pop(handoff, None)
 
     # --- what is said ----------------------------------------------------------------------------

@@ -42,7 +42,7 @@ from kv_transfer.lease import (
     handoff_id,
     split_handoff_id,
 )
-from kv_transfer.process import own_identity
+from kv_transfer.process import is_gone, own_identity
 from kv_transfer.rank_handoff import (
     Lane,
     Phase,
@@ -203,7 +203,10 @@ class TransferRank:
                 self._flush_when_ready(found)
 
     def cancel(self, handoff: HandoffId) -> None:
-        """Stop on every rank. Each reports RankDrained, even for a handoff it never knew."""
+        """Stop on every rank. Each reports RankDrained, even for a handoff it never knew.
+
+        A rank drops its connections to receiver processes that have ended: their flushes would
+        otherwise never answer if the transport does not notice."""
         self._cancel(handoff)
         if self.identity.tp_size > 1:
             lease_id, epoch = split_handoff_id(handoff)
@@ -374,6 +377,9 @@ class TransferRank:
             if found is not None and found.phase is not Phase.DRAINED:
                 found.cancelled = True
                 self._flush_when_ready(found)
+                for rank, lane in found.lanes.items():
+                    if is_gone(found.lease.owner.ranks[rank].process):
+                        self.transport.drop(lane.peer)
                 return
             self._end(handoff)
             can_still_land = handoff in self._can_still_land

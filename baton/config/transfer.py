@@ -32,7 +32,8 @@ class TransferConfig(Ranged):
     keepalive_s: Positive = 1.0
     """How often UCX asks whether a peer's process still runs."""
     drain_poll_s: Positive = 0.05
-    """First pause between attempts to prove that a fenced writer has stopped; doubles up to 1 s."""
+    """First pause between attempts to prove that the other side of a broken handoff has stopped;
+    doubles up to 1 s."""
     native: bool = True
     """Post batches from compiled code; False, or no compiler: from Python."""
 

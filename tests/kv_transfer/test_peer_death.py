@@ -158,6 +158,32 @@ async def test_a_dead_receiver_ends_in_a_typed_error_in_time(
     assert await here.call("leftovers") == (0, 0, 0)
 
 
+async def test_a_receiver_that_dies_before_its_first_answer_frees_the_senders_blocks(
+    there: RemoteSide,
+) -> None:
+    """UCX holds what is sent until the first answer, and meanwhile does not check the process."""
+    config = replace(CONFIG, ack_timeout_s=0.5)
+    spec = SideSpec("h" * 100, config=config)  # UCX holds messages of over 92 bytes
+    here = LocalSide(Side(spec, [make_transport(config)]))
+    exporter, (rank,) = here.side.exporter, here.side.ranks
+    lease = await there.call("grant", "r", await here.call("ready"), [[1], [1]])
+    pid = there.process.pid
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    handoff = await here.call("open", lease)
+    rank.send_progress(lease)
+    for group in (0, 1):
+        await here.call("push", handoff, group, [0], [3])
+    with pytest.raises(HandoffError, match="TIMEOUT"):
+        await here.call("finish", handoff)
+    assert exporter.num_open() == 1  # stopped, it might still wake
+    there.kill()
+    there.reap()
+    await asyncio.wait_for(exporter.wait_drained(handoff), 10)
+    assert await here.call("leftovers") == (0, 0, 0)
+    await here.close()
+
+
 async def test_a_worker_that_has_lost_one_peer_serves_the_next(
     here: LocalSide, there: RemoteSide
 ) -> None:
