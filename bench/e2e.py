@@ -225,6 +225,7 @@ def measure(options: argparse.Namespace) -> str:
                         progress(f"round {number} of {options.rounds}: {name}, {at_once} at once")
                         cell = ask(urls, hub, options.peers, at_once, options.seconds, number)
                         measured[name, at_once].append(cell)
+                        progress(", ".join(f"{title} {cell[title]:.1f}" for title, *_ in _CELLS))
     return "\n\n".join(_table(measured, at_once) for at_once in options.concurrency)
 
 
