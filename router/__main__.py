@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import gc
 import logging
 import signal
 import sys
@@ -14,6 +13,7 @@ import uvloop
 from baton.config.cluster import ClusterConfig, load_config
 from baton.config.router import RouterConfig
 from baton.errors import ConfigError
+from baton.heap import freeze_heap
 from router.door.door import Door
 from router.door.listening import split_address
 from router.door.page import OperatorPort
@@ -48,8 +48,7 @@ async def serve(config: ClusterConfig, control: str, listen: str) -> int:
     await server.start()
     if operators is not None:
         await operators.start()
-    gc.collect()
-    gc.freeze()  # else a full collection looks at all that start-up made: 30 ms in every stream
+    freeze_heap()
     print(f"router listening on {server.address}", flush=True)
     if server.http_address is not None:
         log.info("OpenAI's API is served at %s", server.http_address)

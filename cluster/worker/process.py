@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import gc
 import logging
 import os
 import socket
@@ -198,8 +197,6 @@ class WorkerThread:
             await serve_worker(self._config, self._position, self._ready, self.fail)
 
     def _ready(self, worker: Worker) -> None:
-        gc.collect()
-        gc.freeze()  # else a full collection looks at all that start-up made: 0.1 s in every stream
         self._worker = worker
 
 

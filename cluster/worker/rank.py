@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, cast
 from baton.config.engine import AUTO, Dtype, EngineConfig
 from baton.control_client import ControlClient
 from baton.errors import NotFoundError, UnavailableError
+from baton.heap import freeze_heap
 from cluster.worker.config import RankPosition, WorkerConfig
 from engine.api import ModelSpec, Runner
 from engine.build import (
@@ -160,6 +161,7 @@ def follow_rank0(config: WorkerConfig, position: RankPosition, on_fatal: OnFatal
     from engine.tp import follow
 
     rank = build_rank(config, position, on_fatal)
+    freeze_heap()
     try:
         follow(rank.runner)  # type: ignore[arg-type]  # runners of a group are followers
     finally:

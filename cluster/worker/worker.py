@@ -30,6 +30,7 @@ from grpc_health.v1.health import aio as health_aio
 from baton.clock import LoopClock
 from baton.errors import OtherModelError
 from baton.grpc_options import WORKER_MESSAGE_BYTES, accepts_pings
+from baton.heap import freeze_heap
 from baton.link.tls import LinkTls
 from baton.link.worker_end import LinkServer
 from baton.model_folder import find_text_files
@@ -129,6 +130,7 @@ class Worker:
             async with contextlib.AsyncExitStack() as stack:
                 stack.push_async_callback(self._stop_engine)
                 if await self._warmed_up():
+                    freeze_heap()
                     await self._open(stack)
                     await self._stopped.wait()
                     await _end(self._drain)

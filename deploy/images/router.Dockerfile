@@ -7,7 +7,7 @@ COPY . .
 RUN /opt/baton/bin/pip install --no-cache-dir '.[router,s3]'
 
 FROM python:${PYTHON}
-# A compiler: the prefix index and block hashes are built for the machine that they run on.
+# A compiler: the choice of a placement, the prefix index and block hashes are built for the machine that they run on.
 # hadolint ignore=DL3008
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends g++ \

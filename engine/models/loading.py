@@ -51,7 +51,7 @@ class TensorSource(Protocol):
 
 
 def _is_finite(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether it is once it is in `dtype`. NaN spreads to both ends. One pass, and no copy."""
+    """Whether all values are, in `dtype`. NaN spreads to both ends. One pass, and no copy."""
     ends = torch.stack(torch.aminmax(tensor)).to(dtype)
     return bool(ends.isfinite().all())
 

@@ -296,11 +296,11 @@ class Admission:
         """Place requests that can start on decode workers that are not reserved."""
         config, arrays, now = self._config, self._fleet.arrays, self._clock.now_s()
         reserved = np.zeros(self._fleet.num_slots, dtype=np.bool_)
-        waiting = list(self._waiting)
         # One alone is not worth a look at all workers before its own.
-        longest = longest_open(arrays, reserved, now) if len(waiting) > 1 else math.inf
+        longest = longest_open(arrays, reserved, now) if len(self._waiting) > 1 else math.inf
         if longest:
             self._charge_owed()
+        waiting = list(self._waiting)
         for ticket in waiting:
             if not longest or tally.num_tries >= SCAN_AHEAD:
                 break

@@ -36,7 +36,7 @@ struct Found {
   double cost_s, queue_s, prefill_s, transfer_s, decode_s;
 };
 
-struct Speeds {  // in place of what a worker reported too long ago
+struct Speeds {  // for workers that were never measured, or too long ago
   double fastest_rate = 0.0, shortest_step = INFINITE;
 };
 

@@ -127,7 +127,10 @@ def native_library() -> ctypes.PyDLL | None:
         path = build(Recipe("choice", (source,), flags, ("c++", "g++", "clang++")))
         library = ctypes.PyDLL(str(path))  # keeps the GIL: every call is quick
     except (NativeBuildError, OSError) as error:
-        log.warning("no native choice of placements, using Python's: %s", error)
+        log.warning(
+            "no native choice of placements, using Python's, which is slow for large fleets: %s",
+            error,
+        )
         return None
     library.baton_cheapest.argtypes = [POINTER(_Fleet), POINTER(_Query), POINTER(_Found)]
     return library

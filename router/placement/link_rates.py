@@ -1,7 +1,7 @@
 """How fast each prefill worker writes to each decode worker, beside the writer's own rate.
 
 Most links are as fast as their writer: the writer is the bottleneck. Only a link that is at least
-1.4 times faster or slower counts apart, in steps of two. So ties between placements stay ties.
+1.4 times faster or slower counts apart, in steps of two. So equal placements stay equal.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ class LinkRates:
     def __init__(self, num_slots: int) -> None:
         self._bytes_per_s = np.full((num_slots, num_slots), np.nan, dtype=np.float32)
         self.slowness = np.ones((num_slots, num_slots), dtype=np.float32)
-        """A byte's time over that at the writer's own rate: powers of two. Written in place."""
-        self._num_apart = np.zeros(num_slots, dtype=np.int64)  # of a writer's links: not 1
+        """How many times longer a byte takes than at the writer's own rate: powers of two. Written
+        in place."""
+        # Links of each writer whose slowness is not 1.
+        self._num_apart = np.zeros(num_slots, dtype=np.int64)
 
     def grown(self) -> LinkRates:
         """Twice the slots, the old ones first."""

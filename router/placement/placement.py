@@ -20,8 +20,6 @@ Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
 RETRY_PENALTY_S = 30.0  # against a worker that just failed this very request
-TIE_TOLERANCE_S = 1e-9
-SESSION_TOLERANCE_S = 1e-3  # a session stays on its decode worker if that costs no more than this
 
 
 @dataclass(eq=False)

@@ -90,7 +90,7 @@ class Recent:
         return self._spans.within(now_s, last_s)
 
     def quantile(self, share: float, now_s: float, last_s: float = math.inf) -> float | None:
-        """As `quantile`."""
+        """`quantile` over these seconds."""
         return quantile(share, self.within(now_s, last_s))
 
 

@@ -71,8 +71,8 @@ class RequestOutput:
         self._still_s = 0.0  # in attempts that are over, since the last token
         self._first_at_s = self._last_at_s = 0.0  # of the tokens, once there are any
         self._gaps_s: list[float] = []  # one per token after those that came first
-        self._reported_at_s = 0.0  # the tokens and gaps up to these numbers, to the figures
-        self._num_reported, self._num_gaps_reported = 0, 1
+        self._reported_at_s = 0.0  # when the figures last got tokens
+        self._num_reported = self._num_gaps_reported = 0  # tokens and gaps that they have
         self._second_token_s = 0.0
         self._reserve_s = self._prefill_queue_s = self._prefill_s = 0.0
         self._num_cached_tokens = 0
@@ -208,6 +208,7 @@ class RequestOutput:
             gap_s = now_s - self._last_at_s
             if not self._gaps_s:
                 self._second_token_s = gap_s
+                self._num_gaps_reported = num_new  # it contains the handoff
             self._gaps_s += [gap_s / num_new] * num_new
         self._last_at_s, self._still_s = now_s, 0.0
         if now_s - self._reported_at_s >= REPORT_S:

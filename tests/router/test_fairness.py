@@ -32,6 +32,7 @@ from tests.router.fleets import (
     place,
     prompt,
     query,
+    rounds,
     two_and_two,
 )
 
@@ -93,6 +94,23 @@ async def test_a_tenant_pays_for_long_answers_as_they_come() -> None:
         d.router.admission.kick()
         await asyncio.gather(*asking)
         assert order[:7].count("short") == 6  # one long answer is more than all of them
+
+
+async def test_those_in_line_are_tried_in_the_order_of_what_their_tenants_owe_by_then() -> None:
+    clock = ManualClock(100.0)
+    fleet = fleet_of(facts("p0", True, False), facts("d0", False, True), clock=clock)
+    admission = admission_of(fleet, clock)
+    fleet.arrays.max_running[:] = 0
+    tenants = ("long", "short", "none")
+    waiting = [in_line(admission, prompt(10), 4, tenant=tenant) for tenant in tenants]
+    await rounds(admission, clock, 0.25)
+    growth = POLICY.decode_growth_tokens
+    admission.emitted("long", growth, growth + 100_000)
+    fleet.arrays.max_running[:] = 2
+    await rounds(admission, clock, 0.25)
+    assert [ticket.tenant for ticket in admission.waiting] == ["long"]
+    for task in waiting:
+        task.cancel()
 
 
 async def test_an_answer_s_tokens_are_paid_once_by_who_comes_before_and_after_them() -> None:
