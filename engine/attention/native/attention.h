@@ -44,6 +44,8 @@ struct Item {
   int64_t first_query, num_queries;  // tokens
   int64_t first_key, last_key;       // positions
   int64_t partial;                   // index among the parts of one query tile's keys, or -1
+
+  int64_t first_tile() const { return first_key / kKeys * kKeys; }
 };
 
 // What one thread works in. Buffers begin at whole cache lines: AMX is five times slower on others.
@@ -232,72 +234,90 @@ void add_values(int64_t rows, int64_t dim, Scratch<T>& s, const AmxTiles& amx) {
 }
 
 // A decode's few rows meet each key where it lies: a tile in another order is not worth its making.
+// Meanwhile the next tile comes into the second cache, line by line.
+inline void fetch(const void* line) { __builtin_prefetch(line, 0, 2); }
+
 template <typename T>
-inline void fetch(const T* row, int64_t dim) {
-  for (int64_t i = 0; i < dim; i += 64 / sizeof(T)) __builtin_prefetch(row + i);
+void fetch_rows(const T* const* rows, int64_t first, int64_t last, int64_t dim) {
+  for (int64_t row = first; row < last; row++) {
+    for (int64_t i = 0; i < dim; i += 64 / sizeof(T)) fetch(rows[row] + i);
+  }
 }
 
-// scores[row][key] of a tile.
+// scores[row][key] of a tile, at least for keys `first` to `last` - 1.
 template <typename T, int kRows>
-void few_scores(const TileRows<T>& tile, int64_t dim, Scratch<T>& s) {
+void few_scores(const TileRows<T>& tile, const TileRows<T>& next, int64_t first, int64_t last,
+                Scratch<T>& s) {
+  constexpr int kTogether = kRows > 3 ? 2 : 4;  // keys whose sums are in registers at once
   for (int64_t key = 0; key < kKeys; key += kLanes) {
-    U16 parts[kRows][kLanes];
-    for (int i = 0; i < kLanes; i++) {
-      const uint32_t* from = reinterpret_cast<const uint32_t*>(tile.keys[key + i]);
-      fetch(tile.values[key + i], dim);
-      F16 sums[kRows] = {};
+    if (key + kLanes <= first || key >= last) {
+      fetch_rows(next.keys, key, key + kLanes, s.words * kPerWord<T>);
+      continue;
+    }
+    F16 parts[kRows][kLanes];
+    for (int i = 0; i < kLanes; i += kTogether) {
+      F16 sums[kRows][kTogether] = {};
       for (int64_t word = 0; word < s.words; word += kLanes) {
-        const U16 words = load_raw<U16>(from + word);
+        U16 words[kTogether];
+        for (int k = 0; k < kTogether; k++) {
+          words[k] = load_raw<U16>(tile.keys[key + i + k] + word * kPerWord<T>);
+          fetch(next.keys[key + i + k] + word * kPerWord<T>);
+        }
         for (int r = 0; r < kRows; r++) {
-          sums[r] = dot<T>(sums[r], load_raw<U16>(s.queries + r * s.words + word), words);
+          const U16 query = load_raw<U16>(s.queries + r * s.words + word);
+          for (int k = 0; k < kTogether; k++) sums[r][k] = dot<T>(sums[r][k], query, words[k]);
         }
       }
-      for (int r = 0; r < kRows; r++) parts[r][i] = as<U16>(sums[r]);
+      for (int r = 0; r < kRows; r++) {
+        for (int k = 0; k < kTogether; k++) parts[r][i + k] = sums[r][k];
+      }
     }
-    for (int r = 0; r < kRows; r++) {
-      transpose(parts[r]);
-      F16 total{};
-      for (int i = 0; i < kLanes; i++) total += as<F16>(parts[r][i]);
-      store(s.scores + r * kKeys + key, total);
-    }
+    for (int r = 0; r < kRows; r++) store(s.scores + r * kKeys + key, lane_sums(parts[r]));
   }
 }
 
 // sums[row][dim] += weights[row][key] * values[key][dim] for keys `first` to `last` - 1 of a tile, and
 // 16 * kColumns dims from `from` on.
 template <typename T, int kRows, int kColumns>
-void few_values(const TileRows<T>& tile, int64_t first, int64_t last, int64_t from, int64_t dim,
-                Scratch<T>& s) {
-  const T* weights = reinterpret_cast<const T*>(s.weights);
-  F16 sums[kRows][kColumns];
-  for (int r = 0; r < kRows; r++) {
-    for (int c = 0; c < kColumns; c++) sums[r][c] = load(s.sums + r * dim + from + c * kLanes);
-  }
-  for (int64_t key = first; key < last; key++) {
-    F16 values[kColumns];
-    for (int c = 0; c < kColumns; c++) values[c] = load(tile.values[key] + from + c * kLanes);
-    for (int r = 0; r < kRows; r++) {
-      float weight;
-      if constexpr (sizeof(T) == 4) weight = weights[r * kKeys + key];
-      else weight = as<float>(static_cast<uint32_t>(weights[r * kKeys + key].bits) << 16);
-      for (int c = 0; c < kColumns; c++) sums[r][c] += values[c] * weight;
+void few_values(const TileRows<T>& tile, const TileRows<T>& next, int64_t first, int64_t last,
+                int64_t from, int64_t dim, Scratch<T>& s) {
+  constexpr int kPer = kPerWord<T>;
+  F16 sums[kRows][kColumns] = {};  // of Bf16: even dims, then odd ones of each 32
+  for (int64_t word = first / kPer; word * kPer < last; word++) {
+    for (int half = 0; half < kPer; half++) {
+      const T* row = tile.values[word * kPer + half] + from;
+      F16 values[kColumns];
+      for (int c = 0; c < kColumns; c += kPer) {
+        const U16 words = load_raw<U16>(row + c * kLanes);
+        for (int i = 0; i < kPer; i++) values[c + i] = part<T>(words, i);
+        fetch(next.values[word * kPer + half] + from + c * kLanes);
+      }
+      for (int r = 0; r < kRows; r++) {
+        const F16 weight = part<T>(U16{} + s.weights[r * kKeys / kPer + word], half);
+        for (int c = 0; c < kColumns; c++) sums[r][c] += values[c] * weight;
+      }
     }
   }
   for (int r = 0; r < kRows; r++) {
-    for (int c = 0; c < kColumns; c++) store(s.sums + r * dim + from + c * kLanes, sums[r][c]);
+    for (int c = 0; c < kColumns; c += kPer) {
+      float* to = s.sums + r * dim + from + c * kLanes;
+      if constexpr (kPer == 2) interleave(sums[r][c], sums[r][c + 1]);
+      for (int i = 0; i < kPer; i++) store(to + i * kLanes, load(to + i * kLanes) + sums[r][c + i]);
+    }
   }
 }
 
 template <typename T, int kRows>
 void add_few_values(const TileRows<T>& tile, const TileRows<T>& next, int64_t first, int64_t last,
                     int64_t dim, Scratch<T>& s) {
-  for (int64_t key = 0; key < kKeys; key++) fetch(next.keys[key], dim);
+  fetch_rows(next.values, 0, first, dim);
+  fetch_rows(next.values, last, kKeys, dim);
   constexpr int kColumns = kRows > 3 ? 2 : 4;
   int64_t from = 0;
   for (; from + kColumns * kLanes <= dim; from += kColumns * kLanes) {
-    few_values<T, kRows, kColumns>(tile, first, last, from, dim, s);
+    few_values<T, kRows, kColumns>(tile, next, first, last, from, dim, s);
   }
-  if (from < dim) few_values<T, kRows, 2>(tile, first, last, from, dim, s);
+  if (from < dim) few_values<T, kRows, 2>(tile, next, first, last, from, dim, s);
 }
 
 template <typename T, typename Do>
@@ -348,13 +368,16 @@ void softmax_row(int64_t r, int64_t visible_from, int64_t visible_to, float scal
 }
 
 // All of an item's keys against its queries: leaves sums, totals and maxima in the scratch.
+// `following`: the item that this thread is likely to take next, or this one.
 template <typename T>
-void run_item(const Item& item, const T* queries, const Pool& pool, const Batch& batch,
-              const AmxTiles& amx, Scratch<T>& s) {
+void run_item(const Item& item, const Item& following, const T* queries, const Pool& pool,
+              const Batch& batch, const AmxTiles& amx, Scratch<T>& s) {
   const int64_t dim = pool.head_dim, group = batch.num_heads / pool.kv_heads;
   const int64_t rows = item.num_queries * group, context = batch.context_lens[item.seq];
   const int64_t query_start = batch.query_starts[item.seq];
-  const int32_t* table = batch.tables + batch.table_starts[item.seq];
+  auto find = [&](TileRows<T>& rows, const Item& of, int64_t tile) {
+    rows.find(pool, batch.tables + batch.table_starts[of.seq], of, tile, s.zeros);
+  };
   for (int64_t r = 0; r < rows; r++) {
     int64_t token = query_start + item.first_query + r / group;
     int64_t head = item.kv_head * group + r % group;
@@ -365,14 +388,17 @@ void run_item(const Item& item, const T* queries, const Pool& pool, const Batch&
   std::fill_n(s.total, rows, 0.0f);
   std::fill_n(s.most, rows, kLowest);
   TileRows<T> tiles[2];
-  const int64_t first_tile = item.first_key / kKeys * kKeys;
-  tiles[0].find(pool, table, item, first_tile, s.zeros);
+  const int64_t first_tile = item.first_tile();
+  find(tiles[0], item, first_tile);
   for (int64_t tile = first_tile; tile < item.last_key; tile += kKeys) {
     const TileRows<T>& at = tiles[(tile - first_tile) / kKeys % 2];
     TileRows<T>& next = tiles[(tile - first_tile) / kKeys % 2 ^ 1];
-    next.find(pool, table, item, tile + kKeys, s.zeros);
+    if (tile + kKeys < item.last_key) find(next, item, tile + kKeys);
+    else find(next, following, following.first_tile());
+    const int64_t first = std::max<int64_t>(item.first_key - tile, 0);
+    const int64_t last = std::min<int64_t>(item.last_key - tile, kKeys);
     if (rows <= kRowStep) {
-      with_rows<T>(rows, [&](auto count) { few_scores<T, count()>(at, dim, s); });
+      with_rows<T>(rows, [&](auto count) { few_scores<T, count()>(at, next, first, last, s); });
     } else {
       pack_keys(at.keys, s);
       multiply_rows<T, 4, false>(rows, s.queries, s.words, s.keys, kKeys, s.words, s.scores, kKeys,
@@ -387,8 +413,6 @@ void run_item(const Item& item, const T* queries, const Pool& pool, const Batch&
                   std::clamp<int64_t>(to - tile, 0, kKeys), batch.scale, dim, s);
     }
     if (rows <= kRowStep) {
-      const int64_t first = std::max<int64_t>(item.first_key - tile, 0);
-      const int64_t last = std::min<int64_t>(item.last_key - tile, kKeys);
       with_rows<T>(rows, [&](auto count) { add_few_values<T, count()>(at, next, first, last, dim, s); });
     } else {
       pack_values(at.values, dim, s);
@@ -491,9 +515,9 @@ template <typename T>
 void team_attend(const T* queries, const Rows16<T>& out, const Pool& pool, const Batch& batch,
                  AttentionPlan& plan, const AmxTiles& amx, Scratch<T>& s, Member& member) {
   const std::vector<Item>& items = plan.items;
-  const int64_t dim = pool.head_dim;
-  member.each(items.size(), [&](int64_t i) {
-    run_item(items[i], queries, pool, batch, amx, s);
+  const int64_t dim = pool.head_dim, count = items.size();
+  member.each(count, [&](int64_t i) {
+    run_item(items[i], items[std::min(i + 1, count - 1)], queries, pool, batch, amx, s);
     if (plan.parts.empty()) return write_rows(items[i], batch, pool.kv_heads, dim, s, out);
     int64_t rows = items[i].num_queries * (batch.num_heads / pool.kv_heads);
     plan.parts[i].most.assign(s.most, s.most + rows);
@@ -501,7 +525,7 @@ void team_attend(const T* queries, const Rows16<T>& out, const Pool& pool, const
     plan.parts[i].sums.assign(s.sums, s.sums + rows * dim);
   });
   if (plan.parts.empty()) return;
-  member.each(items.size(), [&](int64_t i) {
+  member.each(count, [&](int64_t i) {
     if (items[i].partial == 0) merge_parts(items, plan.parts, i, pool, batch, s, out);
   });
 }

@@ -48,6 +48,9 @@ inline F16 splat(float x) { return F16{} + x; }
 
 inline F16 load(const float* from) { return load_raw<F16>(from); }
 inline F16 load(const Bf16* from) {
+#if defined(__AVX512F__)  // GCC makes two halves of it
+  return as<F16>(_mm512_slli_epi32(_mm512_cvtepu16_epi32(load_raw<__m256i>(from)), 16));
+#endif
   return as<F16>(__builtin_convertvector(load_raw<H16>(from), U16) << 16);
 }
 
@@ -125,6 +128,13 @@ inline F16 dot(F16 sum, U16 a, U16 b) {
   }
 }
 
+// The i-th value of each word.
+template <typename T>
+inline F16 part(U16 words, int i) {
+  if (sizeof(T) == 4) return as<F16>(words);
+  return as<F16>(i == 0 ? words << 16 : words & 0xffff0000u);
+}
+
 // For each lane of the result the number of one of a's, or, from 16 on, of b's.
 template <uint32_t... kFrom>
 inline U16 shuffle(U16 a, U16 b) {
@@ -155,6 +165,30 @@ inline void transpose(U16* rows) {
   exchange<2>(rows, lanes);
   exchange<4>(rows, lanes);
   exchange<8>(rows, lanes);
+}
+
+// Lane i of the result is the sum of row i's lanes: a transposition whose rows are added on the way.
+inline F16 lane_sums(const F16* from) {
+  constexpr auto lanes = std::make_integer_sequence<uint32_t, kLanes>();
+  U16 rows[kLanes];
+  for (int i = 0; i < kLanes; i++) rows[i] = as<U16>(from[i]);
+  auto add = [&](int step) {
+    for (int i = 0; i < kLanes; i += 2 * step) {
+      rows[i] = as<U16>(as<F16>(rows[i]) + as<F16>(rows[i + step]));
+    }
+  };
+  exchange<1>(rows, lanes), add(1);
+  exchange<2>(rows, lanes), add(2);
+  exchange<4>(rows, lanes), add(4);
+  exchange<8>(rows, lanes), add(8);
+  return as<F16>(rows[0]);
+}
+
+// From even and odd lanes to the lower and the upper half of all.
+inline void interleave(F16& even, F16& odd) {
+  const U16 a = as<U16>(even), b = as<U16>(odd);
+  even = as<F16>(shuffle<0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23>(a, b));
+  odd = as<F16>(shuffle<8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31>(a, b));
 }
 
 }  // namespace baton
