@@ -1,6 +1,7 @@
 """Baton and vLLM end to end on this machine's CPU, asked from outside by aiperf over OpenAI's API.
 
-One random 0.1B model, prompts of 512 tokens that nobody asked before, answers of 64. Layouts take
+One random 0.1B model, prompts of 512 tokens that nobody asked before (but for the warm-up, as many
+as are asked at once, which are the first ones again), answers of 64. Layouts take
 turns, each started afresh in every round. Baton: one prefill and one decode worker, two mixed ones,
 one alone. vLLM: one instance on all cores, two on half of them each, to which aiperf sends in turn.
 TTFT and the gap between two chunks of a stream (ITL) are aiperf's, over all requests of a cell;
@@ -37,6 +38,7 @@ from bench.report import describe, markdown, progress
 from bench.servers import free_port
 
 PROMPT, ANSWER, CONTEXT, AT_ONCE = 512, 64, 1024, 32
+NUM_PROMPTS = 1000  # of a cell: more than are asked, so that none is asked again
 SHAPE = "0.1B"
 VOCAB = random_model.SHAPES[SHAPE].vocab_size
 NAME = "bench"
@@ -180,6 +182,7 @@ def ask(
             command += ["--url", url]
         command += ["--tokenizer", f"baton/{NAME}", "--output-artifact-dir", out]
         command += ["--concurrency", str(at_once), "--random-seed", str(seed)]
+        command += ["--num-dataset-entries", str(NUM_PROMPTS)]
         command += ["--prompt-input-tokens-mean", str(PROMPT)]
         command += ["--prompt-output-tokens-mean", str(ANSWER), "--prompt-input-tokens-stddev", "0"]
         command += ["--extra-inputs", "ignore_eos:true", "--use-server-token-count"]
@@ -223,7 +226,8 @@ def measure(options: argparse.Namespace) -> str:
                 with start() as urls:
                     for at_once in options.concurrency:
                         progress(f"round {number} of {options.rounds}: {name}, {at_once} at once")
-                        cell = ask(urls, hub, options.peers, at_once, options.seconds, number)
+                        seed = 1000 * number + at_once  # no cell repeats another's prompts
+                        cell = ask(urls, hub, options.peers, at_once, options.seconds, seed)
                         measured[name, at_once].append(cell)
                         progress(", ".join(f"{title} {cell[title]:.1f}" for title, *_ in _CELLS))
     return "\n\n".join(_table(measured, at_once) for at_once in options.concurrency)
