@@ -261,7 +261,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 4, 16])
     options = parser.parse_args()
-    head = describe(f"python -m bench.e2e --seconds {options.seconds:g} --rounds {options.rounds}")
+    head = describe(" ".join(("python -m bench.e2e", *sys.argv[1:])))
     print(f"{head}\n\n{__doc__}\n{measure(options)}")
 
 

@@ -64,8 +64,8 @@ struct Writers {
 
 struct Readers {
   std::vector<int64_t> slot;
-  std::vector<double> lacks_bytes, queue_s, prefill_s, decode_s, local_decode_s, penalty_s, local_s,
-      writer_s;  // writer_s: what the cheapest other worker costs before the decode begins
+  std::vector<double> lacks_bytes, queue_s, prefill_s, decode_s, local_decode_s, penalty_s;
+  std::vector<double> writer_s;  // what the cheapest other worker costs before the decode begins
   std::vector<double> s_per_byte;  // of the links from one writer
 };
 
