@@ -1,11 +1,11 @@
 """Baton and vLLM end to end on this machine's CPU, asked from outside by aiperf over OpenAI's API.
 
-One random 0.1B model, prompts of 512 tokens that nobody asked before (but for the warm-up, as many
-as are asked at once, which are the first ones again), answers of 64. Layouts take
-turns, each started afresh in every round. Baton: one prefill and one decode worker, two mixed ones,
-one alone. vLLM: one instance on all cores, two on half of them each, to which aiperf sends in turn.
-TTFT and the gap between two chunks of a stream (ITL) are aiperf's, over all requests of a cell;
-medians over rounds.
+One random 0.1B model, prompts of 512 tokens, answers of 64. No prompt is asked twice, but for the
+first ones of a cell, which also warm it up: as many as are asked at once. Layouts take turns, each
+started afresh in every round. Baton: one prefill and one decode worker, two mixed ones, one alone.
+vLLM: one instance on all cores, two on half of them each, to which aiperf sends in turn. TTFT and
+the gap between two chunks of a stream (ITL) are aiperf's, over all requests of a cell; medians over
+rounds.
 
     python -m bench.e2e [--peers FOLDER] [--seconds 60] [--rounds 3] [--concurrency 1 4 16]
 

@@ -59,7 +59,7 @@ def choose_in_python(
     now_s: float,
     rng: random.Random,
 ) -> Placement | None:
-    """The same as `choose`."""
+    """`choose` without a compiler. Looks at every pair, so it is slow for large fleets."""
     terms = terms_of(query, fleet, policy, now_s)
     costs = evaluate(terms, fleet, policy)
     total = costs.min(axis=0)

@@ -31,7 +31,6 @@ from router.text import Detokenizer
 
 _NOT_OF_CLIENT = (BatonError, KvTransferError, WorkerLostError, PoisonError, NotResumableError)
 
-
 REPORT_S = 0.25  # a stream's tokens reach the figures this often
 
 
