@@ -13,7 +13,7 @@ from engine.attention import huge_pages
 from engine.attention.native_kernels import native_library
 
 _TILE_INPUTS = 32
-_TILE_ROWS = 16
+_TILE_ROWS = 16  # of activations, at most
 _STRIP_OUTPUTS = 32
 _DTYPES = (torch.float32, torch.bfloat16)
 
@@ -91,7 +91,7 @@ class PackedWeight:
         x = x.contiguous()
         width = self.outputs // 2 if self.is_gated else self.outputs
         out = x.new_empty(len(x), width, dtype=out_dtype)
-        tiles = x.new_empty(-(-len(x) // _TILE_ROWS) * _TILE_ROWS * self.inputs)
+        tiles = x.new_empty((len(x) + _TILE_ROWS) * self.inputs)
         self._product(
             x.data_ptr(), len(x), byref(self.native), self.is_gated, tiles.data_ptr(),
             out.data_ptr(), x.dtype == torch.bfloat16, out.dtype == torch.float32,

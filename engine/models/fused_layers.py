@@ -21,7 +21,7 @@ from engine.models.loading import DecoderWeights, LayerWeights
 from engine.models.mlp import DenseMlp
 from engine.step_batch import StepBatch
 
-_TILE_ROWS = 16
+_TILE_ROWS = 16  # of activations, at most
 _HEAD_DIM_STEP = 32
 _QKV_PADDING = 32  # kQkvPadding in native/layers.cpp
 
@@ -161,7 +161,7 @@ class FusedLayers:
 
     def _rooms(self, rows: int, item: int) -> list[int]:
         """Addresses of room for a step of so many rows, each at a page."""
-        rows = -(-rows // _TILE_ROWS) * _TILE_ROWS
+        rows += _TILE_ROWS
         sizes = [-(-rows * width * item // 4096) * 4096 for width in self._widths]
         if sum(sizes) > len(self._room):
             self._room = huge_pages.take(sum(sizes))

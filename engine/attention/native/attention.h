@@ -37,6 +37,7 @@ struct Batch {
 constexpr int kKeys = 64;     // keys in a tile
 constexpr int kMaxRows = 256;  // query rows in a tile
 constexpr int kRowStep = 6;   // query rows whose sums are in registers at once
+constexpr bool kManyRegisters = kRegisters == 32;
 constexpr float kLowest = -1e30f;  // a softmax maximum before any key was seen
 
 struct Item {
@@ -152,11 +153,23 @@ void pack_values(const T* const* rows, int64_t dim, Scratch<T>& s) {
       std::memcpy(to, rows[key], dim * 4);
     } else {
       for (int64_t i = 0; i < dim; i += kLanes) {
-        U16 low = __builtin_convertvector(load_raw<H16>(rows[key] + i), U16);
-        U16 high = __builtin_convertvector(load_raw<H16>(rows[key + 1] + i), U16);
+        U16 low = widened(load_raw<H16>(rows[key] + i));
+        U16 high = widened(load_raw<H16>(rows[key + 1] + i));
         store_raw(to + i, low | (high << 16));
       }
     }
+  }
+}
+
+template <typename Do>
+void with_rows(int64_t rows, Do run) {
+  switch (rows) {
+    case 1: return run(std::integral_constant<int, 1>());
+    case 2: return run(std::integral_constant<int, 2>());
+    case 3: return run(std::integral_constant<int, 3>());
+    case 4: return run(std::integral_constant<int, 4>());
+    case 5: return run(std::integral_constant<int, 5>());
+    default: return run(std::integral_constant<int, kRowStep>());
   }
 }
 
@@ -176,7 +189,7 @@ void multiply(const uint32_t* left, int64_t left_stride, const uint32_t* right,
       columns[c] = load_raw<U16>(right + word * right_stride + c * kLanes);
     }
     for (int r = 0; r < kRows; r++) {
-      U16 value = U16{} + left[r * left_stride + word];
+      U16 value = splat_raw(left[r * left_stride + word]);
       for (int c = 0; c < kVecs; c++) sums[r][c] = dot<T>(sums[r][c], value, columns[c]);
     }
   }
@@ -185,57 +198,52 @@ void multiply(const uint32_t* left, int64_t left_stride, const uint32_t* right,
   }
 }
 
-template <typename T, int kVecs, bool kAdd>
-void multiply_rows(int64_t rows, const uint32_t* left, int64_t left_stride, const uint32_t* right,
-                   int64_t right_stride, int64_t words, float* to, int64_t to_stride,
-                   const AmxTiles& amx) {
+// The same for any rows and a multiple of 32 columns.
+template <typename T, bool kAdd>
+void multiply_all(int64_t rows, int64_t columns, const uint32_t* left, int64_t left_stride,
+                  const uint32_t* right, int64_t right_stride, int64_t words, float* to,
+                  int64_t to_stride, const AmxTiles& amx) {
 #if defined(BATON_AMX)
   if (sizeof(T) == 2 && amx.on && rows > kRowStep) {  // buffers have room for whole row tiles
-    for (int64_t r = 0; r < rows; r += 2 * kTileRows) {
-      auto multiply = rows - r > kTileRows ? amx_multiply<2, 0> : amx_multiply<1, 0>;
-      for (int64_t c = 0; c < kVecs * kLanes; c += kStrip) {
-        multiply(reinterpret_cast<const char*>(left + r * left_stride), left_stride * 64,
-                 left_stride * 4, 64, reinterpret_cast<const char*>(right + c), 64,
-                 right_stride * 4, right_stride * 64, words / kLanes, to + r * to_stride + c,
-                 to_stride * 4, kAdd, nullptr);
+    for (int64_t column = 0; column < columns; column += 2 * kStrip) {
+      for (int64_t r = 0; r < rows; r += 2 * kTileRows) {
+        auto multiply = rows - r > kTileRows ? amx_multiply<2, 0> : amx_multiply<1, 0>;
+        for (int64_t c = column; c < std::min(column + 2 * kStrip, columns); c += kStrip) {
+          multiply(reinterpret_cast<const char*>(left + r * left_stride), left_stride * 64,
+                   left_stride * 4, 64, reinterpret_cast<const char*>(right + c), 64,
+                   right_stride * 4, right_stride * 64, words / kLanes, to + r * to_stride + c,
+                   to_stride * 4, kAdd, nullptr);
+        }
       }
     }
     return;
   }
 #endif
-  auto call = [&](auto kernel, int64_t r) {
-    kernel(left + r * left_stride, left_stride, right, right_stride, words, to + r * to_stride,
-           to_stride);
+  auto all_rows = [&](auto vecs, int64_t c) {
+    for (int64_t r = 0; r < rows; r += kRowStep) {
+      with_rows(std::min<int64_t>(rows - r, kRowStep), [&](auto count) {
+        multiply<T, count(), vecs(), kAdd>(left + r * left_stride, left_stride, right + c,
+                                           right_stride, words, to + r * to_stride + c, to_stride);
+      });
+    }
   };
-  int64_t r = 0;
-  for (; r + kRowStep <= rows; r += kRowStep) call(multiply<T, kRowStep, kVecs, kAdd>, r);
-  switch (rows - r) {
-    case 5: return call(multiply<T, 5, kVecs, kAdd>, r);
-    case 4: return call(multiply<T, 4, kVecs, kAdd>, r);
-    case 3: return call(multiply<T, 3, kVecs, kAdd>, r);
-    case 2: return call(multiply<T, 2, kVecs, kAdd>, r);
-    case 1: return call(multiply<T, 1, kVecs, kAdd>, r);
+  constexpr int kVecs = kManyRegisters ? 4 : 1;
+  int64_t c = 0;
+  for (; c + kVecs * kLanes <= columns; c += kVecs * kLanes) {
+    all_rows(std::integral_constant<int, kVecs>(), c);
   }
-}
-
-// sums[row][dim] += weights[row][key] * values[key][dim] for the tile in the scratch.
-template <typename T>
-void add_values(int64_t rows, int64_t dim, Scratch<T>& s, const AmxTiles& amx) {
-  constexpr int64_t kWords = kKeys / kPerWord<T>;
-  int64_t column = 0;
-  for (; column + 64 <= dim; column += 64) {
-    multiply_rows<T, 4, true>(rows, s.weights, kWords, &s.values[column], dim, kWords,
-                              &s.sums[column], dim, amx);
-  }
-  for (; column < dim; column += 32) {
-    multiply_rows<T, 2, true>(rows, s.weights, kWords, &s.values[column], dim, kWords,
-                              &s.sums[column], dim, amx);
-  }
+  if (c < columns) all_rows(std::integral_constant<int, 2>(), c);
 }
 
 // A decode's few rows meet each key where it lies: a tile in another order is not worth its making.
 // Meanwhile the next tile comes into the second cache, line by line.
 inline void fetch(const void* line) { __builtin_prefetch(line, 0, 2); }
+
+// How many keys or vectors of values meet `rows` at once, so that their sums stay in registers.
+constexpr int at_once(int rows, int least) {
+  const int most = kManyRegisters ? (rows > 3 ? 2 : 4) : rows > 3 ? 1 : rows > 1 ? 2 : 4;
+  return std::max(most, least);
+}
 
 template <typename T>
 void fetch_rows(const T* const* rows, int64_t first, int64_t last, int64_t dim) {
@@ -248,7 +256,7 @@ void fetch_rows(const T* const* rows, int64_t first, int64_t last, int64_t dim) 
 template <typename T, int kRows>
 void few_scores(const TileRows<T>& tile, const TileRows<T>& next, int64_t first, int64_t last,
                 Scratch<T>& s) {
-  constexpr int kTogether = kRows > 3 ? 2 : 4;  // keys whose sums are in registers at once
+  constexpr int kTogether = at_once(kRows, 1);  // keys whose sums are in registers
   for (int64_t key = 0; key < kKeys; key += kLanes) {
     if (key + kLanes <= first || key >= last) {
       fetch_rows(next.keys, key, key + kLanes, s.words * kPerWord<T>);
@@ -293,7 +301,7 @@ void few_values(const TileRows<T>& tile, const TileRows<T>& next, int64_t first,
         fetch(next.values[word * kPer + half] + from + c * kLanes);
       }
       for (int r = 0; r < kRows; r++) {
-        const F16 weight = part<T>(U16{} + s.weights[r * kKeys / kPer + word], half);
+        const F16 weight = part<T>(splat_raw(s.weights[r * kKeys / kPer + word]), half);
         for (int c = 0; c < kColumns; c++) sums[r][c] += values[c] * weight;
       }
     }
@@ -312,7 +320,7 @@ void add_few_values(const TileRows<T>& tile, const TileRows<T>& next, int64_t fi
                     int64_t dim, Scratch<T>& s) {
   fetch_rows(next.values, 0, first, dim);
   fetch_rows(next.values, last, kKeys, dim);
-  constexpr int kColumns = kRows > 3 ? 2 : 4;
+  constexpr int kColumns = at_once(kRows, kPerWord<T>);
   int64_t from = 0;
   for (; from + kColumns * kLanes <= dim; from += kColumns * kLanes) {
     few_values<T, kRows, kColumns>(tile, next, first, last, from, dim, s);
@@ -320,32 +328,20 @@ void add_few_values(const TileRows<T>& tile, const TileRows<T>& next, int64_t fi
   if (from < dim) few_values<T, kRows, 2>(tile, next, first, last, from, dim, s);
 }
 
-template <typename T, typename Do>
-void with_rows(int64_t rows, Do run) {
-  switch (rows) {
-    case 1: return run(std::integral_constant<int, 1>());
-    case 2: return run(std::integral_constant<int, 2>());
-    case 3: return run(std::integral_constant<int, 3>());
-    case 4: return run(std::integral_constant<int, 4>());
-    case 5: return run(std::integral_constant<int, 5>());
-    default: return run(std::integral_constant<int, kRowStep>());
-  }
-}
-
 // Turn one row's scores into weights, and rescale what the row has summed so far.
 template <typename T>
 void softmax_row(int64_t r, int64_t visible_from, int64_t visible_to, float scale, int64_t dim,
                  Scratch<T>& s) {
   const float* scores = &s.scores[r * kKeys];
-  const F16 lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  static constexpr float kLane[] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   F16 scaled[kKeys / kLanes];
   F16 most = splat(kLowest);
   for (int c = 0; c < kKeys / kLanes; c++) {
     scaled[c] = load(scores + c * kLanes) * scale;
     if (visible_from > 0 || visible_to < kKeys) {
-      F16 key = lane + static_cast<float>(c * kLanes);
-      auto hidden = (key < static_cast<float>(visible_from)) | (key >= static_cast<float>(visible_to));
-      scaled[c] = hidden ? splat(-INFINITY) : scaled[c];
+      const F16 key = load(kLane) + static_cast<float>(c * kLanes);
+      const I16 seen = (splat(visible_from - 1.0f) < key) & (key < splat(visible_to));
+      scaled[c] = select(seen, scaled[c], splat(-INFINITY));
     }
     most = max(most, scaled[c]);
   }
@@ -398,11 +394,11 @@ void run_item(const Item& item, const Item& following, const T* queries, const P
     const int64_t first = std::max<int64_t>(item.first_key - tile, 0);
     const int64_t last = std::min<int64_t>(item.last_key - tile, kKeys);
     if (rows <= kRowStep) {
-      with_rows<T>(rows, [&](auto count) { few_scores<T, count()>(at, next, first, last, s); });
+      with_rows(rows, [&](auto count) { few_scores<T, count()>(at, next, first, last, s); });
     } else {
       pack_keys(at.keys, s);
-      multiply_rows<T, 4, false>(rows, s.queries, s.words, s.keys, kKeys, s.words, s.scores, kKeys,
-                                 amx);
+      multiply_all<T, false>(rows, kKeys, s.queries, s.words, s.keys, kKeys, s.words, s.scores,
+                             kKeys, amx);
     }
     for (int64_t r = 0; r < rows; r++) {
       int64_t position = context + item.first_query + r / group;
@@ -413,10 +409,11 @@ void run_item(const Item& item, const Item& following, const T* queries, const P
                   std::clamp<int64_t>(to - tile, 0, kKeys), batch.scale, dim, s);
     }
     if (rows <= kRowStep) {
-      with_rows<T>(rows, [&](auto count) { add_few_values<T, count()>(at, next, first, last, dim, s); });
+      with_rows(rows, [&](auto count) { add_few_values<T, count()>(at, next, first, last, dim, s); });
     } else {
       pack_values(at.values, dim, s);
-      add_values(rows, dim, s, amx);
+      constexpr int64_t kWords = kKeys / kPerWord<T>;
+      multiply_all<T, true>(rows, dim, s.weights, kWords, s.values, dim, kWords, s.sums, dim, amx);
     }
   }
 }

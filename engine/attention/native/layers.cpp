@@ -26,8 +26,8 @@ struct Step {
   const int64_t *query_starts, *context_lens;
   int64_t num_seqs;
   const Group* groups;
-  // Room for tiles of the widest input, for qkv (rows 32 longer) and for queries, with the number of
-  // rows rounded up to 16.
+  // Room for tiles of the widest input, for qkv (rows 32 longer) and for queries, and each for a
+  // tile's rows more than the step has.
   void *tiles, *more_tiles, *qkv, *queries;
   float eps;
 };

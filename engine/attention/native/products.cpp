@@ -10,14 +10,15 @@ void pack_strip(const W* const* rows, int64_t inputs, uint32_t* to) {
   constexpr int64_t kWords = kTileK / kPerWord<W>;
   for (int64_t k = 0; k < inputs; k += kTileK) {
     for (int64_t panel = 0; panel < 2; panel++) {
-      for (int64_t word = 0; word < kWords; word += kLanes, to += kLanes * kLanes) {
+      uint32_t* at = to + k / kTileK * kTileWords<W> + panel * panel_words<W>(inputs / kTileK);
+      for (int64_t word = 0; word < kWords; word += kLanes, at += kLanes * kLanes) {
         U16 tile[kLanes];
         for (int i = 0; i < kLanes; i++) {
           const W* row = rows[panel * kLanes + i];
           tile[i] = row == nullptr ? U16{} : load_raw<U16>(row + k + word * kPerWord<W>);
         }
         transpose(tile);
-        for (int i = 0; i < kLanes; i++) store_raw(to + i * kLanes, tile[i]);
+        for (int i = 0; i < kLanes; i++) store_raw(at + i * kLanes, tile[i]);
       }
     }
   }
@@ -98,7 +99,7 @@ extern "C" void baton_pack(const baton::Rows* parts, int64_t num_parts, int is_g
 }
 
 // x [rows, inputs] -> out [rows, outputs], or [rows, outputs / 2] if gated, of x's type, or float if
-// `wide`; `tiles`: room for x's elements with rows rounded up to 16.
+// `wide`; `tiles`: room for x and 16 rows more.
 extern "C" void baton_product(const void* x, int64_t rows, const baton::Weight* weight, int is_gated,
                               void* tiles, void* out, int is_bf16, int wide, int threads) {
   if (!is_bf16) {

@@ -2,9 +2,10 @@
 // by what the system allows: AMX tiles, AVX-512's bf16 dot product, and multiply-add in float with
 // bf16 weights widened in registers.
 //
-// Weights: strips of 32 outputs, each [k tile][2 panels][word][16 outputs]. A k tile is 32 inputs. A
-// word is one float or two neighbouring Bf16. So a strip is one stream of memory for each kernel.
-// Activations: tiles of 16 rows x 32 inputs, each contiguous, row tiles outermost.
+// Weights: strips of 32 outputs, each [k tile][2 panels][word][16 outputs], or, where registers hold
+// sums of one panel only, [2 panels][k tile][word][16 outputs]. A k tile is 32 inputs. A word is one
+// float or two neighbouring Bf16. So each kernel reads one stream of memory.
+// Activations: tiles of kTileRows rows x 32 inputs, each contiguous, row tiles outermost.
 //
 // Functions that say "team" are called by all threads of a parallel region, and return when all of it
 // is done.
@@ -29,7 +30,9 @@ namespace baton {
 
 constexpr int64_t kStrip = 32;    // outputs
 constexpr int64_t kTileK = 32;    // inputs
-constexpr int64_t kTileRows = 16;
+// Rows and panels whose sums are in registers at once.
+constexpr int kMostRows = kRegisters == 32 ? 8 : 6, kPanels = kRegisters == 32 ? 2 : 1;
+constexpr int64_t kTileRows = kPanels == 2 ? 16 : kMostRows;
 constexpr int64_t kTile = kTileRows * kTileK;  // elements of an activation tile
 constexpr int64_t kLongK = 96;  // k tiles that a core's cache holds for a block of rows
 constexpr int64_t kChunk = 8;   // strips that a thread takes at a time, at most
@@ -45,6 +48,14 @@ inline int64_t tiled(int64_t row, int64_t k, int64_t width) {
 
 template <typename W>
 constexpr int64_t kStripWords = kTileK / kPerWord<W> * kStrip;  // of a k tile
+template <typename W>
+constexpr int64_t kTileWords = kStripWords<W> / (kPanels == 2 ? 1 : 2);  // from a k tile to the next
+
+// From a panel of a strip to the other.
+template <typename W>
+inline int64_t panel_words(int64_t k_tiles) {
+  return kStripWords<W> / 2 * (kPanels == 2 ? 1 : k_tiles);
+}
 
 struct Weight {
   const uint32_t* strips;
@@ -197,12 +208,6 @@ struct AmxTiles {
 
 // --- vectors --------------------------------------------------------------------------------------
 
-#if defined(__AVX512F__)
-constexpr int kMostRows = 8, kPanels = 2;  // sums in registers
-#else
-constexpr int kMostRows = 6, kPanels = 1;
-#endif
-
 inline void prefetch(const uint32_t* words) {
   constexpr int64_t kAhead = 1024;  // words: what memory needs to answer
   __builtin_prefetch(words + kAhead);
@@ -210,26 +215,29 @@ inline void prefetch(const uint32_t* words) {
 
 // to[row][32]: kRows rows of one activation tile row times kPanels panels of a strip.
 template <typename X, typename W, int kRows, int kColumns>
-void vector_multiply(const X* x, const uint32_t* w, int64_t k_tiles, float* to) {
+void vector_multiply(const X* x, const uint32_t* w, int64_t panel, int64_t k_tiles, float* to) {
   constexpr int64_t kWords = kTileK / kPerWord<W>;
   F16 sums[kRows][kColumns] = {};
-  for (int64_t tile = 0; tile < k_tiles; tile++, x += kTile, w += kStripWords<W>) {
+  for (int64_t tile = 0; tile < k_tiles; tile++, x += kTile, w += kTileWords<W>) {
 #pragma GCC unroll 4
     for (int64_t word = 0; word < kWords; word++) {
       U16 columns[kColumns];
       for (int c = 0; c < kColumns; c++) {
-        columns[c] = load_raw<U16>(w + (c * kWords + word) * kLanes);
-        prefetch(w + (c * kWords + word) * kLanes);
+        columns[c] = load_raw<U16>(w + c * panel + word * kLanes);
+        prefetch(w + c * panel + word * kLanes);
       }
-      for (int r = 0; r < kRows; r++) {
-        const X* from = x + r * kTileK + word * kPerWord<W>;
-        if constexpr (sizeof(X) == sizeof(W)) {
-          U16 value = U16{} + load_raw<uint32_t>(from);
+      if constexpr (sizeof(X) == 2) {
+        for (int r = 0; r < kRows; r++) {
+          const U16 value = splat_raw(load_raw<uint32_t>(x + r * kTileK + word * kPerWord<W>));
           for (int c = 0; c < kColumns; c++) sums[r][c] = dot<W>(sums[r][c], value, columns[c]);
-        } else {  // float activations, Bf16 weights
-          for (int c = 0; c < kColumns; c++) {
-            sums[r][c] = as<F16>(columns[c] << 16) * from[0] + sums[r][c];
-            sums[r][c] = as<F16>(columns[c] & 0xffff0000u) * from[1] + sums[r][c];
+        }
+      } else {
+        for (int i = 0; i < kPerWord<W>; i++) {
+          F16 wide[kColumns];
+          for (int c = 0; c < kColumns; c++) wide[c] = part<W>(columns[c], i);
+          for (int r = 0; r < kRows; r++) {
+            const F16 value = splat(x[r * kTileK + word * kPerWord<W> + i]);
+            for (int c = 0; c < kColumns; c++) sums[r][c] = wide[c] * value + sums[r][c];
           }
         }
       }
@@ -242,17 +250,16 @@ void vector_multiply(const X* x, const uint32_t* w, int64_t k_tiles, float* to) 
 
 template <typename X, typename W>
 void vector_rows(int64_t rows, const X* x, const uint32_t* w, int64_t k_tiles, float* to) {
+  const int64_t panel = panel_words<W>(k_tiles);
   auto run = [&](auto narrow, auto wide) {
-    if (rows == 1 || kPanels == 2) return wide(x, w, k_tiles, to);
-    for (int64_t c = 0; c < 2; c++) narrow(x, w + c * kStripWords<W> / 2, k_tiles, to + c * kLanes);
+    if (rows == 1 || kPanels == 2) return wide(x, w, panel, k_tiles, to);
+    for (int64_t c = 0; c < 2; c++) narrow(x, w + c * panel, panel, k_tiles, to + c * kLanes);
   };
   switch (rows) {
 #define BATON_ROWS(n) \
   case n: return run(vector_multiply<X, W, n, 1>, vector_multiply<X, W, n, n == 1 ? 2 : kPanels>);
     BATON_ROWS(1) BATON_ROWS(2) BATON_ROWS(3) BATON_ROWS(4) BATON_ROWS(5) BATON_ROWS(6)
-#if defined(__AVX512F__)
     BATON_ROWS(7) BATON_ROWS(8)
-#endif
 #undef BATON_ROWS
   }
 }
@@ -321,8 +328,10 @@ template <typename X, typename W, typename Done>
 void team_product_of(const X* x, int64_t rows, const Weight& weight, const AmxTiles& amx,
                      ProductScratch& s, Member& member, Done done) {
   const int64_t strips = weight.num_strips();
-  const int64_t block_rows = weight.inputs <= kLongK * kTileK / 2 ? 512 : 128;
-  const int64_t blocks = (rows + block_rows - 1) / block_rows;
+  const int64_t most_rows =
+      (weight.inputs <= kLongK * kTileK / 2 ? 512 : 128) / kTileRows * kTileRows;
+  const int64_t blocks = (rows + most_rows - 1) / most_rows;
+  const int64_t block_rows = round_up((rows + blocks - 1) / blocks, kTileRows);
   const int64_t chunk = std::clamp<int64_t>(strips * blocks / (member.threads * 6), 1, kChunk);
   const int64_t chunks = (strips + chunk - 1) / chunk;
   member.each(blocks * chunks, [&](int64_t item) {
@@ -355,7 +364,7 @@ void team_product(const X* x, int64_t rows, const Weight& weight, const AmxTiles
 // --- what becomes of the sums ---------------------------------------------------------------------
 
 template <typename X>
-inline F16 with_bias(const Weight& weight, int64_t output, const float* sums) {
+BATON_INLINE F16 with_bias(const Weight& weight, int64_t output, const float* sums) {
   if (weight.bias == nullptr) return load(sums);
   return load(sums) + load(static_cast<const X*>(weight.bias) + output);
 }
@@ -384,14 +393,14 @@ inline void store_row(const Weight& weight, int64_t output, const float* sums, O
   }
 }
 
-inline F16 silu(F16 x) {
-  F16 magnitude = exp(max(-x, splat(-87.0f)) > 87.0f ? splat(87.0f) : -x);
-  return x / (1.0f + magnitude);
+BATON_INLINE F16 silu(F16 x) {
+  const F16 magnitude = exp(min(0.0f - x, splat(87.0f)));
+  return x / (magnitude + 1.0f);
 }
 
 // A strip of a gated weight has 16 gates, then the 16 values that they belong to.
 template <typename X>
-inline F16 gated(const Weight& weight, int64_t output, const float* sums) {
+BATON_INLINE F16 gated(const Weight& weight, int64_t output, const float* sums) {
   return silu(with_bias<X>(weight, output, sums)) *
          with_bias<X>(weight, output + kLanes, sums + kLanes);
 }

@@ -1,5 +1,5 @@
-// Sixteen lanes, in the compiler's own vector types: they become AVX-512 registers where there are
-// such, pairs of AVX2 or quadruples of NEON registers elsewhere. Storage types: float, and Bf16.
+// Sixteen lanes: one AVX-512 register, two of AVX2, four of NEON. They are the compiler's own vectors,
+// as wide as a register, for GCC keeps wider ones in memory. Storage types: float, and Bf16.
 #pragma once
 
 #include <cmath>
@@ -7,9 +7,12 @@
 #include <cstring>
 #include <utility>
 
-#if defined(__AVX512F__)
+#if defined(__AVX2__)
 #include <immintrin.h>
 #endif
+
+// A call would pass lanes of several registers through memory.
+#define BATON_INLINE inline __attribute__((always_inline))
 
 namespace baton {
 
@@ -17,81 +20,182 @@ struct Bf16 {
   uint16_t bits;
 };
 
-typedef float F16 __attribute__((vector_size(64)));
-typedef uint32_t U16 __attribute__((vector_size(64)));
-typedef int32_t I16 __attribute__((vector_size(64)));
-typedef uint16_t H16 __attribute__((vector_size(32)));
+#if defined(__AVX512F__)
+constexpr int kPartBytes = 64;
+constexpr int kRegisters = 32;  // that hold sixteen lanes
+#elif defined(__AVX__)
+constexpr int kPartBytes = 32;
+constexpr int kRegisters = 8;
+#else
+constexpr int kPartBytes = 16;
+constexpr int kRegisters = 8;
+#endif
 
 constexpr int kLanes = 16;
+constexpr int kParts = 64 / kPartBytes;
+constexpr int kPartLanes = kLanes / kParts;
 
+template <typename T>
+struct Lanes {
+  typedef T Part __attribute__((vector_size(kPartLanes * sizeof(T))));
+  Part parts[kParts];
+};
+
+typedef Lanes<float> F16;
+typedef Lanes<uint32_t> U16;
+typedef Lanes<int32_t> I16;
+typedef Lanes<uint16_t> H16;
+
+// A value of what `part(i)` gives for each part.
+template <typename To, typename Do>
+BATON_INLINE To of_parts(Do part) {
+  To to;
+  for (int i = 0; i < kParts; i++) to.parts[i] = part(i);
+  return to;
+}
+
+template <typename T>
+struct Scalar {  // not deduced, so that any number will do
+  typedef T type;
+};
+
+#define BATON_OPERATOR(op)                                                           \
+  template <typename T>                                                              \
+  BATON_INLINE Lanes<T> operator op(Lanes<T> a, Lanes<T> b) {                              \
+    return of_parts<Lanes<T>>([&](int i) { return a.parts[i] op b.parts[i]; });      \
+  }                                                                                  \
+  template <typename T>                                                              \
+  BATON_INLINE Lanes<T> operator op(Lanes<T> a, typename Scalar<T>::type b) {              \
+    return of_parts<Lanes<T>>([&](int i) { return a.parts[i] op b; });               \
+  }                                                                                  \
+  template <typename T>                                                              \
+  BATON_INLINE Lanes<T> operator op(typename Scalar<T>::type a, Lanes<T> b) {              \
+    return of_parts<Lanes<T>>([&](int i) { return a op b.parts[i]; });               \
+  }                                                                                  \
+  template <typename T, typename B>                                                  \
+  BATON_INLINE Lanes<T>& operator op##=(Lanes<T>& a, B b) {                                \
+    return a = a op b;                                                               \
+  }
+BATON_OPERATOR(+)
+BATON_OPERATOR(-)
+BATON_OPERATOR(*)
+BATON_OPERATOR(/)
+BATON_OPERATOR(&)
+BATON_OPERATOR(|)
+BATON_OPERATOR(<<)
+BATON_OPERATOR(>>)
+#undef BATON_OPERATOR
+
+// A change of type, not of size. Lanes go part by part, else GCC takes them through memory.
 template <typename To, typename From>
-inline To as(From from) {
+BATON_INLINE To as(From from) {
   static_assert(sizeof(To) == sizeof(From), "a change of type, not of size");
   To to;
   std::memcpy(&to, &from, sizeof(to));
   return to;
 }
 
+template <typename To, typename T>
+BATON_INLINE To as(Lanes<T> from) {
+  return of_parts<To>([&](int i) { return as<typename To::Part>(from.parts[i]); });
+}
+
 template <typename V>
-inline V load_raw(const void* from) {
-  V value;
+BATON_INLINE V load_raw(const void* from) {
+  return of_parts<V>([&](int i) {
+    typename V::Part value;
+    std::memcpy(&value, static_cast<const char*>(from) + i * sizeof(value), sizeof(value));
+    return value;
+  });
+}
+
+template <>
+BATON_INLINE uint32_t load_raw(const void* from) {
+  uint32_t value;
   std::memcpy(&value, from, sizeof(value));
   return value;
 }
 
-template <typename V>
-inline void store_raw(void* to, V value) {
-  std::memcpy(to, &value, sizeof(value));
+template <typename T>
+BATON_INLINE void store_raw(void* to, Lanes<T> value) {
+  for (int i = 0; i < kParts; i++) {
+    std::memcpy(static_cast<char*>(to) + i * sizeof(value.parts[i]), &value.parts[i],
+                sizeof(value.parts[i]));
+  }
 }
 
-inline F16 splat(float x) { return F16{} + x; }
+template <typename T>
+BATON_INLINE I16 operator<(Lanes<T> a, Lanes<T> b) {
+  return of_parts<I16>([&](int i) { return a.parts[i] < b.parts[i]; });
+}
 
-inline F16 load(const float* from) { return load_raw<F16>(from); }
-inline F16 load(const Bf16* from) {
+// a where the mask is set, else b.
+BATON_INLINE F16 select(I16 mask, F16 a, F16 b) {
+  return of_parts<F16>([&](int i) { return mask.parts[i] ? a.parts[i] : b.parts[i]; });
+}
+
+// Zero plus a number of a float is an addition, of an integer none.
+BATON_INLINE U16 splat_raw(uint32_t x) { return U16{} + x; }
+BATON_INLINE F16 splat(float x) { return as<F16>(splat_raw(as<uint32_t>(x))); }
+
+BATON_INLINE U16 widened(H16 from) {
 #if defined(__AVX512F__)  // GCC makes two halves of it
-  return as<F16>(_mm512_slli_epi32(_mm512_cvtepu16_epi32(load_raw<__m256i>(from)), 16));
+  return {as<U16::Part>(_mm512_cvtepu16_epi32(as<__m256i>(from.parts[0])))};
+#elif defined(__AVX2__)
+  return of_parts<U16>(
+      [&](int i) { return as<U16::Part>(_mm256_cvtepu16_epi32(as<__m128i>(from.parts[i]))); });
+#else
+  return of_parts<U16>([&](int i) { return __builtin_convertvector(from.parts[i], U16::Part); });
 #endif
-  return as<F16>(__builtin_convertvector(load_raw<H16>(from), U16) << 16);
 }
+
+BATON_INLINE F16 load(const float* from) { return load_raw<F16>(from); }
+BATON_INLINE F16 load(const Bf16* from) { return as<F16>(widened(load_raw<H16>(from)) << 16); }
 
 // Round to nearest, ties to even; the engine's values are finite.
-inline H16 to_bf16(F16 x) {
+BATON_INLINE H16 to_bf16(F16 x) {
 #if defined(__AVX512BF16__)
-  return as<H16>(_mm512_cvtneps_pbh(as<__m512>(x)));
+  return {as<H16::Part>(_mm512_cvtneps_pbh(x.parts[0]))};
 #else
-  U16 bits = as<U16>(x);
-  bits += 0x7fffu + ((bits >> 16) & 1u);
-  return __builtin_convertvector(bits >> 16, H16);
+  const U16 bits = as<U16>(x), rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  return of_parts<H16>([&](int i) { return __builtin_convertvector(rounded.parts[i], H16::Part); });
 #endif
 }
 
-inline void store(float* to, F16 x) { store_raw(to, x); }
-inline void store(Bf16* to, F16 x) { store_raw(to, to_bf16(x)); }
+BATON_INLINE void store(float* to, F16 x) { store_raw(to, x); }
+BATON_INLINE void store(Bf16* to, F16 x) { store_raw(to, to_bf16(x)); }
 
-inline float sum(F16 x) {
+BATON_INLINE F16 max(F16 a, F16 b) { return select(b < a, a, b); }
+BATON_INLINE F16 min(F16 a, F16 b) { return select(a < b, a, b); }
+
+// All lanes as one number, by an operation of two.
+template <typename Two>
+BATON_INLINE float reduce(F16 x, Two two) {
+  F16::Part all = x.parts[0];
+  for (int i = 1; i < kParts; i++) all = two(all, x.parts[i]);
+  float result = all[0];
+  for (int i = 1; i < kPartLanes; i++) result = two(result, all[i]);
+  return result;
+}
+
+BATON_INLINE float sum(F16 x) {
 #if defined(__AVX512F__)
-  return _mm512_reduce_add_ps(as<__m512>(x));
+  return _mm512_reduce_add_ps(x.parts[0]);
 #else
-  float total = 0;
-  for (int i = 0; i < kLanes; i++) total += x[i];
-  return total;
+  return reduce(x, [](auto a, auto b) { return a + b; });
 #endif
 }
 
-inline F16 max(F16 a, F16 b) { return a > b ? a : b; }
-
-inline float max_lane(F16 x) {
+BATON_INLINE float max_lane(F16 x) {
 #if defined(__AVX512F__)
-  return _mm512_reduce_max_ps(as<__m512>(x));
+  return _mm512_reduce_max_ps(x.parts[0]);
 #else
-  float most = x[0];
-  for (int i = 1; i < kLanes; i++) most = x[i] > most ? x[i] : most;
-  return most;
+  return reduce(x, [](auto a, auto b) { return a > b ? a : b; });
 #endif
 }
 
 // e to the x for x <= 88, within two units in the last place; 0 below -87.
-inline F16 exp(F16 x) {
+BATON_INLINE F16 exp(F16 x) {
   const F16 magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
   F16 clamped = max(x, splat(-87.0f));
   F16 whole = (clamped * 1.44269504088896341f + magic) - magic;
@@ -104,46 +208,46 @@ inline F16 exp(F16 x) {
   y = y * rest + 1.6666665459e-1f;
   y = y * rest + 5.0000001201e-1f;
   y = y * rest * rest + rest + 1.0f;
-  I16 power = (__builtin_convertvector(whole, I16) + 127) << 23;
-  F16 result = y * as<F16>(power);
-  return x < -87.0f ? F16{} : result;
+  I16 power = of_parts<I16>(
+      [&](int i) { return __builtin_convertvector(whole.parts[i], I16::Part); });
+  F16 result = y * as<F16>((power + 127) << 23);
+  return select(x < splat(-87.0f), F16{}, result);
 }
 
 // Products are taken on 32-bit words: one float, or two neighbouring Bf16.
 template <typename T>
 constexpr int kPerWord = 4 / sizeof(T);
 
-// sum += a * b per lane, over the values of each word.
-template <typename T>
-inline F16 dot(F16 sum, U16 a, U16 b) {
-  if constexpr (sizeof(T) == 4) {
-    return as<F16>(a) * as<F16>(b) + sum;
-  } else {
-#if defined(__AVX512BF16__)
-    return as<F16>(_mm512_dpbf16_ps(as<__m512>(sum), as<__m512bh>(a), as<__m512bh>(b)));
-#else
-    sum = as<F16>(a << 16) * as<F16>(b << 16) + sum;
-    return as<F16>(a & 0xffff0000u) * as<F16>(b & 0xffff0000u) + sum;
-#endif
-  }
-}
-
 // The i-th value of each word.
 template <typename T>
-inline F16 part(U16 words, int i) {
+BATON_INLINE F16 part(U16 words, int i) {
   if (sizeof(T) == 4) return as<F16>(words);
   return as<F16>(i == 0 ? words << 16 : words & 0xffff0000u);
 }
 
-// For each lane of the result the number of one of a's, or, from 16 on, of b's.
+// sum += a * b per lane, over the values of each word.
+template <typename T>
+BATON_INLINE F16 dot(F16 sum, U16 a, U16 b) {
+#if defined(__AVX512BF16__)
+  if constexpr (sizeof(T) == 2) {
+    return {_mm512_dpbf16_ps(sum.parts[0], as<__m512bh>(a.parts[0]), as<__m512bh>(b.parts[0]))};
+  }
+#endif
+  for (int i = 0; i < kPerWord<T>; i++) sum = part<T>(a, i) * part<T>(b, i) + sum;
+  return sum;
+}
+
+// For each lane of the result the number of one of a's, or, from kPartLanes on, of b's.
 template <uint32_t... kFrom>
-inline U16 shuffle(U16 a, U16 b) {
+inline U16::Part shuffle(U16::Part a, U16::Part b) {
 #if defined(__clang__)
   return __builtin_shufflevector(a, b, kFrom...);
 #else
-  return __builtin_shuffle(a, b, U16{kFrom...});
+  return __builtin_shuffle(a, b, U16::Part{kFrom...});
 #endif
 }
+
+constexpr auto kLaneNumbers = std::make_integer_sequence<uint32_t, kPartLanes>();
 
 // In the lanes with bit kStep set, rows without that bit take what the rows kStep on have in the
 // lanes without it, and the other way round.
@@ -152,24 +256,29 @@ inline void exchange(U16* rows, std::integer_sequence<uint32_t, kLane...>) {
 #pragma GCC unroll 16
   for (uint32_t i = 0; i < 16; i++) {
     if (i & kStep) continue;
-    U16 a = rows[i], b = rows[i + kStep];
-    rows[i] = shuffle<(kLane & kStep ? kLane - kStep + 16 : kLane)...>(a, b);
-    rows[i + kStep] = shuffle<(kLane & kStep ? kLane + 16 : kLane + kStep)...>(a, b);
+    U16 &a = rows[i], &b = rows[i + kStep];
+    for (int p = 0; p < kParts; p++) {
+      const U16::Part from = a.parts[p], with = b.parts[p];
+      if constexpr (kStep < kPartLanes) {
+        a.parts[p] = shuffle<(kLane & kStep ? kLane - kStep + kPartLanes : kLane)...>(from, with);
+        b.parts[p] = shuffle<(kLane & kStep ? kLane + kPartLanes : kLane + kStep)...>(from, with);
+      } else if (p * kPartLanes & kStep) {
+        std::swap(a.parts[p], b.parts[p - kStep / kPartLanes]);
+      }
+    }
   }
 }
 
 // Transpose 16 x 16 words in place.
 inline void transpose(U16* rows) {
-  constexpr auto lanes = std::make_integer_sequence<uint32_t, kLanes>();
-  exchange<1>(rows, lanes);
-  exchange<2>(rows, lanes);
-  exchange<4>(rows, lanes);
-  exchange<8>(rows, lanes);
+  exchange<1>(rows, kLaneNumbers);
+  exchange<2>(rows, kLaneNumbers);
+  exchange<4>(rows, kLaneNumbers);
+  exchange<8>(rows, kLaneNumbers);
 }
 
 // Lane i of the result is the sum of row i's lanes: a transposition whose rows are added on the way.
 inline F16 lane_sums(const F16* from) {
-  constexpr auto lanes = std::make_integer_sequence<uint32_t, kLanes>();
   U16 rows[kLanes];
   for (int i = 0; i < kLanes; i++) rows[i] = as<U16>(from[i]);
   auto add = [&](int step) {
@@ -177,18 +286,28 @@ inline F16 lane_sums(const F16* from) {
       rows[i] = as<U16>(as<F16>(rows[i]) + as<F16>(rows[i + step]));
     }
   };
-  exchange<1>(rows, lanes), add(1);
-  exchange<2>(rows, lanes), add(2);
-  exchange<4>(rows, lanes), add(4);
-  exchange<8>(rows, lanes), add(8);
+  exchange<1>(rows, kLaneNumbers), add(1);
+  exchange<2>(rows, kLaneNumbers), add(2);
+  exchange<4>(rows, kLaneNumbers), add(4);
+  exchange<8>(rows, kLaneNumbers), add(8);
   return as<F16>(rows[0]);
 }
 
-// From even and odd lanes to the lower and the upper half of all.
-inline void interleave(F16& even, F16& odd) {
+template <uint32_t... kLane>
+BATON_INLINE void interleave(F16& even, F16& odd, std::integer_sequence<uint32_t, kLane...>) {
   const U16 a = as<U16>(even), b = as<U16>(odd);
-  even = as<F16>(shuffle<0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23>(a, b));
-  odd = as<F16>(shuffle<8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31>(a, b));
+  U16 lower, upper;
+  for (int p = 0; p < 2 * kParts; p++) {
+    const U16::Part x = a.parts[p / 2], y = b.parts[p / 2];
+    (p < kParts ? lower : upper).parts[p % kParts] =
+        p % 2 == 0 ? shuffle<(kLane / 2 + kLane % 2 * kPartLanes)...>(x, y)
+                   : shuffle<(kLane / 2 + kPartLanes / 2 + kLane % 2 * kPartLanes)...>(x, y);
+  }
+  even = as<F16>(lower);
+  odd = as<F16>(upper);
 }
+
+// From even and odd lanes to the lower and the upper half of all.
+BATON_INLINE void interleave(F16& even, F16& odd) { interleave(even, odd, kLaneNumbers); }
 
 }  // namespace baton
