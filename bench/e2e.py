@@ -128,6 +128,7 @@ def baton(folder: Path, pools: dict[str, Any]) -> Iterator[list[str]]:
         "served_model_name": NAME,
         "engine": {
             "device": "cpu",
+            "dtype": random_model.usual_dtype(),
             "max_model_len": CONTEXT,
             "max_num_seqs": AT_ONCE,
             "kv_memory_bytes": 1 << 30,
@@ -162,6 +163,7 @@ def vllm(folder: Path, peers: Path, instances: int) -> Iterator[list[str]]:
             }
             command = [str(peers / "vllm" / "bin" / "vllm"), "serve", str(folder)]
             command += ["--served-model-name", NAME, "--port", str(port), "--host", "127.0.0.1"]
+            command += ["--dtype", random_model.usual_dtype()]
             command += ["--max-model-len", str(CONTEXT), "--max-num-seqs", str(AT_ONCE)]
             urls.append(f"http://127.0.0.1:{port}")
             stack.enter_context(process(command, environment, f"{urls[-1]}/health"))
@@ -262,7 +264,8 @@ def main() -> None:
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 4, 16])
     options = parser.parse_args()
     head = describe(" ".join(("python -m bench.e2e", *sys.argv[1:])))
-    print(f"{head}\n\n{__doc__}\n{measure(options)}")
+    dtype = random_model.usual_dtype()
+    print(f"{head}\n\n{__doc__}\nAll compute in {dtype}.\n\n{measure(options)}")
 
 
 if __name__ == "__main__":

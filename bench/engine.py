@@ -26,16 +26,22 @@ import torch
 
 from bench import random_model
 from bench.engine_sides import CONTEXT
-from bench.report import describe, markdown, progress, say
+from bench.report import cpu_features, describe, markdown, progress, say
 from engine import compute_threads
 from engine.attention import huge_pages
 from engine.attention.packed_weights import PackedWeight, can_pack
 
-PREFILL_LENGTHS = (512, 2048)
-DECODE_BATCHES = (1, 8, 32)
+CELLS = ("prefill 512", "prefill 2048", "decode 1", "decode 8", "decode 32")
 PEERS = {"vllm": "vllm", "vllm compiled": "vllm", "openvino": "openvino", "transformers": None}
 """Side -> its virtual environment below build/peers; None: Baton's."""
-TECHNIQUES = ("fused layers", "packed weights", "huge pages", "AMX", "AVX-512")
+TECHNIQUES = {
+    "fused layers": "",
+    "packed weights": "",
+    "huge pages": "",
+    "AMX": "amx_bf16",
+    "AVX-512": "avx512f",
+}
+"""Technique -> the CPU's feature that it needs."""
 _ROOT = Path(__file__).parent.parent
 _GOALS = {"decode 1": 1.05}  # of the best peer; 1.2 elsewhere
 
@@ -155,10 +161,7 @@ def measure(model: str, sides: list[Process], dtype: str, options: argparse.Name
     shape, item = random_model.SHAPES[model], getattr(torch, dtype).itemsize
     peers = [side.name for side in sides[1:]]
     rows = []
-    for cell in (
-        *(f"prefill {length}" for length in PREFILL_LENGTHS),
-        *(f"decode {batch}" for batch in DECODE_BATCHES),
-    ):
+    for cell in options.cells:
         progress(f"{model} {dtype}: {cell}")
         kind, size = cell.split()
         found = (
@@ -184,9 +187,10 @@ def sides_of(model: str, dtype: str, options: argparse.Namespace) -> list[Proces
     folder, threads = random_model.saved(model), compute_threads.share(1)
     names: dict[str, Path] = {"baton": Path(sys.executable)}
     if options.ablations:
-        names |= {f"baton without {each}": Path(sys.executable) for each in TECHNIQUES}
+        techniques = [name for name, needs in TECHNIQUES.items() if needs in ("", *cpu_features())]
         if dtype == "float32":
-            names["baton without bf16 weights"] = Path(sys.executable)
+            techniques.append("bf16 weights")
+        names |= {f"baton without {each}": Path(sys.executable) for each in techniques}
     else:
         for name, environment in PEERS.items():
             python = Path(sys.executable)
@@ -204,14 +208,14 @@ def sides_of(model: str, dtype: str, options: argparse.Namespace) -> list[Proces
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", nargs="+", default=list(random_model.ON_DISK))
+    parser.add_argument("--cells", nargs="+", choices=CELLS, default=CELLS, help="in quotes")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"))
     parser.add_argument("--peers", nargs="*", default=list(PEERS))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--ablations", action="store_true")
     options = parser.parse_args()
-    bf16 = bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    dtype = options.dtype or ("bfloat16" if bf16 else "float32")
+    dtype = options.dtype or random_model.usual_dtype()
     (_ROOT / "build").mkdir(exist_ok=True)
     torch.set_num_threads(compute_threads.share(1))
     print(f"{describe(' '.join(['python -m bench.engine', *sys.argv[1:]]))}\n", flush=True)

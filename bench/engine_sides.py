@@ -52,6 +52,7 @@ class Baton:
             max_num_batched_tokens=LONGEST_PROMPT,
             max_num_seqs=LARGEST_BATCH,
             max_model_len=4096,
+            max_itl_factor=None,  # as the peers: prompts of a batch do not wait for its decodes
             kv_memory_bytes=_KV_BYTES // 2,
             num_regions=1,
             prefix_cache=False,

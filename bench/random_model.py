@@ -19,6 +19,7 @@ from engine.api import ModelSpec
 from engine.attention.kernels import Kernels
 from engine.attention.native_kernels import pick_kernels
 from engine.attention.paged_kv import TORCH_DTYPES
+from engine.auto_choice import cpu_has_bf16
 from engine.models.config import ModelConfig, model_config
 from engine.models.decoder import Decoder
 from engine.models.folder import kv_layout
@@ -91,6 +92,11 @@ SHAPES = {
 }
 ON_DISK = ("0.1B", "0.6B")
 """Shapes that are measured beside transformers, which reads a folder."""
+
+
+def usual_dtype() -> str:
+    """What engines compute in on this CPU: bf16 where it has instructions for it."""
+    return "bfloat16" if cpu_has_bf16() else "float32"
 
 
 def usual_weight(name: str, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:

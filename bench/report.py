@@ -36,6 +36,12 @@ def _cpu() -> dict[str, str]:
     return {name.strip(): value.strip() for name, _, value in lines}
 
 
+def cpu_features() -> list[str]:
+    """The instructions that this machine's kernels are chosen by."""
+    chosen_by = {"avx2", "avx512f", "avx512_bf16", "amx_bf16"}
+    return sorted(chosen_by.intersection(_cpu().get("flags", "").split()))
+
+
 def first_line(*command: str) -> str:
     """What a program prints; empty where the machine lacks it."""
     try:
@@ -62,8 +68,6 @@ def describe(command: str) -> str:
     warning, cpu = load_warning(), _cpu()
     gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     name = cpu.get("model name", platform.processor())
-    decide_kernels = {"avx2", "avx512f", "avx512_bf16", "amx_bf16"}
-    features = sorted(decide_kernels.intersection(cpu.get("flags", "").split()))
     differ = ("cpu family", "model", "stepping", "cache size")  # between CPUs of one name
     kind = ", ".join(f"{name} {cpu[name]}" for name in differ if name in cpu)
     return "\n".join(
@@ -71,7 +75,7 @@ def describe(command: str) -> str:
             *([f"> **{warning}.**\n"] if warning else []),
             f"- command: `{command}`",
             f"- date: {datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M} UTC",
-            f"- machine: {name}, {os.cpu_count()} cores, {gib:.0f} GiB, {' '.join(features)}",
+            f"- machine: {name}, {os.cpu_count()} cores, {gib:.0f} GiB, {' '.join(cpu_features())}",
             f"- CPU: {kind}",
             f"- load average before the run: {load}",
             f"- commit: {first_line('git', 'describe', '--always', '--dirty') or 'unknown'}",

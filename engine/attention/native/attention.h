@@ -239,7 +239,8 @@ void multiply_all(int64_t rows, int64_t columns, const uint32_t* left, int64_t l
 // Meanwhile the next tile comes into the second cache, line by line.
 inline void fetch(const void* line) { __builtin_prefetch(line, 0, 2); }
 
-// How many keys or vectors of values meet `rows` at once, so that their sums stay in registers.
+// How many keys or vectors of values meet `rows` at once, so that their sums stay in registers. At
+// least `least`: those of Bf16 values come in pairs, and some sums of many rows then leave them.
 constexpr int at_once(int rows, int least) {
   const int most = kManyRegisters ? (rows > 3 ? 2 : 4) : rows > 3 ? 1 : rows > 1 ? 2 : 4;
   return std::max(most, least);

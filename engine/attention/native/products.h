@@ -4,7 +4,7 @@
 //
 // Weights: strips of 32 outputs, each [k tile][2 panels][word][16 outputs], or, where registers hold
 // sums of one panel only, [2 panels][k tile][word][16 outputs]. A k tile is 32 inputs. A word is one
-// float or two neighbouring Bf16. So each kernel reads one stream of memory.
+// float or two neighbouring Bf16. So each kernel reads one stream of memory, or two for one row.
 // Activations: tiles of kTileRows rows x 32 inputs, each contiguous, row tiles outermost.
 //
 // Functions that say "team" are called by all threads of a parallel region, and return when all of it
@@ -17,7 +17,7 @@
 #include <omp.h>
 #include <sched.h>
 
-#if defined(__AMX_BF16__) && defined(__AMX_TILE__) && defined(__linux__)
+#if defined(__AMX_BF16__) && defined(__AMX_TILE__) && defined(__AVX512F__) && defined(__linux__)
 #include <immintrin.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -213,7 +213,8 @@ inline void prefetch(const uint32_t* words) {
   __builtin_prefetch(words + kAhead);
 }
 
-// to[row][32]: kRows rows of one activation tile row times kPanels panels of a strip.
+// to[row][32]: kRows rows of one activation tile row times kColumns panels of a strip, `panel` words
+// apart.
 template <typename X, typename W, int kRows, int kColumns>
 void vector_multiply(const X* x, const uint32_t* w, int64_t panel, int64_t k_tiles, float* to) {
   constexpr int64_t kWords = kTileK / kPerWord<W>;
@@ -330,8 +331,9 @@ void team_product_of(const X* x, int64_t rows, const Weight& weight, const AmxTi
   const int64_t strips = weight.num_strips();
   const int64_t most_rows =
       (weight.inputs <= kLongK * kTileK / 2 ? 512 : 128) / kTileRows * kTileRows;
-  const int64_t blocks = (rows + most_rows - 1) / most_rows;
-  const int64_t block_rows = round_up((rows + blocks - 1) / blocks, kTileRows);
+  const int64_t blocks = std::max<int64_t>((rows + most_rows - 1) / most_rows, 1);
+  const int64_t together = kPanels == 2 ? 2 * kTileRows : kTileRows;  // AMX takes pairs of tiles
+  const int64_t block_rows = round_up((rows + blocks - 1) / blocks, together);
   const int64_t chunk = std::clamp<int64_t>(strips * blocks / (member.threads * 6), 1, kChunk);
   const int64_t chunks = (strips + chunk - 1) / chunk;
   member.each(blocks * chunks, [&](int64_t item) {

@@ -28,7 +28,7 @@ constexpr int kPartBytes = 32;
 constexpr int kRegisters = 8;
 #else
 constexpr int kPartBytes = 16;
-constexpr int kRegisters = 8;
+constexpr int kRegisters = 8;  // NEON's; SSE has half
 #endif
 
 constexpr int kLanes = 16;
@@ -59,22 +59,22 @@ struct Scalar {  // not deduced, so that any number will do
   typedef T type;
 };
 
-#define BATON_OPERATOR(op)                                                           \
-  template <typename T>                                                              \
-  BATON_INLINE Lanes<T> operator op(Lanes<T> a, Lanes<T> b) {                              \
-    return of_parts<Lanes<T>>([&](int i) { return a.parts[i] op b.parts[i]; });      \
-  }                                                                                  \
-  template <typename T>                                                              \
-  BATON_INLINE Lanes<T> operator op(Lanes<T> a, typename Scalar<T>::type b) {              \
-    return of_parts<Lanes<T>>([&](int i) { return a.parts[i] op b; });               \
-  }                                                                                  \
-  template <typename T>                                                              \
-  BATON_INLINE Lanes<T> operator op(typename Scalar<T>::type a, Lanes<T> b) {              \
-    return of_parts<Lanes<T>>([&](int i) { return a op b.parts[i]; });               \
-  }                                                                                  \
-  template <typename T, typename B>                                                  \
-  BATON_INLINE Lanes<T>& operator op##=(Lanes<T>& a, B b) {                                \
-    return a = a op b;                                                               \
+#define BATON_OPERATOR(op)                                                            \
+  template <typename T>                                                               \
+  BATON_INLINE Lanes<T> operator op(Lanes<T> a, Lanes<T> b) {                         \
+    return of_parts<Lanes<T>>([&](int i) { return a.parts[i] op b.parts[i]; });       \
+  }                                                                                   \
+  template <typename T>                                                               \
+  BATON_INLINE Lanes<T> operator op(Lanes<T> a, typename Scalar<T>::type b) {         \
+    return of_parts<Lanes<T>>([&](int i) { return a.parts[i] op b; });                \
+  }                                                                                   \
+  template <typename T>                                                               \
+  BATON_INLINE Lanes<T> operator op(typename Scalar<T>::type a, Lanes<T> b) {         \
+    return of_parts<Lanes<T>>([&](int i) { return a op b.parts[i]; });                \
+  }                                                                                   \
+  template <typename T, typename B>                                                   \
+  BATON_INLINE Lanes<T>& operator op##=(Lanes<T>& a, B b) {                           \
+    return a = a op b;                                                                \
   }
 BATON_OPERATOR(+)
 BATON_OPERATOR(-)
@@ -134,8 +134,9 @@ BATON_INLINE F16 select(I16 mask, F16 a, F16 b) {
   return of_parts<F16>([&](int i) { return mask.parts[i] ? a.parts[i] : b.parts[i]; });
 }
 
-// Zero plus a number of a float is an addition, of an integer none.
 BATON_INLINE U16 splat_raw(uint32_t x) { return U16{} + x; }
+
+// By integers: adding a float to zero would stay an addition.
 BATON_INLINE F16 splat(float x) { return as<F16>(splat_raw(as<uint32_t>(x))); }
 
 BATON_INLINE U16 widened(H16 from) {
