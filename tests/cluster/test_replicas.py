@@ -88,6 +88,13 @@ def test_any_number_of_supervisors_adopt_the_same_replica_and_the_last_one_hears
     assert "died" in str(end.failure)
 
 
+def test_a_rank_runs_at_the_priority_of_who_started_the_cluster(
+    replicas: RayReplicas, config: WorkerConfig
+) -> None:
+    (process,) = start(replicas, config).processes
+    assert os.getpriority(os.PRIO_PROCESS, process.pid) == os.getpriority(os.PRIO_PROCESS, 0)
+
+
 def test_a_rank_that_leaves_in_good_order_has_not_failed(
     replicas: RayReplicas, config: WorkerConfig
 ) -> None:

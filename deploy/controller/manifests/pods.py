@@ -46,6 +46,10 @@ OWN_COMMAND = {"ray.io/overwrite-container-cmd": "true"}
 """KubeRay leaves our command as it is, and gives it its own in KUBERAY_GEN_RAY_START_CMD."""
 GRACE_MARGIN_S = 60
 """Kubernetes' patience beyond a drain: what is left then is killed."""
+_RAY_ENV = [
+    env("RAY_USAGE_STATS_ENABLED", "0"),
+    env("RAY_worker_niceness", "0"),  # Ray's 15 puts engines behind all else in their pod
+]
 _OUTLIVED_S = 120
 """After its announced end: a cloud ends a machine later than it says, but not by so much. A machine
 that is there still, as after hibernation, has a pod whose node has left Ray. Its container must
@@ -157,7 +161,7 @@ def _template(
     shared = {
         "image": context.image,
         "imagePullPolicy": context.spec.images.pull_policy,
-        "env": [*POD_ENV, env("RAY_USAGE_STATS_ENABLED", "0"), *_model_env(context.spec)],
+        "env": [*POD_ENV, *_RAY_ENV, *_model_env(context.spec)],
         "volumeMounts": [
             {"name": "run", "mountPath": RUN_FOLDER},
             {"name": "tmp", "mountPath": "/tmp"},
