@@ -28,6 +28,7 @@ from bench import random_model
 from bench.engine_sides import CONTEXT
 from bench.report import cpu_features, describe, markdown, progress, say
 from engine import compute_threads
+from engine.attention import huge_pages
 from engine.attention.packed_weights import PackedWeight, can_pack
 
 CELLS = ("prefill 512", "prefill 2048", "decode 1", "decode 8", "decode 32")
@@ -36,6 +37,7 @@ PEERS = {"vllm": "vllm", "vllm compiled": "vllm", "openvino": "openvino", "trans
 TECHNIQUES = {
     "fused layers": "",
     "packed weights": "",
+    "huge pages": "",
     "AMX": "amx_bf16",
     "AVX-512": "avx512f",
 }
@@ -101,7 +103,8 @@ class Roofline:
             packed = PackedWeight([weight], None, dtype, is_gated=False)
             seconds.append(_best(lambda: packed(x)))
         flops = 2 * x.numel() * len(weight) / min(seconds)
-        memory = torch.ones(1 << 28, dtype=torch.int32)
+        memory = huge_pages.take(1 << 30).view(torch.int32)
+        memory.fill_(1)
         read_s = _best(lambda: memory.sum(dtype=torch.int32))
         return cls(flops, memory.nbytes / read_s)
 

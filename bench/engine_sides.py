@@ -220,6 +220,8 @@ def without(technique: str) -> None:
     if technique == "fused layers":
         fused = importlib.import_module("engine.models.fused_layers").FusedLayers
         fused.of = classmethod(lambda *_: None)
+    elif technique == "huge pages":
+        importlib.import_module("mmap").__dict__.pop("MADV_HUGEPAGE")
     elif technique == "packed weights":  # then oneDNN's own, and no fused layers
         mlp: Any = importlib.import_module("engine.models.mlp")
         mlp.can_pack = lambda *_, **__: False

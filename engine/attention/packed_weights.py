@@ -9,6 +9,7 @@ from ctypes import POINTER, Structure, byref, c_int, c_int64, c_void_p
 
 import torch
 
+from engine.attention import huge_pages
 from engine.attention.native_kernels import native_library
 
 _TILE_INPUTS = 32
@@ -66,7 +67,7 @@ class PackedWeight:
         native = library()
         assert native is not None
         size = native.baton_packed_bytes(self.inputs, self.outputs, is_bf16)
-        self._memory = torch.empty(size, dtype=torch.uint8)  # begins at a cache line
+        self._memory = huge_pages.take(size)
         threads = torch.get_num_threads()
         native.baton_pack(
             rows, len(parts), is_gated, self.inputs, self.outputs, is_bf16,

@@ -12,6 +12,7 @@ from ctypes import POINTER, Structure, byref, c_float, c_int, c_int64, c_void_p
 
 import torch
 
+from engine.attention import huge_pages
 from engine.attention.kernels import AttentionShape, Rotation
 from engine.attention.native_kernels import NativeKernels, Pool, native_library, pool_of
 from engine.attention.packed_weights import PackedWeight, Weight
@@ -95,7 +96,7 @@ class FusedLayers:
         qkv, out, _, down = packed[0]
         qkv_width = qkv.outputs + _QKV_PADDING
         self._widths = (max(qkv.inputs, out.inputs), down.inputs, qkv_width, out.inputs)
-        self._room = torch.empty(0, dtype=torch.uint8)
+        self._room = huge_pages.take(0)
         self._kv: PagedKv | None = None
 
     @classmethod
@@ -159,11 +160,11 @@ class FusedLayers:
             layer.group = kv.layout.group_of_layer(index)
 
     def _rooms(self, rows: int, item: int) -> list[int]:
-        """Addresses of room for a step of so many rows, each at a cache line."""
+        """Addresses of room for a step of so many rows, each at a page."""
         rows += _TILE_ROWS
-        sizes = [-(-rows * width * item // 64) * 64 for width in self._widths]
+        sizes = [-(-rows * width * item // 4096) * 4096 for width in self._widths]
         if sum(sizes) > len(self._room):
-            self._room = torch.empty(sum(sizes), dtype=torch.uint8)
+            self._room = huge_pages.take(sum(sizes))
         start, addresses = self._room.data_ptr(), []
         for size in sizes:
             addresses.append(start)
