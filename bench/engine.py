@@ -70,8 +70,11 @@ class Process:
     def tell(self, **command: int) -> tuple[float, int]:
         """Seconds and tokens."""
         assert self._process.stdin is not None
-        self._process.stdin.write(f"{json.dumps(command)}\n")
-        self._process.stdin.flush()
+        try:
+            self._process.stdin.write(f"{json.dumps(command)}\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            raise self._ended() from None
         seconds, tokens = self._answer()
         return seconds, tokens
 
@@ -83,8 +86,14 @@ class Process:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            raise RuntimeError(f"{self.name} has ended: see build/bench-*.log")
+            raise self._ended()
         return json.loads(line)
+
+    def _ended(self) -> RuntimeError:
+        return RuntimeError(
+            f"{self.name} has ended: see build/bench-*.log. If that says nothing, the engines need "
+            "more memory than there is: name fewer --peers"
+        )
 
 
 @dataclass(frozen=True)

@@ -169,7 +169,8 @@ class Case:
         {"seqs": [(9, 2), *((n, 1) for n in MANY)], "window": 24, "block_size": 8},
         {"seqs": [(3000, 1), (2900, 5)], "window": 1024, "head_dim": 128},
         {"seqs": [(0, 65), (64, 1)], "window": 1},
-        {"seqs": [(200, 20)], "sharpness": 12.0},
+        {"seqs": [(700, 130)], "sharpness": 12.0},
+        {"seqs": [(400, 300)], "window": 150},
         {"seqs": [(60, 9)], "head_dim": 16, "num_heads": 2},
     ],
 )

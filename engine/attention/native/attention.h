@@ -34,11 +34,13 @@ struct Batch {
   float scale;
 };
 
-constexpr int kKeys = 64;     // keys in a tile
+constexpr int kKeys = 128;    // keys in a tile
 constexpr int kMaxRows = 256;  // query rows in a tile
 constexpr int kRowStep = 6;   // query rows whose sums are in registers at once
+constexpr int kRowsTogether = 96;  // query rows that meet a tile while their scores are in the cache
 constexpr bool kManyRegisters = kRegisters == 32;
 constexpr float kLowest = -1e30f;  // a softmax maximum before any key was seen
+constexpr float kSlack = 8.0f;  // by which scores may exceed it, as exponents of 2, before it is raised
 
 struct Item {
   int64_t seq, kv_head;
@@ -55,7 +57,7 @@ struct Scratch {
   int64_t words;  // of a head
   std::unique_ptr<char[]> memory;
   uint32_t *queries, *keys, *values, *weights;
-  float *scores, *sums;
+  float *scores, *sums, *totals;  // totals: of each lane by itself
   T* zeros;
   float most[kMaxRows], total[kMaxRows];
 
@@ -69,9 +71,10 @@ struct Scratch {
       take(queries, kMaxRows * words);
       take(keys, words * kKeys);
       take(values, kKeys / kPerWord<T> * dim);
-      take(weights, kMaxRows * kKeys / kPerWord<T>);
-      take(scores, kMaxRows * kKeys);
+      take(weights, kRowsTogether * kKeys / kPerWord<T>);
+      take(scores, kRowsTogether * kKeys);
       take(sums, kMaxRows * dim);
+      take(totals, kMaxRows * kLanes);
       take(zeros, dim);
       if (pass > 0) break;
       memory.reset(new char[reinterpret_cast<intptr_t>(free) + 64]);
@@ -329,39 +332,40 @@ void add_few_values(const TileRows<T>& tile, const TileRows<T>& next, int64_t fi
   if (from < dim) few_values<T, kRows, 2>(tile, next, first, last, from, dim, s);
 }
 
-// Turn one row's scores into weights, and rescale what the row has summed so far.
-template <typename T>
-void softmax_row(int64_t r, int64_t visible_from, int64_t visible_to, float scale, int64_t dim,
-                 Scratch<T>& s) {
-  const float* scores = &s.scores[r * kKeys];
+// Turn row r's scores of a tile into weights. `scale` is for exponents of 2. What the row has summed so
+// far is rescaled only when its maximum is far exceeded.
+template <typename T, bool kAllVisible>
+void softmax_row(int64_t r, const float* scores, T* weights, int64_t visible_from, int64_t visible_to,
+                 float scale, int64_t dim, Scratch<T>& s) {
   static constexpr float kLane[] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  auto visible = [&](int c, F16 value, float otherwise) {
+    if constexpr (kAllVisible) return value;
+    const F16 key = load(kLane) + static_cast<float>(c * kLanes);
+    const I16 seen = (splat(visible_from - 1.0f) < key) & (key < splat(visible_to));
+    return select(seen, value, splat(otherwise));
+  };
   F16 scaled[kKeys / kLanes];
   F16 most = splat(kLowest);
   for (int c = 0; c < kKeys / kLanes; c++) {
-    scaled[c] = load(scores + c * kLanes) * scale;
-    if (visible_from > 0 || visible_to < kKeys) {
-      const F16 key = load(kLane) + static_cast<float>(c * kLanes);
-      const I16 seen = (splat(visible_from - 1.0f) < key) & (key < splat(visible_to));
-      scaled[c] = select(seen, scaled[c], splat(-INFINITY));
-    }
+    scaled[c] = visible(c, load(scores + c * kLanes) * scale, -INFINITY);
     most = max(most, scaled[c]);
   }
-  float new_most = std::max(s.most[r], max_lane(most));
-  F16 total{};
-  T* weights = reinterpret_cast<T*>(&s.weights[r * kKeys / kPerWord<T>]);
-  for (int c = 0; c < kKeys / kLanes; c++) {
-    F16 weight = exp(scaled[c] - new_most);
-    total += weight;
-    store(weights + c * kLanes, weight);
-  }
-  if (new_most != s.most[r]) {
-    float shrink = std::exp(s.most[r] - new_most);
-    s.total[r] *= shrink;
+  float* totals = s.totals + r * kLanes;
+  F16 total = load(totals);
+  if (any_above(most, s.most[r] + kSlack)) {
+    const float new_most = max_lane(most), shrink = std::exp2(s.most[r] - new_most);
+    total *= shrink;
     float* sums = &s.sums[r * dim];
     for (int64_t i = 0; i < dim; i += kLanes) store(sums + i, load(sums + i) * shrink);
     s.most[r] = new_most;
   }
-  s.total[r] += sum(total);
+  const F16 from = splat(s.most[r]);
+  for (int c = 0; c < kKeys / kLanes; c++) {
+    const F16 weight = visible(c, exp2<T>(scaled[c] - from), 0.0f);
+    total += weight;
+    store(weights + c * kLanes, weight);
+  }
+  store(totals, total);
 }
 
 // All of an item's keys against its queries: leaves sums, totals and maxima in the scratch.
@@ -382,7 +386,7 @@ void run_item(const Item& item, const Item& following, const T* queries, const P
                 dim * sizeof(T));
   }
   std::fill_n(s.sums, rows * dim, 0.0f);
-  std::fill_n(s.total, rows, 0.0f);
+  std::fill_n(s.totals, rows * kLanes, 0.0f);
   std::fill_n(s.most, rows, kLowest);
   TileRows<T> tiles[2];
   const int64_t first_tile = item.first_tile();
@@ -394,29 +398,41 @@ void run_item(const Item& item, const Item& following, const T* queries, const P
     else find(next, following, following.first_tile());
     const int64_t first = std::max<int64_t>(item.first_key - tile, 0);
     const int64_t last = std::min<int64_t>(item.last_key - tile, kKeys);
+    // The keys of the tile that row r sees.
+    auto visible = [&](int64_t r) {
+      const int64_t position = context + item.first_query + r / group;
+      const int64_t from = batch.window ? position + 1 - batch.window : 0;
+      return std::make_pair(std::clamp<int64_t>(std::max(item.first_key, from) - tile, 0, kKeys),
+                            std::clamp<int64_t>(std::min(item.last_key, position + 1) - tile, 0, kKeys));
+    };
+    auto softmax = [&](int64_t first_row, int64_t count) {
+      for (int64_t i = 0; i < count; i++) {
+        const auto [from, to] = visible(first_row + i);
+        const auto run = from == 0 && to == kKeys ? softmax_row<T, true> : softmax_row<T, false>;
+        run(first_row + i, s.scores + i * kKeys, reinterpret_cast<T*>(s.weights) + i * kKeys, from, to,
+            batch.scale * kLog2E, dim, s);
+      }
+    };
     if (rows <= kRowStep) {
       with_rows(rows, [&](auto count) { few_scores<T, count()>(at, next, first, last, s); });
-    } else {
-      pack_keys(at.keys, s);
-      multiply_all<T, false>(rows, kKeys, s.queries, s.words, s.keys, kKeys, s.words, s.scores,
-                             kKeys, amx);
-    }
-    for (int64_t r = 0; r < rows; r++) {
-      int64_t position = context + item.first_query + r / group;
-      int64_t from = batch.window ? std::max(item.first_key, position + 1 - batch.window)
-                                  : item.first_key;
-      int64_t to = std::min(item.last_key, position + 1);
-      softmax_row(r, std::clamp<int64_t>(from - tile, 0, kKeys),
-                  std::clamp<int64_t>(to - tile, 0, kKeys), batch.scale, dim, s);
-    }
-    if (rows <= kRowStep) {
+      softmax(0, rows);
       with_rows(rows, [&](auto count) { add_few_values<T, count()>(at, next, first, last, dim, s); });
-    } else {
-      pack_values(at.values, dim, s);
-      constexpr int64_t kWords = kKeys / kPerWord<T>;
-      multiply_all<T, true>(rows, dim, s.weights, kWords, s.values, dim, kWords, s.sums, dim, amx);
+      continue;
+    }
+    pack_keys(at.keys, s);
+    pack_values(at.values, dim, s);
+    for (int64_t r = 0; r < rows; r += kRowsTogether) {
+      const int64_t count = std::min<int64_t>(kRowsTogether, rows - r);
+      const int64_t keys = round_up(visible(r + count - 1).second, kStrip);  // that any row sees
+      if (visible(r).first == kKeys || keys == 0) continue;
+      multiply_all<T, false>(count, keys, s.queries + r * s.words, s.words, s.keys, kKeys, s.words,
+                             s.scores, kKeys, amx);
+      softmax(r, count);
+      multiply_all<T, true>(count, dim, s.weights, kKeys / kPerWord<T>, s.values, dim,
+                            keys / kPerWord<T>, s.sums + r * dim, dim, amx);
     }
   }
+  for (int64_t r = 0; r < rows; r++) s.total[r] = sum(load(s.totals + r * kLanes));
 }
 
 template <typename T>
@@ -490,7 +506,7 @@ void merge_parts(const std::vector<Item>& items, const std::vector<Part>& parts,
     s.total[r] = 0;
     std::fill_n(&s.sums[r * dim], dim, 0.0f);
     for (size_t i = first; i < last; i++) {
-      float weight = std::exp(parts[i].most[r] - most);
+      float weight = std::exp2(parts[i].most[r] - most);
       s.total[r] += weight * parts[i].total[r];
       for (int64_t d = 0; d < dim; d++) s.sums[r * dim + d] += weight * parts[i].sums[r * dim + d];
     }

@@ -395,15 +395,16 @@ inline void store_row(const Weight& weight, int64_t output, const float* sums, O
   }
 }
 
+template <typename X>
 BATON_INLINE F16 silu(F16 x) {
-  const F16 magnitude = exp(min(0.0f - x, splat(87.0f)));
-  return x / (magnitude + 1.0f);
+  const F16 power = max(x * kLog2E, splat(-126.0f));
+  return x * reciprocal<X>(exp2<X>(0.0f - power) + 1.0f);
 }
 
 // A strip of a gated weight has 16 gates, then the 16 values that they belong to.
 template <typename X>
 BATON_INLINE F16 gated(const Weight& weight, int64_t output, const float* sums) {
-  return silu(with_bias<X>(weight, output, sums)) *
+  return silu<X>(with_bias<X>(weight, output, sums)) *
          with_bias<X>(weight, output + kLanes, sums + kLanes);
 }
 

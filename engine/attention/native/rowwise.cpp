@@ -19,7 +19,7 @@ void swiglu_rows(const T* gate_up, T* out, int64_t rows, int64_t width, int thre
     const T* gate = gate_up + r * 2 * width;
     for (int64_t i = 0; i < width; i += kLanes) {
       F16 g = load(gate + i), up = load(gate + width + i);
-      store(out + r * width + i, silu(g) * up);
+      store(out + r * width + i, silu<T>(g) * up);
     }
   }
 }

@@ -166,8 +166,15 @@ BATON_INLINE H16 to_bf16(F16 x) {
 BATON_INLINE void store(float* to, F16 x) { store_raw(to, x); }
 BATON_INLINE void store(Bf16* to, F16 x) { store_raw(to, to_bf16(x)); }
 
-BATON_INLINE F16 max(F16 a, F16 b) { return select(b < a, a, b); }
-BATON_INLINE F16 min(F16 a, F16 b) { return select(a < b, a, b); }
+BATON_INLINE F16 max(F16 a, F16 b) {
+#if defined(__AVX512F__)  // GCC makes a comparison and a choice of it
+  return {_mm512_max_ps(a.parts[0], b.parts[0])};
+#elif defined(__AVX2__)
+  return of_parts<F16>([&](int i) { return _mm256_max_ps(a.parts[i], b.parts[i]); });
+#else
+  return select(b < a, a, b);
+#endif
+}
 
 // All lanes as one number, by an operation of two.
 template <typename Two>
@@ -195,24 +202,47 @@ BATON_INLINE float max_lane(F16 x) {
 #endif
 }
 
-// e to the x for x <= 88, within two units in the last place; 0 below -87.
-BATON_INLINE F16 exp(F16 x) {
+// Whether any lane is above a number.
+BATON_INLINE bool any_above(F16 x, float least) {
+#if defined(__AVX512F__)
+  return _mm512_cmp_ps_mask(x.parts[0], splat(least).parts[0], _CMP_GT_OQ) != 0;
+#else
+  return max_lane(x) > least;
+#endif
+}
+
+constexpr float kLog2E = 1.44269504088896341f;
+
+// 2 to the x for x <= 127, and 2 to the -126 for what is lower. By a polynomial of least relative
+// error from -0.5 to 0.5: 2e-9 for floats; 8e-5 for what becomes a Bf16, which has 4e-3.
+template <typename T>
+BATON_INLINE F16 exp2(F16 x) {
   const F16 magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
-  F16 clamped = max(x, splat(-87.0f));
-  F16 whole = (clamped * 1.44269504088896341f + magic) - magic;
-  F16 rest = clamped - whole * 0.693359375f;
-  rest = rest - whole * -2.12194440e-4f;
-  F16 y = splat(1.9875691500e-4f);
-  y = y * rest + 1.3981999507e-3f;
-  y = y * rest + 8.3334519073e-3f;
-  y = y * rest + 4.1665795894e-2f;
-  y = y * rest + 1.6666665459e-1f;
-  y = y * rest + 5.0000001201e-1f;
-  y = y * rest * rest + rest + 1.0f;
-  I16 power = of_parts<I16>(
-      [&](int i) { return __builtin_convertvector(whole.parts[i], I16::Part); });
-  F16 result = y * as<F16>((power + 127) << 23);
-  return select(x < splat(-87.0f), F16{}, result);
+  const F16 clamped = max(x, splat(-126.0f)), whole = clamped + magic;
+  const F16 rest = clamped - (whole - magic);
+  F16 y;
+  if constexpr (sizeof(T) == 2) {
+    y = rest * 0.05517166853f + 0.2426111251f;
+    y = y * rest + 0.6932609677f;
+    y = y * rest + 0.9999280572f;
+  } else {
+    y = rest * 1.534581243e-4f + 1.339993090e-3f;
+    y = y * rest + 9.618489072e-3f;
+    y = y * rest + 5.550328642e-2f;
+    y = y * rest + 0.2402264625f;
+    y = y * rest + 0.6931471825f;
+    y = y * rest + 1.0f;
+  }
+  return as<F16>(as<U16>(y) + (as<U16>(whole) << 23));  // its lowest bits are the integer's
+}
+
+// 1 / x: by an estimate within 6e-5 of it where that becomes a Bf16.
+template <typename T>
+BATON_INLINE F16 reciprocal(F16 x) {
+#if defined(__AVX512F__)
+  if constexpr (sizeof(T) == 2) return {_mm512_rcp14_ps(x.parts[0])};
+#endif
+  return 1.0f / x;
 }
 
 // Products are taken on 32-bit words: one float, or two neighbouring Bf16.
