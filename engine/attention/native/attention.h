@@ -40,7 +40,8 @@ constexpr int kRowStep = 6;   // query rows whose sums are in registers at once
 constexpr int kRowsTogether = 96;  // query rows that meet a tile while their scores are in the cache
 constexpr bool kManyRegisters = kRegisters == 32;
 constexpr float kLowest = -1e30f;  // a softmax maximum before any key was seen
-constexpr float kSlack = 8.0f;  // by which scores may exceed it, as exponents of 2, before it is raised
+constexpr int64_t kLeastKeys = 256;  // of a part, where keys are split over threads
+static_assert(kRowsTogether % 32 == 0 && kMaxRows % 32 == 0, "AMX works on 32 whole rows");
 
 struct Item {
   int64_t seq, kv_head;
@@ -132,11 +133,12 @@ struct TileRows {
   }
 };
 
-// Keys of a tile as [word][key], so that one key is one lane; keys outside of the item are zeros.
+// The first `count` keys of a tile as [word][key], so that one key is one lane; those outside of the
+// item are zeros.
 template <typename T>
-void pack_keys(const T* const* rows, Scratch<T>& s) {
+void pack_keys(const T* const* rows, int64_t count, Scratch<T>& s) {
   for (int64_t word = 0; word < s.words; word += kLanes) {
-    for (int64_t key = 0; key < kKeys; key += kLanes) {
+    for (int64_t key = 0; key < count; key += kLanes) {
       U16 tile[kLanes];
       for (int i = 0; i < kLanes; i++) {
         tile[i] = load_raw<U16>(reinterpret_cast<const uint32_t*>(rows[key + i]) + word);
@@ -147,10 +149,10 @@ void pack_keys(const T* const* rows, Scratch<T>& s) {
   }
 }
 
-// Values of a tile as [key word][dim]: a Bf16 word holds two neighbouring keys.
+// The first `count` values of a tile as [key word][dim]: a Bf16 word holds two neighbouring keys.
 template <typename T>
-void pack_values(const T* const* rows, int64_t dim, Scratch<T>& s) {
-  for (int64_t key = 0; key < kKeys; key += kPerWord<T>) {
+void pack_values(const T* const* rows, int64_t count, int64_t dim, Scratch<T>& s) {
+  for (int64_t key = 0; key < count; key += kPerWord<T>) {
     uint32_t* to = &s.values[key / kPerWord<T> * dim];
     if constexpr (sizeof(T) == 4) {
       std::memcpy(to, rows[key], dim * 4);
@@ -332,8 +334,8 @@ void add_few_values(const TileRows<T>& tile, const TileRows<T>& next, int64_t fi
   if (from < dim) few_values<T, kRows, 2>(tile, next, first, last, from, dim, s);
 }
 
-// Turn row r's scores of a tile into weights. `scale` is for exponents of 2. What the row has summed so
-// far is rescaled only when its maximum is far exceeded.
+// Turn row r's scores of a tile into weights, and rescale what the row has summed so far if one of
+// them exceeds its maximum. `scale` is for exponents of 2.
 template <typename T, bool kAllVisible>
 void softmax_row(int64_t r, const float* scores, T* weights, int64_t visible_from, int64_t visible_to,
                  float scale, int64_t dim, Scratch<T>& s) {
@@ -352,7 +354,7 @@ void softmax_row(int64_t r, const float* scores, T* weights, int64_t visible_fro
   }
   float* totals = s.totals + r * kLanes;
   F16 total = load(totals);
-  if (any_above(most, s.most[r] + kSlack)) {
+  if (any_above(most, s.most[r])) {
     const float new_most = max_lane(most), shrink = std::exp2(s.most[r] - new_most);
     total *= shrink;
     float* sums = &s.sums[r * dim];
@@ -362,7 +364,7 @@ void softmax_row(int64_t r, const float* scores, T* weights, int64_t visible_fro
   const F16 from = splat(s.most[r]);
   for (int c = 0; c < kKeys / kLanes; c++) {
     const F16 weight = visible(c, exp2<T>(scaled[c] - from), 0.0f);
-    total += weight;
+    total += rounded<T>(weight);  // as the values are weighted
     store(weights + c * kLanes, weight);
   }
   store(totals, total);
@@ -419,8 +421,8 @@ void run_item(const Item& item, const Item& following, const T* queries, const P
       with_rows(rows, [&](auto count) { add_few_values<T, count()>(at, next, first, last, dim, s); });
       continue;
     }
-    pack_keys(at.keys, s);
-    pack_values(at.values, dim, s);
+    pack_keys(at.keys, round_up(last, kStrip), s);
+    pack_values(at.values, round_up(last, kStrip), dim, s);
     for (int64_t r = 0; r < rows; r += kRowsTogether) {
       const int64_t count = std::min<int64_t>(kRowsTogether, rows - r);
       const int64_t keys = round_up(visible(r + count - 1).second, kStrip);  // that any row sees
@@ -473,7 +475,7 @@ inline std::vector<Item> plan_items(const Pool& pool, const Batch& batch, int th
   const int64_t parts = 2 * threads / static_cast<int64_t>(items.size());
   std::vector<Item> split;
   for (const Item& whole : items) {
-    int64_t step = std::max<int64_t>(4 * kKeys, (keys(whole) / parts + kKeys) / kKeys * kKeys);
+    int64_t step = std::max(kLeastKeys, (keys(whole) / parts + kKeys) / kKeys * kKeys);
     int64_t index = 0;
     for (int64_t from = whole.first_key; from < whole.last_key; index++) {
       int64_t to = std::min(whole.last_key, (from / kKeys) * kKeys + step);

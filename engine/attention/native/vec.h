@@ -163,6 +163,13 @@ BATON_INLINE H16 to_bf16(F16 x) {
 #endif
 }
 
+// What a T keeps of it.
+template <typename T>
+BATON_INLINE F16 rounded(F16 x) {
+  if constexpr (sizeof(T) == 4) return x;
+  return as<F16>(widened(to_bf16(x)) << 16);
+}
+
 BATON_INLINE void store(float* to, F16 x) { store_raw(to, x); }
 BATON_INLINE void store(Bf16* to, F16 x) { store_raw(to, to_bf16(x)); }
 
@@ -213,8 +220,9 @@ BATON_INLINE bool any_above(F16 x, float least) {
 
 constexpr float kLog2E = 1.44269504088896341f;
 
-// 2 to the x for x <= 127, and 2 to the -126 for what is lower. By a polynomial of least relative
-// error from -0.5 to 0.5: 2e-9 for floats; 8e-5 for what becomes a Bf16, which has 4e-3.
+// 2 to the x for x from -126 to 127; for a lower x, 2 to the -126. By a polynomial of least relative
+// error from -0.5 to 0.5: 2e-8 for floats, less than their rounding; 8e-5 for what becomes a Bf16,
+// which has 4e-3.
 template <typename T>
 BATON_INLINE F16 exp2(F16 x) {
   const F16 magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
