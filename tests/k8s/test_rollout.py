@@ -247,13 +247,13 @@ class Finder(importlib.abc.MetaPathFinder):
         run = spec.loader.exec_module
         def exec_module(module):
             run(module)
-            whole = module.PrefillService.Prefill
+            whole = module.PrefillService._prefill
             async def prefill(service, request, context):
                 if int.from_bytes(request.spec.token_ids[:4], "little") % 5 == 0:
                     raise RuntimeError("this prompt fails")
                 async for response in whole(service, request, context):
                     yield response
-            module.PrefillService.Prefill = prefill
+            module.PrefillService._prefill = prefill
         spec.loader.exec_module = exec_module
         return spec
 
