@@ -60,6 +60,9 @@ class RouterConfig(Ranged):
     not served."""
     http_origins: tuple[str, ...] = ()
     """Web pages of these origins may call it from a browser (CORS). `*`: of all."""
+    allowed_hosts: tuple[str, ...] = ()
+    """Further names by which the API over HTTP may be called where it listens on loopback without
+    tokens. Else a web page could call it by a name that leads to this machine (DNS rebinding)."""
     http_read_timeout_s: Positive = 60.0
     """How long a request may take to come in over HTTP, its body included."""
     tool_calls: ToolCalls = "auto"
@@ -147,6 +150,10 @@ class RouterConfig(Ranged):
     eject_s: NotNegative = 2.0
     """A worker that failed a request gets nothing for this long while others can serve."""
     max_message_bytes: _MessageBytes = 32 << 20
+    max_request_bytes: _MessageBytes | None = None
+    """Of a request as it comes in. None: 4 MiB, or 48 for each token of the model's context where
+    that is more (8 for its text, times 6 if JSON escapes every character), and at most
+    `max_message_bytes`."""
     max_unsent_bytes: Count = 64 << 20
     """To one worker, that it has not read, before it counts as hung."""
 

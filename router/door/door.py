@@ -40,6 +40,7 @@ log = logging.getLogger(__name__)
 
 HEARD_WITHIN_S = 2.0
 UNITS_EVERY_S = 5.0  # the list comes at least this often
+_LEAST_REQUEST_BYTES, _BYTES_OF_TOKEN = 4 << 20, 6 * 8  # escapes, text
 
 
 class Door:
@@ -124,6 +125,17 @@ class Door:
         """Over all units, also those that have left the list and still run requests."""
         units = (*self.units, *self.leaving)
         return [unit.router for unit in units if unit.router is not None]
+
+    @property
+    def max_request_bytes(self) -> int:
+        """Over HTTP as over gRPC. While the model is not known, what it may be at most."""
+        if self.config.max_request_bytes is not None:
+            return self.config.max_request_bytes
+        contexts = [router.text.max_model_len for router in self.routers]
+        if not contexts or None in contexts:
+            return self.config.max_message_bytes
+        most = max(_LEAST_REQUEST_BYTES, *(_BYTES_OF_TOKEN * (each or 0) for each in contexts))
+        return min(most, self.config.max_message_bytes)
 
     @property
     def num_active(self) -> int:

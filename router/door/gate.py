@@ -3,7 +3,8 @@ name."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import TypeVar
 
 from google.protobuf.message import Message
 from grpc_health.v1 import health
@@ -11,6 +12,9 @@ from grpc_health.v1 import health
 from baton.errors import PermissionDeniedError
 from baton.v1 import router_pb2
 from router.door.access import Callers
+from router.door.intake import Intake
+
+T = TypeVar("T")
 
 _HEALTH = f"/{health.SERVICE_NAME}/"
 
@@ -19,14 +23,24 @@ class Gate:
     """With `callers`, every call but health needs a token, and tenants are confined to
     themselves."""
 
-    def __init__(self, callers: Callers | None) -> None:
-        self._callers = callers
+    def __init__(self, callers: Callers | None, intake: Intake | None = None) -> None:
+        """`intake` None: messages are as large as the server takes, and read at once."""
+        self._callers, self._intake = callers, intake
 
     def admitted(self, path: str, metadata: Iterable[tuple[str, str | bytes]]) -> str | None:
         """The caller's tenant; None: any. Raises UnauthenticatedError."""
         if self._callers is None or path.startswith(_HEALTH):
             return None
         return self._callers.tenant_of(metadata)
+
+    @property
+    def max_bytes(self) -> int | None:
+        return None if self._intake is None else self._intake.door.max_request_bytes
+
+    async def off_loop(self, work: Callable[[], T], tenant: str | None, num_bytes: int) -> T:
+        if self._intake is None:
+            return work()
+        return await self._intake.off_loop(work, tenant, num_bytes)
 
     def confine(self, message: Message, tenant: str | None) -> None:
         """Raises PermissionDeniedError where a message speaks for another tenant."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
+import functools
 import logging
 import re
 import struct
@@ -21,7 +22,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any, NoReturn, Protocol, TypeAlias
+from typing import Any, NoReturn, Protocol, TypeAlias, TypeVar
 from urllib.parse import quote_from_bytes
 
 import grpc
@@ -30,12 +31,14 @@ from grpc import StatusCode
 
 from baton.errors import BatonError, InvalidRequestError
 from baton.status import shortened, status_code, status_metadata
+from router.request.counting import AT_ONCE_BYTES, check_message
 
 log = logging.getLogger(__name__)
 
 Headers = Sequence[tuple[bytes, bytes]]
 Metadata = Sequence[tuple[str, str | bytes]]
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+T = TypeVar("T")
 
 MAX_METADATA_BYTES = 16 << 10
 _PREFIX = struct.Struct(">BI")  # compressed or not; length
@@ -99,6 +102,15 @@ class _CallEndedError(Exception):
         self.status = Status(code, message, metadata)
 
 
+def _message(deserialize: Any, data: bytes) -> Any:
+    """Raises InvalidRequestError."""
+    check_message(data, deserialize.__self__.DESCRIPTOR)
+    try:
+        return deserialize(data)
+    except DecodeError as error:
+        raise InvalidRequestError(f"unreadable message: {error}") from error
+
+
 class Feed(ABC):
     """Messages that come into being without their reader."""
 
@@ -142,6 +154,13 @@ class Admission(Protocol):
 
     def admitted(self, path: str, metadata: Iterable[tuple[str, str | bytes]]) -> str | None:
         """The caller's tenant; None: any. Raises UnauthenticatedError."""
+
+    @property
+    def max_bytes(self) -> int | None:
+        """Of a message that comes in; None: as many as the server takes."""
+
+    async def off_loop(self, work: Callable[[], T], tenant: str | None, num_bytes: int) -> T:
+        """Read a large message."""
 
     def confine(self, message: Message, tenant: str | None) -> None:
         """Raises PermissionDeniedError where a message speaks for another tenant."""
@@ -260,7 +279,7 @@ class Call:
         if len(received) < _PREFIX.size:
             return None
         flag, length = _PREFIX.unpack_from(received)
-        self._check_length(length, "Received")
+        self._check_length(length, "Received", self._max_received)
         end = _PREFIX.size + length
         if len(received) < end:
             return None
@@ -276,18 +295,23 @@ class Call:
         """No more of it than a message may have."""
         inflating = zlib.decompressobj(wbits)
         try:
-            plain = inflating.decompress(message, self._max_bytes + 1)
+            plain = inflating.decompress(message, self._max_received + 1)
         except zlib.error as error:
             why = f"a message cannot be decompressed: {error}"
             raise _CallEndedError(StatusCode.INTERNAL, why) from error
-        self._check_length(len(plain), "Received decompressed")
+        self._check_length(len(plain), "Received decompressed", self._max_received)
         if not inflating.eof:
             raise _CallEndedError(StatusCode.INTERNAL, "a compressed message is cut off")
         return plain
 
-    def _check_length(self, length: int, which: str) -> None:
-        if length > self._max_bytes:
-            why = f"{which} message larger than max ({length} vs. {self._max_bytes})"
+    @property
+    def _max_received(self) -> int:
+        most = self._admission.max_bytes
+        return self._max_bytes if most is None else min(most, self._max_bytes)
+
+    def _check_length(self, length: int, which: str, most: int) -> None:
+        if length > most:
+            why = f"{which} message larger than max ({length} vs. {most})"
             raise _CallEndedError(StatusCode.RESOURCE_EXHAUSTED, why)
 
     def _take(self, message: bytes) -> None:
@@ -314,33 +338,28 @@ class Call:
             self.end(Status(StatusCode.INTERNAL, "no request message"))
         else:
             assert self._handler is not None
-            try:
-                request = self._read(self._request)
-            except BatonError as error:
-                self.end(status_of(error))
-            else:
-                self._request = b""
-                self._run(self._handler, request)
+            data, self._request = self._request, b""
+            self._run(self._handler, data)
 
-    def _read(self, data: bytes) -> Any:
-        """Raises InvalidRequestError, PermissionDeniedError."""
+    async def _read(self, data: bytes) -> Any:
+        """Raises InvalidRequestError, PermissionDeniedError, and what `off_loop` does."""
         assert self._handler is not None
-        assert self._handler.request_deserializer is not None
-        try:
-            message: Any = self._handler.request_deserializer(data)
-        except DecodeError as error:
-            raise InvalidRequestError(f"unreadable message: {error}") from error
+        reading = functools.partial(_message, self._handler.request_deserializer, data)
+        if len(data) <= AT_ONCE_BYTES:
+            message = reading()
+        else:
+            message = await self._admission.off_loop(reading, self._tenant, len(data))
         self._admission.confine(message, self._tenant)
         return message
 
     async def _each_request(self) -> AsyncIterator[Any]:
         assert self._requests is not None
         while (data := await self._requests.get()) is not None:
-            yield self._read(data)
+            yield await self._read(data)
 
     # --- the method ----------------------------------------------------------------------------
 
-    def _run(self, handler: Handler, request: Any) -> None:
+    def _run(self, handler: Handler, request: bytes | AsyncIterator[Any]) -> None:
         behaviour: Any = (
             handler.unary_unary
             or handler.unary_stream
@@ -350,11 +369,12 @@ class Call:
         self._task = self._loop.create_task(self._answer(behaviour, request))
         self._stream.own(self._task)
 
-    async def _answer(self, behaviour: Any, request: Any) -> None:
+    async def _answer(self, behaviour: Any, request: bytes | AsyncIterator[Any]) -> None:
         """The outermost frame of a method: whatever it raises ends its own call alone."""
         status = _OK
         try:
-            result = behaviour(request, self)
+            message = await self._read(request) if isinstance(request, bytes) else request
+            result = behaviour(message, self)
             if hasattr(result, "__anext__"):
                 async with aclosing(result):
                     async for message in result:
@@ -403,7 +423,7 @@ class Call:
         for message in messages:
             data = message.SerializeToString()
             if len(data) > self._max_bytes:
-                self._check_length(len(data), "Sent")
+                self._check_length(len(data), "Sent", self._max_bytes)
             parts += (_PREFIX.pack(0, len(data)), data)
         return b"".join(parts)
 

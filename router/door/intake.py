@@ -13,9 +13,9 @@ from __future__ import annotations
 import contextlib
 import time
 import uuid
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from baton.errors import BatonError
 from baton.v1 import router_pb2
@@ -39,11 +39,19 @@ from router.request.validate import (
 )
 from router.router import Router
 
+T = TypeVar("T")
+
 MAX_CANDIDATES = 100
 # Of a request: below these a thread would cost more than the reading, which holds up all others.
 IDS_AT_ONCE_BYTES, TEXT_AT_ONCE_BYTES = 16_384, 4096
 CONSTRAINT_BYTES = 64 << 10
 """What checking a constraint counts as in the tokenizer's line: a short one may take long."""
+_PIECE = 32_768  # ids
+
+
+def pieces(ids: TokenIds) -> Iterator[list[int]]:
+    """In steps that do not hold up the loop from a thread."""
+    return (ids[at : at + _PIECE].tolist() for at in range(0, len(ids), _PIECE))
 
 
 @dataclass(frozen=True)
@@ -90,6 +98,11 @@ class Intake:
 
     def close(self) -> None:
         self.tokenizing.close()
+
+    async def off_loop(self, work: Callable[[], T], tenant: str | None, num_bytes: int) -> T:
+        """Do what a large request takes in the tokenizer's line, and on its thread."""
+        timeout_s = self.door.config.default_timeout_s
+        return await self.tokenizing.run(work, tenant or "", num_bytes, timeout_s)
 
     # --- Generate ------------------------------------------------------------------------------
 
@@ -178,17 +191,18 @@ class Intake:
         else:
             await self.door.abort(tenant, request_id)
 
-    async def tokenize(self, request: router_pb2.TokenizeRequest) -> tuple[Router, TokenIds]:
+    async def tokenize(
+        self, request: router_pb2.TokenizeRequest, answer: Callable[[Router, TokenIds], T]
+    ) -> T:
+        """What `answer`, which is called off the loop, makes of the ids: there may be millions."""
         check_tokenize_names(request, self._of_names)
         router = await self.door.main_router()
         model, limits = router.text, router.request_limits()
-        ids = await self.tokenizing.run(
-            lambda: encode_prompt(request, model, limits),
+        return await self.off_loop(
+            lambda: answer(router, encode_prompt(request, model, limits)),
             request.tenant,
             request.ByteSize(),
-            self.door.config.default_timeout_s,
         )
-        return router, ids
 
     async def explain(self, request: router_pb2.GenerateRequest) -> tuple[Router, list[Placement]]:
         """Where a request would go, cheapest first. Books nothing."""

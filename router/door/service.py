@@ -8,10 +8,12 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Sequence
 
 from baton.v1 import common_pb2, router_pb2, router_pb2_grpc
+from kv_transfer.block_hash import TokenIds
 from router.door.grpc_call import Call, Feed
-from router.door.intake import Ended, Intake, Opened
+from router.door.intake import Ended, Intake, Opened, pieces
 from router.placement.placement import Placement
 from router.request.output import Event, Finished, FinishReason, TokenRun
+from router.router import Router
 
 _REASONS = {
     FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
@@ -52,8 +54,7 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
     async def Tokenize(  # type: ignore[override]  # noqa: N802
         self, request: router_pb2.TokenizeRequest, context: Call
     ) -> router_pb2.TokenizeResponse:
-        _, ids = await self._intake.tokenize(request)
-        return router_pb2.TokenizeResponse(ids=ids.tolist())
+        return await self._intake.tokenize(request, _tokenized)
 
     async def ExplainRoute(  # type: ignore[override]  # noqa: N802
         self, request: router_pb2.ExplainRouteRequest, context: Call
@@ -113,6 +114,13 @@ def _response(event: Event) -> router_pb2.GenerateResponse:
             return router_pb2.GenerateResponse(handed_off=event)
         case router_pb2.Migrated():
             return router_pb2.GenerateResponse(migrated=event)
+
+
+def _tokenized(router: Router, ids: TokenIds) -> router_pb2.TokenizeResponse:
+    made = router_pb2.TokenizeResponse()
+    for piece in pieces(ids):
+        made.ids.extend(piece)
+    return made
 
 
 def _finished(event: Finished) -> router_pb2.Finished:

@@ -7,18 +7,19 @@ from typing import Any
 
 from baton.errors import InvalidRequestError
 from baton.v1 import router_pb2
+from router.request.counting import check_json
 from router.text import Conversation
 
 _ROLES = ("system", "user", "assistant", "tool")
-_MAX_MESSAGES, _MAX_TOOLS, _MAX_CALLS = 4096, 1024, 1024
+MAX_MESSAGES, MAX_TOOLS, MAX_CALLS, MAX_PARTS = 4096, 1024, 1024, 4096
 
 
 def conversation_of(chat: router_pb2.ChatMessages) -> Conversation:
     """Raises InvalidRequestError, and RecursionError for JSON that is nested too deeply."""
     if not chat.messages:
         raise InvalidRequestError("chat: at least one message is needed", field="chat.messages")
-    _check_count("chat.messages", len(chat.messages), _MAX_MESSAGES)
-    _check_count("chat.tools", len(chat.tools), _MAX_TOOLS)
+    _check_count("chat.messages", len(chat.messages), MAX_MESSAGES)
+    _check_count("chat.tools", len(chat.tools), MAX_TOOLS)
     names: dict[str, str] = {}  # of tools, by the calls' ids
     messages = []
     for index, message in enumerate(chat.messages):
@@ -41,7 +42,7 @@ def _message(message: router_pb2.ChatMessage, field: str, names: dict[str, str])
             raise InvalidRequestError(
                 "chat: tool_calls are an assistant's", field=f"{field}.tool_calls"
             )
-        _check_count(f"{field}.tool_calls", len(message.tool_calls), _MAX_CALLS)
+        _check_count(f"{field}.tool_calls", len(message.tool_calls), MAX_CALLS)
         made["tool_calls"] = [
             _call(call, f"{field}.tool_calls[{position}]")
             for position, call in enumerate(message.tool_calls)
@@ -60,6 +61,7 @@ def _message(message: router_pb2.ChatMessage, field: str, names: dict[str, str])
 def _content(message: router_pb2.ChatMessage, field: str) -> str:
     if message.parts and message.content:
         raise InvalidRequestError("chat: either content or parts", field=f"{field}.parts")
+    _check_count(f"{field}.parts", len(message.parts), MAX_PARTS)
     for index, part in enumerate(message.parts):
         if part.WhichOneof("part") != "text":
             raise InvalidRequestError(
@@ -90,6 +92,7 @@ def _tool(index: int, tool: router_pb2.Tool) -> dict[str, Any]:
 
 def _object(text: str, field: str) -> dict[str, Any]:
     """A JSON object; empty where there is none."""
+    check_json(text.encode(), field)
     try:
         value = json.loads(text) if text else {}
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode()  # no lone surrogate

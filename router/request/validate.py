@@ -22,7 +22,8 @@ from router.request.constraint import Constraint, constraint_of
 from router.text import SamplingDefaults, TextModel
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:@/+=-]{1,128}")
-_MAX_STOP_STRINGS, _MAX_STOP_CHARS, _MAX_STOP_TOKEN_IDS = 16, 256, 64
+MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS = 16, 64
+_MAX_STOP_CHARS = 256
 _MAX_LOGPROBS = 20
 _MAX_NAME_CHARS = 128
 _MAX_BYTES_PER_TOKEN = 64  # of a whole message, for every token of the context: no text needs it
@@ -177,6 +178,8 @@ def encode_prompt(
         ids = model.encode(request.text)
     else:
         assert isinstance(request, router_pb2.GenerateRequest)
+        if len(request.token_ids.ids) >= limits.max_model_len:  # a list of millions takes long
+            raise _too_long("prompt", len(request.token_ids.ids), 1, limits)
         ids = list(request.token_ids.ids)
     if not ids:
         raise InvalidRequestError(f"{kind}: the prompt is empty", field=kind)
@@ -234,18 +237,18 @@ def _check_name(field: str, value: str) -> None:
 
 
 def _check_stop(request: router_pb2.GenerateRequest, vocab_size: int) -> None:
-    if len(request.stop) > _MAX_STOP_STRINGS:
+    if len(request.stop) > MAX_STOP_STRINGS:
         raise InvalidRequestError(
-            f"stop: {len(request.stop)} strings; at most {_MAX_STOP_STRINGS} are taken",
+            f"stop: {len(request.stop)} strings; at most {MAX_STOP_STRINGS} are taken",
             field="stop",
         )
     for index, stop in enumerate(request.stop):
         if not stop or len(stop) > _MAX_STOP_CHARS:
             problem = "is empty" if not stop else f"exceeds {_MAX_STOP_CHARS} characters"
             raise InvalidRequestError(f"stop: string {index} {problem}", field=f"stop[{index}]")
-    if len(request.stop_token_ids) > _MAX_STOP_TOKEN_IDS:
+    if len(request.stop_token_ids) > MAX_STOP_TOKEN_IDS:
         raise InvalidRequestError(
-            f"stop_token_ids: at most {_MAX_STOP_TOKEN_IDS} are taken",
+            f"stop_token_ids: at most {MAX_STOP_TOKEN_IDS} are taken",
             field="stop_token_ids",
         )
     for index, token_id in enumerate(request.stop_token_ids):

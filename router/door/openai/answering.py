@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,7 +39,8 @@ class Asked:
     """A body, and what it became."""
 
     body: ChatBody | CompletionBody
-    requests: Sequence[router_pb2.GenerateRequest]
+    requests: Iterable[router_pb2.GenerateRequest]
+    """One for each choice."""
     request_id: str
     """What the answer and the log call it."""
     renamed: Mapping[str, str]

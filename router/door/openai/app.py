@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import time
 import uuid
 from collections.abc import Callable
+from functools import partial
 from typing import TypeVar
 
 from starlette.applications import Starlette
@@ -19,13 +21,24 @@ from starlette.routing import Route
 
 from baton.config.router import RouterConfig
 from baton.errors import BatonError, InvalidRequestError, NotFoundError
+from baton.v1 import router_pb2
+from kv_transfer.block_hash import TokenIds
 from router.door.access import Callers
 from router.door.gate import confine
-from router.door.intake import Intake
+from router.door.intake import Intake, pieces
 from router.door.openai.answering import Answering, Asked
-from router.door.openai.bodies import ChatBody, CompletionBody, TokenizeBody, parsed
+from router.door.openai.bodies import (
+    ChatBody,
+    CompletionBody,
+    TokenizeBody,
+    choices_of,
+    parsed,
+)
 from router.door.openai.document import openapi
 from router.door.openai.errors import response_to, shape
+from router.door.openai.guard import Guard
+from router.request.counting import AT_ONCE_BYTES
+from router.router import Router
 
 T = TypeVar("T")
 
@@ -44,7 +57,7 @@ _RENAMED = {
 
 
 class _TooLargeError(Exception):
-    """The body is over the limit."""
+    """The body is over the limit, which it holds."""
 
 
 class _TooSlowError(Exception):
@@ -54,7 +67,10 @@ class _TooSlowError(Exception):
 class OpenAiApp:
     """Own the routes. Holds nothing of any request."""
 
-    def __init__(self, intake: Intake, callers: Callers | None, config: RouterConfig) -> None:
+    def __init__(
+        self, intake: Intake, callers: Callers | None, config: RouterConfig, is_local: bool
+    ) -> None:
+        """`is_local`: it is served on loopback."""
         self._intake, self._callers, self._config = intake, callers, config
         self.is_ready = False
         self._created = int(time.time())
@@ -69,15 +85,16 @@ class OpenAiApp:
             Route("/ready", self._ready, methods=["GET"]),
             Route("/openapi.json", self._openapi, methods=["GET"]),
         ]
+        guard = Middleware(Guard, config.allowed_hosts if is_local and callers is None else None)
         self.asgi = Starlette(
             routes=self.routes,
-            middleware=_cors(config),
+            middleware=[guard, *_cors(config)],
             exception_handlers={
                 BatonError: self._refuse,
                 HTTPException: _no_such,
                 ClientDisconnect: lambda *_: Response(status_code=400),
-                _TooLargeError: lambda *_: _plain(
-                    413, f"the body has more than {config.max_message_bytes} bytes"
+                _TooLargeError: lambda _, error: _plain(
+                    413, f"the body has more than {error} bytes"
                 ),
                 _TooSlowError: lambda *_: _plain(
                     408, f"the body did not come within {config.http_read_timeout_s:g} s"
@@ -100,16 +117,16 @@ class OpenAiApp:
     ) -> Answering:
         request.state.request_id = _request_id(request)
         tenant = self._tenant(request)
-        body: ChatBody | CompletionBody = parsed(kind, await self._body(request))
+        body, made = await self._read(request, tenant, partial(_generate, kind))
         if body.request_id:
             request.state.request_id = body.request_id
-        made = _encodable(body.requests)
         traceparent = request.headers.get("traceparent", "")
         for each in made:
             each.traceparent = traceparent if len(traceparent) <= _MAX_TRACE_CHARS else ""
             confine(each, tenant)
         renamed = self._renamed(request, body)
-        return Answering(self._intake, Asked(body, made, request.state.request_id, renamed))
+        each_choice = choices_of(made, body.num_choices)
+        return Answering(self._intake, Asked(body, each_choice, request.state.request_id, renamed))
 
     async def _embeddings(self, request: Request) -> Response:
         self._tenant(request)
@@ -141,12 +158,9 @@ class OpenAiApp:
 
     async def _tokenize(self, request: Request) -> Response:
         tenant = self._tenant(request)
-        body: TokenizeBody = parsed(TokenizeBody, await self._body(request))
-        made = _encodable(body.request)
+        made = await self._read(request, tenant, _tokenize_request)
         confine(made, tenant)
-        router, ids = await self._intake.tokenize(made)
-        length = router.max_model_len()
-        return JSONResponse({"count": len(ids), "max_model_len": length, "tokens": ids.tolist()})
+        return await self._intake.tokenize(made, _tokenized)
 
     async def _health(self, request: Request) -> Response:
         return JSONResponse({"status": "ok"})
@@ -157,7 +171,7 @@ class OpenAiApp:
         return JSONResponse({"status": "ready"})
 
     async def _openapi(self, request: Request) -> Response:
-        return JSONResponse(openapi())
+        return JSONResponse(openapi(self._intake.door.max_request_bytes))
 
     # --- what comes in -------------------------------------------------------------------------
 
@@ -167,12 +181,19 @@ class OpenAiApp:
             return None
         return self._callers.tenant_of(request.headers.items())
 
+    async def _read(self, request: Request, tenant: str | None, read: Callable[[bytes], T]) -> T:
+        """What `read` makes of the body; off the loop where that is large."""
+        data = await self._body(request)
+        if len(data) <= AT_ONCE_BYTES:
+            return read(data)
+        return await self._intake.off_loop(lambda: read(data), tenant, len(data))
+
     async def _body(self, request: Request) -> bytes:
         """A body that says that it is too large is not read."""
-        limit = self._config.max_message_bytes
+        limit = self._intake.door.max_request_bytes
         length = request.headers.get("content-length", "0")
         if length.isdecimal() and int(length) > limit:
-            raise _TooLargeError
+            raise _TooLargeError(limit)
         if request.headers.get("content-encoding", "identity") != "identity":
             raise InvalidRequestError("content-encoding: only identity", field="content-encoding")
         parts, size = [], 0
@@ -181,7 +202,7 @@ class OpenAiApp:
                 async for part in request.stream():
                     size += len(part)
                     if size > limit:
-                        raise _TooLargeError
+                        raise _TooLargeError(limit)
                     parts.append(part)
         except TimeoutError:
             raise _TooSlowError from None
@@ -214,6 +235,25 @@ def _request_id(request: Request) -> str:
     if len(given) <= _MAX_GIVEN_CHARS and _REQUEST_ID.fullmatch(given):
         return f"{given}-{uuid.uuid4().hex[:8]}"  # callers pass one on to several requests
     return uuid.uuid4().hex
+
+
+def _generate(
+    kind: type[ChatBody] | type[CompletionBody], data: bytes
+) -> tuple[ChatBody | CompletionBody, list[router_pb2.GenerateRequest]]:
+    body = parsed(kind, data)
+    return body, _encodable(body.requests)
+
+
+def _tokenize_request(data: bytes) -> router_pb2.TokenizeRequest:
+    body: TokenizeBody = parsed(TokenizeBody, data)
+    return _encodable(body.request)
+
+
+def _tokenized(router: Router, ids: TokenIds) -> Response:
+    listed = ",".join(",".join(map(str, piece)) for piece in pieces(ids))
+    length = json.dumps(router.max_model_len())
+    content = f'{{"count":{len(ids)},"max_model_len":{length},"tokens":[{listed}]}}'
+    return Response(content, media_type="application/json")
 
 
 def _encodable(make: Callable[[], T]) -> T:

@@ -6,14 +6,17 @@ knows are ignored. Fields that would change the answer and cannot be served are 
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
-from typing import Any, ClassVar, Literal, TypeVar
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
+import pydantic_core
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from baton.errors import InvalidRequestError
 from baton.v1 import common_pb2, router_pb2
+from router.request.chat import MAX_CALLS, MAX_MESSAGES, MAX_PARTS, MAX_TOOLS
+from router.request.counting import check_json
+from router.request.validate import MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
 
 MAX_CHOICES = 128
 _OF_64_BITS = (1 << 64) - 1
@@ -27,7 +30,14 @@ _PLAIN = (
     *("cache_salt", "session_id"),
 )
 
+_FAIL_FAST = Field(fail_fast=True)
+
 T = TypeVar("T", bound="_Body")
+
+
+def _at_most(count: int) -> Any:
+    """Of a list: how long it may be. Its first item that is wrong is the only one that is told."""
+    return Field(max_length=count, fail_fast=True)
 
 
 class _Part(BaseModel):
@@ -62,8 +72,8 @@ class ToolCall(_Part):
 
 class Message(_Part):
     role: str
-    content: str | list[TextPart] | None = None
-    tool_calls: list[ToolCall] | None = None
+    content: str | Annotated[list[TextPart], _at_most(MAX_PARTS)] | None = None
+    tool_calls: Annotated[list[ToolCall], _at_most(MAX_CALLS)] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
 
@@ -86,7 +96,7 @@ class StructuredOutputs(_Part):
 
     json_schema: dict[str, Any] | str | None = Field(default=None, alias="json")
     regex: str | None = None
-    choice: list[str] | None = None
+    choice: Annotated[list[str], _FAIL_FAST] | None = None
     grammar: str | None = None
     json_object: bool | None = None
 
@@ -107,8 +117,8 @@ class _Body(_Part):
     n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop: str | Annotated[list[str], _at_most(MAX_STOP_STRINGS)] | None = None
+    stop_token_ids: Annotated[list[int], _at_most(MAX_STOP_TOKEN_IDS)] | None = None
     seed: int | None = Field(default=None, ge=-(1 << 63), le=_OF_64_BITS)
     temperature: float | None = None
     top_p: float | None = None
@@ -120,7 +130,7 @@ class _Body(_Part):
     max_tokens: int | None = _UINT32
     min_tokens: int | None = _UINT32
     ignore_eos: bool | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: dict[str, Any] | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     # Baton's own, as in `GenerateRequest`.
@@ -198,7 +208,7 @@ class _Body(_Part):
                 raise InvalidRequestError(
                     "response_format: json_schema.schema is missing", field="response_format"
                 )
-            made.json_schema = json.dumps(schema.json_schema)
+            made.json_schema = _json(schema.json_schema)
         else:
             raise InvalidRequestError(
                 f"response_format: unknown type {wanted.type!r}", field="response_format"
@@ -206,17 +216,17 @@ class _Body(_Part):
 
 
 class ChatBody(_Body):
-    messages: list[Message]
+    messages: Annotated[list[Message], _at_most(MAX_MESSAGES)]
     max_completion_tokens: int | None = _UINT32
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=(1 << 32) - 1)
-    tools: list[Tool] | None = None
+    tools: Annotated[list[Tool], _at_most(MAX_TOOLS)] | None = None
     tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     functions: list[Any] | None = None
     function_call: Any = None
-    modalities: list[str] | None = None
+    modalities: Annotated[list[str], _FAIL_FAST] | None = None
     audio: dict[str, Any] | None = None
 
     unserved: ClassVar[tuple[str, ...]] = ("logit_bias", "functions", "function_call", "audio")
@@ -230,7 +240,7 @@ class ChatBody(_Body):
         return frozenset(tool.function.name for tool in self.tools or ())
 
     def requests(self) -> list[router_pb2.GenerateRequest]:
-        """One for each choice."""
+        """One, whatever the number of choices (see `choices_of`)."""
         if self.modalities and self.modalities != ["text"]:
             raise InvalidRequestError("modalities: text only", field="modalities")
         self._check_tool_choice()
@@ -250,7 +260,7 @@ class ChatBody(_Body):
         elif self.tool_choice == "required":
             made.chat.tool_choice.SetInParent()
             made.chat.tool_choice.is_single = self.parallel_tool_calls is False
-        return _choices(made, self.num_choices)
+        return [made]
 
     def _check_tool_choice(self) -> None:
         if self.tool_choice not in (None, "none") and not self.tools:
@@ -258,7 +268,12 @@ class ChatBody(_Body):
 
 
 class CompletionBody(_Body):
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: (
+        str
+        | Annotated[list[str], _at_most(MAX_CHOICES)]
+        | Annotated[list[int], _FAIL_FAST]
+        | Annotated[list[Annotated[list[int], _FAIL_FAST]], _at_most(MAX_CHOICES)]
+    )
     logprobs: int | None = Field(default=None, ge=0, le=(1 << 32) - 1)
     echo: bool | None = None
     suffix: str | None = None
@@ -267,7 +282,7 @@ class CompletionBody(_Body):
     unserved: ClassVar[tuple[str, ...]] = ("logit_bias", "echo", "suffix")
 
     def requests(self) -> list[router_pb2.GenerateRequest]:
-        """One for each choice of each prompt."""
+        """One for each prompt."""
         if self.best_of not in (None, self.num_choices):
             raise InvalidRequestError("best_of: only n is taken", field="best_of")
         base = self.request()
@@ -294,7 +309,7 @@ class CompletionBody(_Body):
                 except ValueError:
                     raise _out_of_range("prompt") from None
                 request.token_ids.SetInParent()
-            made += _choices(request, self.num_choices)
+            made.append(request)
         return made
 
 
@@ -303,8 +318,8 @@ class TokenizeBody(_Part):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[Message] | None = None
-    tools: list[Tool] | None = None
+    messages: Annotated[list[Message], _at_most(MAX_MESSAGES)] | None = None
+    tools: Annotated[list[Tool], _at_most(MAX_TOOLS)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     tenant: str | None = None
 
@@ -321,12 +336,15 @@ class TokenizeBody(_Part):
 
 def parsed(kind: type[T] | type[TokenizeBody], data: bytes) -> Any:
     """The body. Raises InvalidRequestError, which names the field."""
+    check_json(data)
     try:
         return kind.model_validate_json(data)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        field = _field(first["loc"])
-        problem = first["msg"]
+        errors = error.errors(include_url=False, include_input=False)
+        first = next((each for each in errors if each["type"] == "too_long"), errors[0])
+        field, problem = _field(first["loc"]), first["msg"]
+        if first["type"] == "too_long":
+            problem = f"at most {first['ctx']['max_length']} are taken"
         raise InvalidRequestError(
             f"{field}: {problem}" if field else problem, field=field
         ) from None
@@ -355,12 +373,12 @@ def chat_of(
                 f"tools[{index}].type: functions only", field=f"tools[{index}].type"
             )
         function = tool.function
-        parameters = "" if function.parameters is None else json.dumps(function.parameters)
+        parameters = "" if function.parameters is None else _json(function.parameters)
         chat.tools.add(
             name=function.name, description=function.description or "", parameters=parameters
         )
     if arguments:
-        chat.template_arguments = json.dumps(arguments)
+        chat.template_arguments = _json(arguments)
     return chat
 
 
@@ -382,22 +400,29 @@ def _add(chat: router_pb2.ChatMessages, message: Message, field: str) -> None:
         made.parts.add(text=part.text)
     for call in message.tool_calls or ():
         given = call.function.arguments
-        arguments = given if isinstance(given, str) else json.dumps(given or {})
+        arguments = given if isinstance(given, str) else _json(given or {})
         made.tool_calls.add(id=call.id, name=call.function.name, arguments=arguments)
 
 
-def _choices(request: router_pb2.GenerateRequest, count: int) -> list[router_pb2.GenerateRequest]:
-    """The first is the request itself; each further one has the next seed."""
-    made = [request]
-    for number in range(1, count):
-        other = router_pb2.GenerateRequest()
-        other.CopyFrom(request)
-        if request.HasField("seed"):
-            other.seed = (request.seed + number) & _OF_64_BITS
-        if request.request_id:
-            other.request_id = f"{request.request_id}.{number}"
-        made.append(other)
-    return made
+def _json(value: Any) -> str:
+    return pydantic_core.to_json(value).decode()
+
+
+def choices_of(
+    requests: Iterable[router_pb2.GenerateRequest], count: int
+) -> Iterator[router_pb2.GenerateRequest]:
+    """`count` of each: the request itself first; each further one has the next seed. One at a time,
+    since each has the whole prompt."""
+    for request in requests:
+        yield request
+        for number in range(1, count):
+            other = router_pb2.GenerateRequest()
+            other.CopyFrom(request)
+            if request.HasField("seed"):
+                other.seed = (request.seed + number) & _OF_64_BITS
+            if request.request_id:
+                other.request_id = f"{request.request_id}.{number}"
+            yield other
 
 
 def _prompts(given: str | list[str] | list[int] | list[list[int]]) -> list[str | list[int]]:
@@ -412,7 +437,7 @@ def _prompts(given: str | list[str] | list[int] | list[list[int]]) -> list[str |
 
 def _structure(made: router_pb2.GenerateRequest, wanted: StructuredOutputs) -> None:
     if (schema := wanted.json_schema) is not None:
-        made.json_schema = schema if isinstance(schema, str) else json.dumps(schema)
+        made.json_schema = schema if isinstance(schema, str) else _json(schema)
     elif wanted.regex is not None:
         made.regex = wanted.regex
     elif wanted.grammar is not None:

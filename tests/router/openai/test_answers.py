@@ -279,8 +279,8 @@ async def test_a_client_that_goes_ends_its_requests_unless_it_named_them(
         _, writer = await asyncio.open_connection(host, int(port))
         body = body_of(fields)
         writer.write(
-            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%s"
-            % (len(body), body)
+            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+            b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
         )
         count = fields.get("n", 1)
         await d.until(lambda count=count: len(worker.runs) == count)

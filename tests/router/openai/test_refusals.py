@@ -200,7 +200,7 @@ async def test_a_full_queue_says_when_to_come_again(
 
 # --- over a bare connection -----------------------------------------------------------------------
 
-HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 
 
 async def raw(http: Http, *parts: bytes) -> bytes:
