@@ -23,7 +23,7 @@ from router.door.door import Door
 from router.door.gate import Gate
 from router.door.h2_server import GrpcServer, Limits
 from router.door.intake import Intake
-from router.door.listening import is_loopback, listening, split_address
+from router.door.listening import listening, split_address
 from router.door.openai.app import OpenAiApp
 from router.door.openai.http_server import HttpServer
 from router.door.service import RouterService
@@ -53,10 +53,8 @@ class RouterServer:
                 opened.enter_context(listening(host, port, config.reuse_port))
             )
             self._health_server = self._make_health(opened, config)
-            listener = self._listen_http(opened, config)
-            is_local = listener is not None and is_loopback(listener.getsockname()[0])
-            self.http_app = OpenAiApp(self.intake, self._access.callers, config, is_local)
-            self.http = None if listener is None else self._make_http(listener)
+            self.http_app = OpenAiApp(self.intake, self._access.callers, config)
+            self.http = self._make_http(opened, config)
             opened.pop_all()
         self.address = f"{listen.rpartition(':')[0]}:{self._server.port}"
 
@@ -82,15 +80,13 @@ class RouterServer:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server.methods)
         return server
 
-    def _listen_http(self, opened: ExitStack, config: RouterConfig) -> socket.socket | None:
+    def _make_http(self, opened: ExitStack, config: RouterConfig) -> HttpServer | None:
         if config.http_port is None:
             return None
-        return opened.enter_context(listening(config.host, config.http_port, config.reuse_port))
-
-    def _make_http(self, listener: socket.socket) -> HttpServer:
+        listener = opened.enter_context(listening(config.host, config.http_port, config.reuse_port))
         contexts = self._access.contexts
         context = None if contexts is None else contexts.of_http
-        return HttpServer(self.http_app.asgi, self._config, listener, context)
+        return HttpServer(self.http_app.asgi, config, listener, context)
 
     @property
     def port(self) -> int:

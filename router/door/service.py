@@ -6,14 +6,13 @@ gRPC does not distinguish a cancelled call from a lost connection; `intake` says
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Sequence
+from itertools import chain
 
 from baton.v1 import common_pb2, router_pb2, router_pb2_grpc
-from kv_transfer.block_hash import TokenIds
 from router.door.grpc_call import Call, Feed
 from router.door.intake import Ended, Intake, Opened, pieces
 from router.placement.placement import Placement
 from router.request.output import Event, Finished, FinishReason, TokenRun
-from router.router import Router
 
 _REASONS = {
     FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
@@ -54,7 +53,10 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
     async def Tokenize(  # type: ignore[override]  # noqa: N802
         self, request: router_pb2.TokenizeRequest, context: Call
     ) -> router_pb2.TokenizeResponse:
-        return await self._intake.tokenize(request, _tokenized)
+        return await self._intake.tokenize(
+            request,
+            lambda _, ids: router_pb2.TokenizeResponse(ids=chain.from_iterable(pieces(ids))),
+        )
 
     async def ExplainRoute(  # type: ignore[override]  # noqa: N802
         self, request: router_pb2.ExplainRouteRequest, context: Call
@@ -114,13 +116,6 @@ def _response(event: Event) -> router_pb2.GenerateResponse:
             return router_pb2.GenerateResponse(handed_off=event)
         case router_pb2.Migrated():
             return router_pb2.GenerateResponse(migrated=event)
-
-
-def _tokenized(router: Router, ids: TokenIds) -> router_pb2.TokenizeResponse:
-    made = router_pb2.TokenizeResponse()
-    for piece in pieces(ids):
-        made.ids.extend(piece)
-    return made
 
 
 def _finished(event: Finished) -> router_pb2.Finished:

@@ -7,9 +7,7 @@ import json
 import re
 import time
 import uuid
-from collections.abc import Callable
-from functools import partial
-from typing import TypeVar
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -21,26 +19,18 @@ from starlette.routing import Route
 
 from baton.config.router import RouterConfig
 from baton.errors import BatonError, InvalidRequestError, NotFoundError
-from baton.v1 import router_pb2
 from kv_transfer.block_hash import TokenIds
 from router.door.access import Callers
 from router.door.gate import confine
 from router.door.intake import Intake, pieces
+from router.door.listening import is_loopback
 from router.door.openai.answering import Answering, Asked
-from router.door.openai.bodies import (
-    ChatBody,
-    CompletionBody,
-    TokenizeBody,
-    choices_of,
-    parsed,
-)
+from router.door.openai.bodies import ChatBody, CompletionBody, TokenizeBody, choices_of, parsed
 from router.door.openai.document import openapi
 from router.door.openai.errors import response_to, shape
 from router.door.openai.guard import Guard
 from router.request.counting import AT_ONCE_BYTES
 from router.router import Router
-
-T = TypeVar("T")
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:@/+=-]{1,128}")
 _MAX_GIVEN_CHARS = 64
@@ -67,10 +57,7 @@ class _TooSlowError(Exception):
 class OpenAiApp:
     """Own the routes. Holds nothing of any request."""
 
-    def __init__(
-        self, intake: Intake, callers: Callers | None, config: RouterConfig, is_local: bool
-    ) -> None:
-        """`is_local`: it is served on loopback."""
+    def __init__(self, intake: Intake, callers: Callers | None, config: RouterConfig) -> None:
         self._intake, self._callers, self._config = intake, callers, config
         self.is_ready = False
         self._created = int(time.time())
@@ -85,7 +72,8 @@ class OpenAiApp:
             Route("/ready", self._ready, methods=["GET"]),
             Route("/openapi.json", self._openapi, methods=["GET"]),
         ]
-        guard = Middleware(Guard, config.allowed_hosts if is_local and callers is None else None)
+        is_asked = callers is None and is_loopback(config.host.strip("[]"))
+        guard = Middleware(Guard, config.allowed_hosts if is_asked else None)
         self.asgi = Starlette(
             routes=self.routes,
             middleware=[guard, *_cors(config)],
@@ -117,7 +105,7 @@ class OpenAiApp:
     ) -> Answering:
         request.state.request_id = _request_id(request)
         tenant = self._tenant(request)
-        body, made = await self._read(request, tenant, partial(_generate, kind))
+        body, made = await self._read(request, tenant, kind)
         if body.request_id:
             request.state.request_id = body.request_id
         traceparent = request.headers.get("traceparent", "")
@@ -158,7 +146,7 @@ class OpenAiApp:
 
     async def _tokenize(self, request: Request) -> Response:
         tenant = self._tenant(request)
-        made = await self._read(request, tenant, _tokenize_request)
+        _, (made,) = await self._read(request, tenant, TokenizeBody)
         confine(made, tenant)
         return await self._intake.tokenize(made, _tokenized)
 
@@ -181,12 +169,12 @@ class OpenAiApp:
             return None
         return self._callers.tenant_of(request.headers.items())
 
-    async def _read(self, request: Request, tenant: str | None, read: Callable[[bytes], T]) -> T:
-        """What `read` makes of the body; off the loop where that is large."""
+    async def _read(self, request: Request, tenant: str | None, kind: type[Any]) -> Any:
+        """As `parsed`; off the loop where the body is large."""
         data = await self._body(request)
         if len(data) <= AT_ONCE_BYTES:
-            return read(data)
-        return await self._intake.off_loop(lambda: read(data), tenant, len(data))
+            return parsed(kind, data)
+        return await self._intake.off_loop(lambda: parsed(kind, data), tenant, len(data))
 
     async def _body(self, request: Request) -> bytes:
         """A body that says that it is too large is not read."""
@@ -237,31 +225,11 @@ def _request_id(request: Request) -> str:
     return uuid.uuid4().hex
 
 
-def _generate(
-    kind: type[ChatBody] | type[CompletionBody], data: bytes
-) -> tuple[ChatBody | CompletionBody, list[router_pb2.GenerateRequest]]:
-    body = parsed(kind, data)
-    return body, _encodable(body.requests)
-
-
-def _tokenize_request(data: bytes) -> router_pb2.TokenizeRequest:
-    body: TokenizeBody = parsed(TokenizeBody, data)
-    return _encodable(body.request)
-
-
 def _tokenized(router: Router, ids: TokenIds) -> Response:
     listed = ",".join(",".join(map(str, piece)) for piece in pieces(ids))
     length = json.dumps(router.max_model_len())
     content = f'{{"count":{len(ids)},"max_model_len":{length},"tokens":[{listed}]}}'
     return Response(content, media_type="application/json")
-
-
-def _encodable(make: Callable[[], T]) -> T:
-    """What `make` makes. JSON may hold halves of characters, which are no text."""
-    try:
-        return make()
-    except UnicodeEncodeError:
-        raise InvalidRequestError("a text holds half of a surrogate pair") from None
 
 
 def _no_such(request: Request, error: Exception) -> Response:

@@ -6,8 +6,9 @@ knows are ignored. Fields that would change the answer and cannot be served are 
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal
 
 import pydantic_core
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -31,8 +32,6 @@ _PLAIN = (
 )
 
 _FAIL_FAST = Field(fail_fast=True)
-
-T = TypeVar("T", bound="_Body")
 
 
 def _at_most(count: int) -> Any:
@@ -153,6 +152,10 @@ class _Body(_Part):
     def includes_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
 
+    @abstractmethod
+    def requests(self) -> list[router_pb2.GenerateRequest]:
+        """One for each prompt, whatever the number of choices (see `choices_of`)."""
+
     def request(self) -> router_pb2.GenerateRequest:
         """Without its prompt."""
         for name in self.unserved:
@@ -240,7 +243,6 @@ class ChatBody(_Body):
         return frozenset(tool.function.name for tool in self.tools or ())
 
     def requests(self) -> list[router_pb2.GenerateRequest]:
-        """One, whatever the number of choices (see `choices_of`)."""
         if self.modalities and self.modalities != ["text"]:
             raise InvalidRequestError("modalities: text only", field="modalities")
         self._check_tool_choice()
@@ -282,7 +284,6 @@ class CompletionBody(_Body):
     unserved: ClassVar[tuple[str, ...]] = ("logit_bias", "echo", "suffix")
 
     def requests(self) -> list[router_pb2.GenerateRequest]:
-        """One for each prompt."""
         if self.best_of not in (None, self.num_choices):
             raise InvalidRequestError("best_of: only n is taken", field="best_of")
         base = self.request()
@@ -323,7 +324,7 @@ class TokenizeBody(_Part):
     chat_template_kwargs: dict[str, Any] | None = None
     tenant: str | None = None
 
-    def request(self) -> router_pb2.TokenizeRequest:
+    def requests(self) -> list[router_pb2.TokenizeRequest]:
         made = router_pb2.TokenizeRequest(model=self.model or "", tenant=self.tenant or "")
         if (self.prompt is None) == (self.messages is None):
             raise InvalidRequestError("prompt: either prompt or messages", field="prompt")
@@ -331,14 +332,17 @@ class TokenizeBody(_Part):
             made.chat.CopyFrom(chat_of(self.messages, self.tools, self.chat_template_kwargs))
         else:
             made.text = self.prompt or ""
-        return made
+        return [made]
 
 
-def parsed(kind: type[T] | type[TokenizeBody], data: bytes) -> Any:
-    """The body. Raises InvalidRequestError, which names the field."""
+def parsed(kind: type[_Body] | type[TokenizeBody], data: bytes) -> tuple[Any, list[Any]]:
+    """The body, and its requests. Raises InvalidRequestError, which names the field."""
     check_json(data)
     try:
-        return kind.model_validate_json(data)
+        body = kind.model_validate_json(data)
+        return body, body.requests()
+    except UnicodeEncodeError:
+        raise InvalidRequestError("a text holds half of a surrogate pair") from None
     except ValidationError as error:
         errors = error.errors(include_url=False, include_input=False)
         first = next((each for each in errors if each["type"] == "too_long"), errors[0])

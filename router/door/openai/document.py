@@ -29,15 +29,18 @@ _ERRORS = {
 
 @functools.lru_cache(1)
 def openapi(max_bytes: int) -> dict[str, Any]:
-    """`max_bytes`: of a body."""
     kinds = (ChatBody, CompletionBody, TokenizeBody)
     _, schemas = models_json_schema([(kind, "validation") for kind in kinds], ref_template=_REF)
     return {
         "openapi": "3.1.0",
-        "info": {"title": "Baton", "version": "1", "description": "OpenAI-compatible serving."},
+        "info": {
+            "title": "Baton",
+            "version": "1",
+            "description": f"OpenAI-compatible serving. A body has at most {max_bytes} bytes.",
+        },
         "paths": {
-            "/v1/chat/completions": _post("Answer a chat", "ChatBody", max_bytes, streams=True),
-            "/v1/completions": _post("Continue a text", "CompletionBody", max_bytes, streams=True),
+            "/v1/chat/completions": _post("Answer a chat", "ChatBody", streams=True),
+            "/v1/completions": _post("Continue a text", "CompletionBody", streams=True),
             "/v1/embeddings": {
                 "post": {"summary": "Not supported yet", "responses": _responses("501")}
             },
@@ -48,7 +51,7 @@ def openapi(max_bytes: int) -> dict[str, Any]:
                     {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
                 ],
             },
-            "/tokenize": _post("A prompt's token ids", "TokenizeBody", max_bytes, streams=False),
+            "/tokenize": _post("A prompt's token ids", "TokenizeBody", streams=False),
             "/health": _get("Whether the process runs"),
             "/ready": _get("Whether requests can be served", "503"),
             "/openapi.json": _get("This document"),
@@ -80,7 +83,7 @@ _ERROR = {
 }
 
 
-def _post(summary: str, body: str, max_bytes: int, *, streams: bool) -> dict[str, Any]:
+def _post(summary: str, body: str, *, streams: bool) -> dict[str, Any]:
     content: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}}
     if streams:
         content["text/event-stream"] = {"schema": {"type": "string"}}
@@ -88,11 +91,7 @@ def _post(summary: str, body: str, max_bytes: int, *, streams: bool) -> dict[str
     return {
         "post": {
             "summary": summary,
-            "requestBody": {
-                "required": True,
-                "description": f"At most {max_bytes} bytes.",
-                "content": {"application/json": {"schema": schema}},
-            },
+            "requestBody": {"required": True, "content": {"application/json": {"schema": schema}}},
             "responses": {
                 "200": {"description": "The answer.", "content": content},
                 **_responses(*_ERRORS),

@@ -17,42 +17,32 @@ class Guard:
     """An ASGI application before another one."""
 
     def __init__(self, app: ASGIApp, hosts: Collection[str] | None) -> None:
-        """`hosts`: other names than loopback's; None: who calls needs a token, or is elsewhere.
-
-        Without tokens a developer's loopback is open to any web page that the developer's browser
-        shows: it could call by a name of its own that leads here, or send what needs no preflight.
-        """
-        self._app = app
-        self._hosts = None if hosts is None else {host.lower() for host in hosts}
+        """`hosts`: besides loopback's, where a web page that a developer's browser shows could call
+        by a name of its own, or by what needs no preflight; None: anywhere else."""
+        self._app, self._hosts = app, hosts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        headers = Headers(scope=scope)
-        refused = self._framing(headers)
-        if refused is None and self._hosts is not None:
-            refused = self._host(headers) or self._content(scope["method"], headers)
-        await (refused or self._app)(scope, receive, send)
+        wrong = self._wrong(scope["method"], Headers(scope=scope))
+        app = self._app
+        if wrong is not None:
+            status, field, why = wrong
+            content = shape(status, f"{field}: {why}", field)
+            app = JSONResponse(content, status, {"connection": "close"})
+        await app(scope, receive, send)
 
-    def _framing(self, headers: Headers) -> JSONResponse | None:
-        """Two lengths, of which a proxy may believe the other one (RFC 9112, 6.1)."""
-        if "content-length" not in headers or "transfer-encoding" not in headers:
+    def _wrong(self, method: str, headers: Headers) -> tuple[int, str, str] | None:
+        """Status, header and what is wrong with it."""
+        if "content-length" in headers and "transfer-encoding" in headers:  # RFC 9112, 6.1
+            return 400, "content-length", "not beside transfer-encoding"
+        if self._hosts is None:
             return None
-        message = "content-length: not beside transfer-encoding"
-        return JSONResponse(shape(400, message), 400, {"connection": "close"})
-
-    def _host(self, headers: Headers) -> JSONResponse | None:
-        given = headers.get("host", "")
         try:
-            name = urlsplit(f"//{given}").hostname or ""
+            host = urlsplit(f"//{headers.get('host', '')}").hostname or ""
         except ValueError:
-            name = ""
-        if is_loopback(name) or name in (self._hosts or ()):
-            return None
-        message = f"host: {given!r} is neither loopback nor in router.allowed_hosts"
-        return JSONResponse(shape(421, message, "host"), 421)
-
-    def _content(self, method: str, headers: Headers) -> JSONResponse | None:
-        given = headers.get("content-type", "")
-        if method != "POST" or given.partition(";")[0].strip().lower() == "application/json":
-            return None
-        message = f"content-type: {given!r}; send 'Content-Type: application/json' (curl: -H)"
-        return JSONResponse(shape(415, message, "content-type"), 415)
+            host = ""
+        if not is_loopback(host) and host not in self._hosts:
+            return 421, "host", f"{host!r} is neither loopback nor in router.allowed_hosts"
+        kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+        if method == "POST" and kind != "application/json":
+            return 415, "content-type", f"{kind!r}; send 'Content-Type: application/json'"
+        return None

@@ -339,7 +339,8 @@ async def test_a_reader_that_is_slow_gets_everything_in_fewer_pieces(
     with socket.socket() as slow:
         slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
         slow.connect((host, int(port)))
-        head = b"POST /v1/completions HTTP/1.0\r\nContent-Length: %d\r\n\r\n" % len(body)
+        head = b"POST /v1/completions HTTP/1.0\r\nHost: localhost\r\n"
+        head += b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body)
         slow.sendall(head + body)
         await d.until(lambda: bool(d.worker("d0").finished))
         slow.setblocking(True)
