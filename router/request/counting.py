@@ -6,6 +6,7 @@ are values, however few bytes each has.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections import Counter
 
@@ -50,16 +51,14 @@ def _cost(kinds: bytes) -> int:
 def check_message(data: bytes, kind: Descriptor) -> None:
     """Raise InvalidRequestError for a protobuf message of too many fields, at any depth. It names
     the most frequent one. Packed numbers are one field."""
-    counts = Counter[str]()
-    left = MAX_VALUES
+    counts, left = Counter[str](), MAX_VALUES
     within = [(0, len(data), kind, "")] if len(data) > AT_ONCE_BYTES else []
-    try:
-        while within:
-            at, end, kind, path = within.pop()
-            fields = _fields(kind)
+    while within:
+        at, end, kind, path = within.pop()
+        with contextlib.suppress(IndexError):  # it is cut off, as its reader will say in the end
             while at < end:
                 key, at = _varint(data, at)
-                name, inner = fields.get(key >> 3, ("", None))
+                name, inner = _fields(kind).get(key >> 3, ("", None))
                 counts[path + name] += 1
                 left -= 1
                 if left < 0:
@@ -73,16 +72,17 @@ def check_message(data: bytes, kind: Descriptor) -> None:
                     _, at = _varint(data, at)
                 else:
                     at += {1: 8, 5: 4}.get(key & 7, 0)
-    except IndexError:
-        return  # it is cut off, as its reader will say
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:
-    """The number, and where it ends. Raises IndexError."""
-    value = shift = 0
-    while (byte := data[at]) > 0x7F:
-        value, shift, at = value | (byte & 0x7F) << shift, shift + 7, at + 1
-    return value | byte << shift, at + 1
+    """The number, and where it ends. Raises IndexError where it does not."""
+    value = 0
+    for shift in range(0, 70, 7):
+        value |= (data[at] & 0x7F) << shift
+        at += 1
+        if data[at - 1] < 0x80:
+            return value, at
+    raise IndexError
 
 
 @functools.cache
