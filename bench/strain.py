@@ -5,8 +5,10 @@
 2. 2,000 streams whose clients do not read: the router's memory as their answers grow.
 3. Prompts of 100,000 tokens: gaps between the tokens of 16 other streams, with and without them.
 4. Two router processes on one port: CPU of each, beside one process with the same load.
+5. Requests of 3 MB that hold as many values as they can: how long others wait meanwhile for a
+   `/health`, that is how long the loop is held, and how much the router grows.
 
-2 to 4 use workers that compute nothing, as bench.router does. Rounds alternate; medians.
+2 to 5 use workers that compute nothing, as bench.router does. Rounds alternate; medians.
 """
 
 from __future__ import annotations
@@ -14,10 +16,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import http.client
 import os
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
 
 import grpc.aio
 import numpy as np
@@ -38,6 +42,7 @@ NUM_ASKED, FLOOD_AT_ONCE, PROMPT_TOKENS, ANSWER_TOKENS = 60, 128, 256, 16
 NUM_SLOW, SLOW_CHANNELS, SLOW_STEP_MS, SLOW_TOKENS = 2000, 20, 250, 100
 LONG_PROMPT, NUM_LONG, NUM_OTHERS, OTHERS_TOKENS, STEP_MS = 100_000, 10, 16, 400, 20
 AT_ONCE, SHORT = 64, 64
+BODY_BYTES = 3_000_000
 
 Stub = router_pb2_grpc.RouterServiceStub
 
@@ -228,6 +233,67 @@ async def shared_port(rounds: int) -> list[list[str]]:
     ]  # fmt: skip
 
 
+# --- 5. bodies ------------------------------------------------------------------------------------
+
+_CHAT, _TEXT, _GRPC = "/v1/chat/completions", "/v1/completions", "gRPC"
+
+
+def _full(before: str, item: str, after: str = "]}") -> bytes:
+    return f"{before}{','.join([item] * (BODY_BYTES // (len(item) + 1)))}{after}".encode()
+
+
+BODIES = {
+    "none": ("", b""),
+    "prompt: [{},": (_TEXT, _full('{"prompt": [', "{}")),
+    "prompt: [[],": (_TEXT, _full('{"prompt": [', "[]")),
+    "prompt: 390,000 ids": (_TEXT, _full('{"prompt": [', "1234567")),
+    "prompt: escapes": (_TEXT, _full('{"prompt": "', "\\n" * 500, '"}')),
+    "messages: [1,": (_CHAT, _full('{"messages": [', "1")),
+    "tools: [[],": (_CHAT, _full('{"messages": [], "tools": [', "[]")),
+    "template's variables": (
+        _CHAT, _full('{"messages": [], "chat_template_kwargs": {"a": [', "[]", "]}}")
+    ),
+    "32 KB of lists": (_TEXT, _full('{"prompt": [', "[]")[:32_000] + b"]]}"),
+    "protobuf: messages": (_GRPC, b"\x22\xc0\x8d\xb7\x01" + b"\x0a\x00" * (BODY_BYTES // 2)),
+    "protobuf: either prompt": (_GRPC, b"\x22\x00\x1a\x00" * (BODY_BYTES // 4)),
+}  # fmt: skip
+
+
+async def bodies(rounds: int) -> list[list[str]]:
+    rows = []
+    async with routers() as (router,), grpc.aio.insecure_channel(router.address) as channel:
+        generate: Any = channel.unary_stream("/baton.v1.RouterService/Generate")
+        process = psutil.Process(router.tree[0].pid)
+
+        def post(path: str, body: bytes) -> None:
+            headers = {"Content-Type": "application/json"}
+            connection = http.client.HTTPConnection(router.http_address, timeout=120)
+            connection.request("POST" if body else "GET", path, body or None, headers)
+            connection.getresponse().read()
+
+        async def send(path: str, body: bytes) -> None:
+            if path == _GRPC:
+                with contextlib.suppress(grpc.aio.AioRpcError):
+                    async for _ in generate(body):
+                        pass
+            else:
+                await asyncio.to_thread(post, path or "/health", body)
+
+        for name, (path, body) in BODIES.items():
+            progress(f"bodies: {name}")
+            waits_ms, before, most = list[float](), process.memory_info().rss, 0
+            for _ in range(3 * rounds):
+                sending = asyncio.create_task(send(path, body))
+                while not sending.done():
+                    start = time.perf_counter()
+                    await asyncio.to_thread(post, "/health", b"")
+                    waits_ms.append((time.perf_counter() - start) * 1e3)
+                    most = max(most, process.memory_info().rss)
+            rows.append([name, *(f"{quantile(waits_ms, share):.0f}" for share in (0.5, 1.0)),
+                         f"{(most - before) / (1 << 20):.0f}"])  # fmt: skip
+    return rows
+
+
 # --- the report -----------------------------------------------------------------------------------
 
 
@@ -242,6 +308,10 @@ async def report(rounds: int) -> str:
             markdown(
                 ("router processes", f"CPU ms a request of {SHORT} tokens, each", "of one alone"),
                 await shared_port(rounds),
+            ),
+            markdown(
+                ("a request of 3 MB", "/health p50 ms", "most", "router grows by MiB"),
+                await bodies(rounds),
             ),
         )
     )
