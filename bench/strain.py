@@ -235,28 +235,22 @@ async def shared_port(rounds: int) -> list[list[str]]:
 
 # --- 5. bodies ------------------------------------------------------------------------------------
 
-_CHAT, _TEXT, _GRPC = "/v1/chat/completions", "/v1/completions", "gRPC"
 
-
-def _full(before: str, item: str, after: str = "]}") -> bytes:
+def full(before: str, item: str, after: str = "]}") -> bytes:
     return f"{before}{','.join([item] * (BODY_BYTES // (len(item) + 1)))}{after}".encode()
 
 
 BODIES = {
-    "none": ("", b""),
-    "prompt: [{},": (_TEXT, _full('{"prompt": [', "{}")),
-    "prompt: [[],": (_TEXT, _full('{"prompt": [', "[]")),
-    "prompt: 390,000 ids": (_TEXT, _full('{"prompt": [', "1234567")),
-    "prompt: escapes": (_TEXT, _full('{"prompt": "', "\\n" * 500, '"}')),
-    "messages: [1,": (_CHAT, _full('{"messages": [', "1")),
-    "tools: [[],": (_CHAT, _full('{"messages": [], "tools": [', "[]")),
-    "template's variables": (
-        _CHAT, _full('{"messages": [], "chat_template_kwargs": {"a": [', "[]", "]}}")
-    ),
-    "32 KB of lists": (_TEXT, _full('{"prompt": [', "[]")[:32_000] + b"]]}"),
-    "protobuf: messages": (_GRPC, b"\x22\xc0\x8d\xb7\x01" + b"\x0a\x00" * (BODY_BYTES // 2)),
-    "protobuf: either prompt": (_GRPC, b"\x22\x00\x1a\x00" * (BODY_BYTES // 4)),
-}  # fmt: skip
+    "nothing": b"",
+    "prompt: [{},": full('{"prompt": [', "{}"),
+    "prompt: [[],": full('{"prompt": [', "[]"),
+    "prompt: 380,000 ids": full('{"prompt": [', "1234567"),
+    "prompt: escapes": full('{"prompt": "', "\\n" * 500, '"}'),
+    "messages: [1,": full('{"messages": [', "1"),
+    "template's variables": full('{"messages": [], "chat_template_kwargs": {"a": [', "[]", "]}}"),
+    "32 KB of lists": full('{"prompt": [', "[]")[:32_000],
+    "protobuf: messages": b"\x22\xc0\x8d\xb7\x01" + b"\x0a\x00" * (BODY_BYTES // 2),
+}
 
 
 async def bodies(rounds: int) -> list[list[str]]:
@@ -265,32 +259,31 @@ async def bodies(rounds: int) -> list[list[str]]:
         generate: Any = channel.unary_stream("/baton.v1.RouterService/Generate")
         process = psutil.Process(router.tree[0].pid)
 
-        def post(path: str, body: bytes) -> None:
-            headers = {"Content-Type": "application/json"}
+        def call(body: bytes) -> None:
+            path = "/v1/chat/completions" if b"messages" in body[:20] else "/v1/completions"
             connection = http.client.HTTPConnection(router.http_address, timeout=120)
-            connection.request("POST" if body else "GET", path, body or None, headers)
+            sent = ("POST", path, body, {"Content-Type": "application/json"})
+            connection.request(*(sent if body else ("GET", "/health")))
             connection.getresponse().read()
 
-        async def send(path: str, body: bytes) -> None:
-            if path == _GRPC:
-                with contextlib.suppress(grpc.aio.AioRpcError):
-                    async for _ in generate(body):
-                        pass
-            else:
-                await asyncio.to_thread(post, path or "/health", body)
+        async def send(body: bytes) -> None:
+            if body[:1] in (b"", b"{"):
+                return await asyncio.to_thread(call, body)
+            with contextlib.suppress(grpc.aio.AioRpcError):
+                await generate(body).read()
 
-        for name, (path, body) in BODIES.items():
+        for name, body in BODIES.items():
             progress(f"bodies: {name}")
             waits_ms, before, most = list[float](), process.memory_info().rss, 0
             for _ in range(3 * rounds):
-                sending = asyncio.create_task(send(path, body))
+                sending = asyncio.create_task(send(body))
                 while not sending.done():
                     start = time.perf_counter()
-                    await asyncio.to_thread(post, "/health", b"")
+                    await asyncio.to_thread(call, b"")
                     waits_ms.append((time.perf_counter() - start) * 1e3)
                     most = max(most, process.memory_info().rss)
-            rows.append([name, *(f"{quantile(waits_ms, share):.0f}" for share in (0.5, 1.0)),
-                         f"{(most - before) / (1 << 20):.0f}"])  # fmt: skip
+            grown, spread = (most - before) / (1 << 20), (0.5, 1.0)
+            rows.append([name, *(f"{quantile(waits_ms, q):.0f}" for q in spread), f"{grown:.0f}"])
     return rows
 
 

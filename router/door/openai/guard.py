@@ -19,7 +19,8 @@ class Guard:
     def __init__(self, app: ASGIApp, hosts: Collection[str] | None) -> None:
         """`hosts`: besides loopback's, where a web page that a developer's browser shows could call
         by a name of its own, or by what needs no preflight; None: anywhere else."""
-        self._app, self._hosts = app, hosts
+        self._app = app
+        self._hosts = None if hosts is None else {host.lower() for host in hosts}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         wrong = self._wrong(scope["method"], Headers(scope=scope))

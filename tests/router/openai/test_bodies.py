@@ -6,42 +6,31 @@ import asyncio
 import json
 import threading
 from pathlib import Path
-from typing import Any
 
 import grpc
 import pytest
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from baton.config.router import AuthConfig
 from baton.v1 import router_pb2
 from router.door.openai.bodies import ChatBody, CompletionBody, TokenizeBody, choices_of, parsed
 from tests.router.answers import field_at_fault, refusal
 from tests.router.openai.spoken import spoken
-from tests.router.openai.test_refusals import HEAD, TOOL, USER, raw
+from tests.router.openai.test_refusals import TOOL, USER
 from tests.router.secured import RED
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 
-@pytest.mark.parametrize(
-    ("kind", "body"),
-    [
-        (ChatBody, {"messages": [1] * 1000}),
-        (ChatBody, {"messages": [{**USER, "content": [1] * 1000}]}),
-        (ChatBody, {"messages": [{**USER, "tool_calls": [1] * 1000}]}),
-        (ChatBody, {"messages": [USER], "tools": [1] * 1000}),
-        (ChatBody, {"messages": [USER], "modalities": [1] * 1000}),
-        (CompletionBody, {"prompt": [{}] * 1000}),
-        (CompletionBody, {"prompt": [[{}] * 1000] * 100}),
-        (CompletionBody, {"prompt": "", "stop": [1] * 1000, "stop_token_ids": ["a"] * 1000}),
-        (CompletionBody, {"prompt": "", "structured_outputs": {"choice": [1] * 1000}}),
-        (TokenizeBody, {"messages": [1] * 1000, "tools": [1] * 1000}),
-    ],
-)
-def test_a_list_s_first_error_is_the_only_one(kind: type[BaseModel], body: Any) -> None:
-    with pytest.raises(ValidationError) as caught:
-        kind.model_validate_json(json.dumps(body))
-    assert caught.value.error_count() <= 4  # one for each kind of a union
+def test_a_list_s_first_error_is_the_only_one() -> None:
+    for kind, field in (
+        *((ChatBody, field) for field in ("messages", "tools", "modalities")),
+        *((CompletionBody, field) for field in ("prompt", "stop", "stop_token_ids")),
+        *((TokenizeBody, field) for field in ("messages", "tools")),
+    ):
+        with pytest.raises(ValidationError) as caught:
+            kind.model_validate_json(json.dumps({field: [{}] * 16}))
+        assert caught.value.error_count() <= 5, field  # one for each kind of a union; what lacks
 
 
 async def test_more_than_is_taken_is_refused_by_its_field(
@@ -53,7 +42,6 @@ async def test_more_than_is_taken_is_refused_by_its_field(
         for path, body, param in (
             (COMPLETIONS, {"prompt": [{}] * 500_000}, "prompt"),
             (COMPLETIONS, {"prompt": ["x"] * 129}, "prompt"),
-            (COMPLETIONS, {"prompt": [[1]] * 129}, "prompt"),
             (CHAT, {"messages": [1] * 800_000}, "messages"),
             (CHAT, {"messages": [USER] * 4097}, "messages"),
             (CHAT, {"messages": [{**USER, "content": [part] * 4097}]}, "messages[0].content"),
@@ -116,20 +104,10 @@ async def test_large_requests_wait_in_the_tokenizer_s_line_and_small_ones_do_not
         assert (await large[1]).code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
-async def test_two_lengths_of_a_body_end_its_connection(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with spoken(tmp_path, monkeypatch) as (_, http):
-        both = b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n"
-        said = await raw(http, HEAD + both + b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
-        assert said.startswith(b"HTTP/1.1 400 ")
-        assert said.count(b"HTTP/1.1 ") == 1
-
-
 async def test_a_web_page_cannot_call_a_developer_s_loopback(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with spoken(tmp_path, monkeypatch, allowed_hosts=("llm.test",)) as (_, http):
+    async with spoken(tmp_path, monkeypatch, allowed_hosts=("LLM.test",)) as (_, http):
         for host in ("localhost", "LocalHost:8000", "127.0.0.1:1", "127.9.9.9", "[::1]:8000",
                      "llm.test:8000"):  # fmt: skip
             assert (await http.call("GET", "/health", headers={"host": host})).status == 200
@@ -144,13 +122,14 @@ async def test_a_web_page_cannot_call_a_developer_s_loopback(
         assert (await http.call("POST", CHAT, {}, named)).error["param"] == "messages"
 
 
+@pytest.mark.parametrize("is_open", [True, False])
 async def test_elsewhere_any_host_and_content_type_is_served(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_open: bool
 ) -> None:
     (tmp_path / "tokens.yaml").write_text(f"red: {RED}\n")
-    auth = AuthConfig(str(tmp_path / "tokens.yaml"))
-    for changes in ({"auth": auth}, {"host": "0.0.0.0"}):
-        async with spoken(tmp_path, monkeypatch, **changes) as (_, http):
-            headers = {"authorization": f"Bearer {RED}", "host": "llm.test", "Content-Type": "x/y"}
-            body = json.dumps({"messages": [USER], "max_tokens": 0}).encode()
-            assert (await http.call("POST", CHAT, body, headers)).error["param"] == "max_tokens"
+    tokens = AuthConfig(str(tmp_path / "tokens.yaml"))
+    changes = {"host": "0.0.0.0"} if is_open else {"auth": tokens}
+    async with spoken(tmp_path, monkeypatch, **changes) as (_, http):
+        headers = {"authorization": f"Bearer {RED}", "host": "llm.test", "Content-Type": "x/y"}
+        answer = await http.call("POST", CHAT, {"messages": []}, headers)
+        assert answer.error["param"] == "messages"

@@ -256,6 +256,9 @@ async def test_what_is_no_http_and_heads_without_end_are_refused(
         said = await raw(http, sent)
         assert said.startswith(b"HTTP/1.1 400 ")
         assert b'{"error": {' in said
+    both = b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n"
+    said = await raw(http, HEAD + both + b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    assert (said[:13], said.count(b"HTTP/1.1 ")) == (b"HTTP/1.1 400 ", 1)
     bomb = HEAD + b"".join(b"X-%d: %s\r\n" % (n, b"y" * 1000) for n in range(1000))
     assert (await raw(http, bomb))[:13] in (b"HTTP/1.1 400 ", b"")
     assert (await http.chat("yes")).status == 200
