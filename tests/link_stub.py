@@ -109,7 +109,7 @@ class WorkerPort:
         tls: LinkTls | None = None,
     ) -> None:
         """`server` has its services, and no port."""
-        self._server, self._links = server, LinkServer(methods, tls)
+        self._server, self.links = server, LinkServer(methods, tls)
         self.address = ""
         self._folder = tempfile.TemporaryDirectory(prefix="baton-worker-")
 
@@ -118,15 +118,15 @@ class WorkerPort:
         grpc_address = f"unix:{self._folder.name}/grpc"
         self._server.add_insecure_port(grpc_address)
         await self._server.start()
-        self.address = f"127.0.0.1:{await self._links.start('127.0.0.1', port, grpc_address)}"
+        self.address = f"127.0.0.1:{await self.links.start('127.0.0.1', port, grpc_address)}"
         return self.address
 
     @property
     def num_unsent(self) -> int:
         """Bytes."""
-        return self._links.num_unsent
+        return self.links.num_unsent
 
     async def stop(self) -> None:
-        await self._links.stop()
+        await self.links.stop()
         await self._server.stop(None)
         self._folder.cleanup()

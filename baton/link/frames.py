@@ -11,7 +11,9 @@ from typing import Any
 import grpc
 from google.protobuf.message import DecodeError, Message
 
+from baton.errors import BatonError
 from baton.status import DETAILS_KEY
+from baton.unfinished import Unfinished
 from baton.v1 import worker_pb2
 
 _HEADER = struct.Struct("<IBI")
@@ -19,7 +21,7 @@ VERSION = b"baton link 1"
 KEEPALIVE = struct.Struct("<f")
 _LOW_BYTES, _HIGH_BYTES = 16 << 10, 64 << 10  # of the buffer: when `room` is given, and taken
 MAX_FRAME_BYTES = 256 << 20
-"""A longer one ends the connection: no request makes one (`max_message_bytes` bounds prompts)."""
+"""Of a worker's frames, which its router trusts. A longer one ends the connection."""
 TOKENS_ROOM, OTHERS_ROOM = 1 << 20, _HIGH_BYTES
 """Bytes unsent up to which more are taken: tokens go before all else."""
 _LOOK_S = 0.01
@@ -76,8 +78,10 @@ class LinkError(Exception):
 class Frames(asyncio.Protocol, ABC):
     """One end of a connection."""
 
-    def __init__(self, keepalive_s: float) -> None:
-        self._keepalive_s = keepalive_s
+    def __init__(self, keepalive_s: float, unfinished: Unfinished | None = None) -> None:
+        """`unfinished`: a budget for frames of which a part has come."""
+        self._keepalive_s, self._unfinished = keepalive_s, unfinished
+        self._max_frame_bytes = MAX_FRAME_BYTES
         self._transport: asyncio.WriteTransport | None = None
         self._received = bytearray()
         self._has_heard = self._has_sent = True
@@ -112,8 +116,8 @@ class Frames(asyncio.Protocol, ABC):
         at = 0
         while len(received) - at >= _HEADER.size:
             length, kind, call = _HEADER.unpack_from(received, at)
-            if length > MAX_FRAME_BYTES:
-                return self.close(f"a frame of {length} bytes is longer than {MAX_FRAME_BYTES}")
+            if length > (most := self._max_frame_bytes):
+                return self.close(f"a frame of {length} bytes is longer than {most}")
             end = at + _HEADER.size + length
             if end > len(received):
                 break
@@ -126,11 +130,22 @@ class Frames(asyncio.Protocol, ABC):
             if self._transport is None:
                 return None
         del received[:at]
+        if self._unfinished is not None:
+            if at:
+                self._unfinished.let_go(self)
+            if received:
+                self._unfinished.hold(self, len(received) if at else len(data))
         return None
+
+    def give_way(self, error: BatonError) -> None:
+        self.close(error.message)
 
     def connection_lost(self, error: Exception | None) -> None:
         if self._tick is not None:
             self._tick.cancel()
+        if self._unfinished is not None:
+            self._unfinished.let_go(self)
+        self._received.clear()
         was_open, self._transport = self._transport is not None, None
         self._resumed.set()
         if was_open:

@@ -16,6 +16,7 @@ import grpc
 from google.protobuf.message import Message
 from google.rpc import status_pb2
 
+from baton.grpc_options import WORKER_MESSAGE_BYTES
 from baton.link.frames import (
     KEEPALIVE,
     MESSAGES,
@@ -29,10 +30,14 @@ from baton.link.frames import (
 )
 from baton.link.tls import LinkTls
 from baton.status import DETAILS_KEY
+from baton.unfinished import Unfinished
 
 log = logging.getLogger(__name__)
 
 HELLO_WITHIN_S = 5.0
+_HELLO_BYTES = 4096
+_MAX_FRAME_BYTES = 2 * WORKER_MESSAGE_BYTES  # after it: more than any request makes
+_UNFINISHED_BYTES = 2 * _MAX_FRAME_BYTES  # of all links' frames that have begun to come
 _HTTP2 = b"PRI * HTTP/2.0"
 _TLS_HANDSHAKE = b"\x16"
 _ACCEPT_AGAIN_S = 1.0
@@ -94,6 +99,7 @@ class LinkServer:
         self._server: asyncio.Server | None = None
         self._grpc = ""
         self.is_stopped = False
+        self.unfinished = Unfinished(_UNFINISHED_BYTES)
         self._accepting: asyncio.Task[None] | None = None  # where there is TLS
         self._arriving: set[asyncio.Task[None]] = set()
         self._connections: set[_Arriving] = set()
@@ -291,7 +297,8 @@ class _ServedLink(Frames):
     """A router's connection at its worker."""
 
     def __init__(self, server: LinkServer, arriving: _Arriving) -> None:
-        super().__init__(HELLO_WITHIN_S)
+        super().__init__(HELLO_WITHIN_S, server.unfinished)
+        self._max_frame_bytes = _HELLO_BYTES
         self._server, self._arriving = server, arriving
         self._calls: dict[int, tuple[asyncio.Task[None], asyncio.Queue[Any], type[Message]]] = {}
 
@@ -300,6 +307,7 @@ class _ServedLink(Frames):
             version, keepalive = payload[: len(VERSION)], payload[len(VERSION) :]
             if version != VERSION or len(keepalive) != KEEPALIVE.size:
                 return self.close(f"it speaks {payload[:40]!r}")
+            self._max_frame_bytes = _MAX_FRAME_BYTES
             self._keepalive_s = max(0.05, KEEPALIVE.unpack(keepalive)[0])
             self._on_tick()
             return self._send(Kind.WELCOME, payload=VERSION)

@@ -17,10 +17,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.errors import InvalidRequestError
-from baton.link.frames import OTHERS_ROOM, TOKENS_ROOM, LinkError, Method
+from baton.link.frames import OTHERS_ROOM, TOKENS_ROOM, Kind, LinkError, Method
 from baton.link.router_end import Link
 from baton.link.worker_end import CallContext, Served, _ServedLink, answers, streams
 from baton.status import abort, from_rpc_error
+from baton.unfinished import Unfinished
 from baton.v1 import worker_pb2
 from tests.link_stub import LinkStub, WorkerPort
 from tests.router.proxy import Proxy
@@ -198,6 +199,29 @@ async def test_a_frame_that_is_too_long_ends_its_connection_unread() -> None:
         stub = LinkStub(address)
         assert (await stub.attach(ASK)).spec.request_id == "r"
         await stub.close()
+
+
+async def test_frames_that_never_end_share_a_budget_and_the_oldest_gives_way() -> None:
+    async with served({Method.ATTACH: answers(attached)}) as one:
+        one.links.unfinished = Unfinished(100_000)
+        links = [await connect(one.address, keepalive_s=30.0) for _ in range(4)]
+        for link in links:
+            assert link._transport is not None
+            link._transport.write(struct.pack("<IBI", 1 << 20, Kind.CALL, 1) + bytes(30_000))
+            with contextlib.suppress(LinkError):
+                await asyncio.wait_for(link.ask(Method.ATTACH, ASK, 0.01), 10)
+        assert "closed" in await asyncio.wait_for(links[0].lost, 10)
+        assert all(link.is_open for link in links[1:])
+        for link in links[1:]:
+            link.close("the test is over")
+
+
+async def test_before_its_hello_a_router_may_send_little() -> None:
+    async with served({}) as one:
+        reader, writer = await asyncio.open_connection(*one.address.split(":"))
+        writer.write(struct.pack("<IBI", 10_000, Kind.HELLO, 0))
+        assert await asyncio.wait_for(reader.read(), 10) == b""
+        writer.close()
 
 
 @settings(max_examples=40, deadline=None)
