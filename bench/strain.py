@@ -7,8 +7,10 @@
 4. Two router processes on one port: CPU of each, beside one process with the same load.
 5. Requests of 3 MB that hold as many values as they can: how long others wait meanwhile for a
    `/health`, that is how long the loop is held, and how much the router grows.
+6. Floods of what serves no call, 4 MB/s a connection: the worst gap between the tokens of 16 other
+   streams, and the longest that a new client waits for the router's first bytes.
 
-2 to 5 use workers that compute nothing, as bench.router does. Rounds alternate; medians.
+2 to 6 use workers that compute nothing, as bench.router does. Rounds alternate; medians.
 """
 
 from __future__ import annotations
@@ -18,6 +20,8 @@ import asyncio
 import contextlib
 import http.client
 import os
+import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -33,9 +37,11 @@ from baton.config.engine import EngineConfig, FakeEngineConfig
 from baton.config.router import RouterConfig
 from baton.v1 import router_pb2, router_pb2_grpc
 from bench.clients import GrpcClient, Load, run
+from bench.floods import FLOODS
 from bench.report import describe, markdown, progress
 from bench.servers import BatonRouter, FreeWorkers, free_port
 from cluster.local import bring_up as local
+from tests.router.grpc_served import RawClient
 from tests.router.scripted_worker import MODEL
 
 NUM_ASKED, FLOOD_AT_ONCE, PROMPT_TOKENS, ANSWER_TOKENS = 60, 128, 256, 16
@@ -43,6 +49,7 @@ NUM_SLOW, SLOW_CHANNELS, SLOW_STEP_MS, SLOW_TOKENS = 2000, 20, 250, 100
 LONG_PROMPT, NUM_LONG, NUM_OTHERS, OTHERS_TOKENS, STEP_MS = 100_000, 10, 16, 400, 20
 AT_ONCE, SHORT = 64, 64
 BODY_BYTES = 3_000_000
+FLOODERS, FLOOD_S = (0, 1, 20, 50), 4.0
 
 Stub = router_pb2_grpc.RouterServiceStub
 
@@ -182,24 +189,29 @@ def rows_share(rows: Sequence[Sequence[str]]) -> float:
     return {2: 0.0, 3: 0.25, 4: 0.5}[len(rows)]
 
 
+async def follow(stub: Stub, into: list[float]) -> None:
+    """Note the gaps between a stream's tokens, in ms."""
+    last = 0.0
+    try:
+        async for response in stub.Generate(text_request(100, OTHERS_TOKENS, STEP_MS)):
+            if response.HasField("tokens"):
+                now = time.perf_counter()
+                if last:
+                    into.append((now - last) * 1e3)
+                last = now
+    finally:  # cut off while it stands still, say
+        into.append((time.perf_counter() - (last or time.perf_counter())) * 1e3)
+
+
 async def long_prompts(rounds: int) -> list[list[str]]:
     gaps_ms: dict[str, list[float]] = {"without": [], "with": []}
     async with routers() as (router,), grpc.aio.insecure_channel(router.address) as channel:
         stub = Stub(channel)
 
-        async def follow(into: list[float]) -> None:
-            last = 0.0
-            async for response in stub.Generate(text_request(100, OTHERS_TOKENS, STEP_MS)):
-                if response.HasField("tokens"):
-                    now = time.perf_counter()
-                    if last:
-                        into.append((now - last) * 1e3)
-                    last = now
-
         for number in range(1, rounds + 1):
             progress(f"long prompts, round {number} of {rounds}")
             for name, into in gaps_ms.items():
-                others = [asyncio.create_task(follow(into)) for _ in range(NUM_OTHERS)]
+                others = [asyncio.create_task(follow(stub, into)) for _ in range(NUM_OTHERS)]
                 for _ in range(NUM_LONG if name == "with" else 0):
                     await ttft_ms(stub, text_request(LONG_PROMPT, 1, STEP_MS))
                 await asyncio.gather(*others)
@@ -287,6 +299,46 @@ async def bodies(rounds: int) -> list[list[str]]:
     return rows
 
 
+# --- 6. floods ------------------------------------------------------------------------------------
+
+
+async def flooded(router: BatonRouter, kind: str, count: int) -> str:
+    progress(f"flood: {kind}, {count}")
+    gaps_ms, waits_ms = [0.0], [0.0]
+
+    async def connect() -> None:
+        while True:
+            began_s = time.perf_counter()
+            try:
+                with contextlib.suppress(AssertionError, OSError, TimeoutError):
+                    async with RawClient.to(router.address):
+                        pass
+            finally:
+                waits_ms.append((time.perf_counter() - began_s) * 1e3)
+            await asyncio.sleep(0.05)
+
+    async with grpc.aio.insecure_channel(router.address) as channel:
+        others = [asyncio.create_task(follow(Stub(channel), gaps_ms)) for _ in range(NUM_OTHERS)]
+        await asyncio.sleep(1.0)
+        addresses = (router.address, router.http_address)
+        command = (sys.executable, "-m", "bench.floods", kind, str(count), *addresses)
+        with subprocess.Popen(command) as flood:  # noqa: ASYNC220  for ms
+            others.append(asyncio.create_task(connect()))
+            await asyncio.sleep(FLOOD_S)
+            flood.kill()
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+    return f"{max(gaps_ms):.0f}, {max(waits_ms):.0f}"
+
+
+async def floods() -> list[list[str]]:
+    async with routers() as (router,):
+        return [
+            [kind, *[await flooded(router, kind, count) for count in FLOODERS]] for kind in FLOODS
+        ]
+
+
 # --- the report -----------------------------------------------------------------------------------
 
 
@@ -305,6 +357,10 @@ async def report(rounds: int) -> str:
             markdown(
                 ("a request of 3 MB", "/health p50 ms", "most", "router grows by MiB"),
                 await bodies(rounds),
+            ),
+            markdown(
+                ("worst gap, connecting, ms", *(f"{count} flooders" for count in FLOODERS)),
+                await floods(),
             ),
         )
     )
