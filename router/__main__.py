@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
+import resource
 import signal
 import sys
 
@@ -38,6 +39,8 @@ async def serve(config: ClusterConfig, control: str, listen: str) -> int:
 
     A second signal cuts the drain short. Returns the exit status: 1 after a fault.
     """
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # clients' connections are files
     door = Door(config.router, control, config.model_name)
     operators = operator_port(config.router, door)
     server = RouterServer(door, config.router, listen)

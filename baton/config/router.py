@@ -86,6 +86,16 @@ class RouterConfig(Ranged):
     """A further port for the health service, in plain text and open to all: probes have no
     certificate. The router's own port serves health in any case. None: only there."""
 
+    max_connections: Count = 4096
+    """Clients' connections, gRPC's and HTTP's together. A further one takes the place of the oldest
+    without a request; if there is none it is closed at once. Never more than the process may have
+    open files."""
+    max_unfinished_bytes: Count = 256 << 20
+    """Requests that have begun to arrive, over gRPC and HTTP together. Beyond it the one that began
+    first is refused as OVERLOADED."""
+    max_unread_bytes: Count = 4 << 20
+    """Output of one request that its client has not read, in memory. A client with more is cut off
+    as OVERLOADED; one that named its request may come back for it."""
     max_queue: Count = 4096
     """Requests waiting for a placement; more are refused as OVERLOADED."""
     max_tokenizing: Count = 4096

@@ -31,6 +31,7 @@ from grpc import StatusCode
 
 from baton.errors import BatonError, InvalidRequestError
 from baton.status import shortened, status_code, status_metadata
+from baton.unfinished import Unfinished
 from router.request.counting import AT_ONCE_BYTES, check_message
 
 log = logging.getLogger(__name__)
@@ -169,6 +170,8 @@ class Admission(Protocol):
 class Stream(Protocol):
     """A call's side of its connection."""
 
+    unfinished: Unfinished
+
     def send(self, stream_id: int, data: bytes | memoryview) -> int:
         """How many bytes were taken; the rest has to wait for the next `pump`."""
 
@@ -231,6 +234,13 @@ class Call:
             self.end(status_of(error))
         return None
 
+    @property
+    def is_admitted(self) -> bool:
+        return self._handler is not None
+
+    def give_way(self, error: BatonError) -> None:
+        self.end(status_of(error))
+
     def _refuse_http(self, status: bytes) -> None:
         """What calls is no gRPC client."""
         self._refusal = status
@@ -268,6 +278,7 @@ class Call:
         if self._status is not None:
             return
         self._received += data
+        self._stream.unfinished.hold(self, len(data))
         try:
             while (message := self._next_message()) is not None:
                 self._take(message)
@@ -330,6 +341,8 @@ class Call:
         self.is_complete = True
         if self._status is not None:
             return
+        if self._requests is None:
+            self._stream.unfinished.let_go(self)
         if self._received:
             self.end(Status(StatusCode.INTERNAL, "the request is cut off"))
         elif self._requests is not None:
@@ -355,6 +368,8 @@ class Call:
     async def _each_request(self) -> AsyncIterator[Any]:
         assert self._requests is not None
         while (data := await self._requests.get()) is not None:
+            if not self._received and self._requests.empty():
+                self._stream.unfinished.let_go(self)
             yield await self._read(data)
 
     # --- the method ----------------------------------------------------------------------------
@@ -483,7 +498,12 @@ class Call:
         """Nothing more comes of the method. What it has written goes first."""
         if self._status is None:
             self._status = status
+            self._drop_input()
             self.on_news()
+
+    def _drop_input(self) -> None:
+        self._received, self._request = bytearray(), b""
+        self._stream.unfinished.let_go(self)
 
     def _finish(self, status: Status) -> None:
         headers = status.trailers if self.has_opened else [*_OPENING, *status.trailers]
@@ -512,7 +532,7 @@ class Call:
         self._is_over = True
         self._status = self._status or _OK
         self._unsent = b""
-        self._received.clear()
+        self._drop_input()
         if self._timer is not None:
             self._timer.cancel()
         feed, self._feed = self._feed, None

@@ -5,7 +5,7 @@ Nothing waits for a task: what arrives is handed to its call as it is read. What
 gathered, and written once a round of the loop, while the windows and the transport's buffer have
 room. A call that finds none keeps what it has, and takes no more from its source.
 
-A connection that breaks HTTP/2's rules, or costs more than it is worth (`_Allowance`), ends alone.
+A connection that breaks HTTP/2's rules, or costs more than it is worth (`Allowance`), ends alone.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import math
 import socket
 import ssl
 import struct
@@ -30,33 +29,34 @@ from h2.events import (
     DataReceived,
     Event,
     PingAckReceived,
-    PingReceived,
-    PriorityUpdated,
     RemoteSettingsChanged,
     RequestReceived,
     StreamEnded,
     StreamReset,
     WindowUpdated,
 )
-from h2.exceptions import ProtocolError, StreamClosedError
+from h2.exceptions import DenialOfServiceError, ProtocolError, StreamClosedError
 from h2.settings import SettingCodes, Settings
 
 from router.door.grpc_call import MAX_METADATA_BYTES, Admission, Call, Headers, Methods, Status
-from router.door.listening import BACKLOG
+from router.door.h2_input import MAX_HEADER_BYTES, H2Input
+from router.door.listening import SHUT_WITHIN_S, Acceptor
+from router.door.sharing import Allowance, Sharing
 
 log = logging.getLogger(__name__)
 
 _DATA = struct.Struct(">IBI")  # length and type, flags, stream
 _MAX_STREAMS = 4000
-_MAX_HEADER_BYTES = 64 << 10  # beyond `MAX_METADATA_BYTES` the call ends, here the connection
 _WINDOW_BYTES = 1 << 20  # of a request that comes in
 _GATHERED_BYTES = 64 << 10
 _LOW_BYTES, _HIGH_BYTES = 16 << 10, 64 << 10  # of the transport's buffer
 _MAX_UNREAD_BYTES = 1 << 20  # of answers to PING and SETTINGS that a peer does not read
+_MAX_WAITING_BYTES = 64 << 10  # of input, until its next turn
+# In small frames of input: what a call brings its connection, and what it costs if it is reset
+# before anything was sent. HEADERS cost 8.
+_OF_CALL, _OF_REFUSAL, _OF_RESET, _OF_SENT = 16, 8, 9, 3
 _REQUEST_WITHIN_S = 60.0
-_HANDSHAKE_WITHIN_S, _SHUT_WITHIN_S = 20.0, 0.5
 _CLOSES_WITHIN_S = 5.0
-_RETRY_ACCEPT_S = 1.0
 _KEEPALIVE, _GOING = b"keepaliv", b"go away "
 
 
@@ -65,23 +65,6 @@ class Limits:
     max_message_bytes: int
     keepalive_s: float = 7.5
     """A peer that is silent for so long gets a PING, and has as long again to answer."""
-    min_ping_interval_s: float = 0.5
-    max_ping_strikes: int = 2
-    """How often a peer may ping sooner than that without anything having been sent to it."""
-
-
-class _Allowance:
-    """What a peer may still ask for that serves no call. It grows with time, up to a burst."""
-
-    def __init__(self, burst: float, per_s: float, now_s: float) -> None:
-        self._burst, self._per_s = burst, per_s
-        self._left, self._at_s = burst, now_s
-
-    def take(self, now_s: float) -> bool:
-        """False: it is used up."""
-        grown = self._left + (now_s - self._at_s) * self._per_s
-        self._left, self._at_s = min(self._burst, grown) - 1, now_s
-        return self._left >= 0
 
 
 class _States(H2ConnectionStateMachine):
@@ -111,7 +94,7 @@ def _new_h2() -> H2Connection:
     h2 = _H2(_CONFIG)
     h2.state_machine = _States()
     h2.local_settings = Settings(client=False, initial_values=_SETTINGS)
-    h2.decoder.max_header_list_size = _MAX_HEADER_BYTES
+    h2.decoder.max_header_list_size = MAX_HEADER_BYTES
     h2.initiate_connection()
     h2.increment_flow_control_window(_WINDOW_BYTES)
     return h2
@@ -134,14 +117,16 @@ class Connection(asyncio.Protocol):
         self._is_paused = False
         self._will_flush = False
         """`_flush` is called before long, or runs."""
-        now_s = self._loop.time()
-        self._resets = _Allowance(1000, 100, now_s)
-        self._controls = _Allowance(10_000, 300, now_s)
+        self._input = H2Input()
+        self._allowance = Allowance()
+        self._is_waiting = False
+        """There is input for another turn."""
+        self._stopped_reading = False
+        self.unfinished = server.sharing.unfinished
+        self.arriving: asyncio.Task[None] | None = None
         self._has_heard = True
         self._num_silent = 0  # ticks in a row
         self._tick: asyncio.TimerHandle | None = None
-        self._pinged_s = -math.inf
-        self._num_strikes = 0
         self._last_id: int | None = None  # after GOAWAY: of the last stream that is served
         self._knows = False  # the peer has read our GOAWAY
 
@@ -161,24 +146,43 @@ class Connection(asyncio.Protocol):
         return None
 
     def data_received(self, data: bytes) -> None:
-        if self._is_open:
-            self._receive(data)
+        if not self._is_open or self._transport is None:
+            return
+        self._has_heard = True
+        self._input += data
+        if not self._is_waiting:
+            self._is_waiting = self._server.sharing.turns.take(self._take_turn)
+        if self._is_waiting and len(self._input) > _MAX_WAITING_BYTES and self._is_open:
+            self._stopped_reading = True
+            self._transport.pause_reading()
 
-    def _receive(self, data: bytes) -> None:
-        self._has_heard = self._will_flush = True
+    def _take_turn(self) -> bool:
+        """Read a piece of the input. False: there is no more."""
+        self._is_waiting = self._is_open and self._receive() and self._is_open
+        transport = self._transport
+        if self._stopped_reading and not self._is_waiting and transport is not None:
+            self._stopped_reading = False
+            if not transport.is_closing():
+                transport.resume_reading()
+        return self._is_waiting
+
+    def _receive(self) -> bool:
+        self._will_flush = True
         try:
+            data, cost = self._input.piece()
+            if not self._allowance.spend(cost):
+                raise DenialOfServiceError("too much that serves no call")
             for event in self._h2.receive_data(data):
                 handler = _HANDLERS.get(type(event))
                 if handler is not None:
                     handler(self, event)
                     if not self._is_open:
-                        return
+                        return False
         except ProtocolError as error:
-            log.info("a client's connection is ended: %s", error)
-            self._write()
-            self._close()
+            self._end(error.error_code, str(error))
         else:
             self._flush()
+        return self._input.has_more
 
     def pause_writing(self) -> None:
         self._is_paused = True
@@ -205,17 +209,18 @@ class Connection(asyncio.Protocol):
         call = Call(self, stream_id, server.admission, self._limits.max_message_bytes)
         self._calls[stream_id] = call
         call.begin(headers, server.methods)
+        self._allowance.earn(_OF_CALL if call.is_admitted else _OF_REFUSAL)
         return None
 
     def _on_data(self, event: DataReceived) -> None:
         assert event.stream_id is not None
         num_bytes = event.flow_controlled_length or 0
         if not num_bytes:
-            self._spend(self._controls)
             return
         self._h2.acknowledge_received_data(num_bytes, event.stream_id)
         call = self._calls.get(event.stream_id)
         if call is not None and event.data:
+            self._allowance.earn(len(event.data) >> 8)
             call.on_data(event.data)
 
     def _on_end(self, event: StreamEnded) -> None:
@@ -226,7 +231,7 @@ class Connection(asyncio.Protocol):
     def _on_reset(self, event: StreamReset) -> None:
         call = self._calls.pop(event.stream_id or 0, None)
         if call is None or not call.has_opened:
-            self._spend(self._resets)
+            self._allowance.spend(_OF_RESET)  # who exceeds it hears of it with the next frame
         if call is not None:
             self._drop(call)
 
@@ -242,7 +247,6 @@ class Connection(asyncio.Protocol):
             self._unblock()
 
     def _on_settings(self, event: RemoteSettingsChanged) -> None:
-        self._spend(self._controls)
         if SettingCodes.INITIAL_WINDOW_SIZE in event.changed_settings:
             self._unblock()
 
@@ -251,22 +255,10 @@ class Connection(asyncio.Protocol):
         for call in blocked:
             self.soon(call)
 
-    def _on_ping(self, event: PingReceived) -> None:
-        self._spend(self._controls)
-        now_s, limits = self._loop.time(), self._limits
-        if now_s - self._pinged_s < limits.min_ping_interval_s:
-            self._num_strikes += 1
-            if self._num_strikes > limits.max_ping_strikes > 0:
-                self._end(ErrorCodes.ENHANCE_YOUR_CALM, b"too_many_pings")
-        self._pinged_s = now_s
-
     def _on_pong(self, event: PingAckReceived) -> None:
         if event.ping_data == _GOING:
             self._knows = True
             self._close_if_done()
-
-    def _on_priority(self, event: PriorityUpdated) -> None:
-        self._spend(self._controls)
 
     def _on_terminated(self, event: ConnectionTerminated) -> None:
         """The client opens no more streams."""
@@ -275,10 +267,6 @@ class Connection(asyncio.Protocol):
         self._last_id, self._knows = self._h2.highest_inbound_stream_id, True
         self._close_if_done()
         return None
-
-    def _spend(self, allowance: _Allowance) -> None:
-        if not allowance.take(self._loop.time()):
-            self._end(ErrorCodes.ENHANCE_YOUR_CALM, b"too many frames that serve no call")
 
     # --- what calls ask for --------------------------------------------------------------------
 
@@ -306,17 +294,12 @@ class Connection(asyncio.Protocol):
         stream.outbound_flow_control_window -= num_taken
         h2.outbound_flow_control_window -= num_taken
         self._num_out += num_taken
-        self._note_sent()
+        self._allowance.earn(_OF_SENT + (num_taken >> 10))
         return num_taken
 
     def send_headers(self, stream_id: int, headers: Headers, ends: bool = False) -> None:
         self._h2.send_headers(stream_id, headers, end_stream=ends)
-        self._note_sent()
         self._gather()
-
-    def _note_sent(self) -> None:
-        """Pings are welcome to one who waits for an answer."""
-        self._num_strikes, self._pinged_s = 0, -math.inf
 
     def forget(self, stream_id: int, reset: bool) -> None:
         call = self._calls.pop(stream_id, None)
@@ -407,6 +390,18 @@ class Connection(asyncio.Protocol):
             self._h2.ping(_GOING)
             self._write()
 
+    @property
+    def is_idle(self) -> bool:
+        """Its oldest request, if there is one, is not even whole."""
+        oldest = next(iter(self._calls.values()), None)
+        return oldest is None or not oldest.is_complete
+
+    def leave(self) -> None:
+        if self._is_open:
+            self._h2.close_connection()
+            self._write()
+            self._close()
+
     def _close_if_done(self) -> None:
         """Not before the peer knows: what it sends meanwhile is refused in order."""
         if self._knows and not self._calls:
@@ -419,10 +414,10 @@ class Connection(asyncio.Protocol):
         self._flush()
         self._close()
 
-    def _end(self, code: ErrorCodes, why: bytes) -> None:
+    def _end(self, code: ErrorCodes, why: str) -> None:
         if self._is_open:
-            log.warning("a client's connection is ended: %s", why.decode())
-            self._h2.close_connection(code, why)
+            self._server.sharing.note_ended(why)
+            self._h2.close_connection(code, why.encode())
             self._write()
             self._close()
 
@@ -447,6 +442,7 @@ class Connection(asyncio.Protocol):
             self._drop(call)
         self._due.clear()
         self._blocked.clear()
+        self._input.clear()
 
 
 _SETTINGS = {
@@ -472,101 +468,44 @@ _HANDLERS: dict[type[Event], Callable[[Connection, Any], None]] = {
     StreamReset: Connection._on_reset,
     WindowUpdated: Connection._on_window,
     RemoteSettingsChanged: Connection._on_settings,
-    PingReceived: Connection._on_ping,
     PingAckReceived: Connection._on_pong,
-    PriorityUpdated: Connection._on_priority,
     ConnectionTerminated: Connection._on_terminated,
 }
 
 
 class GrpcServer:
-    """Own a listening socket, its connections and the tasks of their calls."""
+    """Own the connections of a port, and the tasks of their calls."""
 
-    def __init__(self, limits: Limits, admission: Admission, listener: socket.socket) -> None:
-        self._listener = listener
+    def __init__(
+        self, limits: Limits, admission: Admission, listener: socket.socket, sharing: Sharing
+    ) -> None:
         self.port: int = listener.getsockname()[1]
-        self.limits, self.admission = limits, admission
+        self.limits, self.admission, self.sharing = limits, admission, sharing
         self.methods = Methods()
         self.connections: set[Connection] = set()
-        self._accepting: asyncio.Task[None] | None = None
-        self._handshakes: set[asyncio.Task[None]] = set()
-        self.context: ssl.SSLContext | None = None
-        """Of new connections; may be replaced. Those that are there keep theirs."""
+        self.acceptor = Acceptor(listener, sharing, lambda: Connection(self))
         self.is_stopping = False
         self._tasks: set[asyncio.Task[None]] = set()
-        self._server: asyncio.Server | None = None
         self._emptied = asyncio.Event()
 
-    async def start(self, context: ssl.SSLContext | None) -> None:
+    def start(self, context: ssl.SSLContext | None) -> None:
         """Take connections. `context` None: in plain text."""
-        self.context = context
-        loop = asyncio.get_running_loop()
-        if context is not None:
-            self._accepting = loop.create_task(self._accept())
-            self.own(self._accepting)
-            return
-        self._server = await loop.create_server(
-            lambda: Connection(self), sock=self._listener, backlog=BACKLOG
-        )
-
-    async def _accept(self) -> None:
-        """Take connections over TLS; each with the context of its time."""
-        loop = asyncio.get_running_loop()
-        self._listener.setblocking(False)
-        while True:
-            try:
-                accepted, _ = await loop.sock_accept(self._listener)
-            except OSError as error:
-                log.warning("no connection can be taken: %s", error)
-                await asyncio.sleep(_RETRY_ACCEPT_S)
-                continue
-            handshake = loop.create_task(self._secure(accepted))
-            self.own(handshake)
-            self._handshakes.add(handshake)
-            handshake.add_done_callback(self._handshakes.discard)
-
-    async def _secure(self, accepted: socket.socket) -> None:
-        """A client that is refused may be sending still. If its socket were closed at once, it
-        would hear of a reset only."""
-        loop, spare = asyncio.get_running_loop(), accepted.dup()
-        try:
-            await loop.connect_accepted_socket(
-                lambda: Connection(self),
-                accepted,
-                ssl=self.context,
-                ssl_handshake_timeout=_HANDSHAKE_WITHIN_S,
-                ssl_shutdown_timeout=_SHUT_WITHIN_S,
-            )
-        except OSError as error:
-            log.info("a client's TLS handshake failed: %s", error)
-            with contextlib.suppress(OSError):
-                spare.shutdown(socket.SHUT_WR)
-                await asyncio.sleep(_SHUT_WITHIN_S)
-                while spare.recv(1 << 16):
-                    continue
-        finally:
-            spare.close()
+        self.acceptor.context = context
+        self.acceptor.start()
 
     async def stop(self, grace_s: float) -> None:
         """Take nothing new; what runs has `grace_s` to end."""
         self.is_stopping = True
-        if self._server is not None:
-            self._server.close()
-        if self._accepting is not None:
-            self._accepting.cancel()
-            await asyncio.wait({self._accepting})
-        for handshake in self._handshakes:
-            handshake.cancel()
-        self._listener.close()
+        await self.acceptor.stop()
         for connection in list(self.connections):
             connection.go_away()
         await self._wait_for_connections(grace_s)
         for connection in list(self.connections):
             connection.shut(_SHUT_DOWN)
-        await self._wait_for_connections(_SHUT_WITHIN_S)
+        await self._wait_for_connections(SHUT_WITHIN_S)
         for connection in list(self.connections):
             connection.cut()
-        await self._wait_for_connections(_SHUT_WITHIN_S)
+        await self._wait_for_connections(SHUT_WITHIN_S)
         if self._tasks:
             await asyncio.wait(self._tasks)
 
@@ -583,6 +522,7 @@ class GrpcServer:
 
     def lose(self, connection: Connection) -> None:
         self.connections.discard(connection)
+        self.sharing.lose(connection)
         if self.is_stopping and not self.connections:
             self._emptied.set()
 

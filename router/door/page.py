@@ -26,10 +26,12 @@ from baton.config.router import RouterConfig
 from router.door.door import Door
 from router.door.listening import listening
 from router.door.openai.http_server import HttpServer
+from router.door.sharing import Sharing
 from router.fleet.fleet import WorkerEntry
 from router.router import Router
 
 EVERY_S = 1.0
+_MAX_LOOKERS = 256
 _HTML = Path(__file__).with_name("page.html")
 
 
@@ -45,11 +47,12 @@ class OperatorPort:
             Route("/metrics", self._metrics),
         ]
         listener = listening(config.host, port, reuse_port=False)
-        self._server = HttpServer(Starlette(routes=routes), config, listener, None)
+        sharing = Sharing(_MAX_LOOKERS, config.max_unfinished_bytes)  # apart from clients
+        self._server = HttpServer(Starlette(routes=routes), config, listener, None, sharing)
         self.port = self._server.port
 
     async def start(self) -> None:
-        await self._server.start(self._door.report_fault)
+        self._server.start(self._door.report_fault)
 
     async def stop(self) -> None:
         self._closing.set()  # pages that look on would be cut off otherwise

@@ -27,11 +27,13 @@ from router.door.listening import listening, split_address
 from router.door.openai.app import OpenAiApp
 from router.door.openai.http_server import HttpServer
 from router.door.service import RouterService
+from router.door.sharing import Sharing
 
 log = logging.getLogger(__name__)
 
 _GRACE_S = 1.0
-_OF_PROBES = Limits(max_message_bytes=1 << 16, min_ping_interval_s=0.1, max_ping_strikes=0)
+_OF_PROBES = Limits(max_message_bytes=1 << 16)
+_MAX_PROBES = 64
 SERVICE = router_pb2.DESCRIPTOR.services_by_name["RouterService"].full_name
 
 
@@ -43,6 +45,7 @@ class RouterServer:
         the files for TLS or tokens cannot be read."""
         self.door, self._config = door, config
         self.intake = Intake(door)
+        self._sharing = Sharing(config.max_connections, config.max_unfinished_bytes)
         self._health = health.aio.HealthServicer()
         self._access = Access(config)
         self._following: asyncio.Task[None] | None = None
@@ -53,14 +56,16 @@ class RouterServer:
                 opened.enter_context(listening(host, port, config.reuse_port))
             )
             self._health_server = self._make_health(opened, config)
-            self.http_app = OpenAiApp(self.intake, self._access.callers, config)
+            unfinished = self._sharing.unfinished
+            self.http_app = OpenAiApp(self.intake, self._access.callers, config, unfinished)
             self.http = self._make_http(opened, config)
             opened.pop_all()
         self.address = f"{listen.rpartition(':')[0]}:{self._server.port}"
 
     def _make_grpc(self, listener: socket.socket) -> GrpcServer:
         limits = Limits(self._config.max_message_bytes)
-        server = GrpcServer(limits, Gate(self._access.callers, self.intake), listener)
+        gate = Gate(self._access.callers, self.intake)
+        server = GrpcServer(limits, gate, listener, self._sharing)
         names = (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
         methods: Any = server.methods
         reflected: Any = reflection.aio.ReflectionServicer(names)
@@ -76,7 +81,8 @@ class RouterServer:
         listener = opened.enter_context(
             listening(config.host, config.health_port, config.reuse_port)
         )
-        server = GrpcServer(_OF_PROBES, Gate(None), listener)
+        sharing = Sharing(_MAX_PROBES, _MAX_PROBES * _OF_PROBES.max_message_bytes)
+        server = GrpcServer(_OF_PROBES, Gate(None), listener, sharing)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server.methods)
         return server
 
@@ -86,7 +92,7 @@ class RouterServer:
         listener = opened.enter_context(listening(config.host, config.http_port, config.reuse_port))
         contexts = self._access.contexts
         context = None if contexts is None else contexts.of_http
-        return HttpServer(self.http_app.asgi, config, listener, context)
+        return HttpServer(self.http_app.asgi, config, listener, context, self._sharing)
 
     @property
     def port(self) -> int:
@@ -104,11 +110,11 @@ class RouterServer:
     async def start(self) -> None:
         await self.door.start()
         contexts = self._access.contexts
-        await self._server.start(None if contexts is None else contexts.of_grpc)
+        self._server.start(None if contexts is None else contexts.of_grpc)
         if self._health_server is not None:
-            await self._health_server.start(None)
+            self._health_server.start(None)
         if self.http is not None:
-            await self.http.start(self.door.report_fault)
+            self.http.start(self.door.report_fault)
         self._following = asyncio.create_task(self._access.follow(self._renew))
         self._following.add_done_callback(self.door.report_fault)
         await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
@@ -116,9 +122,9 @@ class RouterServer:
         log.info("the router listens on %s", self.address)
 
     async def _renew(self, contexts: Contexts) -> None:
-        self._server.context = contexts.of_grpc
+        self._server.acceptor.context = contexts.of_grpc
         if self.http is not None:
-            await self.http.renew(contexts.of_http)
+            self.http.acceptor.context = contexts.of_http
 
     async def stop(self, drain_s: float) -> None:
         """Finish what runs within `drain_s`, and leave the rest to another router. gRPC's server

@@ -26,6 +26,7 @@ from router.door.gate import Gate
 from router.door.grpc_call import Feed
 from router.door.h2_server import GrpcServer, Limits
 from router.door.listening import listening
+from router.door.sharing import Sharing
 
 MAX_BYTES = 1 << 16
 PATH = b"/baton.v1.RouterService/"
@@ -127,12 +128,15 @@ async def served(context: ssl.SSLContext | None = None, **limits: Any) -> AsyncI
     """Whatever a client does, no callback of the loop may fail."""
     failures: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: failures.append(context))
-    made = Limits(**{"max_message_bytes": MAX_BYTES, "min_ping_interval_s": 0.0, **limits})
-    server = GrpcServer(made, Gate(None), listening("127.0.0.1", 0, False))
+    sharing = Sharing(
+        limits.pop("max_connections", 100), limits.pop("max_unfinished_bytes", 1 << 20)
+    )
+    made = Limits(**{"max_message_bytes": MAX_BYTES, **limits})
+    server = GrpcServer(made, Gate(None), listening("127.0.0.1", 0, False), sharing)
     service = TestedService()  # type: ignore[abstract]
     methods: Any = server.methods
     router_pb2_grpc.add_RouterServiceServicer_to_server(service, methods)
-    await server.start(context)
+    server.start(context)
     try:
         yield Served(server, service)
     finally:

@@ -19,6 +19,7 @@ from starlette.routing import Route
 
 from baton.config.router import RouterConfig
 from baton.errors import BatonError, InvalidRequestError, NotFoundError
+from baton.unfinished import Unfinished
 from kv_transfer.block_hash import TokenIds
 from router.door.access import Callers
 from router.door.gate import confine
@@ -54,11 +55,30 @@ class _TooSlowError(Exception):
     """The body did not come in time."""
 
 
+class _Body:
+    """One that comes in."""
+
+    def __init__(self, limit: asyncio.Timeout) -> None:
+        self.limit = limit
+        self.error: Exception = _TooSlowError()
+
+    def give_way(self, error: BatonError) -> None:
+        self.error = error
+        self.limit.reschedule(0.0)
+
+
 class OpenAiApp:
     """Own the routes. Holds nothing of any request."""
 
-    def __init__(self, intake: Intake, callers: Callers | None, config: RouterConfig) -> None:
+    def __init__(
+        self,
+        intake: Intake,
+        callers: Callers | None,
+        config: RouterConfig,
+        unfinished: Unfinished,
+    ) -> None:
         self._intake, self._callers, self._config = intake, callers, config
+        self._unfinished = unfinished
         self.is_ready = False
         self._created = int(time.time())
         self.routes = [
@@ -185,15 +205,20 @@ class OpenAiApp:
         if request.headers.get("content-encoding", "identity") != "identity":
             raise InvalidRequestError("content-encoding: only identity", field="content-encoding")
         parts, size = [], 0
+        body = _Body(asyncio.timeout(self._config.http_read_timeout_s))
         try:
-            async with asyncio.timeout(self._config.http_read_timeout_s):
+            async with body.limit:
                 async for part in request.stream():
+                    self._unfinished.hold(body, len(part))
                     size += len(part)
                     if size > limit:
                         raise _TooLargeError(limit)
                     parts.append(part)
         except TimeoutError:
-            raise _TooSlowError from None
+            parts.clear()  # the error's traceback holds them
+            raise body.error from None
+        finally:
+            self._unfinished.let_go(body)
         return b"".join(parts)
 
     # --- what goes out -------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.router.deployment import Deployment
-from tests.router.openai.spoken import CHAT, MARKS, Http, spoken
+from tests.router.openai.spoken import CHAT, MARKS, Http, prompt_for, spoken
 
 TOOL = {"type": "function", "function": {"name": "f"}}
 USER = {"role": "user", "content": "hi"}
@@ -248,6 +248,38 @@ async def test_requests_that_trickle_are_ended(
         assert (await http.chat("yes")).status == 200
 
 
+@pytest.mark.parametrize("path", [b"/v1/completions", b"/nowhere"])
+async def test_chunks_of_a_byte_end_the_connection_and_larger_ones_are_taken(
+    door: tuple[Deployment, Http], path: bytes
+) -> None:
+    _, http = door
+    head = HEAD.replace(b"/v1/completions", path) + b"Transfer-Encoding: chunked\r\n\r\n"
+    said = await raw(http, head, b"1\r\n \r\n" * 50_000)
+    assert said == b"" or b" 404 " in said
+    body = json.dumps({"prompt": prompt_for("yes"), "user": "x" * (1 << 20)}).encode()
+    chunks = b"".join(b"200\r\n%s\r\n" % body[at : at + 512] for at in range(0, 1 << 20, 512))
+    rest = body[1 << 20 :]
+    head = HEAD + b"Connection: close\r\nTransfer-Encoding: chunked\r\n\r\n"
+    said = await raw(http, head, chunks, b"%x\r\n%s\r\n0\r\n\r\n" % (len(rest), rest))
+    assert b" 200 " in said
+
+
+async def test_bodies_that_never_end_give_way_the_oldest_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with spoken(tmp_path, monkeypatch, max_unfinished_bytes=90_000) as (d, http):
+        unfinished = d.servers[0]._sharing.unfinished
+        begun = HEAD + b"Connection: close\r\nContent-Length: 60000\r\n\r\n" + b"x" * 50_000
+        first = asyncio.create_task(raw(http, begun))
+        await d.until(lambda: unfinished.num_bytes >= 50_000)
+        second = asyncio.create_task(raw(http, begun))
+        assert (await http.chat("yes")).status == 200
+        said = await first
+        assert said.startswith(b"HTTP/1.1 429 ")
+        assert b"began first" in said
+        second.cancel()
+
+
 async def test_what_is_no_http_and_heads_without_end_are_refused(
     door: tuple[Deployment, Http],
 ) -> None:
@@ -259,6 +291,7 @@ async def test_what_is_no_http_and_heads_without_end_are_refused(
     both = b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n"
     said = await raw(http, HEAD + both + b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
     assert (said[:13], said.count(b"HTTP/1.1 ")) == (b"HTTP/1.1 400 ", 1)
+    assert (await raw(http, HEAD + b"a:\r\n" * 1000 + b"\r\n"))[:13] == b"HTTP/1.1 400 "
     bomb = HEAD + b"".join(b"X-%d: %s\r\n" % (n, b"y" * 1000) for n in range(1000))
     assert (await raw(http, bomb))[:13] in (b"HTTP/1.1 400 ", b"")
     assert (await http.chat("yes")).status == 200
