@@ -15,6 +15,7 @@ import time
 import uuid
 from collections.abc import Callable, Collection
 from contextlib import AsyncExitStack
+from functools import partial
 
 from baton.clock import Clock, Timer
 from baton.config.router import RouterConfig
@@ -174,7 +175,9 @@ class Router:
             )
         else:
             self._forget_timer(run)
-        return run, run.log.reader(parsed.resume_from_index or 0)
+        reader = run.log.reader(parsed.resume_from_index or 0)
+        reader.on_cut_off = partial(self.leave, run, reader)
+        return run, reader
 
     def _begin(self, arrival: Arrival) -> RequestRun:
         run = self._runs[arrival.key] = RequestRun(arrival, self.parts)
@@ -189,9 +192,11 @@ class Router:
     def leave(self, run: RequestRun, reader: OutputReader) -> None:
         """A client has gone, with or without having seen the end."""
         run.log.remove(reader)
-        if run.log.num_readers or self._runs.get(run.arrival.key) is not run:
+        if run.log.num_readers:
             return
-        if run.log.end is None and not run.arrival.chose_id:
+        if self._runs.get(run.arrival.key) is not run:
+            run.log.drop()
+        elif run.log.end is None and not run.arrival.chose_id:
             run.lose_clients()
         elif not self.is_closing:
             has_ended = run.log.end is not None
@@ -264,6 +269,8 @@ class Router:
         self._remembered_bytes -= self._remembered.pop(run, 0)
         if self._runs.get(run.arrival.key) is run:
             del self._runs[run.arrival.key]
+        if not run.log.num_readers:
+            run.log.drop()
         if not self._runs:
             self._emptied.set()
 

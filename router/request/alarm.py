@@ -73,6 +73,7 @@ class Alarm:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+        del self._alarmed, self._limit_s  # they have it
 
     def _silent_at_s(self, worker: WorkerEntry) -> float:
         at_s = self._since_s + self._limit_s(worker)

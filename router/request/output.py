@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from baton.errors import BatonError
+from baton.errors import BatonError, OverloadedError
 from baton.grpc_options import WORKER_MESSAGE_BYTES
 from baton.v1 import common_pb2, router_pb2, worker_pb2
 from baton.wire import DEADLINE
@@ -92,6 +92,8 @@ class OutputLog:
     tail: str = ""  # text that the end set free after its token had been taken
     marks: list[tuple[int, Mark]] = field(default_factory=list)  # (tokens before it, event)
     end: Finished | BatonError | None = None
+    _measured_bytes: int = 0
+    _num_measured: int = 0  # tokens
     _readers: list[OutputReader] = field(default_factory=list)
     _lingering: asyncio.TimerHandle | None = None
 
@@ -101,11 +103,24 @@ class OutputLog:
 
     @property
     def num_bytes(self) -> int:
-        """About what it takes in memory."""
-        tokens = _TOKEN_BYTES * len(self.ids) + sum(map(len, self.texts))
-        on_wire = sum(one.ByteSize() for one in self.logprobs)
-        logprobs = _LOGPROBS_BYTES * len(self.logprobs) + _LOGPROBS_FACTOR * on_wire
-        return tokens + logprobs + _MARK_BYTES * (1 + len(self.marks))
+        """About what it takes in memory, as of the last `measure`."""
+        return self._measured_bytes + _MARK_BYTES * (1 + len(self.marks))
+
+    def measure(self, max_unread_bytes: int) -> None:
+        """Count what is new, and cut off readers that have left more than that unread."""
+        since, num_tokens = self._num_measured, len(self.ids)
+        logprobs = self.logprobs[since:]
+        on_wire = sum(one.ByteSize() for one in logprobs)
+        self._measured_bytes += (
+            _TOKEN_BYTES * (num_tokens - since)
+            + sum(map(len, self.texts[since:]))
+            + _LOGPROBS_BYTES * len(logprobs)
+            + _LOGPROBS_FACTOR * on_wire
+        )
+        self._num_measured = num_tokens
+        for reader in list(self._readers):
+            if reader.num_unread * self._measured_bytes > max_unread_bytes * num_tokens:
+                reader.cut_off()
 
     def mark(self, event: Mark) -> None:
         """Readers get it with the next token, or `LINGER_S` later: a message of its own would cost
@@ -126,7 +141,14 @@ class OutputLog:
         return reader
 
     def remove(self, reader: OutputReader) -> None:
-        self._readers.remove(reader)
+        """Unless it was removed before."""
+        reader.on_cut_off = _nobody_waits
+        if reader in self._readers:
+            self._readers.remove(reader)
+
+    def drop(self) -> None:
+        """Free the output, which nobody can read any more."""
+        self.ids, self.texts, self.logprobs, self.marks = [], [], [], []
 
     def _wake_late(self) -> None:
         self._lingering = None
@@ -143,11 +165,13 @@ class OutputReader:
     def __init__(self, log: OutputLog, from_index: int) -> None:
         self._log = log
         self._from_index = self._index = from_index
+        self._num_before = len(log.ids)  # when it came
         self._next_mark = 0
         self._tail_taken = False
         self.on_news: Callable[[], None] = _nobody_waits
         """Called when there may be news: maybe none, also after the end. May not call the log's
         owner."""
+        self.on_cut_off: Callable[[], None] = _nobody_waits
 
     async def take(self) -> list[Event]:
         """What is new, at least one event, neighbouring tokens as one run; empty after the end.
@@ -174,6 +198,17 @@ class OutputReader:
             return None
         self._tail_taken = True
         return self._ending(end)
+
+    @property
+    def num_unread(self) -> int:
+        """Tokens."""
+        return len(self._log.ids) - max(self._index, self._num_before)
+
+    def cut_off(self) -> None:
+        """Let go of the output: all that is left to take is an error."""
+        asyncio.get_running_loop().call_soon(self.on_cut_off)
+        error = OverloadedError("its client left too much of the output unread")
+        self._log, self._index, self._next_mark = OutputLog(end=error), 0, 0
 
     @property
     def has_more(self) -> bool:

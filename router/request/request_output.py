@@ -221,6 +221,7 @@ class RequestOutput:
         if num_before == num_tokens:
             return
         self._num_reported = num_tokens
+        self.log.measure(self._parts.config.max_unread_bytes)
         self._parts.metrics.tokens.inc(num_tokens - num_before)
         self._parts.counts.output_tokens += num_tokens - num_before
         gaps_s = self._gaps_s[self._num_gaps_reported :]

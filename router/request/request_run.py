@@ -348,7 +348,7 @@ class RequestRun:
         parsed = replace(self.arrival.parsed, token_ids=np.empty(0, np.uint32))
         self.arrival = replace(self.arrival, parsed=parsed)
         self._ticket = None
-        del self._prompt, self._output
+        del self._prompt, self._output, self._listener  # itself: it would keep all this
         self._ended.set()
         self._on_end(self)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 
 import grpc
 import grpc.aio
@@ -22,6 +24,7 @@ from tests.router.answers import (
     refusal,
 )
 from tests.router.deployment import Deployment, deployment, left_behind
+from tests.router.grpc_served import RawClient, framed
 from tests.router.scripted_tokens import oracle
 
 
@@ -170,6 +173,45 @@ async def test_a_slow_client_gets_its_tokens_coalesced_and_holds_nobody_up() -> 
         async for response in call:
             answer.take(response)
         assert_whole(answer, PROMPT, 300)
+
+
+@pytest.mark.parametrize("request_id", ["", "mine"])
+async def test_a_client_that_leaves_too_much_unread_is_cut_off(request_id: str) -> None:
+    async with deployment(max_unread_bytes=30_000, resume_window_s=20.0) as d:
+        request = ask_for(PROMPT, 400, request_id=request_id)
+        async with RawClient.to(d.servers[0].address, window=100) as client:
+            stream = client.begin(b"Generate")
+            data = framed(request.SerializeToString())
+            client.h2.send_data(stream, data, end_stream=True)
+            client.flush()
+            await d.until(lambda: bool(d.router.runs))
+            log = next(iter(d.router.runs)).log
+            await d.until(lambda: not log.num_readers)
+            if not request_id:
+                await d.until(lambda: not d.router.runs)
+                assert not log.ids, "its client is still there, and it is kept"
+            client.h2.increment_flow_control_window(1 << 20, stream)
+            client.flush()
+            headers = await client.ended(stream)
+            assert headers["grpc-status"] == "8"
+            assert "unread" in headers["grpc-message"]
+        if request_id:
+            assert_whole(await d.client.ask(request), PROMPT, 400)
+
+
+async def test_what_was_put_out_is_freed_with_its_last_client() -> None:
+    async with deployment() as d:
+        gc.disable()
+        try:
+            call = d.client.stub.Generate(ask_for(PROMPT, 200))
+            await call.read()
+            (run,) = d.router.runs
+            kept = weakref.ref(run), weakref.ref(run.log)
+            del run
+            call.cancel()
+            await d.until(lambda: not any(ref() for ref in kept))
+        finally:
+            gc.enable()
 
 
 async def test_a_second_router_takes_over_what_the_first_one_left() -> None:
