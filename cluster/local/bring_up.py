@@ -16,6 +16,7 @@ import contextlib
 import dataclasses
 import logging
 import os
+import secrets
 import shutil
 import signal
 import subprocess
@@ -38,6 +39,7 @@ from baton.control_client import ControlClient
 from baton.errors import BatonError, ConfigError, DeadlineError, UnavailableError
 from baton.grpc_options import DIRECT
 from baton.native_build import NativeBuildError, build
+from baton.secret_files import open_to_others
 from baton.v1 import control_pb2
 from cluster.errors import one_line
 from cluster.local.process_tree import (
@@ -64,6 +66,7 @@ _RAY_GONE_S = 8.0
 _RAY_HEART = ("gcs_server", "raylet")  # without either of them Ray ends the rest
 _LOOK_S = 1.0
 _OBJECT_STORE_BYTES = 80 << 20  # the data plane never uses it
+_SOCKET = "ray/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store.1"
 
 
 @dataclass(frozen=True)
@@ -127,10 +130,13 @@ def up(
         if run_dir is None:
             run_dir = Path(tempfile.mkdtemp(prefix="baton-"))
             stack.push(partial(_clear_away, run_dir))
+        run_dir.chmod(0o700)
+        for warning in open_to_others(config.router.secret_files):
+            on_progress(f"warning: {warning}")
         reaper = stack.enter_context(watched_over())
         auto = stack.enter_context(AutoSettings(config, reaper.variables))
         on_progress("starting Ray")
-        ray_processes = start_ray(stack, reaper)
+        ray_processes = start_ray(stack, reaper, run_dir)
         _check_gpus(config)  # for pools with device cuda; `auto` takes no more than there are
         config, choices = auto.result()
         for choice in choices:
@@ -223,22 +229,33 @@ def _check_gpus(config: ClusterConfig) -> None:
 
 
 def start_ray(
-    stack: contextlib.ExitStack, reaper: Reaper, num_gpus: int | None = None
+    stack: contextlib.ExitStack, reaper: Reaper, run_dir: Path, num_gpus: int | None = None
 ) -> set[Process]:
-    """Start Ray and return its root processes. Raises UnavailableError.
+    """Start Ray and return its root processes. Its session, and the token without which nobody is
+    served there, are in `run_dir`. Raises ConfigError, UnavailableError.
 
     `num_gpus`: the number of GPUs that Ray offers; None: as many as it finds.
     """
+    if len(os.fsencode(run_dir)) > (longest := 107 - len(f"/{_SOCKET}")):  # Linux's limit is 107
+        raise ConfigError(
+            f"{run_dir} is too long for Ray's sockets, which takes folders of {longest} bytes: set "
+            "TMPDIR to a shorter one"
+        )
+    # Ray listens on all addresses but where its node's is the loopback.
+    os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 puts engines behind all else
     import ray
     from ray.exceptions import RayError
 
+    raylet: Any = ray._raylet
     logging.getLogger("ray").setLevel(logging.ERROR)
     before = descendants()
     stack.callback(_stop_ray, before)
-    with inherited(reaper.variables):
+    with inherited(reaper.variables | _own_token(run_dir / "ray.token")):
+        raylet.Config.initialize("")  # this process may have had a cluster with another token
+        raylet.AuthenticationTokenLoader.instance().reset_cache()
         try:
             ray.init(
                 address="local",
@@ -250,12 +267,20 @@ def start_ray(
                 logging_level=logging.ERROR,
                 namespace="baton",
                 object_store_memory=_OBJECT_STORE_BYTES,
+                _temp_dir=str(run_dir / "ray"),
             )
         except (OSError, RuntimeError, ValueError, RayError) as error:
             raise UnavailableError(f"Ray does not start: {one_line(error)}") from error
     started = descendants() - before
     reaper.name(started)
     return started
+
+
+def _own_token(file: Path) -> dict[str, str]:
+    """Draw a token; return what makes Ray ask for it."""
+    with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as opened:
+        opened.write(secrets.token_hex(32))
+    return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(file)}
 
 
 def _stop_ray(before: set[Process]) -> None:

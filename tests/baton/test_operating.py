@@ -10,7 +10,9 @@ import subprocess
 import sys
 import urllib.request
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
+import psutil
 import pytest
 
 from baton.control_client import ControlClient
@@ -29,8 +31,8 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
 class Cluster:
     """The addresses of a cluster that runs, and commands sent to it."""
 
-    def __init__(self, router: str, control: str, openai: str) -> None:
-        self.control, self.openai = control, openai
+    def __init__(self, pid: int, router: str, control: str, openai: str) -> None:
+        self.pid, self.control, self.openai = pid, control, openai
         self.env = {**os.environ, "BATON_ROUTER": router, "BATON_CONTROL": control}
 
     def run(self, *arguments: str, text: str = "") -> subprocess.CompletedProcess[str]:
@@ -65,7 +67,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         router = process.stdout.readline().split()[-1]
         control = process.stdout.readline().split(";")[0].split()[-1]
         openai = process.stdout.readline().split()[-1]
-        yield Cluster(router, control, openai)
+        yield Cluster(process.pid, router, control, openai)
         processes = descendants(process.pid)
         process.send_signal(signal.SIGINT)
         assert process.wait(timeout=90) == 0, (folder / "errors.txt").read_text()
@@ -85,6 +87,42 @@ def test_openai_s_api_answers_where_up_says(cluster: Cluster) -> None:
     with urllib.request.urlopen(urllib.request.Request(url, data, headers), timeout=60) as answer:
         message = json.load(answer)["choices"][0]["message"]
     assert message["content"] == BAKER[1].strip()
+
+
+AS_NOBODY = """
+import os, sys
+from ray._raylet import GcsClient
+os.setuid(65534)
+keys = lambda: GcsClient(sys.argv[2]).internal_kv_keys(b"", None, 20)
+for ask in (lambda: os.listdir(sys.argv[1]), keys):
+    try:
+        print("served", ask())
+    except Exception as error:
+        print(type(error).__name__)
+"""
+
+
+def test_another_user_reads_nothing_of_a_cluster_and_ray_serves_loopback_to_its_own_alone(
+    cluster: Cluster,
+) -> None:
+    parts = psutil.Process(cluster.pid).children(recursive=True)
+    listening = [
+        (part.name(), at.laddr.ip, at.laddr.port)
+        for part in parts
+        for at in part.net_connections("tcp")
+        if at.status == psutil.CONN_LISTEN
+    ]
+    assert {ip.removeprefix("::ffff:") for _, ip, _ in listening} == {"127.0.0.1"}, listening
+    (gcs,) = [part for part in parts if part.name() == "gcs_server"]
+    (port,) = [port for name, _, port in listening if name == "gcs_server"]
+    token = Path(gcs.environ()["RAY_AUTH_TOKEN_PATH"])
+    assert token.stat().st_mode & 0o777 == 0o600
+    assert (token.parent / "ray" / "session_latest").is_dir()
+    asking = [sys.executable, "-c", AS_NOBODY, token.parent, f"127.0.0.1:{port}"]
+    for mode in ("disabled", "token"):
+        env = {"PATH": os.environ["PATH"], "RAY_AUTH_MODE": mode, "RAY_AUTH_TOKEN": "x" * 64}
+        stranger = subprocess.run(asking, env=env, capture_output=True, text=True, timeout=60)
+        assert stranger.stdout.split() == ["PermissionError", "AuthenticationError"], stranger
 
 
 def test_generate_answers_an_argument_and_standard_input_alike(cluster: Cluster) -> None:

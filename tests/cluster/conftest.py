@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import tempfile
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -338,9 +339,10 @@ def model(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def run_dir(tmp_path: Path) -> Path:
-    (folder := tmp_path / "run").mkdir()
-    return folder
+def run_dir() -> Iterator[Path]:
+    """Short: Ray has sockets there."""
+    with tempfile.TemporaryDirectory(prefix="run-", dir="/tmp") as folder:
+        yield Path(folder)
 
 
 @dataclass

@@ -103,13 +103,15 @@ def test_a_cluster_on_pods_is_refused_here_before_anything_starts(tmp_path: Path
 
 
 def test_ray_that_cannot_start_is_reported_on_one_line_and_leaves_no_process(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: Path, run_dir: Path
 ) -> None:
-    (deep := tmp_path / ("deep" * 30)).mkdir()
-    monkeypatch.setenv("TMPDIR", str(deep))  # where Ray has its sockets, whose paths are short
-    before = descendants()
-    with pytest.raises(UnavailableError, match=r"Ray does not start: .*path length cannot exceed"):
-        up(fake_cluster(tmp_path, replicas=1), run_dir=tmp_path)
+    config, before = fake_cluster(model, replicas=1), descendants()
+    (deep := run_dir / ("deep" * 30)).mkdir()
+    with pytest.raises(ConfigError, match=r"too long for Ray's sockets, .* of 37 bytes"):
+        up(config, run_dir=deep)
+    (run_dir / "ray").touch()
+    with pytest.raises(UnavailableError, match=r"Ray does not start: .*exists"):
+        up(config, run_dir=run_dir)
     assert wait_until_gone(descendants() - before, 5.0) == set()
 
 

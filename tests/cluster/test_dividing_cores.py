@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import os
 import re
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -104,7 +105,8 @@ NUM_GPUS = 2
 @pytest.fixture(scope="module")
 def ray_with_gpus() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
-        start_ray(stack, stack.enter_context(watched_over()), num_gpus=NUM_GPUS)
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="run-", dir="/tmp"))
+        start_ray(stack, stack.enter_context(watched_over()), Path(folder), NUM_GPUS)
         yield
 
 

@@ -7,6 +7,7 @@ import dataclasses
 import os
 import signal
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,8 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(120)]
 @pytest.fixture(scope="module", autouse=True)
 def ray_session() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
-        start_ray(stack, stack.enter_context(watched_over()))
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="run-", dir="/tmp"))
+        start_ray(stack, stack.enter_context(watched_over()), Path(folder))
         yield
 
 

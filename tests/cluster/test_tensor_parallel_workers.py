@@ -114,7 +114,7 @@ def test_the_supervisor_recreates_a_replica_whole_when_one_of_its_ranks_is_kille
         router=dataclasses.replace(config.router, port=0),
         control=dataclasses.replace(config.control, port=0),
     )
-    with running_site(config, tmp_path) as site:
+    with running_site(config) as site:
         before = site.all_live()
         ranks = live_workers(before)["decode-0"].ref.ranks
         assert len(ranks) == 2

@@ -414,7 +414,7 @@ Asked = tuple[list[int], Answer]
 
 
 @contextlib.contextmanager
-def running_site(config: ClusterConfig, run_dir: Path) -> Iterator[Site]:
+def running_site(config: ClusterConfig, run_dir: Path | None = None) -> Iterator[Site]:
     """Up, and afterwards not one of its processes is left."""
     before = descendants()
     with up(config, run_dir=run_dir) as cluster:
@@ -432,4 +432,4 @@ def site_of(kind: str, folders: pytest.TempPathFactory) -> contextlib.AbstractCo
     """With both doors."""
     config = CLUSTERS[kind](folders.mktemp("model"))
     config = dataclasses.replace(config, router=dataclasses.replace(config.router, http_port=0))
-    return running_site(config, folders.mktemp("run"))
+    return running_site(config)

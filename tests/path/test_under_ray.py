@@ -26,7 +26,7 @@ _MAX_ROUNDS = 60
 
 
 @asynccontextmanager
-async def under_ray(shape: Shape, folder: Path, run_dir: Path) -> AsyncIterator[RunningCluster]:
+async def under_ray(shape: Shape, folder: Path) -> AsyncIterator[RunningCluster]:
     before = descendants()
     settings = shape.config(folder, "never")
     # Half of the prompts go where the speeds do not say: the slow pairs are to be seen too. Every
@@ -37,7 +37,7 @@ async def under_ray(shape: Shape, folder: Path, run_dir: Path) -> AsyncIterator[
         "handoff_report_wait_s": 30.0,
     }
     config = parse_config(settings)
-    running = await asyncio.to_thread(up, config, run_dir=run_dir)
+    running = await asyncio.to_thread(up, config)
     processes = descendants() - before
     try:
         yield running
@@ -89,7 +89,7 @@ async def test_a_cluster_of_ray_actors_gives_the_tokens_of_transformers(
     wanted = {(p, d) for p in workers_of("prefill", shape) for d in workers_of("decode", shape)}
     seen: set[tuple[str, str]] = set()
     async with (
-        under_ray(shape, tmp_path / "model", tmp_path) as cluster,
+        under_ray(shape, tmp_path / "model") as cluster,
         AsyncClient(cluster.router_address) as router,
     ):
         # Every round has a cache of its own; where its requests go is the router's to choose.
