@@ -59,8 +59,8 @@ class LiveRequest:
 
     @property
     def order(self) -> tuple[int, int]:
-        """Sort key: higher priority first, then earlier arrival."""
-        return (-self.spec.priority, self.arrival)
+        """Sort key: lower priority first, then earlier arrival."""
+        return (self.spec.priority, self.arrival)
 
     @property
     def num_left(self) -> int:

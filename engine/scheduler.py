@@ -2,7 +2,8 @@
 
 A request advances `num_computed_tokens` towards `num_tokens`. Each step gives running requests the
 tokens that they lack, within its budget of tokens and, beside decodes, of seconds: first decodes
-(one token each), then prompts in chunks, then waiting requests. Order is priority, then arrival.
+(one token each), then prompts in chunks, then waiting requests. Order is priority, the
+lowest first, then arrival.
 
 1. `add`, `add_prefill`: waiting. A waiting request holds no blocks until a step can place all its
    known tokens, so a prompt that starts can finish. In a windowed layer group only the window and

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -37,14 +37,34 @@ class AuthConfig:
     tokens: str
     """A folder with a file for each tenant, named as the tenant, that holds its bearer tokens; or a
     YAML file that maps tenants to tokens. Read again when it changes. A tenant may have several
-    tokens, one a line, so that it can change over."""
+    tokens, one a line, so that it can change over. In the YAML file they may be a mapping:
+    `tokens`, and the tenant's own of `router.limits`. A folder's files named *.yaml are read so."""
+    operators: tuple[str, ...] = ()
+    """Tenants whose tokens open the metrics port and its page, and show the whole fleet."""
+
+
+@dataclass(frozen=True)
+class TenantLimits(Ranged):
+    """What a tenant may ask for."""
+
+    most_urgent_priority: Annotated[int, between(-(1 << 31), (1 << 31) - 1)] = 0
+    """A priority orders a tenant's own requests, the lowest first. Among others' it counts as 0, or
+    as less down to this. Above 0: all of the tenant's requests count as this, and go last."""
+    default_max_tokens: Count | None = None
+    """Output tokens of a request that names none; None: `largest_max_tokens`."""
+    largest_max_tokens: Count | None = None
+    """Requests for more are refused; None: what fits the context."""
+
+    def urgency(self, priority: int) -> int:
+        """What a request's priority counts as among other tenants' requests."""
+        return max(self.most_urgent_priority, min(priority, 0))
 
 
 def _beside(part: Any, folder: Path) -> Any:
     """The files that a part names, with relative ones in `folder`."""
     if part is None:
         return None
-    files = {name: file for name, file in vars(part).items() if file is not None}
+    files = {name: file for name, file in vars(part).items() if isinstance(file, str)}
     return dataclasses.replace(part, **{name: str(folder / file) for name, file in files.items()})
 
 
@@ -72,13 +92,17 @@ class RouterConfig(Ranged):
     """Whether the model thinks between <think> and </think>, which HTTP returns apart from the
     answer. auto: as its chat template shows."""
     metrics_port: Port | None = None
-    """Prometheus metrics over HTTP; None: not served."""
+    """Prometheus metrics and a page over HTTP; None: not served. With `auth` they want a token of
+    `auth.operators`, as bearer token or as Basic authentication's password."""
+    metrics_host: str = "127.0.0.1"
     reuse_port: bool = False
     """Several router processes share one port."""
     tls: TlsConfig | None = None
     """None: plain text."""
     auth: AuthConfig | None = None
     """None: everyone may call, in any tenant's name."""
+    limits: TenantLimits = field(default_factory=TenantLimits)
+    """Of each tenant, where `auth.tokens` says nothing else."""
     link_tls: str | None = None
     """A folder with `ca.crt`, `tls.crt` and `tls.key`: the router's identity (`baton:router`) on
     its links to workers. None: plain text."""
@@ -201,6 +225,14 @@ class RouterConfig(Ranged):
     def timeout_s(self, named_s: float | None) -> float:
         """How long a request with this timeout, or with none, may take."""
         return min(named_s or self.default_timeout_s, self.max_timeout_s)
+
+    @property
+    def secret_files(self) -> list[Path]:
+        """Files and folders that nobody else should be able to read."""
+        key = None if self.tls is None else self.tls.key_file
+        tokens = None if self.auth is None else self.auth.tokens
+        link_key = None if self.link_tls is None else f"{self.link_tls}/tls.key"
+        return [Path(name) for name in (key, tokens, link_key) if name is not None]
 
     def beside(self, folder: Path) -> RouterConfig:
         """Relative files are those in `folder`."""

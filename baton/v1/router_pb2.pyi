@@ -296,7 +296,9 @@ class GenerateRequest(_message.Message):
     grammar: _builtins.str
     """In Lark's notation, as llguidance reads it; its rule `start`."""
     priority: _builtins.int
-    """Higher goes first; 0 is ordinary."""
+    """Among the tenant's own requests: lower goes first. Others' wait for it only as far as the operator
+    grants (most_urgent_priority).
+    """
     timeout_ms: _builtins.int
     """Wall-clock limit for the whole request, milliseconds from its arrival."""
     ttft_target_ms: _builtins.int

@@ -146,6 +146,7 @@ class RequestSpec(_message.Message):
     seed: _builtins.int
     cache_salt: _builtins.str
     priority: _builtins.int
+    """Lower goes first. Of all tenants' requests, as far as theirs are granted any."""
     timeout_ms: _builtins.int
     """Milliseconds left until the request's deadline; absent when it has none."""
     traceparent: _builtins.str

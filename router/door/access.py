@@ -12,14 +12,15 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import yaml
 
 from baton.config import settings
-from baton.config.router import AuthConfig, RouterConfig, TlsConfig
-from baton.errors import ConfigError, UnauthenticatedError
+from baton.config.router import RouterConfig, TenantLimits, TlsConfig
+from baton.errors import ConfigError, PermissionDeniedError, UnauthenticatedError
 from baton.link.tls import LinkTls
+from baton.secret_files import open_to_others
 
 T = TypeVar("T")
 
@@ -149,16 +150,18 @@ _MAX_TENANT_CHARS = 128
 
 
 class Callers:
-    """Own the tenants' tokens. `look` reads changed files again."""
+    """Own the tenants' tokens and limits. `look` reads changed files again."""
 
-    def __init__(self, config: AuthConfig) -> None:
+    def __init__(self, config: RouterConfig) -> None:
         """Raises ConfigError when the tokens cannot be read."""
-        path = Path(config.tokens)
+        assert config.auth is not None
+        path, self._limits = Path(config.auth.tokens), config.limits
+        self._operators = config.auth.operators
         # Tokens are looked up by a digest under a key that nobody knows: how long that takes says
         # nothing of how much of a guess is right.
         self._key = os.urandom(32)
-        self._tenants = Reread(partial(_files, path), partial(self._by_digest, path))
-        self.look = self._tenants.look
+        self._known = Reread(partial(_files, path), partial(self._read, path))
+        self.look = self._known.look
 
     def tenant_of(self, metadata: Metadata) -> str:
         """Raises UnauthenticatedError where a call's metadata hold no token that is known."""
@@ -167,48 +170,71 @@ class Callers:
             raise UnauthenticatedError(
                 "this router wants a bearer token: the metadata `authorization: Bearer TOKEN`"
             )
-        tenant = self._tenants.value.get(self._digest(token))
+        tenant = self._known.value[0].get(self._digest(token))
         if tenant is None:
             raise UnauthenticatedError("the bearer token is none that this router knows")
         return tenant
 
+    def limits_of(self, tenant: str) -> TenantLimits:
+        return self._known.value[1].get(tenant, self._limits)
+
+    def is_operator(self, tenant: str | None) -> bool:
+        return tenant in self._operators
+
+    def check_operator(self, metadata: Metadata) -> None:
+        """Raises UnauthenticatedError, PermissionDeniedError."""
+        if not self.is_operator(tenant := self.tenant_of(metadata)):
+            raise PermissionDeniedError(f"{tenant} is not among router.auth.operators")
+
     def _digest(self, token: str) -> bytes:
         return hashlib.blake2b(token.encode(), key=self._key, digest_size=32).digest()
 
-    def _by_digest(self, path: Path) -> Mapping[bytes, str]:
+    def _read(self, path: Path) -> tuple[Mapping[bytes, str], Mapping[str, TenantLimits]]:
         tenants: dict[bytes, str] = {}
-        for tenant, token in read_tokens(path):
-            other = tenants.setdefault(self._digest(token), tenant)
-            if other != tenant:
-                raise _wrong(f"{path}: {other} and {tenant} have the same token")
-        return tenants
+        limits: dict[str, TenantLimits] = {}
+        for tenant, tokens, limits[tenant] in read_tenants(path, self._limits):
+            for token in tokens:
+                other = tenants.setdefault(self._digest(token), tenant)
+                if other != tenant:
+                    raise _wrong(f"{path}: {other} and {tenant} have the same token")
+        return tenants, limits
 
 
-def read_tokens(path: Path) -> list[tuple[str, str]]:
-    """(tenant, token), one for each token. Raises ConfigError, which never quotes a token."""
-    pairs = []
-    for tenant, text in _texts(path):
+def read_tenants(path: Path, limits: TenantLimits) -> Iterator[tuple[str, list[str], TenantLimits]]:
+    """Each tenant, its tokens and its limits, `limits` where it names none. Raises ConfigError,
+    which never quotes a token."""
+    for tenant, said in _entries(path):
         if not 0 < len(tenant) <= _MAX_TENANT_CHARS:
             raise _wrong(f"{path}: a tenant's name has 1 to {_MAX_TENANT_CHARS} characters")
-        tokens = text.split()
+        given = dict(said) if isinstance(said, Mapping) else {"tokens": said}
+        listed = given.pop("tokens", "")
+        texts = listed if isinstance(listed, list) else [listed]
+        if not all(isinstance(text, str) for text in texts):
+            raise _wrong(f"{path}: tenants and tokens are texts: put them into quotes")
+        tokens = " ".join(texts).split()
         if not tokens:
             raise _wrong(f"{path}: {tenant} has no token")
         if not all(_TOKEN.fullmatch(token) for token in tokens):
             raise _wrong(
                 f"{path}: {tenant}: a token is made of letters, digits and -._~+/, and = at its end"
             )
-        pairs += [(tenant, token) for token in tokens]
-    return pairs
+        merged, source = settings.merge(settings.dump(limits), given), f"router.auth.tokens: {path}"
+        yield tenant, tokens, settings.parse(TenantLimits, merged, source=source, key=tenant)
 
 
-def _texts(path: Path) -> Iterator[tuple[str, str]]:
-    """Each tenant with its tokens."""
+def _entries(path: Path) -> Iterator[tuple[str, Any]]:
+    """Each tenant with what a file says of it."""
     try:
-        if path.is_dir():
-            for file in _files(path):
+        for file in _files(path):
+            if file != path and file.suffix != ".yaml":
                 yield file.name, file.read_text(encoding="ascii")
-            return
-        value = settings.load_yaml(path.read_text(encoding="utf-8"))
+                continue
+            value = settings.load_yaml(file.read_text(encoding="utf-8"))
+            if not isinstance(value, Mapping):
+                raise _wrong(f"{file}: a mapping from tenants to tokens is expected")
+            if not all(isinstance(tenant, str) for tenant in value):
+                raise _wrong(f"{file}: tenants and tokens are texts: put them into quotes")
+            yield from value.items()
     except OSError as error:
         raise _wrong(f"{error.filename or path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
@@ -217,12 +243,6 @@ def _texts(path: Path) -> Iterator[tuple[str, str]]:
         raise _wrong(f"{path}: key {error.key} is given twice") from error
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # its words may quote a token
         raise _wrong(f"{path}: not valid YAML") from error
-    if not isinstance(value, Mapping):
-        raise _wrong(f"{path}: a mapping from tenants to tokens is expected")
-    for tenant, text in value.items():
-        if not isinstance(tenant, str) or not isinstance(text, str):
-            raise _wrong(f"{path}: tenants and tokens are texts: put them into quotes")
-        yield tenant, text
 
 
 def _files(path: Path) -> list[Path]:
@@ -256,7 +276,9 @@ class Access:
         self._tls = None if config.tls is None else ServerTls(config.tls)
         if config.link_tls is not None:
             LinkTls(config.link_tls, "router")  # to say early what is wrong with its files
-        self.callers = None if config.auth is None else Callers(config.auth)
+        self.callers = None if config.auth is None else Callers(config)
+        for warning in open_to_others(config.secret_files):
+            log.warning(warning)
 
     @property
     def contexts(self) -> Contexts | None:

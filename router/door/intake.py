@@ -11,6 +11,7 @@ is only being tokenized. A request that the router named is aborted at once, at 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
@@ -20,6 +21,7 @@ from typing import Any, TypeVar
 from baton.errors import BatonError
 from baton.v1 import router_pb2
 from kv_transfer.block_hash import TokenIds
+from router.door.access import Callers
 from router.door.arriving import Arriving, Tokenizing
 from router.door.door import Door
 from router.fleet.worker_facts import NO_BOUND
@@ -90,8 +92,9 @@ class Ended:
 class Intake:
     """Own the line before the tokenizer and the requests that arrive. Raises BatonErrors."""
 
-    def __init__(self, door: Door) -> None:
-        self.door = door
+    def __init__(self, door: Door, callers: Callers | None = None) -> None:
+        """`callers` None: everyone may call, in any tenant's name."""
+        self.door, self.callers = door, callers
         self.tokenizing = Tokenizing(door.config)
         self.arriving = Arriving()
         self._of_names = RequestLimits(NO_BOUND, model_names=(door.model_name,))
@@ -169,7 +172,9 @@ class Intake:
         return router, arrival
 
     async def _read(self, router: Router, request: router_pb2.GenerateRequest) -> ParsedRequest:
-        model, limits = router.text, router.request_limits()
+        model = router.text
+        own = self.callers.limits_of(request.tenant) if self.callers else router.config.limits
+        limits = dataclasses.replace(router.request_limits(), tenant=own)
         has_ids = request.HasField("token_ids")
         is_small = request.ByteSize() <= (IDS_AT_ONCE_BYTES if has_ids else TEXT_AT_ONCE_BYTES)
         if is_small and not is_constrained(request):

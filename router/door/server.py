@@ -44,10 +44,10 @@ class RouterServer:
         """`listen` is host:port, port 0 for any free one. Raises ConfigError when it is taken, or
         the files for TLS or tokens cannot be read."""
         self.door, self._config = door, config
-        self.intake = Intake(door)
         self._sharing = Sharing(config.max_connections, config.max_unfinished_bytes)
         self._health = health.aio.HealthServicer()
         self._access = Access(config)
+        self.intake = Intake(door, self._access.callers)
         self._following: asyncio.Task[None] | None = None
         self._starting: asyncio.Task[None] | None = None
         host, port = split_address(listen)

@@ -3,9 +3,11 @@
 A request leaves only when a decode worker has room and its best prefill can start within
 `lease_lead_s`. So queued prompts strand no decode memory.
 
-- Order: priority, then a fair share for every tenant, then arrival. A request that can start now
-  may overtake others. After `max_bypass_s` the decode workers that a request could use are kept for
-  it; other workers serve other requests.
+- Order: urgency as far as tenants are granted any, then a fair share for every tenant, then
+  arrival. A tenant's request of lower priority takes the place of its tenant's own first one of
+  higher priority; those wait for its work too, and no other tenant does. A request that can start
+  now may overtake others. After `max_bypass_s` the decode workers that a request could use are
+  kept for it; other workers serve other requests.
 - A request that no usable worker takes is refused after `fleet_wait_s`. While a pool that it needs
   is scaled to zero, the request is held, and that time starts again once the pool is back.
 - A full line sheds its last request: the newest of the tenant that asked for most.
@@ -115,6 +117,7 @@ class Admission:
         self._round: Timer | None = None
         self._round_at_s = self._pause_until_s = 0.0
         self._has_left_some = False  # in line, the last round
+        self._least_urgent = -math.inf  # of the priorities since somebody is in line
         self._kinds: set[tuple[float, float]] = set()  # of decode workers (`Reach.kinds`)
         self._looked_at_s = -math.inf  # at them, for who is stranded
 
@@ -139,17 +142,40 @@ class Admission:
         tenant: str = "",
         deadline_s: float | None = None,
         session_id: str = "",
+        urgency: int = 0,
     ) -> Ticket:
-        """Raises OverloadedError when the queue is full of requests that go first."""
-        rank = (-priority, self._shares.stamp(tenant), next(self._arrivals))
+        """`priority` orders the tenant's own requests, `urgency` all. Raises OverloadedError when
+        the queue is full of requests that go first."""
+        overtaken = self._overtaken(tenant, priority)
+        stamp = min((t.rank[1] for t in overtaken), default=self._shares.stamp(tenant))
+        rank = (urgency, stamp, next(self._arrivals))
+        charged = len(prompt) + min(max_new_tokens, self._config.decode_growth_tokens)
+        self._put_back(overtaken, charged)
         if len(self._waiting) >= self._config.max_queue and not self._shed_after(rank):
+            self._put_back(overtaken, -charged)
             raise self._full()
         session = (tenant, session_id) if session_id else None
-        ticket = Ticket(rank, prompt, max_new_tokens, max_new_tokens, tenant, session)
+        ticket = Ticket(rank, prompt, max_new_tokens, max_new_tokens, tenant, priority)
+        ticket.session, ticket.overtaken, ticket.charged = session, overtaken, charged
         ticket.deadline_s, ticket.uncached_tokens = deadline_s, len(prompt)
-        ticket.charged = len(prompt) + min(max_new_tokens, self._config.decode_growth_tokens)
         self._shares.charge(tenant, ticket.charged)
         return ticket
+
+    def _overtaken(self, tenant: str, priority: int) -> list[Ticket]:
+        """A tenant's requests in line that a new one of this priority goes before."""
+        if priority >= self._least_urgent:
+            return []
+        own = (ticket for ticket in self._waiting if ticket.tenant == tenant)
+        return [t for t in own if t.priority > priority and not t.was_placed]
+
+    def _put_back(self, tickets: Sequence[Ticket], work: int) -> None:
+        """Let those of them that are still in line wait for so much more work."""
+        waiting = [t for t in tickets if t.answer is not None and not t.was_placed]
+        for ticket in waiting:
+            urgency, stamp, arrival = ticket.rank
+            ticket.rank = (urgency, stamp + work, arrival)
+        if waiting:
+            self._waiting.sort(key=lambda ticket: ticket.rank)
 
     def emitted(self, tenant: str, num_before: int, num_after: int) -> None:
         """Charge a tenant for tokens that a request emitted beyond its ticket. The tenant's
@@ -167,8 +193,8 @@ class Admission:
             return
         for ticket in self._waiting:
             if owed := self._owed[ticket.tenant] - ticket.owed_before:
-                priority, stamp, arrival = ticket.rank
-                ticket.rank = (priority, stamp + owed, arrival)
+                urgency, stamp, arrival = ticket.rank
+                ticket.rank = (urgency, stamp + owed, arrival)
             ticket.owed_before = 0
         self._waiting.sort(key=lambda ticket: ticket.rank)
         self._owed.clear()
@@ -208,6 +234,7 @@ class Admission:
         ticket.owed_before = self._owed[ticket.tenant]
         ticket.explores = self._rng.random() < self._config.explore_share
         ticket.answer = answer
+        self._least_urgent = max(self._least_urgent, ticket.priority)
         bisect.insort(self._waiting, ticket)
         self.kick()
 
@@ -221,6 +248,8 @@ class Admission:
     def _refund(self, ticket: Ticket) -> None:
         if not ticket.was_placed:
             self._shares.refund(ticket.tenant, ticket.charged)
+            self._put_back(ticket.overtaken, -ticket.charged)
+            ticket.overtaken = ()
 
     def _refuse(self, ticket: Ticket, error: BatonError) -> None:
         self._remove(ticket)
@@ -288,6 +317,7 @@ class Admission:
             self._schedule(max(min(tally.next_s, self._next_release_s(now)), 0.002))
         else:
             self._owed.clear()
+            self._least_urgent = -math.inf
             self._shares.idle()
             self._unschedule()
         self._give_answers()
@@ -336,7 +366,7 @@ class Admission:
         return min(POLL_S, float(min(holds[holds > 0], default=POLL_S)))
 
     def _book(self, ticket: Ticket, placement: Placement, now: float) -> Placed:
-        ticket.was_placed = True
+        ticket.was_placed, ticket.overtaken = True, ()
         self._shares.served(ticket.rank[1])
         return self._placing.book(ticket, placement, now)
 

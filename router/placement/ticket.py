@@ -66,12 +66,16 @@ class Ticket:
     """A request's position in line, kept over its retries."""
 
     rank: tuple[int, float, int]
-    """(-priority, fair share's stamp, arrival)."""
+    """(urgency among all tenants' requests, fair share's stamp, arrival)."""
     prompt: PromptBlocks = field(compare=False)
     max_new_tokens: int = field(compare=False)
     least_new_tokens: int = field(compare=False)
     """Of these, how many must fit after the prompt: all that the client asked for."""
     tenant: str = field(compare=False, default="")
+    priority: int = field(compare=False, default=0)
+    """Among its tenant's own requests, lowest first."""
+    overtaken: Sequence[Ticket] = field(compare=False, default=())
+    """Its tenant's requests that were in line and wait for this one too."""
     session: tuple[str, str] | None = field(compare=False, default=None)
     """Its tenant and session id; None: it is of no session."""
     charged: int = field(compare=False, default=0)

@@ -233,6 +233,7 @@ class RequestRun:
                     parsed.tenant,
                     deadline_s,
                     parsed.session_id,
+                    parsed.urgency,
                 )
                 self._ticket.failed = self._retrying.failed
             self._prompt.extend_to(self.log.ids)
@@ -654,7 +655,7 @@ class RequestRun:
             stop_token_ids=parsed.stop_token_ids,
             cache_salt=parsed.cache_salt,
             num_public_tokens=self._prompt.num_public_tokens,
-            priority=parsed.priority,
+            priority=parsed.urgency,
             timeout_ms=max(1, int(left_s * 1e3)),
             traceparent=arrival.traceparent,
             kv_fingerprint=decode.facts.kv_fingerprint,

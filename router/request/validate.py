@@ -14,6 +14,7 @@ from typing import Literal
 
 import numpy as np
 
+from baton.config.router import TenantLimits
 from baton.errors import InvalidRequestError, NoCapacityError, NotFoundError
 from baton.v1 import common_pb2, router_pb2
 from kv_transfer.block_hash import TokenIds
@@ -39,6 +40,9 @@ _NOT_IN_DIGEST = (
 )
 
 
+NO_LIMITS = TenantLimits()
+
+
 @dataclass(frozen=True)
 class RequestLimits:
     max_model_len: int
@@ -47,6 +51,7 @@ class RequestLimits:
     """Of the model, where KV memory holds less than it; None: nothing holds less."""
     model_names: Collection[str] = ()
     """Names a request may call the model by; a request that names none means this one."""
+    tenant: TenantLimits = NO_LIMITS
 
     @property
     def context(self) -> int:
@@ -74,6 +79,8 @@ class ParsedRequest:
     timeout_s: float | None
     cache_salt: str
     priority: int
+    """Among its tenant's own requests, lowest first; `urgency`: among all."""
+    urgency: int
     ttft_target_s: float | None
     """None: the client named none."""
     itl_target_s: float | None
@@ -122,6 +129,7 @@ def parse_generate(
         timeout_s=_seconds(request, "timeout_ms"),
         cache_salt=request.cache_salt,
         priority=request.priority,
+        urgency=limits.tenant.urgency(request.priority),
         ttft_target_s=_seconds(request, "ttft_target_ms"),
         itl_target_s=_seconds(request, "itl_target_ms"),
         session_id=request.session_id,
@@ -300,8 +308,10 @@ def _fill_in(
     num_prompt_tokens: int,
     limits: RequestLimits,
 ) -> common_pb2.SamplingParams:
-    """The request's values over the model's over neutral ones; max_tokens fits the context."""
+    """The request's values over the model's over neutral ones; max_tokens fits the context and the
+    tenant's limits."""
     room = limits.max_model_len - num_prompt_tokens
+    largest = limits.tenant.largest_max_tokens or limits.max_model_len
     for name, wanted in (
         ("prompt", 1),
         ("sampling.max_tokens", asked.max_tokens),
@@ -309,6 +319,10 @@ def _fill_in(
     ):
         if wanted > room:
             raise _too_long(name, num_prompt_tokens, wanted, limits)
+        if wanted > largest:
+            problem = f"{wanted} exceeds the {largest} that this tenant may ask for"
+            raise InvalidRequestError(f"{name}: {problem}", field=name)
+    most = min(room, largest, limits.tenant.default_max_tokens or room)
     sampling = common_pb2.SamplingParams(
         temperature=defaults.temperature,
         top_k=defaults.top_k,
@@ -317,7 +331,7 @@ def _fill_in(
         repetition_penalty=defaults.repetition_penalty,
         presence_penalty=0.0,
         frequency_penalty=0.0,
-        max_tokens=room,
+        max_tokens=max(asked.min_tokens, most),
         min_tokens=0,
         ignore_eos=False,
     )

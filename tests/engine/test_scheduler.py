@@ -76,14 +76,14 @@ def test_no_more_requests_run_at_once_than_allowed_reservations_included() -> No
     assert isinstance(core.reserve(spec_of("r3", prompt(10))), NoCapacityEvent)
 
 
-def test_higher_priority_then_earlier_arrival_goes_first() -> None:
+def test_lower_priority_then_earlier_arrival_goes_first() -> None:
     core, seen = watched(max_num_seqs=1)
-    for name, priority in (("low", -1), ("first", 0), ("second", 0), ("high", 5)):
+    for name, priority in (("last", 5), ("first", 0), ("second", 0), ("urgent", -1)):
         spec = spec_of(name, prompt(5), replace(GREEDY, max_tokens=1), priority=priority)
         core.add(spec)
     drain(core)
     order = [plan.seqs[0].request_id for plan in seen.plans]
-    assert order == ["high", "first", "second", "low"]
+    assert order == ["urgent", "first", "second", "last"]
 
 
 def test_the_newest_request_is_preempted_and_the_oldest_never_waits() -> None:

@@ -170,12 +170,12 @@ def test_a_prompt_that_shares_what_a_late_reader_holds_is_not_passed_by() -> Non
     pool_is_whole(core)
 
 
-def test_a_reservation_goes_before_a_waiting_request_of_lower_priority_only() -> None:
+def test_a_reservation_goes_before_a_waiting_request_of_higher_priority_only() -> None:
     core, _ = watched(num_blocks=21)
     core.reserve(spec_of("held", prompt(160)))
     core.add(spec_of("waits", prompt(200, 1)))
     assert isinstance(core.reserve(spec_of("equal", prompt(10))), NoCapacityEvent)
-    assert isinstance(core.reserve(spec_of("urgent", prompt(10), priority=1)), ReservedEvent)
+    assert isinstance(core.reserve(spec_of("urgent", prompt(10), priority=-1)), ReservedEvent)
     for name in ("held", "urgent"):
         core.release(RequestId(name))
     assert set(drain(core).finished) == {"waits"}

@@ -28,7 +28,7 @@ from tests.router.fleets import (
 )
 
 
-async def test_priority_goes_first_then_arrival() -> None:
+async def test_the_lowest_priority_goes_first_then_arrival() -> None:
     clock = ManualClock(100.0)
     fleet = two_and_two(clock)
     admission = admission_of(fleet, clock)
@@ -39,7 +39,7 @@ async def test_priority_goes_first_then_arrival() -> None:
         await place(admission, ticket)
         order.append(name)
 
-    names = (("a", 0), ("b", 5), ("c", 0), ("d", 5))
+    names = (("a", 0), ("b", -5), ("c", 0), ("d", -5))
     await asyncio.gather(*(one(name, priority) for name, priority in names))
     assert order == ["b", "d", "a", "c"]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+from collections import Counter
 from collections.abc import Callable
 
 import grpc
@@ -13,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.clock import ManualClock
-from baton.config.router import RouterConfig
+from baton.config.router import RouterConfig, TenantLimits
 from baton.errors import OverloadedError
 from baton.status import from_rpc_error
 from router import router
@@ -39,25 +40,35 @@ from tests.router.fleets import (
 POLICY = RouterConfig()
 
 
-async def served_order(requests: list[tuple[str, int, int]]) -> list[str]:
-    """Tenants in the order their (tenant, priority, tokens) requests leave a line of one slot."""
+Request = tuple[str, int, int]
+"""Its tenant, priority and tokens."""
+
+
+async def served_order(requests: list[Request]) -> list[str]:
+    return [tenant for tenant, _, _ in await served(requests)]
+
+
+async def served(requests: list[Request], **grants: int) -> list[Request]:
+    """Requests in the order in which they leave a line of one slot."""
     clock = ManualClock(100.0)
     fleet = fleet_of(facts("p0", True, False), facts("d0", False, True), clock=clock)
     admission = admission_of(fleet, clock)
     fleet.arrays.max_running[:] = 0
-    order: list[str] = []
+    order: list[Request] = []
 
-    async def one(ticket: Ticket, tenant: str) -> None:
+    async def one(ticket: Ticket, request: Request) -> None:
         placed = await place(admission, ticket)
-        order.append(tenant)
+        order.append(request)
         fleet.release(placed.booking)
         admission.kick()
 
     async with asyncio.TaskGroup() as group:
-        for tenant, priority, tokens in requests:
-            ticket = admission.ticket(prompt(tokens), 4, priority, tenant)
-            group.create_task(one(ticket, tenant))
-        await asyncio.sleep(0)  # all are in line before the first leaves it
+        for request in requests:
+            tenant, priority, tokens = request
+            urgency = TenantLimits(grants.get(tenant, 0)).urgency(priority)
+            ticket = admission.ticket(prompt(tokens), 4, priority, tenant, urgency=urgency)
+            group.create_task(one(ticket, request))
+            await asyncio.sleep(0)  # all are in line before the first leaves it
         fleet.arrays.max_running[:] = 1
         admission.kick()
     assert fleet.num_bookings == 0
@@ -155,9 +166,53 @@ async def test_what_is_refused_costs_its_tenant_nothing() -> None:
     await asyncio.wait({first})
 
 
-async def test_priority_goes_before_fairness() -> None:
-    order = await served_order([("few", 0, 10)] * 2 + [("many", 1, 10)] * 10)
-    assert order == ["many"] * 10 + ["few"] * 2
+@settings(max_examples=50, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.sampled_from("ab"), st.integers(-(1 << 31), 2), st.integers(1, 50)),
+        max_size=60,
+    )
+)
+def test_priority_orders_a_tenant_s_own_requests_and_takes_nothing_of_others_share(
+    requests: list[Request],
+) -> None:
+    order = asyncio.run(served(requests))
+    assert sorted(order) == sorted(requests)
+    for tenant in "ab":
+        own = [request for request in requests if request[0] == tenant]
+        assert [r for r in order if r[0] == tenant] == sorted(own, key=lambda r: r[1])
+    done, left = dict.fromkeys("ab", 0), Counter(tenant for tenant, _, _ in requests)
+    for tenant, _, tokens in order:
+        done[tenant] += tokens + 4
+        left[tenant] -= 1
+        if all(left[each] for each in "ab"):
+            assert abs(done["a"] - done["b"]) <= 2 * 54, order  # a request of each
+
+
+async def test_priority_goes_before_other_tenants_as_far_as_it_is_granted() -> None:
+    asked = [("plain", -9, 10), ("last", -9, 10), ("first", -9, 10), ("first", 5, 10)]
+    order = await served(asked * 2, first=-3, last=3)
+    assert [tenant for tenant, _, _ in order[:2]] == ["first"] * 2
+    assert [tenant for tenant, _, _ in order[6:]] == ["last"] * 2
+    assert [TenantLimits(-3).urgency(priority) for priority in (-9, -1, 5)] == [-3, -1, 0]
+
+
+async def test_what_is_refused_gives_its_place_back_to_its_tenant_s_own() -> None:
+    clock = ManualClock(100.0)
+    fleet = fleet_of(facts("p0", True, False), facts("d0", False, True), clock=clock)
+    fleet.arrays.max_running[:] = 0
+    admission = admission_of(fleet, clock)
+    before = in_line(admission, prompt(10), 4, 1, "own")
+    await asyncio.sleep(0)
+    (ticket,) = admission.waiting
+    urgent = in_line(admission, prompt(30), 4, 0, "own")
+    await asyncio.sleep(0)
+    assert [each.rank[1] for each in admission.waiting] == [0, 34]
+    urgent.cancel()
+    admission.leave(admission.waiting[0])
+    assert (list(admission.waiting), ticket.rank[1]) == ([ticket], 0)
+    before.cancel()
+    await asyncio.wait({before, urgent})
 
 
 @settings(max_examples=50, deadline=None)

@@ -134,6 +134,7 @@ class _Body(_Part):
     structured_outputs: StructuredOutputs | None = None
     # Baton's own, as in `GenerateRequest`.
     request_id: str | None = None
+    # Lower goes first, as in vLLM.
     priority: int | None = Field(default=None, ge=-(1 << 31), lt=1 << 31)
     timeout_ms: int | None = _UINT32
     ttft_target_ms: int | None = _UINT32
