@@ -30,6 +30,7 @@ from cluster.local.process_tree import Process, descendants, wait_until_gone
 
 _ANY_HOST = {"0.0.0.0", "::"}
 _LOOPBACK = {"127.0.0.1", "::1"}
+_WORKERS_HOST = "127.0.0.1"
 
 
 @dataclass(frozen=True)
@@ -72,9 +73,10 @@ def _wanted(config: ClusterConfig) -> list[_Wanted]:
         ("control.port", control.host, control.port, False),
         ("router.port", router.host, router.port, router.reuse_port),
         ("router.http_port", router.host, router.http_port, router.reuse_port),
-        ("router.metrics_port", router.host, router.metrics_port, False),
+        ("router.metrics_port", router.metrics_host, router.metrics_port, False),
         ("router.health_port", router.host, router.health_port, router.reuse_port),
-        *((key, "127.0.0.1", port, False) for key, port in of_workers.items()),
+        ("worker.port", _WORKERS_HOST, worker.port, False),
+        ("worker.metrics_port", worker.metrics_host or _WORKERS_HOST, worker.metrics_port, False),
     )
     return [
         _Wanted(key, host, port, may_share)

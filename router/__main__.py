@@ -15,6 +15,7 @@ from baton.config.cluster import ClusterConfig, load_config
 from baton.config.router import RouterConfig
 from baton.errors import ConfigError
 from baton.heap import freeze_heap
+from router.door.access import Callers
 from router.door.door import Door
 from router.door.listening import split_address
 from router.door.page import OperatorPort
@@ -42,8 +43,8 @@ async def serve(config: ClusterConfig, control: str, listen: str) -> int:
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # clients' connections are files
     door = Door(config.router, control, config.model_name)
-    operators = operator_port(config.router, door)
     server = RouterServer(door, config.router, listen)
+    operators = operator_port(config.router, door, server.intake.callers)
     signals: asyncio.Queue[int] = asyncio.Queue()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -71,11 +72,13 @@ async def serve(config: ClusterConfig, control: str, listen: str) -> int:
     return 1 if door.fault.done() else 0
 
 
-def operator_port(config: RouterConfig, door: Door) -> OperatorPort | None:
+def operator_port(
+    config: RouterConfig, door: Door, callers: Callers | None = None
+) -> OperatorPort | None:
     """None: not wanted. Raises ConfigError if the port is taken."""
     if config.metrics_port is None:
         return None
-    return OperatorPort(door, config, config.metrics_port)
+    return OperatorPort(door, config, config.metrics_port, callers)
 
 
 def main() -> int:

@@ -70,6 +70,9 @@ class WorkerSettings(Ranged):
     """Where a worker's gRPC services listen. 0: any free port, which it registers."""
     metrics_port: Port | None = 0
     """Prometheus metrics over HTTP; None: not served, 0: any free port."""
+    metrics_host: str | None = None
+    """None: where its other services listen, which is the loopback on one machine and the pod's
+    address in a pod."""
     link_tls: str | None = None
     """A folder with `ca.crt`, `tls.crt` and `tls.key`: the workers' identity (`baton:worker`).
     Links of others than routers are refused then. None: plain text."""

@@ -294,7 +294,8 @@ class Worker:
             self.decode.runs.num_orphans,
             lambda: self._num_quarantined_bytes,
         )
-        with collector.served(self._config.host, port) as self.metrics_address:
+        host = self._config.settings.metrics_host or self._config.host
+        with collector.served(host, port) as self.metrics_address:
             log.info("%s serves metrics at %s", self._config.worker_id, self.metrics_address)
             yield
 

@@ -44,12 +44,13 @@ OPERATORS: Mapping[str, tuple[str, ...]] = {
         "port",
         "http_port",
         "metrics_port",
+        "metrics_host",
         "health_port",
         "reuse_port",
         "tls",
         "auth",
     ),
-    "worker": ("port", "metrics_port"),
+    "worker": ("port", "metrics_port", "metrics_host"),
     "supervisor": ("drain_timeout_s",),
 }
 """What the operator sets itself."""
@@ -148,7 +149,11 @@ class RouterAuth(Checked):
     """Who may call the routers."""
 
     token_secret_name: str = bounded(max_size=253, pattern=OBJECT_NAME)
-    """A Secret: each key is a tenant, its value the bearer token that tenant's calls carry."""
+    """A Secret: each key is a tenant, its value the bearer token that tenant's calls carry. Keys
+    that end with .yaml map tenants to tokens, or to their limits."""
+    operators: tuple[str, ...] = bounded((), max_size=16)
+    """Tenants whose tokens open the routers' metrics and their page. Prometheus gets the token of
+    the first one: its key of the Secret holds one token."""
 
 
 @dataclass(frozen=True)

@@ -55,7 +55,7 @@ def companions(
     pools = [_pool_budget(owner, name, pool, budgets) for name, pool in view.pools.items()]
     route = None if router.gateway is None else grpc_route(owner, router)
     monitors = release.pod_monitors
-    monitor = None if monitors is None else pod_monitor(owner, monitors)
+    monitor = None if monitors is None else pod_monitor(owner, monitors, router.auth)
     return [
         *(
             _wanted(NETWORK_POLICIES, policy)

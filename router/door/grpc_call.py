@@ -204,7 +204,8 @@ class Call:
         self._request: bytes | None = None
         self._requests: asyncio.Queue[bytes | None] | None = None  # of a request that streams
         self._handler: Handler | None = None
-        self._tenant: str | None = None
+        self.tenant: str | None = None
+        """The caller's; None: any."""
         self._wbits: int | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._task: asyncio.Task[None] | None = None
@@ -260,7 +261,7 @@ class Call:
             left_s = int(found[1]) * _UNITS_S[found[2]]
             self._timer = self._loop.call_later(left_s, self._on_deadline)
         metadata = metadata_of(headers)
-        self._tenant = self._admission.admitted(path.decode("latin-1"), metadata)
+        self.tenant = self._admission.admitted(path.decode("latin-1"), metadata)
         self._handler = methods.find(path)
         if self._handler is None:
             raise _CallEndedError(StatusCode.UNIMPLEMENTED, "Method not found!")
@@ -361,8 +362,8 @@ class Call:
         if len(data) <= AT_ONCE_BYTES:
             message = reading()
         else:
-            message = await self._admission.off_loop(reading, self._tenant, len(data))
-        self._admission.confine(message, self._tenant)
+            message = await self._admission.off_loop(reading, self.tenant, len(data))
+        self._admission.confine(message, self.tenant)
         return message
 
     async def _each_request(self) -> AsyncIterator[Any]:

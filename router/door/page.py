@@ -2,12 +2,14 @@
 
 The page shows the fleet, the KV that moves and the requests that ended last, as this router sees
 them. It names tenants' request ids, so it belongs to operators' eyes: it is served at the metrics
-port alone. One HTML file, no build step, nothing from elsewhere; news come as server-sent events.
+port alone, where tokens are wanted to operators' tokens alone. One HTML file, no build step,
+nothing from elsewhere; news come as server-sent events.
 """
 
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import dataclasses
 import json
@@ -23,8 +25,11 @@ from starlette.responses import HTMLResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from baton.config.router import RouterConfig
+from baton.errors import BatonError
+from router.door.access import Callers
 from router.door.door import Door
 from router.door.listening import listening
+from router.door.openai.errors import response_to
 from router.door.openai.http_server import HttpServer
 from router.door.sharing import Sharing
 from router.fleet.fleet import WorkerEntry
@@ -38,17 +43,20 @@ _HTML = Path(__file__).with_name("page.html")
 class OperatorPort:
     """Own the port."""
 
-    def __init__(self, door: Door, config: RouterConfig, port: int) -> None:
-        """Raises ConfigError when the port is taken."""
-        self._door, self._closing = door, asyncio.Event()
+    def __init__(
+        self, door: Door, config: RouterConfig, port: int, callers: Callers | None
+    ) -> None:
+        """`callers` None: open to all. Raises ConfigError when the port is taken."""
+        self._door, self._callers, self._closing = door, callers, asyncio.Event()
         routes = [
             Route("/", self._page),
             Route("/events", self._events),
             Route("/metrics", self._metrics),
         ]
-        listener = listening(config.host, port, reuse_port=False)
+        app = Starlette(routes=routes, exception_handlers={BatonError: _refuse})
+        listener = listening(config.metrics_host, port, reuse_port=False)
         sharing = Sharing(_MAX_LOOKERS, config.max_unfinished_bytes)  # apart from clients
-        self._server = HttpServer(Starlette(routes=routes), config, listener, None, sharing)
+        self._server = HttpServer(app, config, listener, None, sharing)
         self.port = self._server.port
 
     async def start(self) -> None:
@@ -58,15 +66,28 @@ class OperatorPort:
         self._closing.set()  # pages that look on would be cut off otherwise
         await self._server.stop()
 
+    def _check(self, request: Request) -> None:
+        """A browser sends a name and a password, which is the token. Raises UnauthenticatedError,
+        PermissionDeniedError."""
+        scheme, _, value = sent = request.headers.get("authorization", "").partition(" ")
+        with contextlib.suppress(ValueError):
+            if scheme.lower() == "basic":
+                sent = ("Bearer", " ", base64.b64decode(value).decode().partition(":")[2])
+        if self._callers is not None:
+            self._callers.check_operator([("authorization", "".join(sent))])
+
     async def _page(self, request: Request) -> HTMLResponse:
+        self._check(request)
         return HTMLResponse(await asyncio.to_thread(_HTML.read_text, encoding="utf-8"))
 
     async def _metrics(self, request: Request) -> Response:
+        self._check(request)
         registry = self._door.metrics.registry
         text = await asyncio.to_thread(prometheus_client.generate_latest, registry)
         return Response(text, media_type=prometheus_client.CONTENT_TYPE_LATEST)
 
     async def _events(self, request: Request) -> StreamingResponse:
+        self._check(request)
         headers = {"cache-control": "no-store"}
         return StreamingResponse(self._news(), media_type="text/event-stream", headers=headers)
 
@@ -75,6 +96,13 @@ class OperatorPort:
             yield f"data: {json.dumps(seen(self._door))}\n\n"
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._closing.wait(), EVERY_S)
+
+
+def _refuse(request: Request, error: Exception) -> Response:
+    assert isinstance(error, BatonError)
+    response = response_to(error, {})
+    response.headers["www-authenticate"] = 'Basic realm="Baton"'
+    return response
 
 
 def seen(door: Door) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Sequence
 from itertools import chain
 
-from baton.v1 import common_pb2, router_pb2, router_pb2_grpc
+from baton.v1 import common_pb2, control_pb2, router_pb2, router_pb2_grpc
 from router.door.grpc_call import Call, Feed
 from router.door.intake import Ended, Intake, Opened, pieces
 from router.placement.placement import Placement
@@ -69,10 +69,12 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         self, request: router_pb2.RouterServiceWatchFleetRequest, context: Call
     ) -> AsyncIterator[router_pb2.RouterServiceWatchFleetResponse]:
         """Of the unit that gets most requests; ends with its router."""
-        router = await self._intake.door.main_router()
+        router, callers = await self._intake.door.main_router(), self._intake.callers
+        is_tenant = callers is not None and not callers.is_operator(context.tenant)
         seen = None
         while (seen := await router.watch.next_after(seen)) is not None:
-            yield router_pb2.RouterServiceWatchFleetResponse(fleet=seen)
+            shown = _for_tenants(seen) if is_tenant else seen
+            yield router_pb2.RouterServiceWatchFleetResponse(fleet=shown)
 
 
 class _Output(Feed):
@@ -130,6 +132,16 @@ def _finished(event: Finished) -> router_pb2.Finished:
         timings=router_pb2.Timings(**timings),
         stop=event.stop,
     )
+
+
+def _for_tenants(fleet: control_pb2.WatchFleetResponse) -> control_pb2.WatchFleetResponse:
+    """What serves. Where it runs, and what work all tenants give it, is for operators."""
+    shown = control_pb2.WatchFleetResponse(version=fleet.version)
+    for worker in fleet.workers:
+        info = shown.workers.add(state=worker.state).info
+        info.ref.worker_id = worker.info.ref.worker_id
+        info.pool, info.role, info.model = worker.info.pool, worker.info.role, worker.info.model
+    return shown
 
 
 def _candidate(placement: Placement) -> router_pb2.RouteCandidate:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
+import re
 import ssl
+import urllib.error
+import urllib.request
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -25,11 +29,13 @@ from baton.errors import (
     BatonError,
     ConfigError,
     HandshakeError,
+    InvalidRequestError,
     NotFoundError,
     PermissionDeniedError,
     UnauthenticatedError,
 )
 from baton.v1 import router_pb2, router_pb2_grpc
+from router.__main__ import operator_port
 from router.door import access
 from router.door.access import Access, Reread, ServerTls
 from tests.certificates import Authority, swap
@@ -264,6 +270,51 @@ async def test_tokens_are_wanted_without_tls_too(tmp_path: Path) -> None:
             assert await blue.text(PROMPT, max_tokens=2)
 
 
+async def test_a_tenant_gets_what_it_is_granted_and_operators_alone_see_others(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    limits = "{tokens: [T], most_urgent_priority: -2, default_max_tokens: 3, largest_max_tokens: 5}"
+    for name, text in (("red", RED), ("ops", "ops-token"), ("b.yaml", f"blue: {limits}")):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o640 if name == "red" else 0o600)
+    config = RouterConfig(metrics_port=0, auth=AuthConfig(str(tmp_path), ("ops",)))
+    async with deployment(auth=config.auth) as d, contextlib.AsyncExitStack() as stack:
+        assert re.findall(r"(\S+) holds a secret", caplog.text) == [str(tmp_path / "red")]
+        made = [AsyncClient(d.servers[0].address, token=token) for token in ("T", RED, "ops-token")]
+        blue, red, ops = [await stack.enter_async_context(client) for client in made]
+        await blue.text(PROMPT, priority=-9)
+        await red.text(PROMPT, priority=-9, max_tokens=6)
+        asked = [run.spec for run in d.worker("d0").finished.values()]
+        assert [(spec.priority, spec.sampling.max_tokens) for spec in asked] == [(-2, 3), (0, 6)]
+        for name in ("max_tokens", "min_tokens"):
+            with pytest.raises(InvalidRequestError, match="exceeds the 5") as caught:
+                await blue.text(PROMPT, **{name: 6})
+            assert caught.value.field == f"sampling.{name}"
+        assert all(worker.info.address for worker in (await ops.fleet()).workers)
+        seen = (await red.fleet()).workers
+        assert [worker.info.ref.worker_id for worker in seen] == ["p0", "d0"]
+        assert not any(worker.info.address or worker.HasField("load") for worker in seen)
+        server = operator_port(config, d.servers[0].door, d.servers[0].intake.callers)
+        assert server is not None
+        await server.start()
+        stack.push_async_callback(server.stop)
+        basic = f"Basic {base64.b64encode(b'me:ops-token').decode()}"
+        sent = {"": 401, f"Bearer {RED}": 403, "Bearer ops-token": 200, basic: 200}
+        for path in ("/", "/metrics", "/events"):
+            for header, status in sent.items():
+                url = f"http://127.0.0.1:{server.port}{path}"
+                assert await asyncio.to_thread(status_of, url, header) == status
+
+
+def status_of(url: str, authorization: str) -> int:
+    request = urllib.request.Request(url, headers={"Authorization": authorization})
+    try:
+        with urllib.request.urlopen(request, timeout=10) as answer:
+            return int(answer.status)
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
 def test_relative_files_are_those_beside_the_cluster_file(tmp_path: Path) -> None:
     config = RouterConfig(
         tls=TlsConfig("tls.crt", "/keys/tls.key", "ca.crt"), auth=AuthConfig("tokens")
@@ -340,6 +391,9 @@ def test_tokens_that_cannot_be_are_refused_at_the_start(
     [
         ("[red, blue]", "a mapping from tenants to tokens"),
         ("red: 123", "put them into quotes"),
+        ("red: {tokens: [secret, {}]}", "put them into quotes"),
+        ("red: {default_max_tokens: 1}", "red has no token"),
+        ("red: {tokens: secret, largest_tokens: 1}", "red.largest_tokens: .*'largest_max_tokens'"),
         ("red: one\nred: two", "key red is given twice"),
         ("red: 'secret", "not valid YAML$"),
         ("red: 2024-13-45", "not valid YAML$"),

@@ -314,12 +314,12 @@ async def test_a_router_that_cannot_listen_says_so_in_one_line(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("listens", "asked"), [("0.0.0.0", "127.0.0.1"), ("0.0.0.0", "[::1]"), ("[::1]", "[::1]")]
 )
-async def test_metrics_are_served_at_the_addresses_at_which_grpc_would_be(
+async def test_metrics_are_served_at_the_addresses_of_their_own_host(
     listens: str, asked: str
 ) -> None:
     if asked == "[::1]" and not socket.has_dualstack_ipv6():
         pytest.skip("this machine has no IPv6")
-    config = RouterConfig(host=listens, metrics_port=0)
+    config = RouterConfig(metrics_host=listens, metrics_port=0)
     async with deployment() as d:
         server = operator_port(config, d.servers[0].door)
         assert server is not None

@@ -35,7 +35,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from deploy.api.serving_cluster import RouterIngress, RouterSpec, ServingClusterSpec
+from deploy.api.serving_cluster import RouterAuth, RouterIngress, RouterSpec, ServingClusterSpec
 from deploy.controller.kit.objects import Resource
 from deploy.controller.manifests.common import (
     CLUSTER_LABEL,
@@ -212,15 +212,19 @@ def ingress(owner: Owner, spec: ServingClusterSpec) -> Object:
 # --- metrics --------------------------------------------------------------------------------------
 
 
-def pod_monitor(owner: Owner, monitors: PodMonitors) -> Object:
+def pod_monitor(owner: Owner, monitors: PodMonitors, auth: RouterAuth | None) -> Object:
     """What the Prometheus operator scrapes of a cluster: its routers and workers."""
     metadata = owner.metadata(owner.name, "monitor")
     metadata["labels"] |= monitors.labels
     # KubeRay gives the head a port of that name, too: of Ray's own, which its NetworkPolicy closes.
     scraped = {"key": COMPONENT_LABEL, "operator": "In", "values": ["router", "worker"]}
+    endpoint: Object = {"port": "metrics", "interval": monitors.interval}
+    if auth is not None and auth.operators:
+        token = {"name": auth.token_secret_name, "key": auth.operators[0]}
+        endpoint["authorization"] = {"credentials": token}
     spec = {
         "selector": {"matchLabels": {CLUSTER_LABEL: owner.name}, "matchExpressions": [scraped]},
         "podTargetLabels": [CLUSTER_LABEL, POOL_LABEL],
-        "podMetricsEndpoints": [{"port": "metrics", "interval": monitors.interval}],
+        "podMetricsEndpoints": [endpoint],
     }
     return manifest("monitoring.coreos.com/v1", "PodMonitor", metadata, spec=spec)

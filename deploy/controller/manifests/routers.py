@@ -53,9 +53,10 @@ def router_settings(spec: ServingClusterSpec) -> RouterConfig:
         port=ROUTER_PORT,
         http_port=HTTP_PORT,
         metrics_port=METRICS_PORT,
+        metrics_host="0.0.0.0",
         health_port=None if router.tls is None else HEALTH_PORT,
         tls=None if router.tls is None else _tls_files(router.tls),
-        auth=None if router.auth is None else AuthConfig(_TOKENS_FOLDER),
+        auth=None if router.auth is None else AuthConfig(_TOKENS_FOLDER, router.auth.operators),
     )
 
 

@@ -305,6 +305,11 @@ def test_a_monitor_scrapes_routers_and_workers_by_a_port_that_they_have() -> Non
     monitor = made(view, MONITORED)["PodMonitor", "main"]
     assert monitor["metadata"]["labels"]["release"] == "prometheus"
     (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
+    assert "authorization" not in endpoint
+    auth = {"tokenSecretName": "tenants", "operators": ["prometheus"]}
+    locked = made(view_of(router={"auth": auth}), MONITORED)["PodMonitor", "main"]
+    token = {"credentials": {"name": "tenants", "key": "prometheus"}}
+    assert locked["spec"]["podMetricsEndpoints"] == [endpoint | {"authorization": token}]
     assert endpoint["interval"] == "30s"
     for each in (routers_of(view.spec)["spec"], group_of(ray_of(view.spec), "decode")):
         (container,) = each["template"]["spec"]["containers"]

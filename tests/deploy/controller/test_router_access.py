@@ -17,7 +17,7 @@ from tests.deploy.schemas import check_kubernetes
 
 GIVEN = {"secretName": "front-door", "requireClientCertificate": True}
 ISSUED = {"issuerRef": {"name": "internal"}}
-TOKENS = {"tokenSecretName": "tenants"}
+TOKENS = {"tokenSecretName": "tenants", "operators": ["prometheus"]}
 
 
 def pod_of(spec: ServingClusterSpec, has_grpc_probes: bool = True) -> dict[str, Any]:
@@ -45,6 +45,7 @@ def test_what_routers_are_told_to_read_lies_in_the_secrets_that_they_mount() -> 
     assert {path.name for path in named} == {"tls.crt", "tls.key", "ca.crt"}
     assert {mounted[str(path.parent)] for path in named} == {"front-door"}
     assert mounted[settings.auth.tokens] == "tenants"
+    assert (settings.auth.operators, settings.metrics_host) == (("prometheus",), "0.0.0.0")
     for made in (routers_of(spec), router_service(OWNER, spec.router)):
         check_kubernetes(made)
     section = {"tls": vars(settings.tls), "auth": vars(settings.auth)}
