@@ -26,7 +26,8 @@ import numpy as np
 import numpy.typing as npt
 
 from baton.errors import ConfigError
-from baton.grammar import BROKEN_GRAMMAR, parser_limits, short
+from baton.grammar import BROKEN_GRAMMAR, on_deep_stack, parser_limits, short
+from baton.grammar_chains import ChainError, check_grammar
 from engine.errors import InvalidRequestError
 from engine.request import (
     EngineEvent,
@@ -66,7 +67,11 @@ class GrammarCompiler:
         with self._lock:
             if grammar in self._compiled:
                 return
-        compiled = self._compile(grammar)
+        try:
+            check_grammar(grammar)  # who sends it may have checked nothing
+        except ChainError as error:
+            raise InvalidRequestError("grammar", short(str(error))) from None
+        compiled = on_deep_stack(lambda: self._compile(grammar))
         with self._lock:
             self._compiled[grammar] = compiled
             while len(self._compiled) > _NUM_KEPT:

@@ -13,7 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from baton.grammar import MAX_GRAMMAR_BYTES, parser_limits, short
+from baton.grammar import MAX_GRAMMAR_BYTES, on_deep_stack, parser_limits, short
+from baton.grammar_chains import ChainError, check_grammar
 from router.text.reasoning import CLOSE, OPEN
 from router.text.tools import ToolFormat
 
@@ -74,7 +75,13 @@ def check(grammar: str) -> None:
 def _problem(grammar: str) -> str:
     from llguidance import LLMatcher
 
-    is_wrong, problems = LLMatcher.validate_grammar_with_warnings(grammar, limits=parser_limits())
+    try:
+        check_grammar(grammar)
+    except ChainError as error:
+        return short(str(error))
+    is_wrong, problems = on_deep_stack(
+        lambda: LLMatcher.validate_grammar_with_warnings(grammar, limits=parser_limits())
+    )
     return short(problems[0]) if is_wrong else ""
 
 
