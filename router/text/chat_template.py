@@ -19,6 +19,7 @@ from baton.errors import ConfigError, InvalidRequestError
 
 # Unicode noncharacters: never part of a text that is meant for interchange.
 _MARKS = [chr(code) for code in range(0xFDD0, 0xFDF0)]
+_MAX_CHARS = 256 << 20  # of a chat's text
 # What a template does to messages it was not written for, however it is raised.
 _REFUSALS = (
     jinja2.TemplateError,
@@ -95,6 +96,8 @@ class ChatTemplate:
             self._template = environment.from_string(source)
         except jinja2.TemplateSyntaxError as error:
             raise ConfigError(f"chat template, line {error.lineno}: {error.message}") from error
+        except _REFUSALS as error:
+            raise ConfigError(f"chat template: cannot be compiled: {error!r}") from error
         self._special_tokens = dict(special_tokens)
         longest_first = sorted((t for t in guarded_tokens if len(t) > 1), key=len, reverse=True)
         self._guarded = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
@@ -119,9 +122,10 @@ class ChatTemplate:
         if mark is not None:
             values = self._guard_all(values, mark)
         try:
-            text = self._template.render(
+            pieces = self._template.generate(
                 documents=None, add_generation_prompt=True, **self._special_tokens, **values
             )
+            text = "".join(_bounded(pieces))
         except _REFUSALS as error:
             raise InvalidRequestError(
                 f"the model's chat template refuses these messages: {error}", field="chat"
@@ -161,6 +165,15 @@ class ChatTemplate:
             start = match.start() + 1
         pieces.append(content[start:])
         return mark.join(pieces)
+
+
+def _bounded(pieces: Iterator[str]) -> Iterator[str]:
+    num_chars = 0
+    for piece in pieces:
+        num_chars += len(piece)
+        if num_chars > _MAX_CHARS:
+            raise jinja2.TemplateError(f"its text is longer than {_MAX_CHARS} characters")
+        yield piece
 
 
 def _texts(value: Any) -> Iterator[str]:

@@ -19,6 +19,7 @@ from router.text.chat_template import ChatTemplate, Conversation
 from router.text.detokenizer import BytesDecoder, TextDecoder, WindowDecoder
 from router.text.encoder import SegmentEncoder
 from router.text.reasoning import CLOSE, OPEN
+from router.text.template_probe import check_template
 from router.text.token_bytes import DecodeRules, TokenBytes
 from router.text.tools import MARKERS, ToolFormat, tool_format_of
 
@@ -64,11 +65,14 @@ class TextModel:
         template = _chat_template(named, tokenizer_config)
         tokenizer = self._tokenizer = _read_tokenizer(named["tokenizer.json"])
         self._encoder = SegmentEncoder(tokenizer)
-        self._template = (
-            None
-            if template is None
-            else ChatTemplate(template, special_tokens, self._encoder.special_tokens)
-        )
+        self._template: ChatTemplate | None = None
+        if template is not None:
+            check_template(
+                source=template,
+                special_tokens=special_tokens,
+                guarded_tokens=self._encoder.special_tokens,
+            )
+            self._template = ChatTemplate(template, special_tokens, self._encoder.special_tokens)
         self._template_text = template or ""
         self.tool_format: ToolFormat | None
         """How the model writes calls; None: not known, or it makes none."""

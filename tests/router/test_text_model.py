@@ -13,7 +13,7 @@ from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
 from baton.errors import ConfigError, InvalidRequestError
-from router.text import Conversation, TextModel
+from router.text import Conversation, TextModel, chat_template
 from router.text.encoder import SegmentEncoder
 from tests.baton.small_hub import fill_cache
 from tests.router.text_fixtures import (
@@ -119,12 +119,38 @@ def test_spaces_that_the_template_s_special_tokens_take_are_taken_beside_quoted_
 
 
 @pytest.mark.parametrize(
-    "template", ["{{ 1 // 0 }}", "{{ range(10**30) | list }}", "{{ 'x' * 10**18 }}", RECURSIVE]
+    "template", ["{{ 1 // 0 }}", "{{ range(10**30) | list }}", "{{ 1 % 0 }}", RECURSIVE]
 )
 def test_whatever_a_template_fails_with_is_seen_as_a_refusal(tmp_path: Path, template: str) -> None:
     model = load_text(write_model(tmp_path, byte_level_tokenizer(), chat_template=template))
     with pytest.raises(InvalidRequestError, match="refuses"):
         model.encode_chat(Conversation([said("user", "hello")]))
+
+
+@pytest.mark.parametrize(
+    ("template", "why"),
+    [
+        ("{% for a in range(99999) %}" * 2 + "{% endfor %}" * 2, "more than 2 s"),
+        ("{{ 'a' * 10**10 }}", "more than 1 GiB"),
+        ("{% if tools %}{{ messages | tojson(indent=10**9) }}{% endif %}", "more than 1 GiB"),
+        ("{{ " + "(" * 20_000, "cannot be compiled"),
+    ],
+)
+def test_a_template_that_does_not_end_is_refused_before_it_meets_a_chat(
+    tmp_path: Path, template: str, why: str
+) -> None:
+    folder = write_model(tmp_path, byte_level_tokenizer(), chat_template=template)
+    with pytest.raises(ConfigError, match=f"chat template: .*{why}"):
+        load_text(folder)
+
+
+def test_a_chat_s_text_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    template = "{% for m in messages %}{{ m.content * 1000 }}{% endfor %}"
+    model = load_text(write_model(tmp_path, byte_level_tokenizer(), chat_template=template))
+    monkeypatch.setattr(chat_template, "_MAX_CHARS", 10_000)
+    model.encode_chat(Conversation([said("user", "ten chars.")]))
+    with pytest.raises(InvalidRequestError, match="longer than 10000"):
+        model.encode_chat(Conversation([said("user", "ten chars.")] * 2))
 
 
 def test_the_segments_that_are_kept_are_bounded_by_the_memory_they_take() -> None:
