@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 MAX_GRAMMAR_BYTES = 256 << 10
 _MAX_PROBLEM_CHARS = 300
 _STACK_BYTES = 128 << 20
-"""Of a compile; only what it touches takes memory. At `MAX_CHAIN` plain rules touch 1.3 MiB, `$ref`s
-1.5 MiB, and the worst that was found, definitions of nested `items`, 15 MiB."""
+"""Of a compile; only what it touches takes memory. At `MAX_CHAIN` (`baton/grammar_chains.py`) plain
+rules touch 1.3 MiB, `$ref`s 1.5 MiB, and the worst that was found, nested `items`, 15 MiB."""
 
 BROKEN_GRAMMAR = "its constraint cannot be followed"
 """How the `error` of a request begins whose grammar failed while it ran. It is the request's own
@@ -45,21 +45,14 @@ _starting = threading.Lock()
 
 def on_deep_stack(call: Callable[[], T]) -> T:
     """Return or raise what `call` does, which runs on a thread of its own with room to recurse."""
-    done = Future[T]()
-
-    def run() -> None:
-        try:
-            done.set_result(call())
-        except BaseException as error:
-            done.set_exception(error)
-
-    with _starting:  # the size is the process's, for whichever thread starts next
-        before = threading.stack_size(_STACK_BYTES)
-        try:
-            threading.Thread(target=run, name="grammar", daemon=True).start()
-        finally:
-            threading.stack_size(before)
-    return done.result()
+    with ThreadPoolExecutor(1, thread_name_prefix="grammar") as threads:
+        with _starting:  # the size is the process's, for whichever thread starts next
+            before = threading.stack_size(_STACK_BYTES)
+            try:
+                done = threads.submit(call)
+            finally:
+                threading.stack_size(before)
+        return done.result()
 
 
 def short(problem: str) -> str:

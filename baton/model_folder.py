@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from baton import render
 from baton.config.cluster import ClusterConfig
@@ -85,6 +86,42 @@ def _fetched(name: str, revision: str | None, announce: Report, detail: Report) 
     raise ConfigError(f"{name}: fetching it ended with status {process.returncode}", field="model")
 
 
+# --- its files ------------------------------------------------------------------------------------
+
+
+def file_in(folder: Path, name: str) -> Path | None:
+    """A file of a model's folder; None: there is none. Raises ConfigError.
+
+    A link leads within the folder, or from the hub cache's snapshot to a blob of the same
+    repository. Any other could make a router hand out whatever this machine has.
+    """
+    path = folder / name
+    try:
+        root, real = folder.resolve(), path.resolve(strict=True)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, RuntimeError, ValueError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}", field="model") from error
+    is_blob = root.parent.name == "snapshots" and real.parent == root.parent.parent / "blobs"
+    if not is_blob and not real.is_relative_to(root):
+        raise ConfigError(f"{path} leads out of the model's folder, to {real}", field="model")
+    return path if real.is_file() else None
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object in a model's folder. Raises ConfigError naming the file."""
+    if file_in(path.parent, path.name) is None:
+        raise ConfigError(f"{path} is missing", field="model")
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        json.dumps(content, ensure_ascii=False).encode()  # no lone surrogate
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is not readable JSON: {error}", field="model") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} is not a JSON object", field="model")
+    return content
+
+
 # --- files about text -----------------------------------------------------------------------------
 
 
@@ -110,14 +147,15 @@ def find_text_files(model: str | Path, tokenizer: str | None = None) -> list[Pat
             f"{model}: no such model folder, and not a name on the Hugging Face hub", field="model"
         )
     text = root if tokenizer is None else _tokenizer_folder(tokenizer)
-    if not (text / OF_TOKENIZER[0]).is_file():
+    if file_in(text, OF_TOKENIZER[0]) is None:
         raise ConfigError(
             f"{text / OF_TOKENIZER[0]}: missing; routers need the tokenizers library's file: set "
             "tokenizer to a folder or a name on the hub that has it",
             field="tokenizer",
         )
-    paths = [text / name for name in OF_TOKENIZER] + [root / name for name in OF_MODEL]
-    return [path for path in paths if path.is_file()]
+    found = [file_in(text, name) for name in OF_TOKENIZER]
+    found += [file_in(root, name) for name in OF_MODEL]
+    return [path for path in found if path is not None]
 
 
 def _tokenizer_folder(tokenizer: str) -> Path:
@@ -156,7 +194,7 @@ def main() -> int:
         signal.signal(number, lambda number, frame: sys.exit(128 + number))
     report = partial(print, flush=True)
     try:
-        if (Path(options.name) / CONFIG).is_file():  # its name may look like one on the hub
+        if file_in(Path(options.name), CONFIG):  # its name may look like one on the hub
             report(f"{options.name} is there")
         elif not is_hub_name(options.name):
             raise ConfigError(f"{options.name} holds no {CONFIG}", field="model")

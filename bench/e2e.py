@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import signal
 import statistics
 import subprocess
@@ -68,7 +69,7 @@ def hub_with_model(cache: Path) -> tuple[Path, Path]:
     (repo / "refs").mkdir()
     (repo / "refs" / "main").write_text(revision)
     for name in ("config.json", "model.safetensors"):
-        (folder / name).symlink_to(saved / name)
+        shutil.copyfile(saved / name, folder / name)  # a link out of it is not followed
     # Each byte is a token, and all further ids have a name of their own: every id has a text.
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     names = ["<s>", "</s>", *letters]

@@ -15,13 +15,13 @@ The digest covers all of a checkpoint's bytes: workers of unequal weights never 
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
@@ -31,6 +31,8 @@ import numpy.typing as npt
 import torch
 from safetensors import SafetensorError, safe_open
 
+from baton import model_folder
+from baton.errors import ConfigError
 from engine.errors import CheckpointError
 
 log = logging.getLogger(__name__)
@@ -44,15 +46,16 @@ _REDUNDANT = re.compile(r"\.rotary_emb\.inv_freq$")
 
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object of the model folder. Raises CheckpointError naming the file."""
+    with _as_checkpoint_error():
+        return model_folder.read_json(path)
+
+
+@contextmanager
+def _as_checkpoint_error() -> Iterator[None]:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} is missing") from None
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} is not readable JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path} is not a JSON object")
-    return content
+        yield
+    except ConfigError as error:
+        raise CheckpointError(str(error)) from error
 
 
 class Checkpoint:
@@ -175,7 +178,9 @@ class Checkpoint:
         self._is_sharded = has_index and not has_single
         files = sorted(set(self._index().values())) if self._is_sharded else [SINGLE_FILE]
         for name in files:
-            if not (self._folder / name).is_file():
+            with _as_checkpoint_error():
+                found = model_folder.file_in(self._folder, name)
+            if found is None:
                 raise CheckpointError(f"{self._folder / name} is missing")
         return files
 

@@ -91,7 +91,7 @@ def _weights(source: Source, names: frozenset[str] | None) -> tuple[list[str], i
         index = json.loads(text)
         shards = sorted(set(index["weight_map"].values()))
         total = index.get("metadata", {}).get("total_size")
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise FetchError(f"{source.where(INDEX)}: no index of weights: {error!r}") from error
     for name in shards:
         if not isinstance(name, str) or _FILE_NAME.fullmatch(name) is None:

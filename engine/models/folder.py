@@ -92,7 +92,7 @@ def _eos_token_ids(folder: Path) -> frozenset[int]:
         if found is None:
             continue
         ids = found if isinstance(found, list) else [found]
-        if not all(type(token_id) is int and token_id >= 0 for token_id in ids):
+        if not all(type(token_id) is int and 0 <= token_id < 1 << 32 for token_id in ids):
             raise CheckpointError(f"{folder / name}: eos_token_id: not token ids: {found!r}")
         return frozenset(ids)
     return frozenset()

@@ -5,8 +5,6 @@ All of it is read once from a Hugging Face model's files, and checked.
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,6 +13,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from baton.errors import ConfigError, InvalidRequestError
+from baton.model_folder import read_json
 from router.text.chat_template import ChatTemplate, Conversation
 from router.text.detokenizer import BytesDecoder, TextDecoder, WindowDecoder
 from router.text.encoder import SegmentEncoder
@@ -175,14 +174,7 @@ def _read_text(named: _Named, name: str) -> str | None:
 
 def _read_json(named: _Named, name: str) -> dict[str, Any]:
     """Empty where there is no such file."""
-    text = _read_text(named, name)
-    try:
-        value = {} if text is None else json.loads(text)
-    except ValueError as error:
-        raise ConfigError(f"{named[name]}: cannot be read: {error}") from error
-    if not isinstance(value, dict):
-        raise ConfigError(f"{named[name]}: a JSON object is expected")
-    return value
+    return read_json(named[name]) if name in named else {}
 
 
 def _chat_template(named: _Named, tokenizer_config: Mapping[str, Any]) -> str | None:
@@ -211,7 +203,7 @@ def _special_tokens(named: _Named, tokenizer_config: Mapping[str, Any]) -> dict[
 
 def _token_ids(value: object) -> frozenset[int]:
     values = value if isinstance(value, list) else [] if value is None else [value]
-    if not all(isinstance(item, int) and item >= 0 for item in values):
+    if not all(type(item) is int and 0 <= item < 1 << 32 for item in values):
         raise ConfigError(f"eos_token_id: token ids are expected, not {value!r}")
     return frozenset(values)
 
@@ -233,7 +225,7 @@ def _sampling_defaults(generation: Mapping[str, Any]) -> SamplingDefaults:
             continue
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise ConfigError(f"{path}: {name}: a number is expected, not {value!r}")
-        if value < 0 or not math.isfinite(value):
+        if not 0 <= value < 1 << 31:
             raise ConfigError(f"{path}: {name}: a number from 0 on is expected, not {value!r}")
         values[name] = type(default)(value)
     if generation.get("do_sample") is False:

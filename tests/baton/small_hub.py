@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -50,7 +52,10 @@ def fill_cache(cache: Path, name: str, files: Mapping[str, bytes], revision: str
     snapshot = repository / "snapshots" / COMMIT
     for path, content in files.items():
         (snapshot / path).parent.mkdir(parents=True, exist_ok=True)
-        (snapshot / path).write_bytes(content)
+        blob = repository / "blobs" / hashlib.sha256(content).hexdigest()
+        blob.parent.mkdir(exist_ok=True)
+        blob.write_bytes(content)
+        (snapshot / path).symlink_to(os.path.relpath(blob, (snapshot / path).parent))
     (repository / "refs").mkdir()
     (repository / "refs" / revision).write_text(COMMIT)
     return snapshot

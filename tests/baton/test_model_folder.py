@@ -17,13 +17,13 @@ from rich.console import Console
 
 from baton.config.cluster import ClusterConfig, parse_config
 from baton.errors import ConfigError
-from baton.model_folder import with_model_folder
+from baton.model_folder import find_text_files, with_model_folder
 from cli.bring_up import Startup, read_config
 from cli.progress import Steps, spinner
 from cluster.pools.pool_settings import AutoSettings
 from cluster.worker.config import worker_config
 from engine.build import find_model
-from tests.baton.small_hub import SmallHub, fill_cache
+from tests.baton.small_hub import COMMIT, SmallHub, fill_cache
 
 NAME = "baton-test/tiny"
 LARGE, WEIGHTS = "model-00001-of-00001.safetensors", b"w" * 3_000_000
@@ -158,6 +158,26 @@ def in_a_pod(*arguments: str, **environment: str) -> subprocess.Popen[str]:
         stderr=subprocess.PIPE,
         text=True,
     )
+
+
+def test_no_link_leads_out_of_a_model_s_folder_but_to_its_own_blobs(tmp_path: Path) -> None:
+    hub = tmp_path / "hub"
+    for name in ("a/tiny", "a/other"):
+        fill_cache(hub, name, {"tokenizer.json": b"{}", "chat_template.jinja": b"hi"})
+    folder, other = (hub / f"models--a--{name}/snapshots/{COMMIT}" for name in ("tiny", "other"))
+    template = folder / "chat_template.jinja"
+    assert template in find_text_files(folder)
+    (tmp_path / "secret").write_text("root:x")
+    (folder / "../../blobs/link").symlink_to(tmp_path / "secret")
+    outside = [tmp_path / "secret", "../../../../secret", other / "chat_template.jinja"]
+    for target in (*outside, "../../blobs/link", "chat_template.jinja"):
+        template.unlink()
+        template.symlink_to(target)
+        with pytest.raises(ConfigError, match=r"chat_template\.jinja.* (leads out|cannot be read)"):
+            find_text_files(folder)
+    template.unlink()
+    template.symlink_to("tokenizer.json")
+    assert template in find_text_files(folder)
 
 
 def test_what_a_pod_has_fetched_its_workers_find_without_the_hub(

@@ -181,10 +181,37 @@ def test_a_single_file_is_the_model_whatever_an_index_beside_it_says(
     assert f"{INDEX_FILE} is not" in caplog.text
 
 
-def test_broken_json_is_named(folder: Path) -> None:
-    (folder / "config.json").write_text('{"architectures": [')
+@pytest.mark.parametrize("broken", ['{"architectures": [', "[" * 100_000, "1" * 5000, '"\\ud800"'])
+def test_broken_json_is_named(folder: Path, broken: str) -> None:
+    (folder / "config.json").write_text(broken)
     with pytest.raises(CheckpointError, match=r"config\.json is not readable JSON"):
         load(folder)
+
+
+@pytest.mark.parametrize("name", ["../secret", "x" * 5000, "a\0b", ".", "link"])
+def test_an_index_names_files_of_its_folder_alone(folder: Path, name: str) -> None:
+    (folder.parent / "secret").write_bytes((folder / SINGLE_FILE).read_bytes())
+    (folder / "link").symlink_to("../secret")
+    (folder / SINGLE_FILE).unlink()
+    (folder / INDEX_FILE).write_text(json.dumps({"weight_map": {"a": name}}))
+    with pytest.raises(CheckpointError, match=r"leads out|cannot be read|is missing"):
+        load(folder)
+
+
+_TENSOR = {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}
+
+
+_HEADERS = ["", "[]", "null", "1", "NaN", "[" * 100_000, '{"a": ' * 100_000, '{"a": 1}']
+_HEADERS += ['{"\\ud800": 1}', '{"__metadata__": 1}']
+_WRONG = [{"dtype": 1}, {"shape": [-1]}, {"shape": "x"}, {"shape": [2**32, 2**32]}]
+
+
+@pytest.mark.parametrize("header", _HEADERS + [json.dumps({"a": _TENSOR | w}) for w in _WRONG])
+def test_a_header_that_is_none_is_refused_with_its_file(tmp_path: Path, header: str) -> None:
+    data = header.encode()
+    (tmp_path / SINGLE_FILE).write_bytes(len(data).to_bytes(8, "little") + data + bytes(16))
+    with pytest.raises(CheckpointError, match=SINGLE_FILE):
+        digest_of(tmp_path)
 
 
 @pytest.mark.parametrize(

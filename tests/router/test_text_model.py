@@ -47,6 +47,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pair]:
     return result
 
 
+DEEP = '{"a": ' * 100_000
 RECURSIVE = "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}"
 
 
@@ -288,6 +289,16 @@ def test_a_model_that_is_nowhere_is_named() -> None:
         ("generation_config.json", "nonsense", "generation_config.json"),
         ("generation_config.json", '{"temperature": "hot"}', "temperature: a number"),
         ("generation_config.json", '{"top_k": -1}', "top_k: a number from 0 on"),
+        ("generation_config.json", f'{{"top_p": 1{"0" * 400}}}', "top_p: a number from 0 on"),
+        ("generation_config.json", '{"top_k": 1e300}', "top_k: a number from 0 on"),
+        ("generation_config.json", '{"eos_token_id": true}', "eos_token_id: token ids"),
+        ("special_tokens_map.json", DEEP, "special_tokens_map.json is not readable JSON"),
+        ("tokenizer_config.json", DEEP, "tokenizer_config.json is not readable JSON"),
+        ("tokenizer_config.json", '{"eos_token": "\\ud800"}', "tokenizer_config.json is not"),
+        ("config.json", f'{{"vocab_size": {"1" * 5000}}}', "config.json is not readable JSON"),
+        ("tokenizer.json", DEEP, "tokenizer.json"),
+        ("tokenizer.json", "[]", "tokenizer.json"),
+        ("tokenizer.json", '{"model": {"type": 1}}', "tokenizer.json"),
         ("chat_template.jinja", "{% if %}", "chat template, line 1"),
     ],
 )

@@ -7,18 +7,20 @@ import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import ClassVar
 
 import grpc
 import grpc.aio
 import pytest
 
 from baton.config.router import AuthConfig, RouterConfig
+from baton.model_folder import find_text_files
 from baton.status import from_rpc_error
 from baton.v1 import common_pb2, router_pb2
 from router.door import intake
 from router.door.arriving import Tokenizing
 from router.placement.fairness import FairLine
-from router.text import TextModel
+from router.text import Conversation, TextModel
 from tests.router.answers import PROMPT, ask_for, assert_whole, error_of
 from tests.router.deployment import Deployment, byte_model, deployment, left_behind
 from tests.router.scripted_worker import MODEL
@@ -184,6 +186,27 @@ async def tokenized_order(requests: list[tuple[str, int]]) -> list[str]:
     assert tokenizing.line.num_requests == tokenizing.line.num_bytes == 0
     tokenizing.close()
     return order
+
+
+class RenderingModel(TextModel):
+    """Knows which threads render its chats."""
+
+    threads: ClassVar[set[str]] = set()
+
+    def encode_chat(self, conversation: Conversation) -> list[int]:
+        self.threads.add(threading.current_thread().name)
+        return self.encode(str(conversation.messages[0]["content"]))
+
+
+async def test_no_chat_is_rendered_on_the_event_loop_however_short(tmp_path: Path) -> None:
+    byte_model(tmp_path)
+    request = ask_for("")
+    request.chat.messages.add(role="user", content=PROMPT)
+    async with deployment(text_model=RenderingModel(find_text_files(tmp_path))) as d:
+        chat = router_pb2.TokenizeRequest(chat=request.chat)
+        await d.client.stub.Tokenize(chat, timeout=30)
+        assert_whole(await d.client.ask(request), PROMPT)
+    assert RenderingModel.threads == {"tokenizer_0"}
 
 
 async def test_tenants_are_tokenized_by_turns_in_equal_parts_of_bytes() -> None:
