@@ -48,14 +48,15 @@ class RolloutStatus(Reported):
     """How far the rollout of the spec's unit is."""
 
     state: Literal[
-        "Making", "Serving", "Growing", "Shifting", "Paused", "Retiring", "Reverting", "Reverted",
-        "Replaced", "Draining", "Ending",
+        "Making", "Serving", "Growing", "Shifting", "Paused", "Retiring", "Stranded", "Reverting",
+        "Reverted", "Replaced", "Draining", "Ending",
     ] = bounded()  # fmt: skip
     """Making: there is no unit yet. Serving: the unit is what the spec asks for. Growing: the
     coming unit gets workers. Shifting: it has its share of the requests and is watched. Retiring:
     it has all requests; the former unit runs its last streams, and stays until the coming one can
-    be judged. Reverting, Reverted: it goes back, it went back. Replaced: the spec asks for another
-    unit. Draining, Ending: the only unit makes way (Recreate)."""
+    be judged. Stranded: the coming unit has lost its workers since the former has begun to go.
+    Reverting, Reverted: it goes back, it went back. Replaced: the spec asks for another unit.
+    Draining, Ending: the only unit makes way (Recreate)."""
     reason: str = bounded("", max_size=4096)
     units: Mapping[str, str] = field(default_factory=dict)
     """While there are two: each unit's share of the requests and live workers, by code."""

@@ -22,13 +22,19 @@ now. It remembers nothing. What a rollout has reached is written on the units' R
                        | the last step              Reverting: requests are back, it goes
                        v                                 | it is gone
                    Retiring: the former unit             v
-                   runs its last streams             Reverted: until the spec changes again
+                   runs its last streams,            Reverted: until the spec changes again
+                   then goes (Stranded: the
+                   coming one has died)
                        | it is gone
                        v
                     Serving
 
 A unit that the spec no longer asks for while another one serves is Replaced: it goes, then the
 unit that the spec asks for comes.
+
+The former unit's record says that it goes (`Record.goes`) a look before it loses a worker. From
+then on nothing goes back. Requests only ever go to a unit that serves while the other one does not
+(`_to_live`), whatever shares the step has planned.
 """
 
 from __future__ import annotations
@@ -45,6 +51,9 @@ _ROUTERS_HEAR_S = 10.0
 _MIN_REQUESTS = 10
 """In the last minute. A unit that ended fewer is not judged."""
 _CLEARLY_FAILED = 3
+_FIGURES_S = 60.0
+"""Figures this far apart have no request in common."""
+_LIKE_LOAD = 1.25
 
 
 class State(StrEnum):
@@ -54,6 +63,7 @@ class State(StrEnum):
     SHIFTING = "Shifting"
     PAUSED = "Paused"
     RETIRING = "Retiring"
+    STRANDED = "Stranded"
     REVERTING = "Reverting"
     REVERTED = "Reverted"
     REPLACED = "Replaced"
@@ -69,6 +79,7 @@ class PoolSeen:
     size: int = 0
     pods: int = 0
     live: int = 0
+    role: str = ""
 
 
 @dataclass(frozen=True)
@@ -95,6 +106,10 @@ class Record:
     """When its share, or the number of its live workers, last rose. Seconds since 1970."""
     live: int = 0
     """Its live workers then."""
+    slow_since_s: float = 0.0
+    """When its gaps were first seen too long, and at no look since then short enough; 0: never."""
+    goes: bool = False
+    """It makes way for the coming unit, and requests never come back to it."""
     refused: str = ""
     """Code of a unit that went back."""
     refused_why: str = ""
@@ -122,6 +137,12 @@ class UnitSeen:
 
     def pool(self, name: str) -> PoolSeen:
         return self.pools.get(name, PoolSeen())
+
+    def serves(self, totals: Mapping[str, int]) -> bool:
+        """Whether a worker of each role that is to have any is live."""
+        wanted = [pool for name, pool in self.pools.items() if totals.get(name)]
+        roles = {pool.role for pool in wanted}
+        return bool(roles) and roles == {pool.role for pool in wanted if pool.live}
 
 
 @dataclass(frozen=True)
@@ -179,7 +200,8 @@ def next_step(now: Situation) -> Step:
     if len(staying) == 1:
         step = _alone(now, now.wanted, staying[0])
     else:
-        step = _Pair(now, staying[0], staying[-1]).step(now.wanted)
+        pair = staying[0], staying[-1]
+        step = _to_live(_Pair(now, *pair).step(now.wanted), pair, now.totals)
     ending = tuple(_leaving(each) for each in units if each.is_ending)
     return replace(step, plans=(*step.plans, *ending))
 
@@ -223,7 +245,7 @@ def _leaving(seen: UnitSeen) -> UnitPlan:
 def _alone(now: Situation, wanted: Unit, seen: UnitSeen) -> Step:
     code, why = seen.unit.code, difference(seen.unit, wanted)
     routes = ((code, 1.0),)
-    record = replace(seen.record, share=1.0)
+    record = replace(seen.record, share=1.0, goes=False)
     stays = UnitPlan(code, now.totals, record)
     if not why:
         kept = replace(stays, record=replace(record, refused="", refused_why=""))
@@ -254,6 +276,14 @@ def must_recreate(rollout: UnitRollout, totals: Mapping[str, int]) -> bool:
 # --- two units ------------------------------------------------------------------------------------
 
 
+def _to_live(step: Step, pair: Iterable[UnitSeen], totals: Mapping[str, int]) -> Step:
+    """All requests go to the only unit that serves, if there is one. Where all pools are scaled to
+    zero neither does, and requests wait for the newest."""
+    serving = [each.unit.code for each in pair if each.serves(totals)]
+    routes = tuple((code, float(code in serving)) for code, _ in step.routes)
+    return replace(step, routes=routes) if len(serving) == 1 else step
+
+
 @dataclass(frozen=True)
 class _Pair:
     """A unit that serves, and the one that comes to take its place."""
@@ -268,7 +298,10 @@ class _Pair:
             record = replace(self.coming.record, share=1.0, refused="")
             stays = UnitPlan(code, self.now.totals, record)
             reason = f"all pools are scaled to zero: unit {former.unit.code} goes"
-            return Step(State.RETIRING, reason, (_leaving(former), stays), ((code, 1.0),))
+            goes = replace(_leaving(former), record=replace(former.record, goes=True))
+            return Step(State.RETIRING, reason, (goes, stays), ((code, 1.0),))
+        if former.record.goes:
+            return self._let_go()
         if difference(self.coming.unit, wanted):
             asked = wanted if difference(former.unit, wanted) else former.unit
             return self._revert(State.REPLACED, f"the spec asks for unit {asked.code}", refused="")
@@ -279,15 +312,16 @@ class _Pair:
         return self._advance()
 
     def _revert(self, state: State, why: str, refused: str) -> Step:
-        """Requests go back at once, workers as the former unit's become live. `refused`: the code
-        of a unit that is not tried again."""
+        """Requests go back at once, or once the former unit serves; workers as its own become
+        live. `refused`: the code of a unit that is not tried again."""
         rollout, code = self.now.rollout, self.coming.unit.code
         of_former, of_coming = {}, {}
+        least = 0 if self.former.serves(self.now.totals) else 1
         for name, size in self.now.totals.items():
             was, comes = self.former.pool(name), self.coming.pool(name)
             of_former[name] = max(was.size, min(size, size + rollout.max_surge - comes.pods))
-            needed = max(0, size - rollout.max_unavailable - was.live)
-            of_coming[name] = min(comes.size, needed)
+            needed = max(least, size - rollout.max_unavailable - was.live)
+            of_coming[name] = min(comes.live, needed)
         leaves = not any(of_coming.values())
         kept = replace(
             self.former.record, share=1.0, refused=refused, refused_why=why if refused else ""
@@ -312,7 +346,8 @@ class _Pair:
         return Record(share=0.0, since_s=self.now.now_s if has_begun else record.since_s)
 
     def _advance(self) -> Step:
-        record, code, now_s = self.coming.record, self.coming.unit.code, self.now.now_s
+        code, now_s = self.coming.unit.code, self.now.now_s
+        record = replace(self.coming.record, slow_since_s=self._slowness()[0])
         live, target = self.coming.num_live, self.target
         if live > record.live:
             record = replace(record, live=live, since_s=now_s)
@@ -344,27 +379,41 @@ class _Pair:
         code, coming, rollout = self.former.unit.code, self.coming.unit.code, now.rollout
         # Routers hear of the last share within seconds: streams of the moment before count, too.
         runs = spent_s < _ROUTERS_HEAR_S or (num_active > 0 and spent_s < now.max_timeout_s)
+        is_slow = record.slow_since_s > 0
+        is_judged = _can_judge(self.coming.figures) and not is_slow
+        within_s = rollout.interval_s * (1 + is_slow)
         # Without a surge the coming unit's last workers have no room until the former goes.
-        awaits = (
-            rollout.max_surge > 0
-            and not _can_judge(self.coming.figures)
-            and spent_s < rollout.interval_s
-        )
-        has_begun_to_go = not any(pool.size for pool in self.former.pools.values())
-        keeps = (runs or awaits) and not has_begun_to_go
+        awaits = rollout.max_surge > 0 and not is_judged and spent_s < within_s
         if num_active:
             reason = f"unit {code} runs its last {num_active} requests"
-        elif keeps and awaits:
+        elif awaits:
             reason = f"unit {code} stays until unit {coming} is judged"
-        elif keeps:
+        elif runs:
             reason = f"unit {code} stays until routers know that unit {coming} has all requests"
-        else:
+        elif self._missing():
             reason = f"unit {code} stays until enough workers of unit {coming} are live"
-        step = self._both(State.RETIRING, reason, record, keeps_former=keeps)
-        if keeps or any(step.plans[0].sizes.values()):
+        else:
+            reason = f"unit {code} goes: nothing runs there"
+        step = self._both(State.RETIRING, reason, record, keeps_former=True)
+        if runs or awaits or self._missing():
             return step
-        plans = (_leaving(self.former), step.plans[1])
-        return replace(step, reason=f"unit {code} goes: nothing runs there", plans=plans)
+        goes = replace(step.plans[0], record=replace(step.plans[0].record, goes=True))
+        return replace(step, plans=(goes, step.plans[1]))
+
+    def _let_go(self) -> Step:
+        """The former unit has begun to go: there is no verdict any more, and no other unit comes
+        before it is gone."""
+        code, coming = self.former.unit.code, self.coming.unit.code
+        record = replace(self.coming.record, share=1.0)
+        serves = self.coming.serves(self.now.totals)
+        state, reason = State.RETIRING, f"unit {code} goes: nothing runs there"
+        if not serves:
+            state = State.STRANDED
+            reason = f"unit {coming} has lost its workers, and unit {code} has begun to go"
+        step = self._both(state, reason, record, keeps_former=not serves)
+        if any(step.plans[0].sizes.values()):
+            return step
+        return replace(step, plans=(_leaving(self.former), step.plans[1]))
 
     def _both(self, state: State, reason: str, record: Record, *, keeps_former: bool) -> Step:
         """`record`: the coming unit's."""
@@ -391,7 +440,7 @@ class _Pair:
     @property
     def target(self) -> float:
         """The step's share of workers and requests."""
-        return self.steps[self.index]
+        return 1.0 if self.former.record.goes else self.steps[self.index]
 
     def _sizes(self, *, keeps_former: bool) -> tuple[dict[str, int], dict[str, int]]:
         """Workers of the former and the coming unit. `keeps_former`: it serves, or still runs
@@ -409,7 +458,7 @@ class _Pair:
             of_coming[name] = max(grown, min(comes.size, max(goal, needed)))
             least = 1 if keeps_former and size else 0
             stays = max(size - goal, size - rollout.max_unavailable - comes.live, least)
-            of_former[name] = min(size, stays)
+            of_former[name] = min(was.size if self.former.record.goes else size, stays)
         return of_former, of_coming
 
     def _live_share(self) -> float:
@@ -437,21 +486,35 @@ class _Pair:
     # --- whether the coming unit goes back ---
 
     def _failure(self) -> str:
-        """Why the coming unit goes back; empty: it does not."""
+        """Why the coming unit goes back; empty: it does not. It has nowhere to go back to while the
+        former one does not serve."""
+        if not self.former.serves(self.now.totals):
+            return ""
         record, timeout_s = self.coming.record, self.now.rollout.ready_timeout_s
         missing = self._missing() if record.share < self.target else ""
         is_late = self.now.now_s - record.since_s > timeout_s
         if missing and is_late and self.coming.num_live <= record.live:
             return f"nothing more became ready in {timeout_s:g} s: {missing}"
-        return judge(self.former.figures, self.coming.figures, self.now.rollout)
+        if worse := judge(self.former.figures, self.coming.figures, self.now.rollout):
+            return worse
+        return self._slowness()[1]
+
+    def _slowness(self) -> tuple[float, str]:
+        """Since when its gaps are seen too long, and whether it goes back for them: why, if so."""
+        now_s, rollout, since_s = self.now.now_s, self.now.rollout, self.coming.record.slow_since_s
+        ratio = slowdown(self.former, self.coming)
+        if ratio is None:
+            return since_s, ""
+        if ratio <= rollout.max_slowdown:
+            return 0.0, ""
+        is_again = since_s and now_s - since_s >= min(_FIGURES_S, rollout.interval_s)
+        why = f"its gaps between tokens are {ratio:.1f} times the former unit's"
+        return since_s or now_s, why if is_again else ""
 
 
 def judge(former: Figures | None, coming: Figures | None, rollout: UnitRollout) -> str:
     """Why the coming unit is worse than the former one, by what became of their requests in the
-    last minute; empty: it is not.
-
-    - Failures: it fails `max_failure_percent` more of its requests than the former one does.
-    - Gaps: its median gap between tokens is `max_slowdown` times the former one's.
+    last minute: it fails `max_failure_percent` more of them; empty: it does not.
 
     A unit that ended fewer than `_MIN_REQUESTS` is not judged, nor compared with. Where there is
     nothing to compare with, fewer than `_CLEARLY_FAILED` failures count as none.
@@ -465,11 +528,20 @@ def judge(former: Figures | None, coming: Figures | None, rollout: UnitRollout) 
     usual = former.num_failed / former.num_ended
     if failed > usual + most:
         return f"{failed:.0%} of its requests fail, {usual:.0%} of the former unit's"
-    usual_s = former.itl_s
-    if usual_s and coming.itl_s and coming.itl_s > rollout.max_slowdown * usual_s:
-        ratio = coming.itl_s / usual_s
-        return f"its gaps between tokens are {ratio:.1f} times the former unit's"
     return ""
+
+
+def slowdown(former: UnitSeen, coming: UnitSeen) -> float | None:
+    """The coming unit's median gap between tokens, in the former's. None: they cannot be compared,
+    or the coming unit's workers get more requests each."""
+    was, comes = former.figures, coming.figures
+    if was is None or comes is None or not (_can_judge(was) and _can_judge(comes)):
+        return None
+    is_busier = any(
+        comes.num_ended * former.pool(name).live > _LIKE_LOAD * was.num_ended * pool.live
+        for name, pool in coming.pools.items()
+    )
+    return None if is_busier or not was.itl_s or not comes.itl_s else comes.itl_s / was.itl_s
 
 
 def _can_judge(figures: Figures | None) -> bool:

@@ -275,6 +275,7 @@ class Found:
                     pool.group["replicas"] if pool.fleet is None else pool.fleet.desired_replicas,
                     len(pool.counted_pods),
                     pool.num_serving,
+                    pool.spec.role,
                 )
                 for name, pool in pools.items()
                 if pool.group is not None

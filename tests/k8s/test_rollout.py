@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import time
 from collections import Counter
@@ -19,12 +20,14 @@ from baton.client import AsyncClient
 from baton.client.events import Routed, Tokens
 from baton.errors import BatonError
 from baton.v1 import common_pb2, router_pb2, router_pb2_grpc
+from deploy.controller.manifests.common import POOL_LABEL, UNIT_LABEL
 from deploy.controller.manifests.pods import WORKER_CONTAINER
 from tests.engine import checkpoints
 from tests.engine.families import VOCAB
 from tests.k8s.installed import DECODE_STEP_S, Installed, on_pods, router_address
 from tests.k8s.kubelet.kubelet import Kubelet
 from tests.k8s.kubelet.machine import image_environment
+from tests.k8s.kubelet.objects import name_of
 from tests.k8s.operating import eventually
 from tests.k8s.streaming import asking, said_alone, streaming, tokens_of, wait_nothing_held
 
@@ -236,7 +239,7 @@ def test_another_image_of_the_workers_takes_over_worker_by_worker_and_loses_no_s
 
 READY_WITHIN = {"never ready": "60s", "fails": "10m", "slow": "10m"}
 _FAILS = """
-import importlib.abc, importlib.machinery, sys
+import importlib.abc, importlib.machinery, os, sys
 
 class Finder(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path, target=None):
@@ -249,7 +252,8 @@ class Finder(importlib.abc.MetaPathFinder):
             run(module)
             whole = module.PrefillService._prefill
             async def prefill(service, request, context):
-                if int.from_bytes(request.spec.token_ids[:4], "little") % 5 == 0:
+                is_fifth = int.from_bytes(request.spec.token_ids[:4], "little") % 5 == 0
+                if is_fifth and os.path.exists("/faults/begun"):
                     raise RuntimeError("this prompt fails")
                 async for response in whole(service, request, context):
                     yield response
@@ -262,7 +266,8 @@ sys.meta_path.insert(0, Finder())
 
 
 def failing(kubelet: Kubelet) -> dict[str, Any]:
-    """Every fifth prompt fails: the workers' interpreters load a module from a claim."""
+    """Every fifth prompt fails once the claim has a file `begun`: the workers' interpreters load a
+    module from there."""
     folder = kubelet.claim("faults")
     (folder / "sitecustomize.py").write_text(_FAILS)
     (folder / "sitecustomize.py").chmod(0o644)
@@ -286,6 +291,7 @@ def test_a_worse_unit_goes_back_by_itself(
         "fails": failing(kubelet),
         "slow": {"advanced": {"engine": {"fake": {"decodeStepSeconds": 3 * DECODE_STEP_S}}}},
     }
+    (kubelet.claim("faults") / "begun").touch()
     rollout = {"interval": "120s", "steps": [50, 100], "readyTimeout": READY_WITHIN[fault]}
     installed.serve(servedModelName=NAME, rollout=rollout)
     before, failed = installed.rollout()["unit"], list[BatonError]()
@@ -321,3 +327,55 @@ def test_a_worse_unit_goes_back_by_itself(
     assert fault == "fails" or not failed
     expected = {"never ready": "became ready", "fails": "of its requests fail", "slow": "gaps"}
     assert expected[fault] in degraded["message"]
+
+
+# --- no way back ----------------------------------------------------------------------------------
+
+
+def test_a_unit_that_fails_once_the_former_has_begun_to_go_keeps_the_requests(
+    installed: Installed, kubelet: Kubelet
+) -> None:
+    """The former's workers have ended, and something else holds their pods."""
+    installed.serve(servedModelName=NAME, rollout={"maxFailurePercent": 0})
+    before, address = installed.rollout()["unit"], router_address(kubelet)
+    ended, failed = Counter[bool](), Counter[bool]()  # by whether they are to fail
+
+    async def ask(number: int) -> None:
+        try:
+            async with AsyncClient(address) as client:
+                await tokens_of(client, [5 + number % 200] * 20, 30)
+        except BatonError:
+            failed[number % 5 == 0] += 1
+        ended[number % 5 == 0] += 1
+
+    def hold(*names: str) -> None:
+        patch = json.dumps({"metadata": {"finalizers": names}})
+        for pod in pods:
+            installed.kubectl("patch", "pod", pod, "--type=merge", "-p", patch)
+
+    pods = {name_of(pod) for pod in kubelet.pods(f"{POOL_LABEL},{UNIT_LABEL}={before}")}
+    hold("baton.dev/test")
+    traffic = asking(8, ask)
+    try:
+        installed.change(**failing(kubelet))
+
+        def has_gone() -> bool:
+            traffic.check()
+            left = [pod["metadata"] for pod in kubelet.pods(f"{UNIT_LABEL}={before}")]
+            return {each["name"] for each in left if "deletionTimestamp" in each} == pods
+
+        eventually(has_gone, "the former unit's workers go", OVER_WITHIN_S)
+        assert not failed
+        (kubelet.claim("faults") / "begun").touch()
+        num_ended = ended[False]
+
+        def has_failed() -> bool:
+            assert installed.rollout()["state"] == "Retiring"
+            return failed[True] >= 20 and ended[False] > num_ended + 100
+
+        eventually(has_failed, "the coming unit fails, and answers the others", 120.0)
+    finally:
+        hold()
+        traffic.end()
+    assert not failed[False], failed
+    print(f"{ended} ended, {failed} failed")

@@ -156,7 +156,7 @@ def _degraded(view: ClusterView, refusals: Refusals, errors: Sequence[str]) -> V
     """The reason of the worst fault, the messages of all."""
     problems = {name: size_problem(pool) for name, pool in view.pools.items()}
     no_model = model_problem([pod for pool in view.pools.values() for pod in pool.pods])
-    has_failed = view.step.state in (State.REVERTING, State.REVERTED)
+    has_failed = view.step.state in (State.REVERTING, State.REVERTED, State.STRANDED)
     faults = {
         "RolloutFailed": [view.step.reason] if has_failed else [],
         "InvalidSpec": [f"{name}: {problem}" for name, problem in problems.items() if problem],
