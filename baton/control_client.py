@@ -82,6 +82,10 @@ class ControlClient(contextlib.AbstractContextManager["ControlClient"]):
         request = control_pb2.AddPoolRequest(pool=pool, config=config, replicas=replicas)
         self._call("AddPool", request, _ADD_POOL_TIMEOUT_S)
 
+    def close_pods(self, pod_names: Iterable[str]) -> None:
+        """Have nothing placed on these pods any more, and open all others."""
+        self._call("ClosePods", control_pb2.ClosePodsRequest(pod_names=pod_names))
+
     def agree_dtype(self, pool: str, dtype: str) -> str:
         """The dtype in which a pool's workers compute. `dtype` is what one of them proposes before
         it loads the model."""

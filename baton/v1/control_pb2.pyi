@@ -586,6 +586,7 @@ class WatchFleetResponse(_message.Message):
     SETTLES_FIELD_NUMBER: _builtins.int
     SILENT_ROUTERS_FIELD_NUMBER: _builtins.int
     MODEL_FINGERPRINT_FIELD_NUMBER: _builtins.int
+    CLOSED_PODS_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     keeps_pools: _builtins.bool
     """Whether this registry tells of pools at all: then a worker whose pool is not among them is one
@@ -609,6 +610,10 @@ class WatchFleetResponse(_message.Message):
     def silent_routers(self) -> _containers.RepeatedCompositeFieldContainer[Global___SilentRouter]:
         """Routers that told of themselves and do not now: they may serve, and nothing is known of it."""
 
+    @_builtins.property
+    def closed_pods(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Of ClosePods."""
+
     def __init__(
         self,
         *,
@@ -620,10 +625,11 @@ class WatchFleetResponse(_message.Message):
         settles: _builtins.bool = ...,
         silent_routers: _abc.Iterable[Global___SilentRouter] | None = ...,
         model_fingerprint: _builtins.bytes = ...,
+        closed_pods: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["keeps_pools", b"keeps_pools", "model_fingerprint", b"model_fingerprint", "pools", b"pools", "routers", b"routers", "settles", b"settles", "silent_routers", b"silent_routers", "version", b"version", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["closed_pods", b"closed_pods", "keeps_pools", b"keeps_pools", "model_fingerprint", b"model_fingerprint", "pools", b"pools", "routers", b"routers", "settles", b"settles", "silent_routers", b"silent_routers", "version", b"version", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -889,6 +895,41 @@ class RemovePoolResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RemovePoolResponse: _TypeAlias = RemovePoolResponse  # noqa: Y015
+
+@_typing.final
+class ClosePodsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POD_NAMES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def pod_names(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        pod_names: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["pod_names", b"pod_names"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ClosePodsRequest: _TypeAlias = ClosePodsRequest  # noqa: Y015
+
+@_typing.final
+class ClosePodsResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ClosePodsResponse: _TypeAlias = ClosePodsResponse  # noqa: Y015
 
 @_typing.final
 class AgreeDtypeRequest(_message.Message):

@@ -69,6 +69,11 @@ class ControlServiceStub:
                 request_serializer=baton_dot_v1_dot_control__pb2.AddPoolRequest.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_control__pb2.AddPoolResponse.FromString,
                 _registered_method=True)
+        self.ClosePods = channel.unary_unary(
+                '/baton.v1.ControlService/ClosePods',
+                request_serializer=baton_dot_v1_dot_control__pb2.ClosePodsRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_control__pb2.ClosePodsResponse.FromString,
+                _registered_method=True)
         self.RemovePool = channel.unary_unary(
                 '/baton.v1.ControlService/RemovePool',
                 request_serializer=baton_dot_v1_dot_control__pb2.RemovePoolRequest.SerializeToString,
@@ -146,6 +151,14 @@ class ControlServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ClosePods(self, request, context):
+        """The pods on which nothing is placed from now on, whatever was asked before; what runs there goes
+        on. WatchFleet reports them: a pod that is reported, and is no place's, stays empty.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def RemovePool(self, request, context):
         """Forgets a pool. FAILED_PRECONDITION while it has a size or a place.
         """
@@ -213,6 +226,11 @@ def add_ControlServiceServicer_to_server(servicer, server):
                     servicer.AddPool,
                     request_deserializer=baton_dot_v1_dot_control__pb2.AddPoolRequest.FromString,
                     response_serializer=baton_dot_v1_dot_control__pb2.AddPoolResponse.SerializeToString,
+            ),
+            'ClosePods': grpc.unary_unary_rpc_method_handler(
+                    servicer.ClosePods,
+                    request_deserializer=baton_dot_v1_dot_control__pb2.ClosePodsRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_control__pb2.ClosePodsResponse.SerializeToString,
             ),
             'RemovePool': grpc.unary_unary_rpc_method_handler(
                     servicer.RemovePool,
@@ -424,6 +442,33 @@ class ControlService:
             '/baton.v1.ControlService/AddPool',
             baton_dot_v1_dot_control__pb2.AddPoolRequest.SerializeToString,
             baton_dot_v1_dot_control__pb2.AddPoolResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ClosePods(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.ControlService/ClosePods',
+            baton_dot_v1_dot_control__pb2.ClosePodsRequest.SerializeToString,
+            baton_dot_v1_dot_control__pb2.ClosePodsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -34,6 +34,10 @@ class ControlServiceStub:
     """Makes a pool known while the cluster runs; one that is known with the same settings stays as it
     is. ALREADY_EXISTS where it is known with others: settings never change, another pool has them.
     """
+    ClosePods: _aio.UnaryUnaryMultiCallable[_control_pb2.ClosePodsRequest, _control_pb2.ClosePodsResponse]
+    """The pods on which nothing is placed from now on, whatever was asked before; what runs there goes
+    on. WatchFleet reports them: a pod that is reported, and is no place's, stays empty.
+    """
     RemovePool: _aio.UnaryUnaryMultiCallable[_control_pb2.RemovePoolRequest, _control_pb2.RemovePoolResponse]
     """Forgets a pool. FAILED_PRECONDITION while it has a size or a place."""
     AgreeDtype: _aio.UnaryUnaryMultiCallable[_control_pb2.AgreeDtypeRequest, _control_pb2.AgreeDtypeResponse]
@@ -108,6 +112,16 @@ class ControlServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _abc.Awaitable[_control_pb2.AddPoolResponse]:
         """Makes a pool known while the cluster runs; one that is known with the same settings stays as it
         is. ALREADY_EXISTS where it is known with others: settings never change, another pool has them.
+        """
+
+    @_abc_1.abstractmethod
+    def ClosePods(
+        self,
+        request: _control_pb2.ClosePodsRequest,
+        context: _aio.ServicerContext[_control_pb2.ClosePodsRequest, _abc.Awaitable[_control_pb2.ClosePodsResponse]],
+    ) -> _abc.Awaitable[_control_pb2.ClosePodsResponse]:
+        """The pods on which nothing is placed from now on, whatever was asked before; what runs there goes
+        on. WatchFleet reports them: a pod that is reported, and is no place's, stays empty.
         """
 
     @_abc_1.abstractmethod

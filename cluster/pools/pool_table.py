@@ -89,6 +89,7 @@ class PoolTable:
         self._failures: dict[str, Failure] = {}  # by worker id, oldest first; none for live workers
         self._live: Mapping[str, int] = {}  # pool -> number of live workers
         self._away = frozenset(_ROLES)  # no worker has started yet
+        self._closed_pods = frozenset[str]()
         self.version = 0
         """Increases with every change."""
 
@@ -204,6 +205,16 @@ class PoolTable:
 
     def desired_replicas(self) -> dict[str, int]:
         return {name: pool.desired_replicas for name, pool in self._pools.items()}
+
+    @property
+    def closed_pods(self) -> frozenset[str]:
+        """The pods on which nothing is placed any more."""
+        return self._closed_pods
+
+    def close_pods(self, names: Collection[str]) -> None:
+        """Close these pods, and open all others."""
+        self.version += self._closed_pods != set(names)
+        self._closed_pods = frozenset(names)
 
     # --- slots and their failures ---------------------------------------------------------------
 

@@ -212,6 +212,13 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
         await self._change(context, added)
         return control_pb2.AddPoolResponse()
 
+    async def ClosePods(  # noqa: N802
+        self, request: control_pb2.ClosePodsRequest, context: Context
+    ) -> control_pb2.ClosePodsResponse:
+        self._pools.close_pods(request.pod_names)
+        self._changes.announce()
+        return control_pb2.ClosePodsResponse()
+
     async def AgreeDtype(  # noqa: N802
         self, request: control_pb2.AgreeDtypeRequest, context: Context
     ) -> control_pb2.AgreeDtypeResponse:
@@ -327,6 +334,7 @@ def fleet_message(snapshot: FleetSnapshot) -> control_pb2.WatchFleetResponse:
         keeps_pools=snapshot.keeps_pools,
         settles=snapshot.settles,
         model_fingerprint=snapshot.model_fingerprint,
+        closed_pods=sorted(snapshot.closed_pods),
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
 
 from baton.errors import BatonError
@@ -65,6 +65,10 @@ class PoolChanges:
 
     async def set_role_plan(self, pool: str, plan: RolePlan) -> None:
         self._registry.pools.set_role_plan(pool, plan)
+        self._backing.save()
+
+    def close_pods(self, names: Collection[str]) -> None:
+        self._registry.pools.close_pods(names)
         self._backing.save()
 
     async def add(self, name: str, text: str, replicas: int) -> None:

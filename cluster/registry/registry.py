@@ -112,6 +112,7 @@ class FleetSnapshot:
     """Workers from before the registry's start may have yet to register."""
     silent_routers: tuple[SilentRouter, ...] = ()
     model_fingerprint: bytes = b""
+    closed_pods: frozenset[str] = frozenset()
 
 
 @dataclass
@@ -266,6 +267,7 @@ class Registry:
             self._may_be_incomplete(),
             self.routers.silent(),
             self.model_fingerprint,
+            self.pools.closed_pods,
         )
 
     def staying(self, pool: str) -> list[Slot]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import ray
@@ -33,8 +33,9 @@ def rank_resources(config: WorkerConfig) -> dict[str, float]:
     return resources | ({pod_resource(config.pool): 1.0} if config.in_pod else {})
 
 
-def ask(name: str, config: WorkerConfig) -> str | None:
-    """Request room for all ranks of a replica on one machine, or in one pod of the pool.
+def ask(name: str, config: WorkerConfig, closed_pods: Collection[str]) -> str | None:
+    """Request room for all ranks of a replica on one machine, or in one pod of the pool: none that
+    was closed when it was first asked for.
 
     Returns the pod's name; empty for a machine, and for a pod whose node has no name label. None:
     no pod has room yet; the request stays open. Raises ReplicaError if no machine has room."""
@@ -46,7 +47,7 @@ def ask(name: str, config: WorkerConfig) -> str | None:
         return ""
     asked = find(name)
     if asked is None:
-        asked = _new_group(name, num_ranks, resources)
+        asked = _new_group(name, num_ranks, resources, closed_pods)
         asked.wait(_POD_FOUND_WITHIN_S)
     node_id = node_of(asked)
     return None if node_id is None else pods_by_node().get(node_id, "")
@@ -68,9 +69,16 @@ def _check_machines(num_ranks: int, resources: Mapping[str, float]) -> None:
             raise ReplicaError(f"{num_ranks} ranks need a GPU each; the largest machine has {most}")
 
 
-def _new_group(name: str, num_ranks: int, resources: Mapping[str, float]) -> PlacementGroup:
+def _new_group(
+    name: str, num_ranks: int, resources: Mapping[str, float], closed_pods: Collection[str] = ()
+) -> PlacementGroup:
+    elsewhere = [{POD_LABEL: f"!in({','.join(sorted(closed_pods))})"}] * num_ranks
     group: PlacementGroup = placement_group(
-        [dict(resources)] * num_ranks, strategy="STRICT_PACK", name=name, lifetime="detached"
+        [dict(resources)] * num_ranks,
+        strategy="STRICT_PACK",
+        name=name,
+        lifetime="detached",
+        bundle_label_selector=elsewhere if closed_pods else None,
     )
     return group
 

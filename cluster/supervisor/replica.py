@@ -90,7 +90,9 @@ class Replica:
 class Replicas(Protocol):
     """Starts, finds and ends replicas. Every method blocks."""
 
-    def reserve(self, name: ReplicaName, config: WorkerConfig) -> str | None:
+    def reserve(
+        self, name: ReplicaName, config: WorkerConfig, closed_pods: Collection[str]
+    ) -> str | None:
         """Reserve room for all ranks together, and return its pod's name; empty: not known, or no
         pod. None: no pod has room; the request stays open until `destroy`. Raises ReplicaError; an
         error leaves nothing behind."""
@@ -124,9 +126,11 @@ class RayReplicas:
         self._processes = ProcessTable(run_dir)
         self._answer_within_s = answer_within_s
 
-    def reserve(self, name: ReplicaName, config: WorkerConfig) -> str | None:
+    def reserve(
+        self, name: ReplicaName, config: WorkerConfig, closed_pods: Collection[str]
+    ) -> str | None:
         with self._nothing_left(Replica(name)):
-            return bundles.ask(str(name), config)
+            return bundles.ask(str(name), config, closed_pods)
 
     def start(self, name: ReplicaName, config: WorkerConfig) -> Replica:
         begun, resources = Replica(name), bundles.rank_resources(config)

@@ -36,7 +36,8 @@ def state_file(run_dir: Path) -> Path:
 
 class SupervisorState:
     """Own the supervisor's file: its address, the pools' settings, sizes and common dtype, the
-    roles that are away or coming back, the model's fingerprint, and the routers' units."""
+    roles that are away or coming back, the model's fingerprint, the routers' units, and the pods
+    that are closed."""
 
     def __init__(self, run_dir: Path, cluster: ClusterConfig) -> None:
         self._path = state_file(run_dir)
@@ -52,6 +53,7 @@ class SupervisorState:
             "away": sorted(role.value for role in PoolTable().away),
             "model_fingerprint": "",
             "units": [],
+            "closed_pods": [],
         }
         if self._is_kept:
             self._kept = json.loads(self._path.read_text())
@@ -89,6 +91,7 @@ class SupervisorState:
             digest = bytes.fromhex(added["digest"])
             self._restore_pool(pools, PoolSettings(name, config, digest))
         pools.restore_away_roles(self.away)
+        pools.close_pods(self._kept["closed_pods"])
 
     def _restore_pool(self, pools: PoolTable, settings: PoolSettings) -> None:
         name, shape = settings.name, settings.shape
@@ -124,6 +127,7 @@ class SupervisorState:
             "away": sorted(role.value for role in registry.pools.away),
             "model_fingerprint": registry.model_fingerprint.hex(),
             "units": [vars(unit) for unit in registry.units.given],
+            "closed_pods": sorted(registry.pools.closed_pods),
         }
         if kept != self._kept or not self._is_kept:
             _replace(self._path, kept)

@@ -174,12 +174,17 @@ class SlotSupervisor:
         return await self._context.ray(partial(replicas.start, name, config))
 
     async def _placed(self, name: ReplicaName, config: WorkerConfig) -> bool:
-        """Wait for room. False: the slot is no longer wanted. Raises ReplicaError."""
-        ask = partial(self._context.replicas.reserve, name, config)
+        """Wait for room. False: the slot is no longer wanted. Raises ReplicaError, and PodLostError
+        if its pod was closed meanwhile."""
+        pools, replicas = self._context.registry.pools, self._context.replicas
+        ask = partial(replicas.reserve, name, config, pools.closed_pods)
         while (pod_name := await self._context.ray(ask)) is None:
             self._update(pod_name=None, is_pending=True)
             if await wait_for_event(self._context.clock, self._leaving, LOOK_S):
                 return False
+        if pod_name in pools.closed_pods:
+            await self._context.ray(partial(replicas.destroy, Replica(name)))
+            raise PodLostError(f"pod {pod_name} is closed")
         self._update(pod_name=pod_name or None, is_pending=False)
         return True
 

@@ -57,6 +57,8 @@ class Fleet:
     pools: Mapping[str, FleetPool]
     holds_requests: bool = False
     """Whether routers hold some for pools that are at zero."""
+    closed_pods: frozenset[str] = frozenset()
+    """Nothing is placed there any more."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +113,8 @@ def fleet_of(answer: control_pb2.WatchFleetResponse) -> Fleet:
             (pool.role_plan.prefill, pool.role_plan.decode),
             seen.get(pool.name, NOTHING_SEEN),
         )
-    return Fleet(pools, any(router.num_held for router in answer.routers))
+    holds_requests = any(router.num_held for router in answer.routers)
+    return Fleet(pools, holds_requests, frozenset(answer.closed_pods))
 
 
 def _to_come(pool: control_pb2.PoolStatus) -> list[str]:

@@ -121,4 +121,4 @@ def _decisive(heard: Heard) -> object:
         )
         for name, pool in fleet.pools.items()
     }
-    return fleet.holds_requests, heard.settles, pools
+    return fleet.holds_requests, heard.settles, fleet.closed_pods, pools

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 
 from deploy.controller.caches import Caches
 from deploy.controller.fleet import FleetPool, Slot
@@ -125,43 +125,52 @@ def _groups(view: ClusterView, unit: UnitView, context: PodContext) -> list[Obje
         # It goes when nothing is left of the pool, and the supervisor has forgotten it.
         is_gone = unit.fleet is not None and pool.fleet is None and pool.is_over
         if group is not None and not is_gone:
-            groups.append(sized(group, _size_of(pool)))
+            groups.append(sized(group, size_of(pool)))
     return sorted(groups, key=lambda group: str(group["groupName"]))
 
 
-def _size_of(pool: PoolView) -> GroupSize:
+def size_of(pool: PoolView) -> GroupSize:
     """What is to go waits for no silent supervisor: its pods drain by themselves."""
     if pool.group is None:
         return GroupSize(pool.size)
     if (pool.is_going or pool.makes_way) and pool.fleet is None:
-        return GroupSize(0, tuple(sorted(pod.name for pod in pool.pods)))
+        names = sorted(pod.name for pod in pool.pods)
+        return GroupSize(0, tuple(names), frozenset(names))
+    closed = frozenset() if pool.heard.fleet is None else pool.heard.fleet.closed_pods
     if not pool.heard.is_settled:
-        return group_size(pool.size, pool.pods, None)
+        return group_size(pool.size, pool.pods, None, closed)
     unknown = FleetPool(pool.size, ())  # it runs nothing that it does not know
-    return group_size(pool.size, pool.pods, pool.fleet or unknown)
+    return group_size(pool.size, pool.pods, pool.fleet or unknown, closed)
 
 
-def group_size(replicas: int, pods: Sequence[Pod], pool: FleetPool | None) -> GroupSize:
+def group_size(
+    replicas: int, pods: Sequence[Pod], pool: FleetPool | None, closed: Set[str] = frozenset()
+) -> GroupSize:
     """How many pods a pool's worker group is to have, and which go. Pure.
 
-    A pod goes only when no worker is left on it. The supervisor gets the pool's new size and drains
-    the slots that are too many; then the empty pods go in one patch.
+    A pod goes only when no worker is left on it, and none can come:
+
+    1. The supervisor gets the pool's new size and drains the slots that are too many.
+    2. It is told to close the empty pods that are too many.
+    3. Those that it reports closed and empty go in one patch, whatever the size is by then. They
+       are never opened again: a pool that grows meanwhile gets others.
 
     `replicas`: the pool's size; `pods`: all of its group; `pool`: None while the supervisor is
-    silent or does not know the pool. Nothing goes then.
+    silent or does not know the pool, and nothing goes then; `closed`: what it reports.
     """
-    staying = [pod for pod in pods if not pod.is_going]
-    going = tuple(sorted(pod.name for pod in pods if pod.is_going))
-    if pool is None:
-        return GroupSize(max(replicas, len(staying)), going)
-    surplus = _surplus(replicas, staying, pool.slots)
-    chosen = sorted(_empty(staying, pool.slots), key=_least_wanted_first)[:surplus]
-    names = tuple(sorted(pod.name for pod in chosen))
+    slots = () if pool is None else pool.slots
+    taken, names = {slot.pod for slot in slots}, {pod.name for pod in pods}
+    going = {pod.name for pod in pods if pod.is_going}
+    if pool is not None:
+        going |= names & closed - taken
+    staying = [pod for pod in pods if pod.name not in going]
+    surplus = 0 if pool is None else _surplus(replicas, staying, slots)
+    chosen = sorted(_empty(staying, slots), key=_least_wanted_first)[:surplus]
     # What was seen of the pods may be old: none with a worker on it may be left out of the count.
-    known = {pod.name for pod in pods}
-    num_unseen = len({slot.pod for slot in pool.slots if slot.pod} - known)
-    num_staying = len(staying) + num_unseen - len(chosen)
-    return GroupSize(max(replicas, num_staying), (*going, *names))
+    num_unseen = len(taken - {""} - names)
+    to_close = going | (names & closed) | {pod.name for pod in chosen}
+    size = max(replicas, len(staying) + num_unseen)
+    return GroupSize(size, tuple(sorted(going)), frozenset(to_close))
 
 
 def _empty(pods: Sequence[Pod], slots: Sequence[Slot]) -> list[Pod]:

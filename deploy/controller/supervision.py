@@ -1,4 +1,5 @@
-"""What a unit's supervisor is asked for: pools, sizes, role plans, and where requests go.
+"""What a unit's supervisor is asked for: pools, sizes, role plans, pods that go, and where requests
+go.
 
 Each look asks for what is not as it is wanted: a supervisor that has lost everything gets all of it
 again.
@@ -12,6 +13,7 @@ from functools import partial
 from baton.control_client import ControlClient
 from baton.errors import BatonError
 from baton.v1 import control_pb2
+from deploy.controller.kuberay import size_of
 from deploy.controller.manifests.ray_cluster import settings_in
 from deploy.controller.view import PoolView, UnitView
 
@@ -43,6 +45,11 @@ def _calls(
     """None while it is silent."""
     if unit.fleet is None:
         return
+    # A group that is left as it is has names, too.
+    named = (group["scaleStrategy"]["workersToDelete"] for group in unit.groups.values())
+    closing = frozenset[str]().union(*named, *(size_of(p).to_close for p in unit.pools.values()))
+    if closing != unit.fleet.closed_pods:  # before any pool gets larger
+        yield "", partial(client.close_pods, sorted(closing))
     if routes:
         yield "", partial(client.set_units, routes)
     for name, pool in unit.pools.items():

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import threading
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from pathlib import Path
 
 from baton.config.cluster import ClusterConfig, parse_config
@@ -37,7 +37,7 @@ class MemoryReplicas:
     def __init__(self, *found: Replica, finds_any: bool = False) -> None:
         """`finds_any`: one serving replica of each pool that is looked for."""
         self._found, self._finds_any = found, finds_any
-        self.has_room, self.proves_ends = True, True
+        self.has_room, self.proves_ends, self.pod_name = True, True, "pod"
         self.may_find, self.may_start = threading.Event(), threading.Semaphore(1 << 20)
         self.may_destroy, self.is_finding = threading.Event(), threading.Event()
         self.may_find.set()
@@ -60,9 +60,11 @@ class MemoryReplicas:
             return [replica_of(pool, 0) for pool in tp_sizes]
         return [replica for replica in self._found if replica.name.pool in tp_sizes]
 
-    def reserve(self, name: ReplicaName, config: WorkerConfig) -> str | None:
+    def reserve(
+        self, name: ReplicaName, config: WorkerConfig, closed_pods: Collection[str]
+    ) -> str | None:
         self.requested.append(name)
-        return "pod" if self.has_room else None
+        return self.pod_name if self.has_room else None
 
     def start(self, name: ReplicaName, config: WorkerConfig) -> Replica:
         self.num_begun += 1

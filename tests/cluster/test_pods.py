@@ -18,6 +18,7 @@ from typing import Any, cast
 import pytest
 
 from baton.config.workers import SupervisorConfig
+from baton.control_client import ControlClient
 from tests.cluster.pods import (
     DRAINING,
     PodSite,
@@ -66,9 +67,11 @@ def test_a_prompt_is_prefilled_on_one_pod_and_decoded_on_another(site: PodSite) 
     site.all_sound()
 
 
-def test_a_slot_without_a_pod_is_pending_and_live_soon_after_one_joins(site: PodSite) -> None:
+def test_a_slot_without_an_open_pod_is_pending_and_live_soon_after_one_joins(site: PodSite) -> None:
     before = site.settled(decode=1)
-    num_pods = site.pods.num_of("decode")
+    num_pods, closed = site.pods.num_of("decode"), site.pods.join("decode")
+    with ControlClient(site.pods.control_address) as control:
+        control.close_pods([closed.pod.name])
     site.scale("decode", num_pods + 1)
     fleet = site.wait_for(lambda seen: pool_of(seen, "decode").pending_replicas == 1)
     assert pool_of(fleet, "decode").num_failed_starts == 0
@@ -79,6 +82,7 @@ def test_a_slot_without_a_pod_is_pending_and_live_soon_after_one_joins(site: Pod
     assert joined.pod.name in {worker.pod_name for worker in live_workers(after).values()}
     kept = live_workers(before)["decode-0"]
     assert live_workers(after)["decode-0"].ref.incarnation == kept.ref.incarnation
+    site.pods.end(closed)
     site.all_sound()
 
 

@@ -132,6 +132,18 @@ async def test_a_slot_without_a_pod_is_pending_and_filled_as_soon_as_there_is_on
         assert slot.pool.pending_replicas == 0
 
 
+async def test_a_pod_that_closes_while_its_room_is_reserved_gets_no_worker() -> None:
+    """The operator has been told by then that nothing will be placed there."""
+    replicas = MemoryReplicas()
+    async with supervised_slot(replicas) as slot:
+        slot.registry.pools.close_pods([replicas.pod_name])  # the slot's task has not run yet
+        await slot.until(lambda: len(replicas.requested) >= 2)
+        assert (replicas.destroyed[0], replicas.started) == (replicas.requested[0], [])
+        replicas.pod_name = "another"
+        await slot.until(lambda: replicas.started)
+        assert (slot.pod_names, slot.failures) == (["another"], ("", 0))
+
+
 async def test_a_slot_that_waits_for_a_pod_announces_it_once() -> None:
     replicas = MemoryReplicas()
     replicas.has_room = False

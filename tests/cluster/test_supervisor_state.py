@@ -72,8 +72,10 @@ def test_all_changes_of_pools_survive_a_restart(tmp_path: Path) -> None:
     table.remove("prefill")
     table.set_role_plan("both", RolePlan(1, 2))
     table.agree_dtype(added_pool().name, "bfloat16")
+    table.close_pods(["b", "a"])
     kept(table, tmp_path)
     again = restored(tmp_path)
+    assert again.closed_pods == {"a", "b"}
     assert again.status() == table.status()
     assert again.all_settings() == table.all_settings()
     state = SupervisorState(tmp_path, CLUSTER)

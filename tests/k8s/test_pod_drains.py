@@ -1,7 +1,8 @@
 """A decode worker's pod has to go under 50 streams: it drains by itself and is replaced.
 
 It is evicted while nobody else can help: no operator runs, and the API server is gone from right
-after the eviction. Or its machine is called back by its cloud, and nobody deletes it.
+after the eviction. Or its machine is called back by its cloud, and nobody deletes it. Or
+its pool gets smaller, and larger again at once.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from baton.control_client import ControlClient
 from deploy.controller.manifests.common import POOL_LABEL
 from tests.cluster.metadata_server import Machines, serving_machines
 from tests.k8s.control_plane.plane import ControlPlane
@@ -18,10 +20,13 @@ from tests.k8s.installed import (
     OPERATOR,
     PREFILL_AND_TWO_DECODE,
     Installed,
+    check_patches,
+    control_address,
     on_pods,
     workers_of,
 )
 from tests.k8s.kubelet.kubelet import Kubelet
+from tests.k8s.kubelet.kuberay import KubeRay
 from tests.k8s.kubelet.objects import evict, name_of
 from tests.k8s.operating import eventually
 from tests.k8s.streaming import NUM_STREAMS, Streaming, streaming
@@ -129,3 +134,30 @@ def test_a_pod_whose_machine_is_called_back_drains_by_itself_and_no_stream_chang
     for pod in others:
         assert metadata.of(pod["status"]["podIP"]).asked, "every pod asks"
         assert ends not in Drain(kubelet, name_of(pod)).said, "of its own machine"
+
+
+def test_a_pool_that_grows_again_while_its_pod_goes_gets_another_and_no_stream_changes(
+    installed: Installed, kubelet: Kubelet, kuberay: KubeRay
+) -> None:
+    installed.serve(PREFILL_AND_TWO_DECODE)
+    gone = set[str]()
+
+    def going() -> set[str]:
+        (decode, _) = installed.units()[0]["spec"]["workerGroupSpecs"]  # by name
+        return set(decode["scaleStrategy"]["workersToDelete"])
+
+    def is_whole() -> bool:
+        with ControlClient(control_address(kubelet)) as control:
+            places = [place for pool in control.fleet().pools for place in pool.places]
+        assert not gone & {place.pod_name for place in places}
+        return installed.is_whole("decode", 2)
+
+    with streaming(kubelet, 150) as streams:
+        for _ in range(3):
+            streams.wait_round()
+            installed.scale("decode", 1)
+            gone |= streams.wait(going, "a pod is named to go", DRAINED_WITHIN_S)
+            installed.scale("decode", 2)
+            streams.wait(is_whole, "two workers serve", DRAINED_WITHIN_S)
+        streams.wait_round()
+    assert len(gone) == len(check_patches(kuberay)) == 3

@@ -42,6 +42,8 @@ class GroupSize:
 
     replicas: int
     to_delete: tuple[str, ...] = ()
+    to_close: frozenset[str] = frozenset()
+    """Pods that go, or are about to: the supervisor is told first."""
 
 
 def ray_cluster(
