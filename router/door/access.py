@@ -12,62 +12,18 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import yaml
 
 from baton.config import settings
 from baton.config.router import RouterConfig, TenantLimits, TlsConfig
 from baton.errors import ConfigError, PermissionDeniedError, UnauthenticatedError
+from baton.identity.reread import Reread
 from baton.link.tls import LinkTls
 from baton.secret_files import open_to_others
 
-T = TypeVar("T")
-
 log = logging.getLogger(__name__)
-
-_Stamp = tuple[tuple[str, int, int, int], ...]
-
-
-class Reread(Generic[T]):
-    """Own what some files say. Any thread may read `value`; one at a time may `look`."""
-
-    def __init__(self, files: Callable[[], Iterable[Path]], read: Callable[[], T]) -> None:
-        """`files`: those that `read` reads. Raises ConfigError when they cannot be read."""
-        self._files, self._read = files, read
-        self._seen = self._stamp()
-        self.value = read()
-
-    def look(self) -> None:
-        """Read the files again when they have changed. If one cannot be read nothing changes, and
-        the log says so."""
-        stamp = self._stamp()
-        if stamp == self._seen:
-            return
-        try:
-            value = self._read()
-        except ConfigError as error:
-            if self._stamp() == stamp:
-                self._seen = stamp  # logged once
-                log.error("what was read before stays in force: %s", error.message)
-            return
-        if self._stamp() != stamp:
-            return  # half of it may be older than the rest: the next look sees them all
-        self._seen, self.value = stamp, value
-        log.info("read again: %s", ", ".join(sorted({str(Path(each[0]).parent) for each in stamp})))
-
-    def _stamp(self) -> _Stamp:
-        return tuple(map(_stamp_of, self._files()))
-
-
-def _stamp_of(path: Path) -> tuple[str, int, int, int]:
-    """A stamp that changes with the file's content. It follows links, since a mounted Secret is
-    one."""
-    try:
-        found = path.stat()
-    except OSError:
-        return str(path), 0, 0, 0
-    return str(path), found.st_ino, found.st_size, found.st_mtime_ns
 
 
 class ServerTls:

@@ -1,0 +1,63 @@
+"""What files say, read again when they change."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from baton.errors import ConfigError
+
+T = TypeVar("T")
+
+log = logging.getLogger(__name__)
+
+_Stamp = tuple[tuple[str, int, int, int], ...]
+
+
+class Reread(Generic[T]):
+    """Own what some files say. Any thread may read `value`, and `look`."""
+
+    def __init__(self, files: Callable[[], Iterable[Path]], read: Callable[[], T]) -> None:
+        """`files`: those that `read` reads. Raises ConfigError when they cannot be read."""
+        self._files, self._read = files, read
+        self._looking = threading.Lock()
+        self._seen = self._stamp()
+        self.value = read()
+
+    def look(self) -> None:
+        """Read the files again when they have changed. If one cannot be read nothing changes, and
+        the log says so."""
+        with self._looking:
+            self._look()
+
+    def _look(self) -> None:
+        stamp = self._stamp()
+        if stamp == self._seen:
+            return
+        try:
+            value = self._read()
+        except ConfigError as error:
+            if self._stamp() == stamp:
+                self._seen = stamp  # logged once
+                log.error("what was read before stays in force: %s", error.message)
+            return
+        if self._stamp() != stamp:
+            return  # half of it may be older than the rest: the next look sees them all
+        self._seen, self.value = stamp, value
+        log.info("read again: %s", ", ".join(sorted({str(Path(each[0]).parent) for each in stamp})))
+
+    def _stamp(self) -> _Stamp:
+        return tuple(map(_stamp_of, self._files()))
+
+
+def _stamp_of(path: Path) -> tuple[str, int, int, int]:
+    """A stamp that changes with the file's content. It follows links, since a mounted Secret is
+    one."""
+    try:
+        found = path.stat()
+    except OSError:
+        return str(path), 0, 0, 0
+    return str(path), found.st_ino, found.st_size, found.st_mtime_ns
