@@ -28,7 +28,9 @@ def test_everyone_tells_who_signed(role: Role) -> None:
         assert not keys.verify(set(ROLES) - {role}, "link", [b"a", b"bc"], signature)
         assert not keys.verify([role], "call", [b"a", b"bc"], signature)
         assert not keys.verify([role], "link", [b"ab", b"c"], signature)
-        assert not keys.verify([role], "link", [b"a", b"bc"], signature[:-1] + b"\0")
+        assert not keys.verify(
+            [role], "link", [b"a", b"bc"], bytes((signature[0] ^ 1,)) + signature[1:]
+        )
         assert not keys.verify([role], "link", [b"a", b"bc"], b"")
     assert not Keys.of_root(OTHER, "router").verify(ROLES, "link", [b"a", b"bc"], signature)
 
@@ -82,11 +84,3 @@ def test_files_that_are_none_are_named_and_never_quoted(
     (folder / KEY_FILE).unlink()
     with pytest.raises(ConfigError, match=r"role.key cannot be read: No such file"):
         Keys.in_folder(folder, "router")
-
-
-def test_what_was_read_stays_while_the_files_are_wrong(tmp_path: Path) -> None:
-    folder = written(tmp_path / "worker", role_files(ROOT, "worker"))
-    keys = Keys.in_folder(folder, "worker")
-    (folder / KEY_FILE).write_bytes(b"half")
-    signature = keys.sign("link", [b"n"])
-    assert Keys.of_root(ROOT, "router").verify(["worker"], "link", [b"n"], signature)

@@ -1,0 +1,112 @@
+"""The identity of a process, as its configuration says, and as `baton up` leaves it for others."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from baton.config.internal import InternalConfig
+from baton.errors import ConfigError
+from baton.identity.certificates import Certificates
+from baton.identity.keys import ROLES, Keys, Role, make_root, role_files
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Identity:
+    """With neither keys nor certificates, nobody asks who it is and it asks nobody."""
+
+    role: Role
+    keys: Keys | None = None
+    tls: Certificates | None = None
+
+
+def open_identity(config: InternalConfig, role: Role) -> Identity:
+    """Raises ConfigError when its folder does not hold it."""
+    if config.identity == "keys":
+        return Identity(role, keys=Keys.in_folder(config.path / role, role))
+    if config.identity == "tls":
+        return Identity(role, tls=Certificates(config.path / role, role))
+    return Identity(role)
+
+
+def find_identity(role: Role, folder: str | None = None) -> Identity:
+    """Whatever of keys and certificates a folder of identities holds. Raises ConfigError."""
+    held = InternalConfig(folder=folder).path / role
+    kind: Literal["tls", "keys"] = "tls" if (held / "tls.crt").exists() else "keys"
+    return open_identity(InternalConfig(kind, folder), role)
+
+
+def make_keys(folder: Path) -> None:
+    """Make a root, and the keys of every role, in a folder that only its owner may read."""
+    root = make_root()
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    _write(folder / "root.key", root)
+    for role in ROLES:
+        (folder / role).mkdir(mode=0o700, exist_ok=True)
+        for name, data in role_files(root, role).items():
+            _write(folder / role / name, data)
+
+
+def _write(path: Path, data: bytes) -> None:
+    """Only the owner may read it, from its first byte on."""
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+        file.write(data)
+
+
+# --- what `baton up` leaves for the user's other commands -----------------------------------------
+
+OFF = "off"
+_HERE = ("localhost", "127.0.0.1", "0.0.0.0", "[::1]", "[::]", "::1", "::")
+
+
+def _record(address: str) -> Path:
+    """The user's file about the cluster whose control service is there."""
+    host, _, port = address.rpartition(":")
+    home = os.environ.get("XDG_RUNTIME_DIR") or Path.home() / ".cache"
+    return Path(home) / "baton" / (port if host in _HERE else f"{host}:{port}".replace("/", "_"))
+
+
+@contextlib.contextmanager
+def recorded(address: str, config: InternalConfig) -> Iterator[None]:
+    """Let this user's commands find the identities of the cluster at `address`, until left."""
+    record, text = _record(address), OFF if config.identity == "off" else str(config.path)
+    try:
+        record.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _write(record, text.encode())
+    except OSError as error:
+        log.warning("other commands need --identity %s: %s", text, error)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            if record.read_text() == text:  # else a later cluster has the address
+                record.unlink()
+
+
+def operator_of(address: str, folder: str | None = None) -> Identity:
+    """The operator's identity for the control service at `address`: of `folder` (`off`: none is
+    needed), else the one that `baton up` recorded, else of the folder that BATON_IDENTITY names.
+
+    Raises ConfigError, which says what to do.
+    """
+    if folder is None:
+        with contextlib.suppress(OSError):
+            folder = _record(address).read_text()
+    if str(InternalConfig(folder=folder).path) == OFF:
+        return Identity("operator")
+    try:
+        return find_identity("operator", folder)
+    except ConfigError as error:
+        raise ConfigError(
+            f"no operator's identity for the control service at {address}: {error.message}. "
+            "Run this as the user of its `baton up`, or name a folder of identities by "
+            "--identity or BATON_IDENTITY (`off` where the cluster has `internal.identity: off`)",
+            field="identity",
+        ) from error
