@@ -6,17 +6,24 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 import grpc
-import grpc.aio
 
 from baton import status
-from baton.errors import InvalidRequestError, UnavailableError
+from baton.errors import (
+    BatonError,
+    InvalidRequestError,
+    UnauthenticatedError,
+    UnavailableError,
+)
 from baton.grpc_options import DIRECT, sends_pings
-from baton.v1 import control_pb2, control_pb2_grpc
+from baton.identity.control_calls import control_channel, control_stub
+from baton.identity.identity import Identity, operator_of
+from baton.v1 import control_pb2
 
 DEFAULT_ADDRESS = "127.0.0.1:7101"
 _CALL_TIMEOUT_S = 10.0
@@ -29,6 +36,7 @@ _CHANNEL_OPTIONS = (
     *sends_pings(_KEEPALIVE_S),
     *DIRECT,
 )
+_UNREAD = "deserializing"  # gRPC's word for an answer that is not signed
 _ADD_POOL_TIMEOUT_S = 90.0  # a dtype may have to be chosen, by a process that reads torch first
 
 
@@ -36,13 +44,36 @@ class ControlClient(contextlib.AbstractContextManager["ControlClient"]):
     """Errors are those of `baton.errors`."""
 
     def __init__(
-        self, address: str = DEFAULT_ADDRESS, *, call_timeout_s: float = _CALL_TIMEOUT_S
+        self,
+        address: str = DEFAULT_ADDRESS,
+        *,
+        call_timeout_s: float = _CALL_TIMEOUT_S,
+        identity: Identity | None = None,
     ) -> None:
-        self._address = address
-        self._channel = grpc.insecure_channel(address, options=_CHANNEL_OPTIONS)
-        # The generated stub serves both kinds of channel; its types speak of asyncio alone.
-        self._stub: Any = control_pb2_grpc.ControlServiceStub(cast(grpc.aio.Channel, self._channel))
-        self._call_timeout_s = call_timeout_s
+        """`identity`: who calls. None: the operator, as `operator_of` finds it; raises ConfigError
+        where it does not."""
+        self.address, self._call_timeout_s = address, call_timeout_s
+        self._identity = operator_of(address) if identity is None else identity
+        self._opening, self._certificate = threading.Lock(), self._certificate_now()
+        self._channel = self._open()
+
+    def _open(self) -> grpc.Channel:
+        channel: grpc.Channel = control_channel(
+            grpc, self.address, _CHANNEL_OPTIONS, self._identity
+        )
+        return channel
+
+    def _certificate_now(self) -> object:
+        return None if self._identity.tls is None else self._identity.tls.now
+
+    @property
+    def _stub(self) -> Any:
+        """By the certificate of the moment: a channel keeps that with which it was made."""
+        with self._opening:
+            if (now := self._certificate_now()) is not self._certificate:
+                self._channel.close()
+                self._certificate, self._channel = now, self._open()
+            return control_stub(self._channel, self._identity)
 
     def fleet(self) -> control_pb2.WatchFleetResponse:
         answer: control_pb2.WatchFleetResponse = self._call(
@@ -56,7 +87,7 @@ class ControlClient(contextlib.AbstractContextManager["ControlClient"]):
         try:
             yield from call
         except grpc.RpcError as error:
-            raise status.from_rpc_error(cast(status.RpcFailure, error), self._address) from error
+            raise self._error_of(cast(status.RpcFailure, error)) from error
         finally:
             call.cancel()
 
@@ -130,9 +161,17 @@ class ControlClient(contextlib.AbstractContextManager["ControlClient"]):
         except grpc.RpcError as error:
             failure = cast(status.RpcFailure, error)
             if status.is_out_of_time(failure):
-                silent = f"no answer from {self._address} within {timeout_s:g} s"
+                silent = f"no answer from {self.address} within {timeout_s:g} s"
                 raise UnavailableError(silent) from error
-            raise status.from_rpc_error(failure, self._address) from error
+            raise self._error_of(failure) from error
+
+    def _error_of(self, failure: status.RpcFailure) -> BatonError:
+        if failure.code() is grpc.StatusCode.INTERNAL and _UNREAD in (failure.details() or ""):
+            return UnauthenticatedError(
+                f"what answers at {self.address} does not prove that it is this cluster's control "
+                "service"
+            )
+        return status.from_rpc_error(failure, self.address)
 
 
 # --- what clients see -----------------------------------------------------------------------------

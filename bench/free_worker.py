@@ -16,10 +16,9 @@ from typing import Any
 import grpc.aio
 import uvloop
 
-from baton.grpc_options import accepts_pings
 from baton.link.frames import Method
 from baton.link.worker_end import CallContext, Served, streams
-from baton.v1 import common_pb2, control_pb2, worker_pb2, worker_pb2_grpc
+from baton.v1 import common_pb2, control_pb2, worker_pb2
 from tests.link_stub import WorkerPort
 from tests.router.deployment import Registry, byte_files
 from tests.router.scripted_worker import BLOCK_SIZE, FINGERPRINT, MODEL
@@ -100,21 +99,20 @@ class Session:
         return tokens
 
 
-class FreeWorker(worker_pb2_grpc.WorkerServiceServicer):
+class FreeWorker:
     """A worker of one role that has no model."""
 
     def __init__(self, worker_id: str, role: int, peers: dict[str, FreeWorker]) -> None:
         self.worker_id, self.role, self.peers = worker_id, role, peers
         self.address = ""
         self._sessions: list[Session] = []
-        server = grpc.aio.server(options=accepts_pings())
-        worker_pb2_grpc.add_WorkerServiceServicer_to_server(self, server)
         methods = {
             Method.FOLLOW_KV: streams(self.follow),
             Method.PREFILL: streams(self.prefill),
             Method.SESSION: Served(self.session),
+            Method.READ_TOKENIZER: streams(self.read_tokenizer),
         }
-        self._port = WorkerPort(server, methods)
+        self._port = WorkerPort(methods, name=f"{worker_id}/1")
         peers[worker_id] = self
 
     async def start(self) -> None:
@@ -143,8 +141,8 @@ class FreeWorker(worker_pb2_grpc.WorkerServiceServicer):
         yield worker_pb2.SubscribeKvResponse(incarnation=1, sequence=1, snapshot=True)
         await asyncio.Event().wait()
 
-    async def ReadTokenizer(  # noqa: N802
-        self, request: worker_pb2.ReadTokenizerRequest, context: Context
+    async def read_tokenizer(
+        self, request: worker_pb2.ReadTokenizerRequest, context: CallContext
     ) -> AsyncIterator[worker_pb2.ReadTokenizerResponse]:
         for name, data in byte_files().items():
             yield worker_pb2.ReadTokenizerResponse(name=name, data=data)
@@ -178,7 +176,7 @@ async def serve_workers() -> None:
     """A registry, two prefill and two decode workers, until the process is ended."""
     peers: dict[str, FreeWorker] = {}
     for name, role in (("p0", PREFILL), ("p1", PREFILL), ("d0", DECODE), ("d1", DECODE)):
-        await FreeWorker(name, role, peers).start()  # type: ignore[abstract]
+        await FreeWorker(name, role, peers).start()
     registry = Registry()  # type: ignore[abstract]
     registry.workers = list(peers.values())  # type: ignore[arg-type]
     await registry.start()

@@ -15,7 +15,11 @@ import psutil
 
 from bench.report import first_line
 from tests.certificates import Certificate
+from tests.identities import used_everywhere
 from tests.router.scripted_worker import MODEL
+
+_IDENTITIES = tempfile.TemporaryDirectory(prefix="baton-bench-")
+used_everywhere(Path(_IDENTITIES.name))  # by the workers and routers that are started here
 
 READY_WITHIN_S, STOP_WITHIN_S = 60.0, 5.0
 _FIND_SGLANG = "import importlib.util as u; print(u.find_spec('sglang_router') or '')"

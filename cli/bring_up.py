@@ -61,7 +61,11 @@ def _wanted(config: ClusterConfig) -> list[_Wanted]:
     """Raises ConfigError when workers would have to share a port."""
     router, control, worker = config.router, config.control, config.worker
     num_workers = sum(pool.replicas for pool in config.pools.values())
-    of_workers = {"worker.port": worker.port, "worker.metrics_port": worker.metrics_port}
+    of_workers = {
+        "worker.port": worker.port,
+        "worker.metrics_port": worker.metrics_port,
+        "worker.health_port": worker.health_port,
+    }
     for key, port in of_workers.items():
         if port and num_workers > 1:
             raise ConfigError(

@@ -115,18 +115,23 @@ _ACCESS_HINTS: dict[type[BatonError], str] = {
     "--tls-key show your own certificate, --tls-server-name says whom the router's must name.",
 }
 """What to do about TLS and tokens."""
+_IDENTITY_HINT = (
+    "--identity FOLDER, or BATON_IDENTITY, names the cluster's folder of identities, in which "
+    "`operator` is this command's."
+)
 
 
 def _hint(error: BatonError, arguments: argparse.Namespace) -> str:
     """What to do next."""
     if arguments.command in ("up", "demo", "deploy"):
         return ""
-    if hint := _ACCESS_HINTS.get(type(error)):
+    asks_control = arguments.command in ("status", "top", "scale", "roles", "drain")
+    hint = _IDENTITY_HINT if asks_control else _ACCESS_HINTS.get(type(error), "")
+    if hint and type(error) in _ACCESS_HINTS:
         return hint
     if isinstance(error, UnavailableError):
         if arguments.unreachable:
             return str(arguments.unreachable)
-        asks_control = arguments.command in ("status", "top", "scale", "roles", "drain")
         option = "--control HOST:PORT" if asks_control else "--router HOST:PORT"
         return f"Is the cluster up? Start one with `baton up`, or name another with {option}."
     if isinstance(error, NotFoundError) and arguments.command in ("scale", "roles", "drain"):
@@ -223,6 +228,13 @@ def _add_operator_commands(commands: Subparsers[argparse.ArgumentParser]) -> Non
             metavar="HOST:PORT",
             default=os.environ.get("BATON_CONTROL", "127.0.0.1:7101"),
             help="the control service (BATON_CONTROL; %(default)s)",
+        )
+
+        command.add_argument(
+            "--identity",
+            metavar="FOLDER",
+            help="the cluster's folder of identities (BATON_IDENTITY; without it, that of this "
+            "user's `baton up`; off: the cluster asks for none)",
         )
 
     for command in (status, top):

@@ -23,6 +23,7 @@ from rich.text import Text
 from baton import render
 from baton.control_client import NOTHING_SEEN, ControlClient, seen_by_clients
 from baton.errors import BatonError
+from baton.identity.identity import operator_of
 from baton.v1 import common_pb2, control_pb2, worker_pb2
 from cluster.registry.pairing import unpaired
 
@@ -51,10 +52,17 @@ class UnitFleet:
 class Fleets(contextlib.AbstractContextManager["Fleets"]):
     """Ask the control services of all units, again and again over the same connections."""
 
-    def __init__(self, control: str, reached: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        control: str,
+        reached: Mapping[str, str] | None = None,
+        identity: str | None = None,
+    ) -> None:
         """`control`: address of a control service. `reached`: addresses of units by code, where
-        those of the list lead nowhere from here. A unit that it lacks counts as silent."""
+        those of the list lead nowhere from here. A unit that it lacks counts as silent.
+        `identity`: the folder that the command names."""
         self._control, self._reached = control, dict(reached or {})
+        self._folder = identity
         self._clients: dict[str, ControlClient] = {}
 
     def read(self) -> list[UnitFleet]:
@@ -108,7 +116,8 @@ class Fleets(contextlib.AbstractContextManager["Fleets"]):
     def _client(self, address: str) -> ControlClient:
         if address not in self._clients:
             timeout_s = {"call_timeout_s": _ANSWER_S} if address != self._control else {}
-            self._clients[address] = ControlClient(address, **timeout_s)
+            own = operator_of(address, self._folder)
+            self._clients[address] = ControlClient(address, identity=own, **timeout_s)
         return self._clients[address]
 
 
@@ -304,7 +313,7 @@ def top(arguments: argparse.Namespace) -> int:
 
 
 def _reading(arguments: argparse.Namespace) -> Fleets:
-    return Fleets(arguments.control, dict(arguments.unit or ()))
+    return Fleets(arguments.control, dict(arguments.unit or ()), arguments.identity)
 
 
 def _watch(fleets: Fleets) -> None:

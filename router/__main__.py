@@ -16,6 +16,7 @@ from baton.config.router import RouterConfig
 from baton.errors import ConfigError
 from baton.heap import freeze_heap
 from router.door.access import Callers
+from baton.identity.identity import open_identity
 from router.door.door import Door
 from router.door.listening import split_address
 from router.door.page import OperatorPort
@@ -40,9 +41,10 @@ async def serve(config: ClusterConfig, control: str, listen: str) -> int:
 
     A second signal cuts the drain short. Returns the exit status: 1 after a fault.
     """
+    own = open_identity(config.internal, "router")
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # clients' connections are files
-    door = Door(config.router, control, config.model_name)
+    door = Door(config.router, control, config.model_name, own)
     server = RouterServer(door, config.router, listen)
     operators = operator_port(config.router, door, server.intake.callers)
     signals: asyncio.Queue[int] = asyncio.Queue()

@@ -18,12 +18,11 @@ from contextlib import AsyncExitStack
 from functools import partial
 
 from baton.clock import Clock, Timer
-from baton.config.router import RouterConfig
 from baton.errors import AlreadyExistsError, NotFoundError, ShuttingDownError
 from baton.v1 import control_pb2, router_pb2
 from router.fleet.fleet import Fleet
 from router.fleet.fleet_links import FleetLinks, FleetReport
-from router.fleet.registry import FleetWatch, keep_reporting, waiting_requests
+from router.fleet.registry import FleetWatch, RegistryAccess, keep_reporting, waiting_requests
 from router.fleet.session import RouterIdentity
 from router.fleet.worker_facts import NO_BOUND
 from router.placement.admission import Admission
@@ -51,8 +50,7 @@ class Router:
 
     def __init__(
         self,
-        config: RouterConfig,
-        control_address: str,
+        registry: RegistryAccess,
         model: ServedModel,
         metrics: RouterMetrics,
         *,
@@ -61,20 +59,23 @@ class Router:
         rng: random.Random | None = None,
     ) -> None:
         """`on_fault` gets a task that has ended, and must not while the router serves."""
-        self.config, self.model, self.text = config, model, model.text
+        config = self.config = registry.config
+        self.model, self.text = model, model.text
         self.clock, self._on_fault = clock, on_fault
         self._rng = rng or random.SystemRandom()
-        self._control_address = control_address
+        self._registry = registry
         self.metrics = metrics
         self.identity = RouterIdentity(f"router-{uuid.uuid4().hex[:12]}", time.time_ns())
         self._figures = Figures(self.identity.router_id, clock.now_s)
         self.index = make_index(config.max_predictions)
         self.fleet = Fleet(config, clock.now_s, lambda: self.admission.kick())
-        self.links = FleetLinks(config, self.identity, self.fleet, self.index, model.name)
+        self.links = FleetLinks(
+            config, self.identity, self.fleet, self.index, model.name, registry.own
+        )
         self.links.end_request = self._end_request
         public = PublicPrefix.of(config.public_prefix, model.text)
         self.admission = Admission(config, self.fleet, self.index, clock, random.Random(), public)
-        self.watch = FleetWatch(control_address, config, self._take_fleet, self.fleet.forget_others)
+        self.watch = FleetWatch(registry, self._take_fleet, self.fleet.forget_others)
         self.parts = self._make_parts()
         self._runs: dict[tuple[str, str], RequestRun] = {}
         self._timers: dict[RequestRun, Timer] = {}
@@ -112,7 +113,7 @@ class Router:
 
     async def start(self) -> None:
         """Begin to follow the fleet."""
-        reporting = keep_reporting(self._control_address, self.config, self.report)
+        reporting = keep_reporting(self._registry, self.report)
         for work in (self.watch.run(), reporting):
             task = asyncio.create_task(work)
             task.add_done_callback(self._ended_task)

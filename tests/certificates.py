@@ -12,6 +12,10 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
+from baton.identity.certificates import Certificates
+from baton.identity.identity import Identity
+from baton.identity.keys import Role
+
 _DAY = datetime.timedelta(days=1)
 
 
@@ -42,7 +46,7 @@ class Authority:
         once."""
         key = ec.generate_private_key(ec.SECP256R1())
         builder = _builder(_name(name), self._name, key).add_extension(
-            x509.SubjectAlternativeName([_host(host)]), critical=False
+            x509.SubjectAlternativeName(_hosts(host)), critical=False
         )
         made = Certificate(self._folder / f"{name}.crt", self._folder / f"{name}.key")
         swap(made.certificate, _pem(builder.sign(self._key, hashes.SHA256())))
@@ -57,8 +61,12 @@ class Authority:
         return made
 
 
+def certified(authority: Authority, role: Role) -> Identity:
+    return Identity(role, tls=Certificates(Path(link_folder(authority, role)), role))
+
+
 def link_folder(authority: Authority, role: str, name: str = "") -> str:
-    """The files of `link_tls`, as cert-manager mounts them."""
+    """A role's folder of identities, as cert-manager mounts it."""
     made = authority.issue(f"{role}-{name or 'one'}", f"baton:{role}")
     folder = made.certificate.parent / (name or role)
     folder.mkdir(exist_ok=True)
@@ -82,13 +90,13 @@ def _name(name: str) -> x509.Name:
     return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
 
 
-def _host(host: str) -> x509.GeneralName:
+def _hosts(host: str) -> list[x509.GeneralName]:
     if host.startswith("baton:"):
-        return x509.UniformResourceIdentifier(host)
+        return [x509.UniformResourceIdentifier(host), x509.DNSName(host.replace(":", "-"))]
     try:
-        return x509.IPAddress(ipaddress.ip_address(host))
+        return [x509.IPAddress(ipaddress.ip_address(host))]
     except ValueError:
-        return x509.DNSName(host)
+        return [x509.DNSName(host)]
 
 
 def _builder(

@@ -1,20 +1,17 @@
-"""A worker's link as a router has it, with the look of a gRPC stub; and a worker's port without a
-worker behind it."""
+"""A worker's link as a router or an operator has it; and a worker's port without a worker."""
 
 from __future__ import annotations
 
 import asyncio
-import tempfile
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
-import grpc.aio
-
+from baton.identity.identity import Identity
 from baton.link.frames import LinkError, Method
-from baton.link.router_end import Call, Link
-from baton.link.tls import LinkTls
+from baton.link.router_end import Call, Link, ask_once
 from baton.link.worker_end import LinkServer, Served
 from baton.v1 import worker_pb2
+from tests.identities import OPERATOR, ROUTER, WORKER
 
 
 class StubCall:
@@ -60,13 +57,15 @@ class StubCall:
 class LinkStub:
     """Own a link, made with the first call."""
 
-    def __init__(self, address: str) -> None:
-        self._address = address
+    def __init__(self, address: str, identity: Identity = ROUTER) -> None:
+        self._address, self._identity = address, identity
         self._link: Link | None = None
 
     async def link(self) -> Link:
         if self._link is None:
-            self._link = await Link.connect(self._address, keepalive_s=2.0, timeout_s=10.0)
+            self._link = await Link.connect(
+                self._address, self._identity, keepalive_s=2.0, timeout_s=10.0
+            )
         return self._link
 
     async def close(self) -> None:
@@ -99,26 +98,29 @@ class LinkStub:
         return call
 
 
+async def books_at(address: str) -> worker_pb2.CheckIntegrityResponse:
+    """What a worker holds. Raises LinkError, OSError."""
+    request = worker_pb2.CheckIntegrityRequest()
+    books: worker_pb2.CheckIntegrityResponse
+    books = await ask_once(address, OPERATOR, Method.CHECK_INTEGRITY, request, 10.0)
+    return books
+
+
 class WorkerPort:
-    """Own a worker's port: link and gRPC behind it."""
+    """Own a worker's port."""
 
     def __init__(
         self,
-        server: grpc.aio.Server,
         methods: Mapping[Method, Served],
-        tls: LinkTls | None = None,
+        identity: Identity = WORKER,
+        name: str = "",
     ) -> None:
-        """`server` has its services, and no port."""
-        self._server, self.links = server, LinkServer(methods, tls)
+        self.links = LinkServer(methods, identity, name)
         self.address = ""
-        self._folder = tempfile.TemporaryDirectory(prefix="baton-worker-")
 
     async def start(self, port: int = 0) -> str:
         """The address."""
-        grpc_address = f"unix:{self._folder.name}/grpc"
-        self._server.add_insecure_port(grpc_address)
-        await self._server.start()
-        self.address = f"127.0.0.1:{await self.links.start('127.0.0.1', port, grpc_address)}"
+        self.address = f"127.0.0.1:{await self.links.start('127.0.0.1', port)}"
         return self.address
 
     @property
@@ -128,5 +130,3 @@ class WorkerPort:
 
     async def stop(self) -> None:
         await self.links.stop()
-        await self._server.stop(None)
-        self._folder.cleanup()

@@ -17,6 +17,7 @@ import yaml
 
 from baton.config import settings
 from baton.config.engine import EngineConfig
+from baton.config.internal import InternalConfig
 from baton.config.planner import PlannerConfig
 from baton.config.ranges import NotNegative, Port, Ranged, between
 from baton.config.router import RouterConfig
@@ -112,6 +113,7 @@ class ClusterConfig:
     transfer: TransferConfig = field(default_factory=TransferConfig)
     router: RouterConfig = field(default_factory=RouterConfig)
     control: ControlConfig = field(default_factory=ControlConfig)
+    internal: InternalConfig = field(default_factory=InternalConfig)
     worker: WorkerSettings = field(default_factory=WorkerSettings)
     decode: DecodeConfig = field(default_factory=DecodeConfig)
     registry: RegistryConfig = field(default_factory=RegistryConfig)
@@ -225,8 +227,8 @@ def _check_pool(name: str, config: ClusterConfig, source: str) -> None:
 
 def load_config(path: str | Path) -> ClusterConfig:
     """Read a cluster file. A relative `model` or `tokenizer` means a folder beside the file, if
-    there is one; a leading ~ means a home folder. Relative files for TLS and tokens lie beside the
-    file."""
+    there is one; a leading ~ means a home folder. Relative files for TLS, tokens and
+    identities lie beside the file."""
     source = str(path)
     try:
         text = Path(path).read_text(encoding="utf-8")
@@ -242,6 +244,7 @@ def load_config(path: str | Path) -> ClusterConfig:
         model=_beside(around, config.model),
         tokenizer=tokenizer,
         router=config.router.beside(around),
+        internal=config.internal.beside(around),
     )
 
 

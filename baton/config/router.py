@@ -103,9 +103,6 @@ class RouterConfig(Ranged):
     """None: everyone may call, in any tenant's name."""
     limits: TenantLimits = field(default_factory=TenantLimits)
     """Of each tenant, where `auth.tokens` says nothing else."""
-    link_tls: str | None = None
-    """A folder with `ca.crt`, `tls.crt` and `tls.key`: the router's identity (`baton:router`) on
-    its links to workers. None: plain text."""
     health_port: Port | None = None
     """A further port for the health service, in plain text and open to all: probes have no
     certificate. The router's own port serves health in any case. None: only there."""
@@ -237,8 +234,7 @@ class RouterConfig(Ranged):
     def beside(self, folder: Path) -> RouterConfig:
         """Relative files are those in `folder`."""
         tls, auth = _beside(self.tls, folder), _beside(self.auth, folder)
-        link = None if self.link_tls is None else str(folder / self.link_tls)
-        return dataclasses.replace(self, tls=tls, auth=auth, link_tls=link)
+        return dataclasses.replace(self, tls=tls, auth=auth)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -67,15 +67,15 @@ class WorkerSettings(Ranged):
     leave_timeout_s: Positive = 10.0
     """How long a worker that leaves waits for the engine's step under way."""
     port: Port = 0
-    """Where a worker's gRPC services listen. 0: any free port, which it registers."""
+    """Where a worker's links listen. 0: any free port, which it registers."""
     metrics_port: Port | None = 0
     """Prometheus metrics over HTTP; None: not served, 0: any free port."""
     metrics_host: str | None = None
     """None: where its other services listen, which is the loopback on one machine and the pod's
     address in a pod."""
-    link_tls: str | None = None
-    """A folder with `ca.crt`, `tls.crt` and `tls.key`: the workers' identity (`baton:worker`).
-    Links of others than routers are refused then. None: plain text."""
+    health_port: Port | None = None
+    """For probes, over HTTP and open to all: `GET /live` answers 200 while the worker serves, and
+    503 once it drains. It tells nothing else. None: not served, 0: any free port."""
 
 
 @dataclass(frozen=True)

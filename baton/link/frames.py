@@ -6,25 +6,34 @@ import asyncio
 import enum
 import struct
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
 from google.protobuf.message import DecodeError, Message
 
 from baton.errors import BatonError
+from baton.identity.keys import Role
 from baton.status import DETAILS_KEY
 from baton.unfinished import Unfinished
-from baton.v1 import worker_pb2
+from baton.v1 import common_pb2, worker_pb2
 
 _HEADER = struct.Struct("<IBI")
-VERSION = b"baton link 1"
-KEEPALIVE = struct.Struct("<f")
+VERSION = b"baton link 2"
+NONCE_BYTES = 32
+_HELLO = struct.Struct(f"<{len(VERSION)}sf{NONCE_BYTES}s")
+AS_WORKER, AS_CALLER = "baton link worker", "baton link caller"
+"""What each side signs the nonces of both for."""
 _LOW_BYTES, _HIGH_BYTES = 16 << 10, 64 << 10  # of the buffer: when `room` is given, and taken
 MAX_FRAME_BYTES = 256 << 20
 """Of a worker's frames, which its router trusts. A longer one ends the connection."""
+MAX_STRANGERS_BYTES = 1 << 10
+"""The same until it is known who is there."""
 TOKENS_ROOM, OTHERS_ROOM = 1 << 20, _HIGH_BYTES
 """Bytes unsent up to which more are taken: tokens go before all else."""
 _LOOK_S = 0.01
+NO_CALL = 0
+"""What a frame of no call has as its number: END then refuses the link."""
 
 
 class Kind(enum.IntEnum):
@@ -35,18 +44,38 @@ class Kind(enum.IntEnum):
     END = 5
     CANCEL = 6
     PING = 7
+    CHALLENGE = 8
+    PROOF = 9
 
 
 class Method(enum.IntEnum):
-    """What a router asks of a worker. A session ends with its connection."""
+    """What is asked of a worker. A session ends with its connection."""
 
     SESSION = 1
     PREFILL = 2
     ATTACH = 3
     FOLLOW_KV = 4
     CANCEL = 5
+    READ_TOKENIZER = 6
+    LOAD = 7
+    DRAIN = 8
+    CHECK_INTEGRITY = 9
 
 
+_ROUTERS: frozenset[Role] = frozenset({"router"})
+_POD_TOO: frozenset[Role] = frozenset({"operator", "worker"})  # a pod drains itself
+CALLERS: dict[Method, frozenset[Role]] = {
+    Method.SESSION: _ROUTERS,
+    Method.PREFILL: _ROUTERS,
+    Method.ATTACH: _ROUTERS,
+    Method.FOLLOW_KV: _ROUTERS,
+    Method.CANCEL: _ROUTERS,
+    Method.READ_TOKENIZER: _ROUTERS,
+    Method.LOAD: _POD_TOO,
+    Method.DRAIN: _POD_TOO,
+    Method.CHECK_INTEGRITY: frozenset({"operator"}),
+}
+"""The roles that may make each call."""
 NUMBERS = frozenset(Method)
 MESSAGES: dict[Method, tuple[type[Message], type[Message]]] = {
     Method.SESSION: (worker_pb2.SessionRequest, worker_pb2.SessionResponse),
@@ -54,7 +83,42 @@ MESSAGES: dict[Method, tuple[type[Message], type[Message]]] = {
     Method.ATTACH: (worker_pb2.AttachRequest, worker_pb2.AttachResponse),
     Method.CANCEL: (worker_pb2.Cancel, worker_pb2.CancelResponse),
     Method.FOLLOW_KV: (worker_pb2.SubscribeKvRequest, worker_pb2.SubscribeKvResponse),
+    Method.READ_TOKENIZER: (worker_pb2.ReadTokenizerRequest, worker_pb2.ReadTokenizerResponse),
+    Method.LOAD: (worker_pb2.LoadRequest, worker_pb2.LoadResponse),
+    Method.DRAIN: (worker_pb2.DrainRequest, worker_pb2.DrainResponse),
+    Method.CHECK_INTEGRITY: (worker_pb2.CheckIntegrityRequest, worker_pb2.CheckIntegrityResponse),
 }
+
+
+def link_name(ref: common_pb2.WorkerRef) -> str:
+    """Whom a caller means: this start of this worker. Another one, to which somebody passes the
+    connection on, refuses it."""
+    return f"{ref.worker_id}/{ref.incarnation}"
+
+
+@dataclass(frozen=True)
+class Hello:
+    """A link's first frame."""
+
+    keepalive_s: float
+    nonce: bytes
+    role: str
+    """The caller's."""
+    worker: str = ""
+    """Its `link_name`; empty: whoever listens."""
+
+    def to_bytes(self) -> bytes:
+        fixed = _HELLO.pack(VERSION, self.keepalive_s, self.nonce)
+        return fixed + f"{self.role} {self.worker}".encode()
+
+    @classmethod
+    def read(cls, payload: bytes) -> Hello:
+        """Raises ValueError."""
+        if not payload.startswith(VERSION) or len(payload) < _HELLO.size:
+            raise ValueError(f"it speaks {payload[:40]!r}")
+        _, keepalive_s, nonce = _HELLO.unpack_from(payload)
+        role, _, worker = payload[_HELLO.size :].decode().partition(" ")
+        return cls(keepalive_s, nonce, role, worker)
 
 
 class LinkError(Exception):
@@ -81,7 +145,6 @@ class Frames(asyncio.Protocol, ABC):
     def __init__(self, keepalive_s: float, unfinished: Unfinished | None = None) -> None:
         """`unfinished`: a budget for frames of which a part has come."""
         self._keepalive_s, self._unfinished = keepalive_s, unfinished
-        self._max_frame_bytes = MAX_FRAME_BYTES
         self._transport: asyncio.WriteTransport | None = None
         self._received = bytearray()
         self._has_heard = self._has_sent = True
@@ -89,7 +152,7 @@ class Frames(asyncio.Protocol, ABC):
         self._tick: asyncio.TimerHandle | None = None
         self._resumed = asyncio.Event()
         self._resumed.set()
-        self._why = ""
+        self._longest_bytes = MAX_STRANGERS_BYTES
 
     @property
     def is_open(self) -> bool:
@@ -116,7 +179,7 @@ class Frames(asyncio.Protocol, ABC):
         at = 0
         while len(received) - at >= _HEADER.size:
             length, kind, call = _HEADER.unpack_from(received, at)
-            if length > (most := self._max_frame_bytes):
+            if length > (most := self._longest_bytes):
                 return self.close(f"a frame of {length} bytes is longer than {most}")
             end = at + _HEADER.size + length
             if end > len(received):
@@ -153,7 +216,7 @@ class Frames(asyncio.Protocol, ABC):
 
     # --- sending -------------------------------------------------------------------------------
 
-    def _send(self, kind: Kind, call: int = 0, payload: bytes = b"") -> None:
+    def _send(self, kind: Kind, call: int = NO_CALL, payload: bytes = b"") -> None:
         if self._transport is not None:
             self._has_sent = True
             self._transport.write(_HEADER.pack(len(payload), kind, call) + payload)
@@ -178,6 +241,10 @@ class Frames(asyncio.Protocol, ABC):
         if transport is not None:
             transport.abort()
             self._on_lost(why)
+
+    def _is_known(self, longest_bytes: int = MAX_FRAME_BYTES) -> None:
+        """It is known who is there, and how long a frame of it may be."""
+        self._longest_bytes = longest_bytes
 
     def _on_tick(self) -> None:
         """Twice in `keepalive_s`. Silence is counted in ticks: a process that stood still has seen

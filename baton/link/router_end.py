@@ -1,18 +1,35 @@
-"""The router's end of a link."""
+"""The caller's end of a link: a router's, or an operator's."""
 
 from __future__ import annotations
 
 import asyncio
+import os
 from typing import Any, Protocol
 
 import grpc
 from google.protobuf.message import Message
 from google.rpc import status_pb2
 
-from baton.link.frames import KEEPALIVE, MESSAGES, VERSION, Frames, Kind, LinkError, Method
-from baton.link.tls import LinkTls
+from baton.identity.certificates import roles_of
+from baton.identity.identity import Identity
+from baton.link.frames import (
+    AS_CALLER,
+    AS_WORKER,
+    MESSAGES,
+    NO_CALL,
+    NONCE_BYTES,
+    Frames,
+    Hello,
+    Kind,
+    LinkError,
+    Method,
+)
 
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
+
+
+class LinkRefusedError(ConnectionRefusedError):
+    """Who listens there is not the worker that is meant, or does not take this caller."""
 
 
 class Caller(Protocol):
@@ -40,9 +57,13 @@ class Call:
 class Link(Frames):
     """Own a connection to a worker, and the calls on it."""
 
-    def __init__(self, keepalive_s: float, tls: LinkTls | None) -> None:
+    def __init__(self, keepalive_s: float, identity: Identity, worker: str = "") -> None:
         super().__init__(keepalive_s)
-        self._tls = tls
+        self._identity = identity
+        nonce = os.urandom(NONCE_BYTES)
+        self._hello = Hello(keepalive_s, nonce, identity.role, worker).to_bytes()
+        self._has_proved = identity.keys is None
+        """Whether the worker has, where it must."""
         self._calls: dict[int, tuple[Caller, type[Message]]] = {}
         self._num_calls = 0
         self._welcomed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -53,21 +74,25 @@ class Link(Frames):
     async def connect(
         cls,
         address: str,
+        identity: Identity,
         *,
         keepalive_s: float,
         timeout_s: float,
-        tls: LinkTls | None = None,
+        worker: str = "",
     ) -> Link:
-        """Connect to a worker that answers. Raises OSError where nobody listens, and
-        ConnectionResetError or TimeoutError where somebody does and does not answer."""
+        """Connect to a worker that answers, and that takes this caller. `worker`: its `link_name`.
+
+        Raises OSError where nobody listens, LinkRefusedError where somebody else does, or refuses,
+        and ConnectionResetError or TimeoutError where somebody does and does not answer.
+        """
         host, _, port = address.rpartition(":")
         loop = asyncio.get_running_loop()
-        link = cls(keepalive_s, tls)
-        secure = None if tls is None else tls.context
+        link = cls(keepalive_s, identity, worker)
+        secure = None if identity.tls is None else identity.tls.now.client
         try:
             async with asyncio.timeout(timeout_s):
                 await loop.create_connection(lambda: link, host.strip("[]"), int(port), ssl=secure)
-                link._send(Kind.HELLO, payload=VERSION + KEEPALIVE.pack(keepalive_s))
+                link._send(Kind.HELLO, payload=link._hello)
                 await link._welcomed
         except BaseException:
             link.close("it did not answer in time")
@@ -76,8 +101,8 @@ class Link(Frames):
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        if self._tls is not None and (why := self._tls.wrong_peer(transport)):
-            self.close(why)
+        if self._identity.tls is not None and "worker" not in roles_of(transport):
+            self._leave("its certificate does not name baton:worker")
 
     def call(self, method: Method, request: Message, caller: Caller) -> Call:
         """Begin a call. If the connection is lost already, the caller hears of it at once."""
@@ -115,11 +140,35 @@ class Link(Frames):
             if known := self._calls.get(call):
                 caller, response_type = known
                 caller.on_message(response_type.FromString(payload))
+        elif kind == Kind.END and call == NO_CALL:
+            self._leave(f"it refuses the link: {_error_of(payload)}")
         elif kind == Kind.END:
             if known := self._calls.pop(call, None):
                 known[0].on_end(_error_of(payload))
-        elif kind == Kind.WELCOME and not self._welcomed.done():
+        elif not self._welcomed.done():
+            self._on_unproved(kind, payload)
+
+    def _on_unproved(self, kind: int, payload: bytes) -> None:
+        keys = self._identity.keys
+        if kind == Kind.CHALLENGE:
+            parts = (self._hello, payload[:NONCE_BYTES])
+            if keys is None:
+                return self._leave("it wants keys, and this side has none (internal.identity)")
+            if not keys.verify(("worker",), AS_WORKER, parts, payload[NONCE_BYTES:]):
+                return self._leave("it is no worker of this cluster")
+            self._has_proved = True
+            return self._send(Kind.PROOF, payload=keys.sign(AS_CALLER, parts))
+        if kind == Kind.WELCOME:
+            if not self._has_proved:
+                return self._leave("it does not prove that it is a worker of this cluster")
+            self._is_known()
             self._welcomed.set_result(None)
+        return None
+
+    def _leave(self, why: str) -> None:
+        if not self._welcomed.done():
+            self._welcomed.set_exception(LinkRefusedError(why))
+        self.close(why)
 
     def _on_lost(self, why: str) -> None:
         if not self._welcomed.done():
@@ -129,6 +178,25 @@ class Link(Frames):
         calls, self._calls = self._calls, {}
         for caller, _ in calls.values():
             caller.on_end(LinkError(grpc.StatusCode.UNAVAILABLE, why))
+
+
+async def ask_once(
+    address: str,
+    identity: Identity,
+    method: Method,
+    request: Message,
+    timeout_s: float,
+    worker: str = "",
+) -> Any:
+    """The one message that answers a call, on a link of its own. Raises what `connect` and `ask`
+    do."""
+    link = await Link.connect(
+        address, identity, keepalive_s=timeout_s, timeout_s=timeout_s, worker=worker
+    )
+    try:
+        return await link.ask(method, request, timeout_s)
+    finally:
+        link.close("it was asked")
 
 
 class _Answer:

@@ -1,15 +1,15 @@
-"""The worker's end of links: its port, with gRPC behind it."""
+"""The worker's end of links: its port."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
+import os
 import socket
 import ssl
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NoReturn
 
 import grpc
@@ -17,29 +17,33 @@ from google.protobuf.message import Message
 from google.rpc import status_pb2
 
 from baton.grpc_options import WORKER_MESSAGE_BYTES
+from baton.identity.certificates import roles_of
+from baton.identity.identity import Identity
+from baton.identity.refusals import Refusals
 from baton.link.frames import (
-    KEEPALIVE,
+    AS_CALLER,
+    AS_WORKER,
+    CALLERS,
     MESSAGES,
+    NO_CALL,
+    NONCE_BYTES,
     NUMBERS,
     OTHERS_ROOM,
-    VERSION,
     Frames,
+    Hello,
     Kind,
     LinkError,
     Method,
 )
-from baton.link.tls import LinkTls
 from baton.status import DETAILS_KEY
 from baton.unfinished import Unfinished
 
 log = logging.getLogger(__name__)
 
 HELLO_WITHIN_S = 5.0
-_HELLO_BYTES = 4096
-_MAX_FRAME_BYTES = 2 * WORKER_MESSAGE_BYTES  # after it: more than any request makes
+"""How long it may take until it is known who calls."""
+_MAX_FRAME_BYTES = 2 * WORKER_MESSAGE_BYTES  # more than any request makes
 _UNFINISHED_BYTES = 2 * _MAX_FRAME_BYTES  # of all links' frames that have begun to come
-_HTTP2 = b"PRI * HTTP/2.0"
-_TLS_HANDSHAKE = b"\x16"
 _ACCEPT_AGAIN_S = 1.0
 _LAST_WITHIN_S = 0.5  # for what is unsent when a server stops
 
@@ -60,7 +64,7 @@ class CallContext:
 
 
 Handler = Callable[[AsyncIterator[Any], CallContext], AsyncIterator[Message]]
-"""Takes the router's messages, the request first, and yields the worker's."""
+"""Takes the caller's messages, the request first, and yields the worker's."""
 
 
 @dataclass(frozen=True)
@@ -93,23 +97,21 @@ def streams(handler: Callable[[Any, CallContext], AsyncIterator[Message]]) -> Se
 class LinkServer:
     """Own a listening port, its connections and their calls."""
 
-    def __init__(self, methods: Mapping[Method, Served], tls: LinkTls | None = None) -> None:
-        """`tls`: then links without it are refused. gRPC stays as it is."""
-        self._methods, self.tls = methods, tls
+    def __init__(self, methods: Mapping[Method, Served], identity: Identity, name: str) -> None:
+        """`identity`: the worker's. `name`: its `link_name`."""
+        self._methods, self.identity, self.name = methods, identity, name
         self._server: asyncio.Server | None = None
-        self._grpc = ""
         self.is_stopped = False
         self.unfinished = Unfinished(_UNFINISHED_BYTES)
         self._accepting: asyncio.Task[None] | None = None  # where there is TLS
         self._arriving: set[asyncio.Task[None]] = set()
-        self._connections: set[_Arriving] = set()
+        self._links: set[_ServedLink] = set()
+        self._refusals = Refusals(log)
 
-    async def start(self, host: str, port: int, grpc_address: str) -> int:
-        """Listen; the port. `grpc_address`: `unix:PATH` or host:port of the worker's gRPC server.
-        Raises OSError."""
+    async def start(self, host: str, port: int) -> int:
+        """Listen; the port. Raises OSError."""
         loop = asyncio.get_running_loop()
-        self._grpc = grpc_address
-        if self.tls is None:
+        if self.identity.tls is None:
             self._server = await loop.create_server(self._accept, host.strip("[]"), port)
             number: int = self._server.sockets[0].getsockname()[1]
             return number
@@ -122,51 +124,40 @@ class LinkServer:
         return number
 
     def _accept(self) -> asyncio.Protocol:
-        return _Arriving(self, is_secure=False)
+        return _ServedLink(self)
 
     async def _accept_all(self, listening: socket.socket) -> None:
-        """Where there is TLS: a connection's first byte says whether it begins with a handshake,
-        and is read by whoever serves it."""
+        """Take connections in with the certificate of the moment."""
         loop = asyncio.get_running_loop()
         while True:
             try:
-                arrived, _ = await loop.sock_accept(listening)
+                arrived, peer = await loop.sock_accept(listening)
             except OSError as error:  # too many open files, say
                 log.error("no connection can be taken: %s", error)
                 await asyncio.sleep(_ACCEPT_AGAIN_S)
                 continue
-            task = loop.create_task(self._take_in(arrived))
+            task = loop.create_task(self._take_in(arrived, peer[0]))
             self._arriving.add(task)
             task.add_done_callback(self._arriving.discard)
 
-    async def _take_in(self, arrived: socket.socket) -> None:
-        assert self.tls is not None
-        loop, readable = asyncio.get_running_loop(), asyncio.Event()
-        loop.add_reader(arrived, readable.set)
+    async def _take_in(self, arrived: socket.socket, host: str) -> None:
+        assert self.identity.tls is not None
+        loop, context = asyncio.get_running_loop(), self.identity.tls.now.server
         try:
             async with asyncio.timeout(HELLO_WITHIN_S):
-                await readable.wait()
-            loop.remove_reader(arrived)
-            is_secure = arrived.recv(1, socket.MSG_PEEK) == _TLS_HANDSHAKE
-            context = self.tls.context if is_secure else None
-            made = partial(_Arriving, self, is_secure)
-            await loop.connect_accepted_socket(made, arrived, ssl=context)
-        except TimeoutError:  # it says nothing: a probe
-            loop.remove_reader(arrived)
-            arrived.close()
+                await loop.connect_accepted_socket(self._accept, arrived, ssl=context)
         except ssl.SSLError as error:
-            log.warning("a link is refused: %s", error)
-        except OSError as error:
+            self.tell_refusal(host, str(error))
+        except (OSError, TimeoutError) as error:
             log.debug("a connection is lost as it comes: %s", error)
-        except asyncio.CancelledError:
-            loop.remove_reader(arrived)
-            arrived.close()
-            raise
+
+    def tell_refusal(self, host: str, why: str) -> None:
+        self._refusals.tell("a link", host, why)
 
     @property
     def num_unsent(self) -> int:
         """Bytes that routers have yet to take."""
-        return sum(one.served.num_unsent for one in self._connections if one.served is not None)
+        return sum(link.num_unsent for link in self._links)
 
     async def stop(self) -> None:
         """Let what is unsent go out, then cut every connection, and wait until its calls have
@@ -174,13 +165,14 @@ class LinkServer:
         self.is_stopped = True
         if self._server is not None:
             self._server.close()
-        served = [one.served for one in self._connections if one.served is not None]
-        if served:
-            sent = [asyncio.ensure_future(link.room(0)) for link in served]
+        if self._links:
+            sent = [asyncio.ensure_future(link.room(0)) for link in self._links]
             _, late = await asyncio.wait(sent, timeout=_LAST_WITHIN_S)
             for each in late:
                 each.cancel()
-        tasks = [task for one in list(self._connections) for task in one.end()]
+        tasks = [task for link in list(self._links) for task in link.end()]
+        for link in list(self._links):
+            link.close("the worker stops")
         tasks += [*self._arriving, *([self._accepting] if self._accepting is not None else [])]
         for task in tasks:
             task.cancel()
@@ -188,129 +180,92 @@ class LinkServer:
             await asyncio.wait(tasks)
 
 
-class _Arriving(asyncio.Protocol):
-    """A connection until its first bytes show what it is."""
+class _ServedLink(Frames):
+    """A caller's connection at its worker."""
 
-    def __init__(self, server: LinkServer, is_secure: bool) -> None:
-        self._server, self._is_secure = server, is_secure
-        self._transport: Any = None
-        self._first = b""
+    def __init__(self, server: LinkServer) -> None:
+        super().__init__(HELLO_WITHIN_S, server.unfinished)
+        self._server = server
+        self._hello = self._nonce = b""
+        self._roles: Collection[str] = ()
+        """The caller's; empty until they are known."""
         self._limit: asyncio.TimerHandle | None = None
-        self.served: _ServedLink | None = None
-        self._passing: asyncio.Task[None] | None = None
+        self._calls: dict[int, tuple[asyncio.Task[None], asyncio.Queue[Any], type[Message]]] = {}
 
     def connection_made(self, transport: Any) -> None:
-        self._transport = transport
-        self._server._connections.add(self)
-        loop = asyncio.get_running_loop()
-        self._limit = loop.call_later(HELLO_WITHIN_S, transport.abort)
+        super().connection_made(transport)
+        self._server._links.add(self)
+        loop, why = asyncio.get_running_loop(), f"no proof within {HELLO_WITHIN_S:g} s"
+        self._limit = loop.call_later(HELLO_WITHIN_S, self._refuse, why)
         if self._server.is_stopped:  # accepted just before
-            transport.abort()
+            self.close("the worker stops")
 
-    def data_received(self, data: bytes) -> None:
-        self._first += data
-        if _HTTP2.startswith(self._first[: len(_HTTP2)]):
-            if len(self._first) < len(_HTTP2):
-                return
-            self._end_limit()
-            self._transport.pause_reading()
-            work = _pass_on(self._transport, self._first, self._server._grpc)
-            self._passing = asyncio.create_task(work)
-            self._passing.add_done_callback(lambda _: self._server._connections.discard(self))
-        elif refusal := self._refusal():
-            log.warning("a link is refused: %s", refusal)
-            self._transport.abort()
-        else:
-            self._end_limit()
-            served = self.served = _ServedLink(self._server, self)
-            self._transport.set_protocol(served)
-            served.connection_made(self._transport)
-            served.data_received(self._first)
+    # --- who calls -----------------------------------------------------------------------------
 
-    def _refusal(self) -> str:
-        tls = self._server.tls
-        if tls is None:
-            return ""
-        return tls.wrong_peer(self._transport) if self._is_secure else "it has no TLS"
+    def _on_unknown(self, kind: int, payload: bytes) -> None:
+        """A frame before it is known who sends it."""
+        if kind == Kind.HELLO and not self._hello:
+            try:
+                self._greet(payload, Hello.read(payload))
+            except ValueError as error:
+                self._refuse(str(error))
+        elif kind == Kind.PROOF and self._nonce:
+            keys, role = self._server.identity.keys, Hello.read(self._hello).role
+            assert keys is not None, "only keys make a nonce"
+            if not keys.verify((role,), AS_CALLER, (self._hello, self._nonce), payload):
+                return self._refuse(f"it says that it is a {role!r} and does not prove it")
+            self._welcome((role,))
+        elif kind != Kind.PING:
+            self._refuse("it does not say who it is")
+        return None
+
+    def _greet(self, payload: bytes, hello: Hello) -> None:
+        identity = self._server.identity
+        if hello.worker not in ("", self._server.name):
+            return self._refuse(f"it wants {hello.worker!r}, and this is {self._server.name!r}")
+        self._hello = payload
+        if identity.keys is not None:
+            self._nonce = os.urandom(NONCE_BYTES)
+            signature = identity.keys.sign(AS_WORKER, (payload, self._nonce))
+            return self._send(Kind.CHALLENGE, payload=self._nonce + signature)
+        shown = (hello.role,) if identity.tls is None else roles_of(self._transport)
+        return self._welcome(shown)
+
+    def _welcome(self, roles: Collection[str]) -> None:
+        if not any(role in callers for role in roles for callers in CALLERS.values()):
+            return self._refuse(f"its certificate names no role: {roles}")
+        self._roles = roles
+        self._end_limit()
+        self._is_known(_MAX_FRAME_BYTES)
+        self._keepalive_s = max(0.05, Hello.read(self._hello).keepalive_s)
+        self._on_tick()
+        return self._send(Kind.WELCOME)
+
+    def _refuse(self, why: str) -> None:
+        """Say why, here and there, and close."""
+        if self._transport is None:
+            return
+        host = (self._transport.get_extra_info("peername") or ("?",))[0]
+        self._server.tell_refusal(host, why)
+        self._end_call(NO_CALL, LinkError(grpc.StatusCode.PERMISSION_DENIED, why))
+        transport, self._transport = self._transport, None
+        transport.close()
+        self._on_lost(why)
+
+    def close(self, why: str) -> None:
+        if self.is_open and not self._roles and not self._server.is_stopped:
+            return self._refuse(why)
+        return super().close(why)
 
     def _end_limit(self) -> None:
         if self._limit is not None:
             self._limit.cancel()
 
-    def connection_lost(self, error: Exception | None) -> None:
-        self._end_limit()
-        self._server._connections.discard(self)
-
-    def end(self) -> list[asyncio.Task[None]]:
-        """The tasks that end with it."""
-        tasks = [] if self._passing is None else [self._passing]
-        if self.served is not None:
-            tasks += self.served.end()
-        for task in tasks:
-            task.cancel()
-        if self._transport is not None:
-            self._transport.abort()
-        return tasks
-
-
-async def _pass_on(transport: Any, first: bytes, address: str) -> None:
-    """Copy bytes both ways until either side has none."""
-    loop = asyncio.get_running_loop()
-    reader = asyncio.StreamReader(loop=loop)
-    protocol = asyncio.StreamReaderProtocol(reader, loop=loop)
-    try:
-        if address.startswith("unix:"):
-            inner = await asyncio.open_unix_connection(address.removeprefix("unix:"))
-        else:
-            host, _, port = address.rpartition(":")
-            inner = await asyncio.open_connection(host, int(port))
-    except OSError as error:
-        log.warning("the gRPC server at %s does not answer: %s", address, error)
-        transport.abort()
-        return
-    transport.set_protocol(protocol)
-    protocol.connection_made(transport)
-    reader.feed_data(first)
-    transport.resume_reading()
-    outer = asyncio.StreamWriter(transport, protocol, reader, loop)
-    copies = [
-        asyncio.create_task(_copy(reader, inner[1])),
-        asyncio.create_task(_copy(inner[0], outer)),
-    ]
-    try:
-        await asyncio.wait(copies, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for copy in copies:
-            copy.cancel()
-        for writer in (inner[1], outer):
-            writer.close()
-
-
-async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    with contextlib.suppress(OSError):
-        while data := await reader.read(64 << 10):
-            writer.write(data)
-            await writer.drain()
-
-
-class _ServedLink(Frames):
-    """A router's connection at its worker."""
-
-    def __init__(self, server: LinkServer, arriving: _Arriving) -> None:
-        super().__init__(HELLO_WITHIN_S, server.unfinished)
-        self._max_frame_bytes = _HELLO_BYTES
-        self._server, self._arriving = server, arriving
-        self._calls: dict[int, tuple[asyncio.Task[None], asyncio.Queue[Any], type[Message]]] = {}
+    # --- calls ---------------------------------------------------------------------------------
 
     def _on_frame(self, kind: int, call: int, payload: bytes) -> None:
-        if kind == Kind.HELLO:
-            version, keepalive = payload[: len(VERSION)], payload[len(VERSION) :]
-            if version != VERSION or len(keepalive) != KEEPALIVE.size:
-                return self.close(f"it speaks {payload[:40]!r}")
-            self._max_frame_bytes = _MAX_FRAME_BYTES
-            self._keepalive_s = max(0.05, KEEPALIVE.unpack(keepalive)[0])
-            self._on_tick()
-            return self._send(Kind.WELCOME, payload=VERSION)
+        if not self._roles:
+            return self._on_unknown(kind, payload)
         if kind == Kind.CALL:
             return self._begin(call, payload)
         if known := self._calls.get(call):
@@ -324,6 +279,9 @@ class _ServedLink(Frames):
     def _begin(self, call: int, payload: bytes) -> None:
         number = payload[0]
         method = Method(number) if number in NUMBERS else None
+        if method is not None and not CALLERS[method].intersection(self._roles):
+            why = f"{method.name} is for {' or '.join(sorted(CALLERS[method]))} alone"
+            return self._end_call(call, LinkError(grpc.StatusCode.PERMISSION_DENIED, why))
         served = None if method is None else self._server._methods.get(method)
         if served is None or method is None:
             name = f"method {number}" if method is None else method.name
@@ -368,7 +326,8 @@ class _ServedLink(Frames):
         return self._send(Kind.END, call, bytes((error.code().value[0],)) + status)
 
     def _on_lost(self, why: str) -> None:
-        self._server._connections.discard(self._arriving)
+        self._end_limit()
+        self._server._links.discard(self)
         self.end()
 
     @property
@@ -376,7 +335,7 @@ class _ServedLink(Frames):
         return len(self._calls)
 
     def end(self) -> list[asyncio.Task[None]]:
-        """Cancel its calls, as if the router had."""
+        """Cancel its calls, as if their caller had."""
         tasks = [task for task, _, _ in self._calls.values()]
         self._calls.clear()
         for task in tasks:

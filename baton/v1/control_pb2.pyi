@@ -175,7 +175,7 @@ class WorkerInfo(_message.Message):
     pool: _builtins.str
     role: _common_pb2.WorkerRole.ValueType
     address: _builtins.str
-    """host:port of the worker's gRPC server."""
+    """host:port of the worker's links."""
     model: _builtins.str
     kv_fingerprint: _builtins.bytes
     tp_size: _builtins.int

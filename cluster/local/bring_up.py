@@ -38,6 +38,7 @@ from baton.config.router import RouterConfig
 from baton.control_client import ControlClient
 from baton.errors import BatonError, ConfigError, DeadlineError, UnavailableError
 from baton.grpc_options import DIRECT
+from baton.identity.identity import Identity, make_keys, open_identity, recorded
 from baton.native_build import NativeBuildError, build
 from baton.secret_files import open_to_others
 from baton.v1 import control_pb2
@@ -133,6 +134,8 @@ def up(
         run_dir.chmod(0o700)
         for warning in open_to_others(config.router.secret_files):
             on_progress(f"warning: {warning}")
+        config = with_own_keys(config, run_dir)
+        own = open_identity(config.internal, "operator")
         reaper = stack.enter_context(watched_over())
         auto = stack.enter_context(AutoSettings(config, reaper.variables))
         on_progress("starting Ray")
@@ -149,7 +152,8 @@ def up(
         supervisor = SupervisorHandle.start(config, run_dir)
         stack.callback(supervisor.stop)
         control = supervisor.address()
-        _wait_for_pools(control, on_progress, config.supervisor.start_timeout_s)
+        stack.enter_context(recorded(control, config.internal))
+        _wait_for_pools(control, own, on_progress, config.supervisor.start_timeout_s)
         on_progress("starting the router")
         for process in ray_processes:
             reaper.name(descendants(process.pid))
@@ -159,6 +163,17 @@ def up(
             router, control, supervisor.pid, stack.pop_all(), heart, run_dir, _http(config.router)
         )
     raise AssertionError("unreachable")
+
+
+def with_own_keys(config: ClusterConfig, run_dir: Path) -> ClusterConfig:
+    """With keys of its own in the run directory, unless the configuration names a folder."""
+    internal = config.internal
+    if internal.identity != "keys" or internal.folder is not None:
+        return config
+    folder = run_dir / "identity"
+    make_keys(folder)
+    internal = dataclasses.replace(internal, folder=str(folder.resolve()))
+    return dataclasses.replace(config, internal=internal)
 
 
 def _check_runs_here(config: ClusterConfig) -> None:
@@ -303,11 +318,11 @@ def _give_up_on_failing(pools: list[control_pb2.PoolStatus]) -> None:
             raise UnavailableError(f"the {pool.name} pool does not start: {pool.last_error}")
 
 
-def _wait_for_pools(control: str, on_progress: OnProgress, timeout_s: float) -> None:
+def _wait_for_pools(control: str, own: Identity, on_progress: OnProgress, timeout_s: float) -> None:
     """Wait until every pool has its replicas live, and report each change. Raises
     UnavailableError."""
     reported = ""
-    with ControlClient(control) as client:
+    with ControlClient(control, identity=own) as client:
         fleets = client.watch_fleet(timeout_s)
         while True:
             try:

@@ -15,11 +15,12 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio
 
 from baton.errors import BatonError, NotFoundError, OtherModelError
-from baton.grpc_options import accepts_pings
+from baton.identity.identity import Identity
 from baton.status import abort, first_message
 from baton.v1 import common_pb2, control_pb2, control_pb2_grpc, worker_pb2
 from cluster.pools.pool_table import Pool
 from cluster.pools.role_plan import Role, RolePlan
+from cluster.registry.control_access import control_server, listen_at
 from cluster.registry.pairing import unpaired
 from cluster.registry.pool_changes import PoolBacking, PoolChanges
 from cluster.registry.registry import (
@@ -37,7 +38,6 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 UNITS_EVERY_S = 5.0
-_SERVER_OPTIONS = (("grpc.so_reuseport", 0), *accepts_pings())
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -267,17 +267,22 @@ def _registration(info: control_pb2.WorkerInfo) -> Registration:
 
 @contextlib.asynccontextmanager
 async def serve(
-    registry: Registry, changes: Changes, listen: str, backing: PoolBacking | None = None
+    registry: Registry,
+    changes: Changes,
+    listen: str,
+    identity: Identity,
+    backing: PoolBacking | None = None,
 ) -> AsyncIterator[str]:
-    """Serve the registry with health checks; yields the bound host:port. Raises OSError."""
-    server = grpc.aio.server(options=_SERVER_OPTIONS)
+    """Serve the registry with health checks; yields the bound host:port. `identity`: the
+    operator's. Raises OSError."""
+    server = control_server(identity)
     service = ControlService(registry, changes, backing or PoolBacking())
     control_pb2_grpc.add_ControlServiceServicer_to_server(service, server)
     health = health_aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(health, server)
     host = listen.rpartition(":")[0]
     try:
-        port = server.add_insecure_port(listen)
+        port = listen_at(server, listen, identity)
     except RuntimeError as error:
         raise OSError(f"cannot listen on {listen}: {error}") from error
     await server.start()

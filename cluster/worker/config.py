@@ -12,6 +12,7 @@ from pathlib import Path
 
 from baton.config.cluster import ClusterConfig
 from baton.config.engine import EngineConfig
+from baton.config.internal import InternalConfig
 from baton.config.transfer import TransferConfig
 from baton.config.workers import DecodeConfig, RegistryConfig, WorkerSettings
 from cluster.node.pod import Pod
@@ -53,6 +54,7 @@ class WorkerConfig:
     in_pod: bool = False
     """Whether it has its own pod; then `with_node_settings` sets where it listens."""
     pod: Pod | None = None
+    internal: InternalConfig = field(default_factory=InternalConfig)
     settings: WorkerSettings = field(default_factory=WorkerSettings)
     log_level: str = "info"
     log_dir: str = ""
@@ -87,6 +89,7 @@ def worker_config(
         control_address=control_address,
         in_pod=cluster.runs_on == "pods",
         log_level=cluster.log_level,
+        internal=cluster.internal,
         settings=settings,
         decode=cluster.decode,
         registry=cluster.registry,

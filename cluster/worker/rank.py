@@ -21,6 +21,7 @@ from baton.config.engine import AUTO, Dtype, EngineConfig
 from baton.control_client import ControlClient
 from baton.errors import NotFoundError, UnavailableError
 from baton.heap import freeze_heap
+from baton.identity.identity import open_identity
 from cluster.worker.config import RankPosition, WorkerConfig
 from engine.api import ModelSpec, Runner
 from engine.build import (
@@ -209,7 +210,8 @@ def with_agreed_dtype(config: WorkerConfig, model: str) -> WorkerConfig:
 
 def _agreed(config: WorkerConfig, own: str) -> str:
     give_up_at = time.monotonic() + _AGREE_WITHIN_S
-    with ControlClient(config.control_address) as control:
+    identity = open_identity(config.internal, "worker")
+    with ControlClient(config.control_address, identity=identity) as control:
         while True:
             try:
                 return control.agree_dtype(config.pool, own)

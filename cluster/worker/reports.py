@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -21,7 +22,9 @@ from prometheus_client.registry import Collector
 from baton import status
 from baton.errors import OtherModelError
 from baton.grpc_options import DIRECT, sends_pings
-from baton.v1 import control_pb2, control_pb2_grpc, worker_pb2
+from baton.identity.control_calls import control_channel, control_stub
+from baton.identity.identity import Identity
+from baton.v1 import control_pb2, worker_pb2
 from cluster.registry.control_service import ROLES
 from cluster.worker.config import WorkerConfig
 from cluster.worker.rank import Rank
@@ -98,9 +101,10 @@ class Registrar:
         info: control_pb2.WorkerInfo,
         beat: Callable[[], control_pb2.RegisterRequest],
         on_drain: Callable[[], None],
+        identity: Identity,
         interval_s: float = 0.3,
     ) -> None:
-        self._address = control_address
+        self._address, self._identity = control_address, identity
         self._info = info
         self._beat = beat
         self._on_drain = on_drain
@@ -130,11 +134,13 @@ class Registrar:
 
     async def _stay_registered(self) -> bool:
         """Run one stream. True: the registry ended it in order."""
-        async with grpc.aio.insecure_channel(self._address, options=_CHANNEL_OPTIONS) as channel:
+        identity = self._identity
+        async with control_channel(grpc.aio, self._address, _CHANNEL_OPTIONS, identity) as channel:
             # A channel that is not connected fails at once; the caller waits before it retries.
-            stub = control_pb2_grpc.ControlServiceStub(channel)
-            call = stub.Register(self._messages())
+            call: Any = control_stub(channel, identity).Register(self._messages())
             async for response in call:
+                if response is None:  # it is not signed, as the log says
+                    return False
                 if response.drain:
                     self._on_drain()
         return True

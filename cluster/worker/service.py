@@ -12,22 +12,19 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 import grpc
-import grpc.aio
 
 from baton.errors import ConfigError
 from baton.link.frames import Method
-from baton.link.worker_end import CallContext, streams
-from baton.v1 import worker_pb2, worker_pb2_grpc
+from baton.link.worker_end import CallContext, answers, streams
+from baton.v1 import worker_pb2
 from engine.api import Engine
 from engine.errors import EngineStoppedError
 from engine.loop import EngineThread
 from engine.request import BlocksRemovedEvent, BlocksStoredEvent, EngineEvent
 from kv_transfer.block_hash import HASH_BYTES, BlockHash
 
-Context = grpc.aio.ServicerContext[Any, Any]
 Chain = tuple[BlockHash | None, tuple[BlockHash, ...]]
 KvMessage = worker_pb2.SubscribeKvResponse
 """`removed` applies first, then `stored`."""
@@ -168,7 +165,7 @@ def _stored(parent: BlockHash | None, hashes: Sequence[BlockHash]) -> worker_pb2
     return worker_pb2.BlockStored(parent_hash=parent or b"", hashes=b"".join(hashes))
 
 
-class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
+class ReportService:
     """`load` asks the engine for its present load. `drain` starts a drain and returns at once.
     `text_files` finds the tokenizer's files, and raises ConfigError if there are none."""
 
@@ -179,35 +176,39 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         integrity: Callable[[], Awaitable[worker_pb2.CheckIntegrityResponse]],
         text_files: Callable[[], Sequence[Path]],
     ) -> None:
-        self._load = load
-        self._drain = drain
-        self._integrity = integrity
-        self._text_files = text_files
+        self._load_now, self._begin_drain = load, drain
+        self._integrity, self._text_files = integrity, text_files
+        self.methods = {
+            Method.LOAD: answers(self._load),
+            Method.DRAIN: answers(self._drain),
+            Method.CHECK_INTEGRITY: answers(self._check_integrity),
+            Method.READ_TOKENIZER: streams(self._read_tokenizer),
+        }
 
-    async def Load(  # noqa: N802
-        self, request: worker_pb2.LoadRequest, context: Context
+    async def _load(
+        self, request: worker_pb2.LoadRequest, context: CallContext
     ) -> worker_pb2.LoadResponse:
         try:
-            return worker_pb2.LoadResponse(load=await self._load())
+            return worker_pb2.LoadResponse(load=await self._load_now())
         except EngineStoppedError as error:
             await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
 
-    async def Drain(  # noqa: N802
-        self, request: worker_pb2.DrainRequest, context: Context
+    async def _drain(
+        self, request: worker_pb2.DrainRequest, context: CallContext
     ) -> worker_pb2.DrainResponse:
-        self._drain(request.timeout_ms / 1000 if request.timeout_ms else None)
+        self._begin_drain(request.timeout_ms / 1000 if request.timeout_ms else None)
         return worker_pb2.DrainResponse()
 
-    async def CheckIntegrity(  # noqa: N802
-        self, request: worker_pb2.CheckIntegrityRequest, context: Context
+    async def _check_integrity(
+        self, request: worker_pb2.CheckIntegrityRequest, context: CallContext
     ) -> worker_pb2.CheckIntegrityResponse:
         try:
             return await self._integrity()
         except EngineStoppedError as error:
             await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
 
-    async def ReadTokenizer(  # noqa: N802
-        self, request: worker_pb2.ReadTokenizerRequest, context: Context
+    async def _read_tokenizer(
+        self, request: worker_pb2.ReadTokenizerRequest, context: CallContext
     ) -> AsyncIterator[worker_pb2.ReadTokenizerResponse]:
         try:
             paths = await asyncio.to_thread(self._text_files)

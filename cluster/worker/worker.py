@@ -4,7 +4,7 @@
    registers. Every worker has the parts of both roles behind its services.
 2. It runs until `stop`, until a drain is over, or until a part fails. If any of these comes during
    the warm-up, it opens nothing and does not wait for a step that hangs.
-3. A drain takes no new work and sets health to NOT_SERVING. Running requests finish, within
+3. A drain takes no new work, and probes learn of it. Running requests finish, within
    `drain_timeout_s`, and routers take the last tokens. Then every pool and table is checked. It
    needs no registry.
 
@@ -17,28 +17,24 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
-import grpc.aio
-from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_health.v1.health import aio as health_aio
-
 from baton.clock import LoopClock
 from baton.errors import OtherModelError
-from baton.grpc_options import WORKER_MESSAGE_BYTES, accepts_pings
 from baton.heap import freeze_heap
-from baton.link.tls import LinkTls
+from baton.identity.identity import open_identity
+from baton.link.frames import link_name
 from baton.link.worker_end import LinkServer
 from baton.model_folder import find_text_files
-from baton.v1 import control_pb2, worker_pb2, worker_pb2_grpc
+from baton.v1 import control_pb2, worker_pb2
 from cluster.node.pod import PodWorkers
 from cluster.pools.role_plan import Role
 from cluster.registry.registry import Progress
 from cluster.worker.config import WorkerConfig
+from cluster.worker.live_port import live_port
 from cluster.worker.rank import Rank
 from cluster.worker.reports import (
     Registrar,
@@ -47,7 +43,7 @@ from cluster.worker.reports import (
     worker_info,
     worker_load,
 )
-from cluster.worker.service import KvFeed, WorkerService
+from cluster.worker.service import KvFeed, ReportService
 from decode_worker.role import DecodeRole
 from decode_worker.service import DecodeService
 from engine.api import Engine, EngineLoad
@@ -64,12 +60,6 @@ log = logging.getLogger(__name__)
 
 _SWEEP_S = 0.1
 _TAKEN_WITHIN_S = 5.0  # how long a leaving worker waits for a router that takes no tokens
-# Routers ping every few seconds even without calls, to notice a dead host.
-_SERVER_OPTIONS = (
-    ("grpc.so_reuseport", 0),
-    ("grpc.max_receive_message_length", WORKER_MESSAGE_BYTES),
-    *accepts_pings(),
-)
 
 
 class WorkerFailedError(RuntimeError):
@@ -115,10 +105,10 @@ class Worker:
         self._load = worker_pb2.WorkerLoad()
         self._num_quarantined_bytes = 0
         self._load_asked = False
-        self._health = health_aio.HealthServicer()
+        self._identity = open_identity(config.internal, "worker")
         self._links: LinkServer | None = None
         self.address = ""
-        self.metrics_address = ""
+        self.metrics_address = self.health_address = ""
 
     # --- life -----------------------------------------------------------------------------------
 
@@ -161,6 +151,9 @@ class Worker:
     async def _open(self, stack: contextlib.AsyncExitStack) -> None:
         """Serve and register until the stack is left. In a closed pod, stop at once."""
         await stack.enter_async_context(self._server())
+        if (port := self._config.settings.health_port) is not None:
+            live = live_port(self._config.host, port, lambda: self._drain is None)
+            self.health_address = await stack.enter_async_context(live)
         if (port := self._config.settings.metrics_port) is not None:
             stack.enter_context(self._metrics(port))
         if self._config.pod is not None:
@@ -176,6 +169,7 @@ class Worker:
             self.info(),
             self._beat,
             self.drain,
+            self._identity,
             self._config.settings.heartbeat_s,
         )
         for name, work in (("registrar", registrar.run()), ("sweep", self._sweep())):
@@ -234,7 +228,6 @@ class Worker:
             self._drain = self._begin("drain", self._drain_and_stop())
 
     async def _drain_and_stop(self) -> None:
-        await self._health.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
         await self._drained.wait()
         # Time for the registry to see the drain, and for a router that lost its session to attach.
         await asyncio.sleep(2 * self._config.settings.heartbeat_s)
@@ -256,33 +249,21 @@ class Worker:
 
     @contextlib.asynccontextmanager
     async def _server(self) -> AsyncIterator[None]:
-        """Routers' links and gRPC, on one port."""
-        server = grpc.aio.server(options=_SERVER_OPTIONS)
-        worker_pb2_grpc.add_WorkerServiceServicer_to_server(
-            WorkerService(self._load_now, self.drain, self.integrity, self._text_files), server
-        )
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-        methods = dict(self.feed.methods)
+        """Links of routers and operators."""
+        report = ReportService(self._load_now, self.drain, self.integrity, self._text_files)
+        methods = {**self.feed.methods, **report.methods}
         if self._config.role is not Role.DECODE:
             methods |= PrefillService(self.prefill, self.rank.model.kv_fingerprint).methods
         if self._config.role is not Role.PREFILL:
             methods |= DecodeService(self.decode).methods
-        folder = self._config.settings.link_tls
-        links = self._links = LinkServer(
-            methods, None if folder is None else LinkTls(folder, "worker")
-        )
-        with tempfile.TemporaryDirectory(prefix="baton-worker-") as folder:
-            grpc_address = f"unix:{folder}/grpc"
-            server.add_insecure_port(grpc_address)
-            await server.start()
-            host, port = self._config.host, self._config.settings.port
-            self.address = f"{host}:{await links.start(host, port, grpc_address)}"
-            await self._health.set("", health_pb2.HealthCheckResponse.SERVING)
-            try:
-                yield
-            finally:
-                await links.stop()
-                await server.stop(grace=0.5)
+        name = link_name(self.rank.identity.to_proto())
+        links = self._links = LinkServer(methods, self._identity, name)
+        host, port = self._config.host, self._config.settings.port
+        self.address = f"{host}:{await links.start(host, port)}"
+        try:
+            yield
+        finally:
+            await links.stop()
 
     @contextlib.contextmanager
     def _metrics(self, port: int) -> Iterator[None]:

@@ -50,7 +50,7 @@ OPERATORS: Mapping[str, tuple[str, ...]] = {
         "tls",
         "auth",
     ),
-    "worker": ("port", "metrics_port", "metrics_host"),
+    "worker": ("port", "metrics_port", "metrics_host", "health_port"),
     "supervisor": ("drain_timeout_s",),
 }
 """What the operator sets itself."""

@@ -20,7 +20,6 @@ from baton.config import settings
 from baton.config.router import RouterConfig, TenantLimits, TlsConfig
 from baton.errors import ConfigError, PermissionDeniedError, UnauthenticatedError
 from baton.identity.reread import Reread
-from baton.link.tls import LinkTls
 from baton.secret_files import open_to_others
 
 log = logging.getLogger(__name__)
@@ -230,8 +229,6 @@ class Access:
     def __init__(self, config: RouterConfig) -> None:
         """Raises ConfigError when their files cannot be read."""
         self._tls = None if config.tls is None else ServerTls(config.tls)
-        if config.link_tls is not None:
-            LinkTls(config.link_tls, "router")  # to say early what is wrong with its files
         self.callers = None if config.auth is None else Callers(config)
         for warning in open_to_others(config.secret_files):
             log.warning(warning)

@@ -28,9 +28,10 @@ from baton.errors import (
     ShuttingDownError,
     UnavailableError,
 )
+from baton.identity.identity import Identity
 from baton.v1 import control_pb2, router_pb2
 from router.door.unit import ReadTokenizer, UnitKey, UnitRouter, drawn, read_tokenizer
-from router.fleet.registry import Followed, keep_reporting
+from router.fleet.registry import Followed, RegistryAccess, keep_reporting
 from router.report.metrics import METRICS_EVERY_S, RouterMetrics
 from router.request.request_run import SHUTTING_DOWN
 from router.request.run_parts import ServedModel, not_resumable, wire_id
@@ -51,13 +52,15 @@ class Door:
         config: RouterConfig,
         control_address: str,
         model_name: str,
+        own: Identity,
         *,
-        read: Callable[[str, RouterConfig], Awaitable[ReadTokenizer]] = read_tokenizer,
+        read: Callable[[RegistryAccess], Awaitable[ReadTokenizer]] = read_tokenizer,
         clock: Clock | None = None,
         rng: random.Random | None = None,
     ) -> None:
-        """`read`: the tokenizer of the unit at a control address."""
+        """`own`: who this process is inside. `read`: the tokenizer of the unit of a registry."""
         self.config, self.model_name, self.clock = config, model_name, clock or LoopClock()
+        self._own = own
         self.metrics = RouterMetrics()
         self.num_waiting = 0
         self._door_id = f"door-{uuid.uuid4().hex[:12]}"
@@ -74,8 +77,7 @@ class Door:
         """Begin to follow the list of units."""
         self.fault = asyncio.get_running_loop().create_future()
         units = Followed(
-            self._control_address,
-            self.config,
+            self._registry_at(self._control_address),
             UNITS_EVERY_S + self.config.registry_silence_s,
             lambda stub: stub.WatchUnits(control_pb2.WatchUnitsRequest()),
             self._take_units,
@@ -313,24 +315,25 @@ class Door:
         return unit
 
     async def _make(self, key: UnitKey) -> Router:
-        reports = asyncio.create_task(
-            keep_reporting(key.control_address, self.config, lambda: self._held(key))
-        )
+        registry = self._registry_at(key.control_address)
+        reports = asyncio.create_task(keep_reporting(registry, lambda: self._held(key)))
         try:
-            tokenizer = await self._read(key.control_address, self.config)
+            tokenizer = await self._read(registry)
         finally:
             reports.cancel()
             await asyncio.wait({reports})
         model = ServedModel(self.model_name, tokenizer.text, tokenizer.model_fingerprint, key.code)
         return Router(
-            self.config,
-            key.control_address,
+            registry,
             model,
             self.metrics,
             on_fault=self.report_fault,
             clock=self.clock,
             rng=self._rng,
         )
+
+    def _registry_at(self, address: str) -> RegistryAccess:
+        return RegistryAccess(address, self.config, self._own)
 
     def _held(self, key: UnitKey) -> control_pb2.ReportRouterRequest:
         """Report requests that wait for a first worker of the unit, so that pools at zero start."""

@@ -18,11 +18,13 @@ from pathlib import Path
 
 import grpc.aio
 
-from baton.config.router import RouterConfig
 from baton.errors import ConfigError, UnavailableError
+from baton.link.frames import LinkError, Method, link_name
+from baton.link.router_end import Link
 from baton.model_folder import TEXT_FILES
-from baton.v1 import control_pb2, control_pb2_grpc, worker_pb2, worker_pb2_grpc
-from router.fleet.worker_link import Backoff, channel_to
+from baton.v1 import control_pb2, worker_pb2
+from router.fleet.registry import RegistryAccess
+from router.fleet.worker_link import Backoff
 from router.router import Router
 from router.text import TextModel
 
@@ -30,6 +32,7 @@ log = logging.getLogger(__name__)
 
 READ_WITHIN_S = 60.0
 _FLEET_WITHIN_S = 5.0
+_FAULTS = (grpc.aio.AioRpcError, LinkError, UnavailableError, ConfigError, OSError, TimeoutError)
 
 
 @dataclass(frozen=True)
@@ -39,37 +42,37 @@ class ReadTokenizer:
     """Of the worker that it was read from."""
 
 
-async def read_tokenizer(control_address: str, config: RouterConfig) -> ReadTokenizer:
+async def read_tokenizer(registry: RegistryAccess) -> ReadTokenizer:
     """Read it from any live worker. Tries again until one has it."""
-    backoff = Backoff(config)
+    backoff = Backoff(registry.config)
     last_why = ""
     while True:
         try:
             async with asyncio.timeout(READ_WITHIN_S):
-                return await _read_once(control_address, config)
-        except (grpc.aio.AioRpcError, UnavailableError, ConfigError, TimeoutError) as error:
-            why = error.details() if isinstance(error, grpc.aio.AioRpcError) else str(error)
-            why = why or f"no answer within {READ_WITHIN_S:g} s"
+                return await _read_once(registry)
+        except _FAULTS as error:
+            why = str(error) or f"no answer within {READ_WITHIN_S:g} s"
+            if isinstance(error, grpc.aio.AioRpcError | LinkError):
+                why = error.details() or error.code().name
             if why != last_why:
                 last_why = why
-                log.warning("no tokenizer yet from a worker of %s: %s", control_address, why)
+                log.warning("no tokenizer yet from a worker of %s: %s", registry.address, why)
         await asyncio.sleep(backoff.next_s())
 
 
-async def _read_once(control_address: str, config: RouterConfig) -> ReadTokenizer:
-    """Raises AioRpcError, UnavailableError, ConfigError."""
-    info = await _live_worker(control_address, config)
+async def _read_once(registry: RegistryAccess) -> ReadTokenizer:
+    """Raises one of `_FAULTS`."""
+    info, config = await _live_worker(registry), registry.config
     with tempfile.TemporaryDirectory(prefix="baton-tokenizer-") as folder:
-        files = await _fetched(info.address, config, Path(folder))
+        files = await _fetched(info, registry, Path(folder))
         text = await asyncio.to_thread(TextModel, files, config.tool_calls, config.reasoning)
     log.info("tokenizer read from %s at %s", info.ref.worker_id, info.address)
     return ReadTokenizer(text, info.model_fingerprint)
 
 
-async def _live_worker(control_address: str, config: RouterConfig) -> control_pb2.WorkerInfo:
+async def _live_worker(registry: RegistryAccess) -> control_pb2.WorkerInfo:
     """Raises AioRpcError, UnavailableError."""
-    async with channel_to(control_address, config) as channel:
-        stub = control_pb2_grpc.ControlServiceStub(channel)
+    async with registry.stub() as stub:
         fleet = stub.WatchFleet(control_pb2.WatchFleetRequest(), timeout=_FLEET_WITHIN_S)
         message = await anext(aiter(fleet), None)
         fleet.cancel()
@@ -80,17 +83,45 @@ async def _live_worker(control_address: str, config: RouterConfig) -> control_pb
     return random.choice(live)
 
 
-async def _fetched(address: str, config: RouterConfig, folder: Path) -> list[Path]:
-    """Raises AioRpcError."""
-    async with channel_to(address, config) as channel:
-        stub = worker_pb2_grpc.WorkerServiceStub(channel)
-        files: dict[str, Path] = {}
-        async for piece in stub.ReadTokenizer(worker_pb2.ReadTokenizerRequest()):
-            if piece.name in TEXT_FILES:
-                path = files.setdefault(piece.name, folder / piece.name)
-                with path.open("ab") as file:
-                    file.write(piece.data)
-    return list(files.values())
+async def _fetched(
+    info: control_pb2.WorkerInfo, registry: RegistryAccess, folder: Path
+) -> list[Path]:
+    """Raises LinkError, OSError, TimeoutError."""
+    link = await Link.connect(
+        info.address,
+        registry.own,
+        keepalive_s=registry.config.keepalive_s,
+        timeout_s=registry.config.connect_timeout_s,
+        worker=link_name(info.ref),
+    )
+    pieces = _Pieces(folder)
+    try:
+        link.call(Method.READ_TOKENIZER, worker_pb2.ReadTokenizerRequest(), pieces)
+        await pieces.ended
+    finally:
+        link.close("it was read")
+    return list(pieces.files.values())
+
+
+class _Pieces:
+    """Writes the files that a worker sends."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.files: dict[str, Path] = {}
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def on_message(self, piece: worker_pb2.ReadTokenizerResponse) -> None:
+        if piece.name in TEXT_FILES:
+            path = self.files.setdefault(piece.name, self._folder / piece.name)
+            with path.open("ab") as file:
+                file.write(piece.data)
+
+    def on_end(self, error: LinkError | None) -> None:
+        if error is not None and not self.ended.done():
+            self.ended.set_exception(error)
+        elif not self.ended.done():
+            self.ended.set_result(None)
 
 
 _POINTS = 2**53  # as many as floats between 0 and 1 can distinguish

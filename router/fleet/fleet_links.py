@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from baton.config.router import RouterConfig
-from baton.link.tls import LinkTls
+from baton.identity.identity import Identity
 from router.fleet.fleet import Fleet, ReportedLoad, RolesAway, WorkerEntry, WorkerState
 from router.fleet.session import RouterIdentity
 from router.fleet.worker_facts import WorkerFacts
@@ -58,10 +58,10 @@ class FleetLinks:
         fleet: Fleet,
         index: PrefixIndex,
         model_name: str,
+        own: Identity,
     ) -> None:
-        """Raises ConfigError when the files of `link_tls` cannot be read."""
-        self._tls = None if config.link_tls is None else LinkTls(config.link_tls, "router")
-        self._config, self._identity = config, identity
+        """`own`: who this process is to workers."""
+        self._config, self._identity, self._own = config, identity, own
         self._fleet, self._index, self._model_name = fleet, index, model_name
         self._links: dict[str, WorkerLink] = {}
         self._closing: set[asyncio.Task[None]] = set()
@@ -166,7 +166,7 @@ class FleetLinks:
     def _connect(self, facts: WorkerFacts) -> WorkerLink:
         entry = self._fleet.add(facts)
         link = WorkerLink(
-            entry, self._config, self._identity, self._index, self._on_connected, self._tls
+            entry, self._config, self._identity, self._index, self._on_connected, self._own
         )
         link.session.end_request = self.end_request
         self._links[facts.worker_id] = link

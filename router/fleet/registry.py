@@ -9,16 +9,20 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 import grpc.aio
 
 from baton.config.router import RouterConfig
+from baton.grpc_options import DIRECT, sends_pings
+from baton.identity.control_calls import control_channel, control_stub
+from baton.identity.identity import Identity
 from baton.v1 import common_pb2, control_pb2, control_pb2_grpc, worker_pb2
 from router.fleet.fleet import Fleet, ReportedLoad, RolesAway, WorkerState
 from router.fleet.fleet_links import FleetReport, WorkerReport
 from router.fleet.worker_facts import WorkerFacts
-from router.fleet.worker_link import Backoff, channel_to
+from router.fleet.worker_link import Backoff
 from router.placement.ticket import Ticket
 from router.report.figures import Waiting
 
@@ -26,6 +30,36 @@ log = logging.getLogger(__name__)
 
 M_co = TypeVar("M_co", covariant=True)
 M = TypeVar("M")
+
+
+@dataclass(frozen=True)
+class RegistryAccess:
+    """Where a registry is, and as whom it is asked."""
+
+    address: str
+    config: RouterConfig
+    own: Identity
+
+    @contextlib.asynccontextmanager
+    async def stub(self) -> AsyncIterator[control_pb2_grpc.ControlServiceStub]:
+        """Connect to it.
+
+        A registry that answers no ping for twice `keepalive_s` is lost, as is one whose host
+        vanished silently. It is tried again soon and often. Message sizes are the router's.
+        """
+        config = self.config
+        options = (
+            *sends_pings(config.keepalive_s),
+            ("grpc.initial_reconnect_backoff_ms", int(config.reconnect_min_s * 1e3)),
+            ("grpc.min_reconnect_backoff_ms", int(config.reconnect_min_s * 1e3)),
+            ("grpc.max_reconnect_backoff_ms", int(config.reconnect_max_s * 1e3)),
+            ("grpc.max_receive_message_length", config.max_message_bytes),
+            ("grpc.max_send_message_length", config.max_message_bytes),
+            ("grpc.use_local_subchannel_pool", 1),
+            *DIRECT,
+        )
+        async with control_channel(grpc.aio, self.address, options, self.own) as channel:
+            yield control_stub(channel, self.own)
 
 
 class Call(Protocol[M_co]):
@@ -39,34 +73,32 @@ class Followed(Generic[M]):
 
     def __init__(
         self,
-        address: str,
-        config: RouterConfig,
+        registry: RegistryAccess,
         silence_s: float,
         call: Callable[[control_pb2_grpc.ControlServiceStub], Call[M]],
         take: Callable[[M], Awaitable[None]],
         on_lost: Callable[[], None] = lambda: None,
     ) -> None:
         """`silence_s`: the registry is asked again after this long without a message."""
-        self._address, self._config, self._silence_s = address, config, silence_s
+        self._registry, self._silence_s = registry, silence_s
         self._call, self._take, self._on_lost = call, take, on_lost
         self.is_connected = False
         self._is_loss_logged = False  # once, until it is back
 
     async def run(self) -> None:
         """Follow the registry until cancelled, through any number of its restarts."""
-        backoff = Backoff(self._config)
-        async with channel_to(self._address, self._config) as channel:
-            stub = control_pb2_grpc.ControlServiceStub(channel)
-            while True:
-                why = "it ended the stream"
-                try:
+        backoff = Backoff(self._registry.config)
+        while True:
+            why = "it ended the stream"
+            try:
+                async with self._registry.stub() as stub:  # each by the certificate of the moment
                     await self._follow(stub, backoff)
-                except grpc.aio.AioRpcError as error:
-                    why = f"{error.code().name}: {error.details()}"
-                except TimeoutError:
-                    why = f"silent for {self._silence_s:g} s"
-                self._lose(why)
-                await asyncio.sleep(backoff.next_s())
+            except grpc.aio.AioRpcError as error:
+                why = f"{error.code().name}: {error.details()}"
+            except TimeoutError:
+                why = f"silent for {self._silence_s:g} s"
+            self._lose(why)
+            await asyncio.sleep(backoff.next_s())
 
     async def _follow(self, stub: control_pb2_grpc.ControlServiceStub, backoff: Backoff) -> None:
         """One stream, until it ends or falls silent."""
@@ -81,7 +113,7 @@ class Followed(Generic[M]):
                 backoff.reset()
                 if self._is_loss_logged:
                     self._is_loss_logged = False
-                    log.info("registry %s: connected", self._address)
+                    log.info("registry %s: connected", self._registry.address)
                 self.is_connected = True
                 await self._take(message)
         finally:
@@ -90,7 +122,7 @@ class Followed(Generic[M]):
     def _lose(self, why: str) -> None:
         if not self._is_loss_logged:
             self._is_loss_logged = True
-            log.warning("registry %s: %s", self._address, why)
+            log.warning("registry %s: %s", self._registry.address, why)
         if self.is_connected:
             self.is_connected = False
             self._on_lost()
@@ -188,8 +220,7 @@ class FleetWatch:
 
     def __init__(
         self,
-        address: str,
-        config: RouterConfig,
+        registry: RegistryAccess,
         on_fleet: Callable[[FleetReport], None],
         on_lost: Callable[[], None],
     ) -> None:
@@ -198,9 +229,8 @@ class FleetWatch:
         self._has_ended = False
         self._news = asyncio.Condition()
         self._stream = Followed(
-            address,
-            config,
-            config.registry_silence_s,
+            registry,
+            registry.config.registry_silence_s,
             lambda stub: stub.WatchFleet(control_pb2.WatchFleetRequest()),
             self._take,
             on_lost,
@@ -241,11 +271,11 @@ _LEAVE_WITHIN_S = 1.0
 
 
 async def keep_reporting(
-    address: str, config: RouterConfig, report: Callable[[], control_pb2.ReportRouterRequest]
+    registry: RegistryAccess, report: Callable[[], control_pb2.ReportRouterRequest]
 ) -> None:
     """Report a router's figures to the registry until cancelled. `FleetWatch` logs a lost
     registry."""
-    backoff = Backoff(config)
+    backoff = Backoff(registry.config)
 
     async def reports() -> AsyncIterator[control_pb2.ReportRouterRequest]:
         while True:
@@ -258,16 +288,16 @@ async def keep_reporting(
         last.leaves = True
         yield last
 
-    async with channel_to(address, config) as channel:
-        stub = control_pb2_grpc.ControlServiceStub(channel)
-        try:
-            while True:
-                with contextlib.suppress(grpc.aio.AioRpcError):
-                    await stub.ReportRouter(reports())
-                await asyncio.sleep(backoff.next_s())
-        finally:
-            # A call that only breaks would count as cut off, for minutes.
+    try:
+        while True:
             with contextlib.suppress(grpc.aio.AioRpcError):
+                async with registry.stub() as stub:
+                    await stub.ReportRouter(reports())
+            await asyncio.sleep(backoff.next_s())
+    finally:
+        # A call that only breaks would count as cut off, for minutes.
+        with contextlib.suppress(grpc.aio.AioRpcError):
+            async with registry.stub() as stub:
                 await stub.ReportRouter(farewell(), timeout=_LEAVE_WITHIN_S)
 
 

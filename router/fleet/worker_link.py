@@ -20,20 +20,19 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import grpc
-import grpc.aio
 
 from baton.clock import NowS
 from baton.config.router import RouterConfig
-from baton.grpc_options import DIRECT, sends_pings
-from baton.link.frames import LinkError, Method
-from baton.link.router_end import Call, Caller, Link
-from baton.link.tls import LinkTls
+from baton.identity.identity import Identity
+from baton.link.frames import LinkError, Method, link_name
+from baton.link.router_end import Call, Caller, Link, LinkRefusedError
 from baton.v1 import worker_pb2
 from baton.wire import ANY_ATTEMPT
 from router.fleet.fleet import WorkerEntry, WorkerState
 from router.fleet.session import RouterIdentity, Session
 from router.placement.prefix_index import PrefixIndex
 
+_MAY_ANSWER = (ssl.SSLError, ConnectionResetError, TimeoutError)  # a connection's, yet
 STABLE_S = 1.0
 """A connection counts only after it has lasted this long."""
 
@@ -177,25 +176,6 @@ LOST_FOR = 2.0  # times `attach_timeout_s`: what a worker kept is waited for no 
 log = logging.getLogger(__name__)
 
 
-def channel_to(address: str, config: RouterConfig) -> grpc.aio.Channel:
-    """Connect to a worker or the registry.
-
-    A peer that answers no ping for twice `keepalive_s` is lost, as is one whose host vanished
-    silently. A lost peer is tried again soon and often. Message sizes are the router's.
-    """
-    options = (
-        *sends_pings(config.keepalive_s),
-        ("grpc.initial_reconnect_backoff_ms", int(config.reconnect_min_s * 1e3)),
-        ("grpc.min_reconnect_backoff_ms", int(config.reconnect_min_s * 1e3)),
-        ("grpc.max_reconnect_backoff_ms", int(config.reconnect_max_s * 1e3)),
-        ("grpc.max_receive_message_length", config.max_message_bytes),
-        ("grpc.max_send_message_length", config.max_message_bytes),
-        ("grpc.use_local_subchannel_pool", 1),
-        *DIRECT,
-    )
-    return grpc.aio.insecure_channel(address, options=options)
-
-
 class Waiting(Protocol):
     """Who waits for a worker: an attempt."""
 
@@ -217,9 +197,10 @@ class WorkerLink:
         identity: RouterIdentity,
         index: PrefixIndex,
         on_connected: Callable[[WorkerEntry, bool], None],
-        tls: LinkTls | None,
+        own: Identity,
     ) -> None:
-        self.entry, self._tls = entry, tls
+        """`own`: who this process is to workers."""
+        self.entry, self._own = entry, own
         self._config = config
         self._on_connected = on_connected
         facts = entry.facts
@@ -355,27 +336,33 @@ class WorkerLink:
             began_s = loop.time()
             try:
                 await self._connected()
-            except (ssl.SSLError, ConnectionResetError, TimeoutError) as error:  # it may answer yet
-                if str(error) != self._last_why:
-                    self._last_why = str(error)
-                    log.warning("%s does not answer: %s", self.entry.facts.worker_id, error)
-            except OSError as error:  # nothing answers at its address
-                log.debug("%s: %s", self.entry.facts.worker_id, error)
-                self.session.refuse_waiting()
+            except OSError as error:
+                self._tell(error)
+                if not isinstance(error, _MAY_ANSWER):  # nothing answers at its address
+                    self.session.refuse_waiting()
             self.tried.set()
             if loop.time() - began_s > STABLE_S:
                 backoff.reset()
             else:
                 await asyncio.sleep(backoff.next_s())
 
+    def _tell(self, error: OSError) -> None:
+        worker_id, why = self.entry.facts.worker_id, str(error)
+        if not isinstance(error, (*_MAY_ANSWER, LinkRefusedError)):
+            log.debug("%s: %s", worker_id, why)
+        elif why != self._last_why:
+            self._last_why = why
+            log.warning("%s does not answer: %s", worker_id, why)
+
     async def _connected(self) -> None:
         """Connect, and return when the connection is lost. Raises OSError, TimeoutError."""
         config = self._config
         link = self._link = await Link.connect(
             self.entry.facts.address,
+            self._own,
             keepalive_s=config.keepalive_s,
             timeout_s=config.connect_timeout_s,
-            tls=self._tls,
+            worker=link_name(self.entry.facts.ref),
         )
         try:
             if self.entry.facts.can_decode:

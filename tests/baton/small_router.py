@@ -18,8 +18,10 @@ from typing import Any
 import grpc
 
 from baton import status
+from baton.config.internal import InternalConfig
 from baton.errors import BatonError, NotFoundError
 from baton.grpc_options import accepts_pings
+from baton.identity.identity import recorded
 from baton.v1 import (
     common_pb2,
     control_pb2,
@@ -209,7 +211,8 @@ class SmallControl(control_pb2_grpc.ControlServiceServicer):
         port = server.add_insecure_port("127.0.0.1:0")
         server.start()
         try:
-            yield f"127.0.0.1:{port}"
+            with recorded(f"127.0.0.1:{port}", InternalConfig("off")):
+                yield f"127.0.0.1:{port}"
         finally:
             server.stop(None).wait()
 

@@ -26,6 +26,7 @@ from cluster.registry.control_service import Changes, serve
 from cluster.registry.pool_changes import PoolBacking
 from cluster.registry.registry import Progress, Registration, Registry
 from tests.cluster.pool_settings import settings_of
+from tests.identities import OPERATOR
 
 BOUNDS = {"prefill": PoolBounds(1, 4), "decode": PoolBounds(1, 4)}
 QUICK = PlannerConfig(
@@ -157,7 +158,7 @@ async def fleet_of(
 
     beating = asyncio.create_task(beat())
     try:
-        async with serve(registry, changes, "127.0.0.1:0", backing) as address:
+        async with serve(registry, changes, "127.0.0.1:0", OPERATOR, backing) as address:
             yield address
     finally:
         beating.cancel()

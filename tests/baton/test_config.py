@@ -35,7 +35,7 @@ def test_nothing_at_all_is_one_prefill_and_one_decode_worker_of_the_demo_model()
         ({"modle": "x"}, "modle: unknown key; did you mean 'model'?"),
         (
             {"qqqq": 1},
-            "qqqq: unknown key; valid keys: control, decode, engine, log_level, model, model_rev",
+            "qqqq: unknown key; valid keys: control, decode, engine, internal, log_level, model",
         ),
         ({"engine": {"block_size": "3"}}, "engine.block_size: a whole number is expected, not '3'"),
         ({"engine": {"block_size": True}}, "engine.block_size: a whole number is expected"),

@@ -7,6 +7,7 @@ import pytest
 import baton.control_client as control_module
 from baton.control_client import ControlClient
 from baton.errors import UnavailableError
+from baton.identity.identity import Identity
 from tests.baton.proxied import proxied
 from tests.baton.small_router import SmallControl, silent_address
 from tests.router.proxy import Proxy
@@ -21,7 +22,7 @@ def test_a_registry_whose_host_vanished_is_lost_within_two_pings_and_heard_again
     with (
         SmallControl().serve() as address,
         proxied(address) as (before, then),
-        ControlClient(before) as control,
+        ControlClient(before, identity=Identity("operator")) as control,
     ):
         fleets = control.watch_fleet(10.0)
         assert len(next(fleets).workers) == 1

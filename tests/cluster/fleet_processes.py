@@ -17,6 +17,7 @@ from cluster.pools.pool_settings import own_settings
 from cluster.registry.control_service import Changes, fleet_message, serve
 from cluster.registry.registry import Registry
 from tests.cluster.worker_process import ROOT, command
+from tests.identities import OPERATOR
 
 Happened = Callable[[control_pb2.WatchFleetResponse], bool]
 
@@ -78,7 +79,7 @@ async def started(config: Path) -> AsyncIterator[Fleet]:
     pools, registry = cluster.pools, Registry(RegistryConfig(), time.monotonic)
     for settings in own_settings(cluster).values():
         registry.pools.add(settings, settings.shape.replicas)
-    async with serve(registry, Changes(), "127.0.0.1:0") as control:
+    async with serve(registry, Changes(), "127.0.0.1:0", OPERATOR) as control:
         fleet = Fleet(registry, control, config)
         try:
             places = [(name, i) for name, pool in pools.items() for i in range(pool.replicas)]

@@ -26,6 +26,7 @@ from engine.api import EngineCapacity, ModelSpec
 from kv_transfer.layout import KvLayout, LayerGroup, TensorSpec
 from kv_transfer.lease import RankAddress, WorkerIdentity
 from kv_transfer.process import own_identity
+from tests.identities import OPERATOR
 
 POOLS = "pools: {p: {role: prefill}, d: {role: decode, engine: {device: cuda}}}\nruns_on: pods\n"
 
@@ -63,7 +64,9 @@ async def agreed(config: WorkerConfig) -> str:
 async def test_the_first_worker_computes_in_its_own_dtype_and_the_next_one_in_the_same(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, others: str, dtype: str, reason: str
 ) -> None:
-    async with serve(registry := registry_of("p", "d"), Changes(), "127.0.0.1:0") as control:
+    async with serve(
+        registry := registry_of("p", "d"), Changes(), "127.0.0.1:0", OPERATOR
+    ) as control:
         if others:
             registry.pools.agree_dtype("d", others)
         with caplog.at_level("INFO", "cluster.worker.rank"):
@@ -80,7 +83,7 @@ async def test_a_registry_that_is_not_there_yet_is_asked_again(
     asking = asyncio.create_task(agreed(config_of(tmp_path, control)))
     await asyncio.wait({asking}, timeout=0.05)
     registry = registry_of()  # which does not know the pool yet either
-    async with serve(registry, Changes(), control):
+    async with serve(registry, Changes(), control, OPERATOR):
         await asyncio.wait({asking}, timeout=0.05)
         registry.pools.add(added_settings("p", POOLS), 1)
         registry.pools.agree_dtype("p", "bfloat16")
@@ -134,7 +137,9 @@ async def test_a_rank_is_built_in_what_was_agreed(
         raise DescribedError(engine.dtype)
 
     monkeypatch.setattr(rank, "load_model_spec", describe)
-    async with serve(registry := registry_of("p", "d"), Changes(), "127.0.0.1:0") as control:
+    async with serve(
+        registry := registry_of("p", "d"), Changes(), "127.0.0.1:0", OPERATOR
+    ) as control:
         registry.pools.agree_dtype("d", "float16")
         with pytest.raises(DescribedError, match="float16"):
             await asyncio.to_thread(build_rank, config_of(tmp_path, control), RankPosition())

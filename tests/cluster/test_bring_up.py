@@ -25,6 +25,7 @@ from cluster.registry.registry import Registry
 from tests.cluster.pool_settings import settings_of
 from tests.cluster.whole_cluster import fake_cluster
 from tests.engine import checkpoints
+from tests.identities import OPERATOR
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]
 
@@ -150,10 +151,10 @@ def test_the_logs_stay_after_an_error_that_nobody_foresaw(
 async def test_pools_that_are_not_live_in_time_are_named_with_the_setting() -> None:
     registry = Registry(RegistryConfig(), time.monotonic)
     registry.pools.add(settings_of(), 2)
-    async with serve(registry, Changes(), "127.0.0.1:0") as control:
+    async with serve(registry, Changes(), "127.0.0.1:0", OPERATOR) as control:
         problem = r"not live after 1\.5 s \(supervisor\.start_timeout_s\): .*decode 0/2$"
         with pytest.raises(UnavailableError, match=problem):
-            await asyncio.to_thread(_wait_for_pools, control, print, 1.5)
+            await asyncio.to_thread(_wait_for_pools, control, OPERATOR, print, 1.5)
 
 
 def test_kill_9_of_baton_up_leaves_no_process_behind(tmp_path: Path, model: Path) -> None:
@@ -189,6 +190,7 @@ import json, os, pathlib, subprocess, sys, time
 from cluster.local.process_tree import watched_over
 from cluster.registry.registry import Registry
 from cluster.pools.role_plan import Role
+from tests.identities import OPERATOR
 with watched_over() as reaper:
     child = subprocess.Popen([sys.executable, "-c", {stubborn!r}], stdout=subprocess.PIPE,
                              start_new_session=True, env=os.environ | reaper.variables)

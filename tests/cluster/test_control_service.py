@@ -8,7 +8,8 @@ import dataclasses
 import random
 import time
 from collections.abc import AsyncIterator
-from typing import cast
+from types import SimpleNamespace
+from typing import Any, cast
 
 import grpc
 import grpc.aio
@@ -17,13 +18,17 @@ import pytest
 from baton.config.workers import RegistryConfig
 from baton.control_client import ControlClient
 from baton.errors import DeadlineError, InvalidRequestError, OtherModelError
+from baton.identity.control_calls import control_stub
+from baton.identity.keys import ROLES
 from baton.status import from_rpc_error
 from baton.v1 import common_pb2, control_pb2, control_pb2_grpc, worker_pb2
+from cluster.registry.control_access import CALLERS
 from cluster.registry.control_service import Changes, serve
 from cluster.registry.registry import Registry
 from cluster.registry.routers import Unit, UnitList
 from cluster.worker.reports import Registrar
 from tests.cluster.pool_settings import settings_of
+from tests.identities import OPERATOR, WORKER, identity
 from tests.router.proxy import Proxy
 
 LIVE = control_pb2.WORKER_STATE_LIVE
@@ -47,10 +52,17 @@ async def served(
     registry: Registry | None = None, listen: str = "127.0.0.1:0"
 ) -> AsyncIterator[tuple[str, control_pb2_grpc.ControlServiceAsyncStub]]:
     async with (
-        serve(registry or make_registry(), Changes(), listen) as address,
+        serve(registry or make_registry(), Changes(), listen, OPERATOR) as address,
         grpc.aio.insecure_channel(address) as channel,
     ):
-        yield address, control_pb2_grpc.ControlServiceStub(channel)
+        yield address, everyones(channel)
+
+
+def everyones(channel: grpc.aio.Channel) -> Any:
+    """A stub that makes each call as who may."""
+    stubs = {role: control_stub(channel, identity(role)) for role in ROLES}
+    calls = {name: getattr(stubs[min(callers)], name) for name, callers in CALLERS.items()}
+    return SimpleNamespace(**calls)
 
 
 def worker_info(
@@ -79,7 +91,7 @@ def beat() -> control_pb2.RegisterRequest:
 async def registered(
     address: str, drained: asyncio.Event, info: control_pb2.WorkerInfo | None = None
 ) -> AsyncIterator[None]:
-    registrar = Registrar(address, info or worker_info(), beat, drained.set, interval_s=0.05)
+    registrar = Registrar(address, info or worker_info(), beat, drained.set, WORKER, 0.05)
     task = asyncio.create_task(registrar.run())
     try:
         yield
@@ -189,7 +201,7 @@ async def test_a_worker_of_another_model_is_refused_by_name_and_gives_up(
     ):
         assert (await fleet_where(stub, LIVE)).model_fingerprint == b"one"
         other = worker_info("decode-1", model_fingerprint=b"other")
-        refused = Registrar(address, other, beat, never.set, interval_s=0.05)
+        refused = Registrar(address, other, beat, never.set, WORKER, 0.05)
         with pytest.raises(
             OtherModelError, match=r"^worker decode-1 loaded .*models/demo"
         ) as caught:
@@ -298,7 +310,7 @@ async def test_units_that_cannot_be_are_refused_by_their_field(
     units: list[control_pb2.Unit], field: str
 ) -> None:
     registry = Registry(PATIENT, time.monotonic, units=UnitList(Unit("a")))
-    async with serve(registry, Changes(), "127.0.0.1:0") as address:
+    async with serve(registry, Changes(), "127.0.0.1:0", OPERATOR) as address:
         with ControlClient(address) as client:
             with pytest.raises(InvalidRequestError) as refused:
                 await asyncio.to_thread(client.set_units, units)

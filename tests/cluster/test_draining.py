@@ -6,12 +6,12 @@ import asyncio
 import dataclasses
 from typing import Any
 
-import grpc
-import grpc.aio
 import pytest
 
 from baton.config.workers import WorkerSettings
-from baton.v1 import worker_pb2, worker_pb2_grpc
+from baton.link.frames import Method
+from baton.link.router_end import ask_once
+from baton.v1 import worker_pb2
 from cluster.pools.role_plan import Role
 from decode_worker.request_log import Submission
 from decode_worker.session import Refusal
@@ -19,6 +19,7 @@ from engine.wire import read_spec
 from kv_transfer.errors import LeaseServedError
 from kv_transfer.lease import Lease, LeaseId, WorkerIdentity
 from prefill_worker.role import DrainingError
+from tests.identities import OPERATOR
 
 
 def submission_of(wire: worker_pb2.RequestSpec) -> Submission:
@@ -35,15 +36,14 @@ async def test_a_draining_worker_refuses_finishes_and_leaves(kit: Any) -> None:
         spec.sampling.max_tokens = 500
         await link.reserve(spec)
         await link.until(lambda: link.of("last").tokens)
-        channel = grpc.aio.insecure_channel(worker.address)
-        await worker_pb2_grpc.WorkerServiceStub(channel).Drain(worker_pb2.DrainRequest())
+        request = worker_pb2.DrainRequest()
+        await ask_once(worker.address, OPERATOR, Method.DRAIN, request, 10.0)
         await link.reserve(kit.make_spec("late", 60))
         await link.until(lambda: link.of("late").rejected)
         assert link.of("late").rejected.reason == worker_pb2.REJECT_REASON_DRAINING
         await link.until(lambda: link.of("last").finished)
         assert link.of("last").in_order() == kit.oracle.tokens(spec)
         await worker.left.wait()
-        await channel.close()
         await link.close()
 
 

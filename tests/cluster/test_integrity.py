@@ -15,7 +15,9 @@ import pytest
 
 from baton.config.transfer import TransferConfig
 from baton.config.workers import WorkerSettings
-from baton.v1 import worker_pb2, worker_pb2_grpc
+from baton.link.frames import MESSAGES, LinkError, Method
+from baton.link.router_end import ask_once
+from baton.v1 import worker_pb2
 from cluster.pools.role_plan import Role
 from cluster.worker.config import RankPosition
 from cluster.worker.process import LoopDoor, serve_worker
@@ -23,12 +25,12 @@ from cluster.worker.worker import EngineStuckError, Worker, WorkerFailedError
 from kv_transfer.rank import make_transport
 from kv_transfer.transport import FlushResult
 from tests.cluster.conftest import SETTINGS, worker_config
+from tests.identities import OPERATOR
+from tests.link_stub import books_at
 
 
 async def books_of(worker: Worker) -> worker_pb2.CheckIntegrityResponse:
-    async with grpc.aio.insecure_channel(worker.address) as channel:
-        stub = worker_pb2_grpc.WorkerServiceStub(channel)
-        return await stub.CheckIntegrity(worker_pb2.CheckIntegrityRequest(), timeout=10)
+    return await books_at(worker.address)
 
 
 async def test_integrity_reports_what_a_handoff_holds_on_either_side_and_nothing_after_it(
@@ -222,13 +224,11 @@ async def test_a_worker_whose_engine_has_stopped_says_that_it_is_unavailable(kit
     async with serving(kit, Role.DECODE) as served:
         await served.worker.ready.wait()
         await asyncio.to_thread(served.worker.engine.stop)
-        async with grpc.aio.insecure_channel(served.worker.address) as channel:
-            stub = worker_pb2_grpc.WorkerServiceStub(channel)
-            for call in (
-                stub.Load(worker_pb2.LoadRequest()),
-                stub.CheckIntegrity(worker_pb2.CheckIntegrityRequest()),
-            ):
-                assert await call.code() is grpc.StatusCode.UNAVAILABLE
+        for method in (Method.LOAD, Method.CHECK_INTEGRITY):
+            request = MESSAGES[method][0]()
+            with pytest.raises(LinkError) as refused:
+                await ask_once(served.worker.address, OPERATOR, method, request, 10.0)
+            assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
 
 
 async def test_a_drain_that_finds_a_leak_ends_with_the_error_named(kit: Any) -> None:

@@ -26,6 +26,7 @@ from cluster.registry.control_service import Changes, serve
 from cluster.registry.pool_changes import PoolBacking, PoolChanges
 from cluster.registry.registry import Registration, Registry
 from tests.cluster.pool_settings import settings_of
+from tests.identities import OPERATOR, WORKER
 
 TEXT = "pools: {decode-2: {role: mixed, max_replicas: 4}}"
 
@@ -39,7 +40,7 @@ def registry_of() -> Registry:
 @asynccontextmanager
 async def served(registry: Registry) -> AsyncIterator[ControlClient]:
     """Its methods block, and so belong on threads."""
-    async with serve(registry, Changes(), "127.0.0.1:0") as address:
+    async with serve(registry, Changes(), "127.0.0.1:0", OPERATOR) as address:
         with ControlClient(address) as control:
             yield control
 
@@ -104,10 +105,11 @@ async def test_workers_agree_on_one_dtype_before_they_load() -> None:
     async with served(registry := registry_of()) as control:
         for pool in ("p-2", "d-2"):
             await asyncio.to_thread(control.add_pool, pool, TWO_POOLS, 1)
-        assert await asyncio.to_thread(control.agree_dtype, "d-2", "bfloat16") == "bfloat16"
-        assert await asyncio.to_thread(control.agree_dtype, "p-2", "float32") == "bfloat16"
-        with pytest.raises(InvalidRequestError) as caught:
-            await asyncio.to_thread(control.agree_dtype, "p-2", "auto")
+        with ControlClient(control.address, identity=WORKER) as worker:
+            assert await asyncio.to_thread(worker.agree_dtype, "d-2", "bfloat16") == "bfloat16"
+            assert await asyncio.to_thread(worker.agree_dtype, "p-2", "float32") == "bfloat16"
+            with pytest.raises(InvalidRequestError) as caught:
+                await asyncio.to_thread(worker.agree_dtype, "p-2", "auto")
         assert caught.value.field == "dtype"
     assert registry.pools.settings("p-2").dtype == "bfloat16"
 

@@ -12,11 +12,13 @@ import pytest
 
 from baton.config.router import RouterConfig
 from baton.config.workers import RegistryConfig
-from baton.v1 import control_pb2, control_pb2_grpc
+from baton.identity.control_calls import control_stub
+from baton.v1 import control_pb2
 from cluster.registry.control_service import Changes, serve
 from cluster.registry.registry import Registry
 from cluster.registry.routers import FORGOTTEN_AFTER_S, SILENT_AFTER_S, RouterReports
-from router.fleet.registry import keep_reporting
+from router.fleet.registry import RegistryAccess, keep_reporting
+from tests.identities import OPERATOR, ROUTER
 
 Watch = control_pb2.WatchFleetResponse
 
@@ -91,10 +93,10 @@ async def registry_at() -> AsyncIterator[tuple[str, AsyncIterator[Watch]]]:
     """Its address, and what a watcher hears."""
     registry = Registry(RegistryConfig(), time.monotonic)
     async with (
-        serve(registry, Changes(), "127.0.0.1:0") as address,
+        serve(registry, Changes(), "127.0.0.1:0", OPERATOR) as address,
         grpc.aio.insecure_channel(address) as channel,
     ):
-        stub = control_pb2_grpc.ControlServiceStub(channel)
+        stub = control_stub(channel, ROUTER)
         yield address, aiter(stub.WatchFleet(control_pb2.WatchFleetRequest()))
 
 
@@ -109,7 +111,9 @@ async def hears(watch: AsyncIterator[Watch], routers: list[str]) -> Watch:
 async def test_what_a_router_reports_is_heard_until_it_leaves() -> None:
     reported = control_pb2.ReportRouterRequest(router_id="router-1", requests_per_s=2.5, num_held=3)
     async with registry_at() as (address, watch):
-        reporting = asyncio.create_task(keep_reporting(address, RouterConfig(), lambda: reported))
+        reporting = asyncio.create_task(
+            keep_reporting(RegistryAccess(address, RouterConfig(), ROUTER), lambda: reported)
+        )
         fleet = await hears(watch, ["router-1"])
         assert list(fleet.routers) == [reported]
         reporting.cancel()
@@ -121,7 +125,7 @@ async def test_a_router_whose_call_breaks_is_listed_as_silent() -> None:
     """A killed one, or one whose host is cut off: who only hears of the call cannot know."""
     reported = control_pb2.ReportRouterRequest(router_id="router-1", requests_per_s=2.5)
     async with registry_at() as (address, watch), grpc.aio.insecure_channel(address) as channel:
-        call = control_pb2_grpc.ControlServiceStub(channel).ReportRouter()
+        call = control_stub(channel, ROUTER).ReportRouter()
         await call.write(reported)
         await hears(watch, ["router-1"])
         call.cancel()
@@ -134,7 +138,7 @@ async def test_a_router_that_has_called_again_is_heard_also_when_its_former_call
     """Its connection was cut off, and the registry hears of that after the router does."""
     reported = control_pb2.ReportRouterRequest(router_id="router-1", requests_per_s=2.5)
     async with registry_at() as (address, watch), grpc.aio.insecure_channel(address) as channel:
-        stub = control_pb2_grpc.ControlServiceStub(channel)
+        stub = control_stub(channel, ROUTER)
         former = stub.ReportRouter()
         await former.write(reported)
         await hears(watch, ["router-1"])
@@ -150,7 +154,7 @@ async def test_a_router_that_has_called_again_is_heard_also_when_its_former_call
 
 async def test_a_report_without_a_name_is_refused() -> None:
     async with registry_at() as (address, _), grpc.aio.insecure_channel(address) as channel:
-        stub = control_pb2_grpc.ControlServiceStub(channel)
+        stub = control_stub(channel, ROUTER)
 
         async def nameless() -> AsyncIterator[control_pb2.ReportRouterRequest]:
             yield control_pb2.ReportRouterRequest()

@@ -12,7 +12,8 @@ import pytest
 
 from baton.config.engine import FakeEngineConfig
 from baton.config.workers import RegistryConfig
-from baton.v1 import control_pb2, control_pb2_grpc
+from baton.identity.control_calls import control_stub
+from baton.v1 import control_pb2
 from cluster.pools.role_plan import Role
 from cluster.registry.control_service import Changes, serve
 from cluster.registry.registry import Registry
@@ -28,6 +29,7 @@ from tests.cluster.conftest import (
     until,
 )
 from tests.cluster.pool_settings import settings_of
+from tests.identities import OPERATOR, WORKER
 
 LIVE = control_pb2.WORKER_STATE_LIVE
 SUSPECT = control_pb2.WORKER_STATE_SUSPECT
@@ -58,10 +60,10 @@ async def state_told(progress: control_pb2.StepProgress) -> control_pb2.WorkerSt
     message.worker.ref.worker_id = "decode-0"
     async with (
         asyncio.timeout(10),
-        serve(registry, Changes(), "127.0.0.1:0") as address,
+        serve(registry, Changes(), "127.0.0.1:0", OPERATOR) as address,
         grpc.aio.insecure_channel(address) as channel,
     ):
-        stub = control_pb2_grpc.ControlServiceStub(channel)
+        stub = control_stub(channel, WORKER)
         call = stub.Register()
         await call.write(message)
         async for fleet in stub.WatchFleet(control_pb2.WatchFleetRequest()):

@@ -124,8 +124,8 @@ def test_a_decode_worker_killed_mid_stream_costs_no_token_and_is_recreated(
 ) -> None:
     before = site.all_live()
     with site.streams(door=door) as running:
-        address = live_workers(before)["decode-0"].address
-        wait_until(lambda: books_of(address).num_running, 20, "nothing ran on decode-0")
+        address, control = live_workers(before)["decode-0"].address, site.cluster.control_address
+        wait_until(lambda: books_of(control, address).num_running, 20, "nothing ran on decode-0")
         kill(before, "decode-0")
     if door == "grpc":  # HTTP does not tell
         assert any(len(each.result().routed) > 1 for each in running), "nothing ran on decode-0"
@@ -142,14 +142,14 @@ def freeze_mid_push(site: Site, fleet: Fleet, worker_id: str, num_steps_before: 
     It has stepped since the requests came, so it has pushed, and owes several handoffs the rest: a
     few milliseconds later, when it is stopped, it still does, and then it can finish nothing.
     """
-    workers = live_workers(fleet)
+    workers, control = live_workers(fleet), site.cluster.control_address
     give_up_at = time.monotonic() + 20
     while time.monotonic() < give_up_at:
-        seen = books_of(workers[worker_id].address)
+        seen = books_of(control, workers[worker_id].address)
         if seen.num_open_handoffs < 3 or seen.num_steps <= num_steps_before:
             continue
         os.kill(pid_of(fleet, worker_id), signal.SIGSTOP)
-        books = {n: books_of(w.address) for n, w in workers.items() if n != worker_id}
+        books = {n: books_of(control, w.address) for n, w in workers.items() if n != worker_id}
         leases = sum(found.num_open_leases for found in books.values())
         if leases > sum(found.num_open_handoffs for found in books.values()):
             return
@@ -182,8 +182,8 @@ def test_a_prefill_worker_killed_in_a_push_leaves_nothing_behind_and_costs_no_to
 def test_a_worker_that_hangs_is_avoided_then_killed_and_recreated(site: Site, door: str) -> None:
     before = site.all_live()
     with site.streams(door=door):
-        address = live_workers(before)["decode-1"].address
-        wait_until(lambda: books_of(address).num_running, 20, "nothing ran on decode-1")
+        address, control = live_workers(before)["decode-1"].address, site.cluster.control_address
+        wait_until(lambda: books_of(control, address).num_running, 20, "nothing ran on decode-1")
         os.kill(pid_of(before, "decode-1"), signal.SIGSTOP)
         site.wait_for(lambda seen: "decode-1" not in live_workers(seen), 10)
         answer = run(site.cluster.router_address, PROMPT[:120], 20)

@@ -3,28 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import socket
+import urllib.error
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import grpc
-import grpc.aio
 import pytest
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.config.engine import FakeEngineConfig
 from baton.config.workers import WorkerSettings
+from baton.link.frames import LinkError, Method
 from baton.model_folder import TEXT_FILES
-from baton.v1 import common_pb2, router_pb2, worker_pb2, worker_pb2_grpc
+from baton.v1 import common_pb2, router_pb2, worker_pb2
 from cluster.pools.role_plan import Role
 from cluster.worker.process import RankActor
 from cluster.worker.rank import free_port
 from engine.api import Engine
 from engine.wire import read_spec
 from kv_transfer.layout import NULL_BLOCK
+from tests.link_stub import LinkStub, books_at
 from tests.router.deployment import byte_files
 from tests.router.real_workers import Listed, router_over
 
@@ -37,10 +39,39 @@ async def test_a_worker_listens_at_the_port_of_its_settings_and_so_does_the_next
     for _ in range(2):
         async with kit.running_worker("decode-0", Role.DECODE, settings=settings) as worker:
             assert worker.address == f"127.0.0.1:{port}"
-            async with grpc.aio.insecure_channel(worker.address) as channel:
-                request = health_pb2.HealthCheckRequest()
-                answer = await health_pb2_grpc.HealthStub(channel).Check(request, timeout=10)
-            assert answer.status == health_pb2.HealthCheckResponse.SERVING
+            assert not (await books_at(worker.address)).problems
+
+
+async def test_probes_learn_whether_it_serves_and_nothing_else(kit: Any) -> None:
+    settings = WorkerSettings(heartbeat_s=0.05, metrics_port=None, health_port=0)
+
+    def probe(path: str) -> tuple[int, bytes]:
+        try:
+            with urllib.request.urlopen(f"http://{worker.health_address}{path}") as answer:
+                return answer.status, answer.read()
+        except urllib.error.HTTPError as error:
+            with error:
+                return error.code, error.read()
+
+    async with kit.running_worker("decode-0", Role.DECODE, settings=settings) as worker:
+        assert await asyncio.to_thread(probe, "/live") == (200, b"")
+        for path in ("/", "/metrics", "/live/", "/live?verbose"):
+            assert await asyncio.to_thread(probe, path) == (404, b"")
+        host, _, port = worker.health_address.rpartition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(b"GET /live HTTP/1.1\r\n" + b"a: b\r\n" * 1000)
+        with contextlib.suppress(ConnectionError):
+            assert await asyncio.wait_for(reader.read(), 10) == b""
+        writer.close()
+        link = kit.decode_link(worker.address, "router-a")
+        await link.open()
+        spec = kit.make_spec("last", 60)
+        spec.sampling.max_tokens = 500
+        await link.reserve(spec)
+        await link.until(lambda: link.of("last").tokens)
+        worker.drain()
+        assert await asyncio.to_thread(probe, "/live") == (503, b"")
+        await link.close()
 
 
 WITH_METRICS = WorkerSettings(heartbeat_s=0.05)
@@ -84,9 +115,12 @@ async def test_quarantined_memory_is_a_metric_in_bytes(kit: Any) -> None:
 
 
 async def pieces(address: str) -> list[worker_pb2.ReadTokenizerResponse]:
-    async with grpc.aio.insecure_channel(address) as channel:
-        stub = worker_pb2_grpc.WorkerServiceStub(channel)
-        return [piece async for piece in stub.ReadTokenizer(worker_pb2.ReadTokenizerRequest())]
+    stub = LinkStub(address)
+    try:
+        request = worker_pb2.ReadTokenizerRequest()
+        return [piece async for piece in await stub._begun(Method.READ_TOKENIZER, request)]
+    finally:
+        await stub.close()
 
 
 def written(folder: Path, **files: bytes) -> Path:
@@ -125,7 +159,7 @@ async def test_a_tokenizer_of_its_own_comes_beside_the_model_s_configuration(
 
 async def test_a_worker_without_a_tokenizer_says_so(kit: Any, tmp_path: Path) -> None:
     async with kit.running_worker("d", Role.DECODE, model_path=str(tmp_path)) as worker:
-        with pytest.raises(grpc.aio.AioRpcError, match=r"tokenizer\.json: missing") as refused:
+        with pytest.raises(LinkError, match=r"tokenizer\.json: missing") as refused:
             await pieces(worker.address)
     assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED
 

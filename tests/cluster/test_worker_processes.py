@@ -18,6 +18,7 @@ from cluster.registry.control_service import Changes, fleet_message, serve
 from cluster.registry.registry import Registry
 from tests.cluster.fleet_processes import Fleet, started
 from tests.cluster.worker_process import ROOT, command
+from tests.identities import OPERATOR
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -93,7 +94,7 @@ async def test_workers_serve_on_while_the_registry_is_gone_and_come_back_to_it(
 
     live = control_pb2.WORKER_STATE_LIVE
     registry = fresh()
-    async with serve(registry, Changes(), "127.0.0.1:0") as control:
+    async with serve(registry, Changes(), "127.0.0.1:0", OPERATOR) as control:
         fleet = Fleet(registry, control, config)
         await fleet.start("decode", 0)
         await fleet.until(lambda seen: [w.state for w in seen.workers] == [live])
@@ -107,7 +108,7 @@ async def test_workers_serve_on_while_the_registry_is_gone_and_come_back_to_it(
         assert link.of("alone").in_order() == kit.oracle.tokens(spec)
         await link.close()
         fleet.registry = fresh()
-        async with serve(fleet.registry, Changes(), control):
+        async with serve(fleet.registry, Changes(), control, OPERATOR):
             await fleet.until(lambda seen: [w.state for w in seen.workers] == [live])
     finally:
         await fleet.end()
@@ -123,7 +124,7 @@ async def test_a_drain_needs_no_registry_what_runs_finishes_and_the_worker_leave
     starting = [control_pb2.WORKER_STATE_STARTING]  # registered, and not yet heard
     registry = Registry(RegistryConfig(), time.monotonic)
     async with contextlib.AsyncExitStack() as stack:
-        async with serve(registry, Changes(), "127.0.0.1:0") as control:
+        async with serve(registry, Changes(), "127.0.0.1:0", OPERATOR) as control:
             fleet = Fleet(registry, control, config)
             stack.push_async_callback(fleet.end)
             await fleet.start("decode", 0)
@@ -140,7 +141,7 @@ async def test_a_drain_needs_no_registry_what_runs_finishes_and_the_worker_leave
                 await fleet.until(lambda seen: _states(seen) == draining)
         if registry_is == "restarted":
             fleet.registry = Registry(RegistryConfig(), time.monotonic)
-            await stack.enter_async_context(serve(fleet.registry, Changes(), control))
+            await stack.enter_async_context(serve(fleet.registry, Changes(), control, OPERATOR))
             await fleet.until(lambda seen: _states(seen) not in ([], starting))
             assert _states(fleet_message(fleet.registry.snapshot())) == draining
             assert not link.of("last").finished

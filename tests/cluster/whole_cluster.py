@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-import grpc
 import numpy as np
 import pytest
 
@@ -27,8 +26,11 @@ from baton.client.events import Event, Finished, Routed, Tokens
 from baton.config.cluster import ClusterConfig, parse_config
 from baton.control_client import ControlClient
 from baton.errors import BatonError
+from baton.identity.identity import operator_of
+from baton.link.frames import Method
+from baton.link.router_end import ask_once
 from baton.model_folder import find_text_files
-from baton.v1 import common_pb2, control_pb2, router_pb2, worker_pb2, worker_pb2_grpc
+from baton.v1 import common_pb2, control_pb2, router_pb2, worker_pb2
 from cluster.local.bring_up import RunningCluster, up
 from cluster.local.process_tree import descendants, wait_until_gone
 from engine.build import (
@@ -152,7 +154,7 @@ class Site:
         workers = live_workers(fleet)
         mine = workers[worker_id]
         others = [n for n, w in workers.items() if w.pool == mine.pool and n != worker_id]
-        sampled_before = num_sampled(books_of(mine.address))
+        sampled_before = num_sampled(books_of(self.cluster.control_address, mine.address))
         with ControlClient(self.cluster.control_address) as control:
             for other in others:
                 control.drain(other)
@@ -161,7 +163,8 @@ class Site:
         while not (asked and worker_id in asked[-1][1].workers):
             assert time.monotonic() < give_up_at, f"{worker_id} was in none of {len(asked)} answers"
             asked.append(self.ask_new())
-        assert num_sampled(books_of(mine.address)) > sampled_before, f"another {worker_id} served"
+        sampled = num_sampled(books_of(self.cluster.control_address, mine.address))
+        assert sampled > sampled_before, f"another {worker_id} served"
         self.check(asked)
         for other in others:
             self.wait_for_recreated(fleet, other)
@@ -220,7 +223,9 @@ class Site:
     def books(self, fleet: Fleet | None = None) -> dict[str, Books]:
         """What every live worker says of itself now."""
         seen = fleet or self.all_live()
-        return {name: books_of(worker.address) for name, worker in live_workers(seen).items()}
+        control = self.cluster.control_address
+        workers = live_workers(seen).items()
+        return {name: books_of(control, worker.address) for name, worker in workers}
 
     def all_sound(self, timeout_s: float = 20) -> dict[str, Books]:
         """Wait until no worker holds anything: fences and acks take a message each way."""
@@ -283,12 +288,11 @@ def kill(fleet: Fleet, worker_id: str) -> None:
     os.kill(pid_of(fleet, worker_id), signal.SIGKILL)
 
 
-def books_of(address: str) -> Books:
-    with grpc.insecure_channel(address) as channel:
-        # The generated types know grpc.aio only.
-        stub: Any = worker_pb2_grpc.WorkerServiceStub(cast(Any, channel))
-        books: Books = stub.CheckIntegrity(worker_pb2.CheckIntegrityRequest(), timeout=10)
-        return books
+def books_of(control: str, address: str) -> Books:
+    """By the keys that `baton up` made and recorded."""
+    request, own = worker_pb2.CheckIntegrityRequest(), operator_of(control)
+    books: Books = asyncio.run(ask_once(address, own, Method.CHECK_INTEGRITY, request, 10.0))
+    return books
 
 
 def num_sampled(books: Books) -> int:

@@ -19,7 +19,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import grpc
 import numpy as np
 
 from baton.client import AsyncClient
@@ -27,6 +26,7 @@ from baton.client.events import Event, Migrated, Routed, Tokens
 from baton.config.cluster import parse_config
 from baton.control_client import ControlClient
 from baton.errors import BatonError
+from baton.link.frames import LinkError
 from deploy.api.naming import snake_keys
 from deploy.controller.manifests.common import POOL_LABEL
 from engine.request import RequestId, RequestSpec, SamplingParams
@@ -232,10 +232,11 @@ def _holds_nothing_more(kubelet: Kubelet) -> bool:
     if not kubelet.pods(HEAD) and not kubelet.pods(POOL_LABEL):
         return True
     try:
-        with ControlClient(control_address(kubelet)) as client:
+        control = control_address(kubelet)
+        with ControlClient(control) as client:
             workers = live_workers(client.fleet())
-        books = {name: books_of(worker.address) for name, worker in workers.items()}
-    except (BatonError, grpc.RpcError, KeyError, ValueError):  # one comes or goes just now
+        books = {name: books_of(control, worker.address) for name, worker in workers.items()}
+    except (BatonError, LinkError, OSError, KeyError, ValueError):  # one comes or goes just now
         return False
     if not books:
         return False

@@ -32,6 +32,7 @@ from router.text import TextModel
 from router.text.grammar import Answer, of_schema
 from tests.cluster.fleet_processes import Fleet, started
 from tests.engine.fakes import drain
+from tests.identities import ROUTER
 from tests.path.test_killed_worker import streams_from
 from tests.path.whole_path import Answer as Seen
 from tests.path.whole_path import Pool, Shape, ask
@@ -103,7 +104,7 @@ async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Serv
         routers, clients, urls = [], [], []
         for local_prefill in ("never", "always"):
             routing = RouterConfig(http_port=0, local_prefill=local_prefill, tool_calls="hermes")
-            door = Door(routing, fleet.control, "demo")
+            door = Door(routing, fleet.control, "demo", ROUTER)
             server = RouterServer(door, routing, "127.0.0.1:0")
             await server.start()
             stack.push_async_callback(server.stop, 0.0)

@@ -20,6 +20,7 @@ from router.router import Router
 from tests.cluster.fleet_processes import Fleet, started
 from tests.engine.checkpoints import VOCAB
 from tests.engine.driving import random_prompt
+from tests.identities import ROUTER
 from tests.path.oracles import greedy_tokens
 from tests.path.whole_path import Answer, Shape, ask, name_of
 from tests.router.callers import HttpCaller
@@ -51,7 +52,7 @@ async def two_block_sizes(
     async with contextlib.AsyncExitStack() as stack:
         fleet = await stack.enter_async_context(started(path))
         routing = RouterConfig(http_port=0, local_prefill="never")
-        door = Door(routing, fleet.control, "one")
+        door = Door(routing, fleet.control, "one", ROUTER)
         server = RouterServer(door, routing, "127.0.0.1:0")
         await server.start()
         router = await door.main_router()

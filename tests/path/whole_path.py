@@ -24,7 +24,6 @@ from baton.v1 import (
     router_pb2,
     router_pb2_grpc,
     worker_pb2,
-    worker_pb2_grpc,
 )
 from cluster.worker.rank import free_port
 from engine.build import load_lone_engine
@@ -32,6 +31,7 @@ from engine.request import SampledToken, SamplingParams
 from tests.cluster.fleet_processes import Fleet, started
 from tests.engine import checkpoints
 from tests.engine.greedy import Greedy, run_alone
+from tests.link_stub import books_at
 from tests.path.oracles import greedy_answer, greedy_tokens, oracle_model
 from tests.router.callers import HttpCaller
 
@@ -268,10 +268,7 @@ class WholePath:
         """What each worker holds now; none of its parts may disagree with another."""
         found = {}
         for worker_id in self.fleet.processes:
-            async with grpc.aio.insecure_channel(self.fleet.address(worker_id)) as channel:
-                stub = worker_pb2_grpc.WorkerServiceStub(channel)
-                request = worker_pb2.CheckIntegrityRequest()
-                found[worker_id] = await stub.CheckIntegrity(request, timeout=10)
+            found[worker_id] = await books_at(self.fleet.address(worker_id))
             assert not found[worker_id].problems, (worker_id, found[worker_id])
         return found
 

@@ -26,12 +26,15 @@ from baton.v1 import (
     control_pb2_grpc,
     router_pb2,
 )
+from cluster.registry.control_access import control_server, listen_at
 from router.door.door import UNITS_EVERY_S, Door
 from router.door.server import RouterServer
 from router.door.unit import ReadTokenizer
 from router.fleet.fleet import WorkerEntry
+from router.fleet.registry import RegistryAccess
 from router.router import Router
 from router.text import TextModel
+from tests.identities import OPERATOR, ROUTER
 from tests.router.answers import Answer, Client
 from tests.router.fleets import entry_of
 from tests.router.scripted_worker import MODEL, Fabric, ScriptedWorker
@@ -102,10 +105,10 @@ def default_model() -> TextModel:
 
 def reading(
     registry: Registry, text_model: TextModel | None = None
-) -> Callable[[str, RouterConfig], Awaitable[ReadTokenizer]]:
+) -> Callable[[RegistryAccess], Awaitable[ReadTokenizer]]:
     """What a door gets that need not ask a worker."""
 
-    async def read(control_address: str, config: RouterConfig) -> ReadTokenizer:
+    async def read(access: RegistryAccess) -> ReadTokenizer:
         return ReadTokenizer(text_model or default_model(), registry.model_fingerprint)
 
     return read
@@ -127,9 +130,9 @@ class Registry(control_pb2_grpc.ControlServiceServicer):
 
     async def start(self, port: int = 0) -> None:
         options = (("grpc.so_reuseport", 0), *accepts_pings(min_interval_s=0.01))
-        server = self._server = grpc.aio.server(options=options)
+        server = self._server = control_server(OPERATOR, options)
         control_pb2_grpc.add_ControlServiceServicer_to_server(self, server)
-        self.address = f"127.0.0.1:{server.add_insecure_port(f'127.0.0.1:{port}')}"
+        self.address = f"127.0.0.1:{listen_at(server, f'127.0.0.1:{port}', OPERATOR)}"
         await server.start()
 
     async def stop(self) -> None:
@@ -185,6 +188,7 @@ class Deployment:
         self, config: RouterConfig, clock: Clock | None, text_model: TextModel | None
     ) -> None:
         self.text_model, self.config, self.clock = text_model, config, clock
+        self.router_identity = ROUTER
         self.fabric, self.registry = Fabric(), Registry()
         self.servers: list[RouterServer] = []
         self.clients: list[Client] = []
@@ -225,6 +229,7 @@ class Deployment:
             config,
             self.registry.address,
             MODEL,
+            self.router_identity,
             read=reading(self.registry, self.text_model),
             clock=self.clock,
             rng=random.Random(1),

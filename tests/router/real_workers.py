@@ -13,13 +13,15 @@ import numpy as np
 
 from baton.config.engine import FakeEngineConfig
 from baton.config.router import RouterConfig
-from baton.v1 import common_pb2, control_pb2, router_pb2, worker_pb2, worker_pb2_grpc
+from baton.v1 import common_pb2, control_pb2, router_pb2, worker_pb2
 from cluster.worker.worker import Worker
 from engine.wire import read_spec
 from router.door.door import Door
 from router.door.server import RouterServer
 from router.router import Router
 from tests.cluster.conftest import ENGINE, engine_tokens
+from tests.identities import ROUTER
+from tests.link_stub import books_at
 from tests.router.answers import Client
 from tests.router.callers import Caller, caller_at
 from tests.router.deployment import QUICK, Registry, reading
@@ -53,10 +55,9 @@ def request_of(number: int) -> router_pb2.GenerateRequest:
     return router_pb2.GenerateRequest(token_ids=ids, sampling=sampling, seed=7)
 
 
-async def num_decoded(worker: Client) -> int:
+async def num_decoded(address: str) -> int:
     """Tokens the worker has sampled since its start, those of prefills for others apart."""
-    stub = worker_pb2_grpc.WorkerServiceStub(worker.channel)
-    response = await stub.CheckIntegrity(worker_pb2.CheckIntegrityRequest())
+    response = await books_at(address)
     assert not response.problems
     return response.num_later_tokens
 
@@ -69,7 +70,7 @@ async def router_over(
     registry.workers = list(workers)  # type: ignore[arg-type]
     await registry.start()
     read = reading(registry)
-    door = Door(config, registry.address, "fake", read=read, rng=random.Random(0))
+    door = Door(config, registry.address, "fake", ROUTER, read=read, rng=random.Random(0))
     server = RouterServer(door, config, "127.0.0.1:0")
     await server.start()
     router = await door.main_router()

@@ -6,11 +6,13 @@ import random
 
 from baton.clock import ManualClock
 from baton.v1 import router_pb2
+from router.fleet.registry import RegistryAccess
 from router.report.metrics import RouterMetrics
 from router.request.request_output import RequestOutput
 from router.request.run_parts import Arrival, ServedModel
 from router.request.validate import RequestLimits, parse_generate
 from router.router import Router
+from tests.identities import ROUTER
 from tests.router.deployment import QUICK, default_model
 from tests.router.scripted_worker import MODEL
 
@@ -19,8 +21,7 @@ def output_for(
     clock: ManualClock, request: router_pb2.GenerateRequest
 ) -> tuple[Router, RequestOutput]:
     router = Router(
-        QUICK,
-        "127.0.0.1:1",
+        RegistryAccess("127.0.0.1:1", QUICK, ROUTER),
         ServedModel(MODEL, default_model()),
         RouterMetrics(),
         on_fault=lambda task: None,

@@ -12,17 +12,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
-import grpc.aio
 import numpy as np
 
 from baton.errors import InvalidRequestError
-from baton.grpc_options import accepts_pings
 from baton.link.frames import Method
-from baton.link.tls import LinkTls
 from baton.link.worker_end import CallContext, Served, answers, streams
 from baton.status import abort
-from baton.v1 import common_pb2, control_pb2, worker_pb2, worker_pb2_grpc
+from baton.v1 import common_pb2, control_pb2, worker_pb2
 from kv_transfer.block_hash import SHARED_BY_ALL, CacheScope, chain_hashes, chain_root
+from tests.identities import WORKER
 from tests.link_stub import WorkerPort
 from tests.router.scripted_tokens import Running, known_tokens, logprobs_of
 
@@ -54,12 +52,10 @@ class Faults:
         return bool(left)
 
 
-Context = grpc.aio.ServicerContext[Any, Any]
-
 BLOCK_SIZE = 4
 
 
-class ScriptedKv(worker_pb2_grpc.WorkerServiceServicer):
+class ScriptedKv:
     """Own the blocks a worker claims to hold, and who follows them."""
 
     def __init__(self, incarnation: int) -> None:
@@ -88,8 +84,8 @@ class ScriptedKv(worker_pb2_grpc.WorkerServiceServicer):
                 message.sequence, message.incarnation = sequence, self.incarnation
                 yield message
 
-    async def ReadTokenizer(  # noqa: N802
-        self, request: worker_pb2.ReadTokenizerRequest, context: Context
+    async def read_tokenizer(
+        self, request: worker_pb2.ReadTokenizerRequest, context: CallContext
     ) -> AsyncIterator[worker_pb2.ReadTokenizerResponse]:
         for name, data in self.text_files.items():
             yield worker_pb2.ReadTokenizerResponse(name=name, data=data)
@@ -121,7 +117,7 @@ class Fabric:
 class ScriptedWorker:
     """A worker of one role, or both, with a port of its own."""
 
-    tls: LinkTls | None = None
+    identity = WORKER
 
     def __init__(self, worker_id: str, role: int, fabric: Fabric, incarnation: int = 1) -> None:
         self.worker_id, self.role, self.fabric = worker_id, role, fabric
@@ -166,15 +162,16 @@ class ScriptedWorker:
     # --- life ----------------------------------------------------------------------------------
 
     async def start(self, port: int = 0) -> ScriptedWorker:
-        server = grpc.aio.server(options=accepts_pings(min_interval_s=0.01))
-        worker_pb2_grpc.add_WorkerServiceServicer_to_server(self.kv, server)
-        methods = {Method.FOLLOW_KV: streams(self.kv.follow)}
+        methods = {
+            Method.FOLLOW_KV: streams(self.kv.follow),
+            Method.READ_TOKENIZER: streams(self.kv.read_tokenizer),
+        }
         if self.role != common_pb2.WORKER_ROLE_DECODE:
             methods[Method.PREFILL] = streams(self.prefill)
         if self.role != common_pb2.WORKER_ROLE_PREFILL:
             methods |= {Method.SESSION: Served(self.session), Method.ATTACH: answers(self.attach)}
             methods[Method.CANCEL] = answers(self.cancel)
-        self._port = WorkerPort(server, methods, self.tls)
+        self._port = WorkerPort(methods, self.identity, f"{self.worker_id}/{self.incarnation}")
         self.address = await self._port.start(port)
         self.fabric.workers[self.worker_id] = self
         return self

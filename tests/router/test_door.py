@@ -36,6 +36,7 @@ from router.router import Router
 from router.text import TextModel
 from tests.cluster.conftest import ENGINE, engine_tokens, nothing_held, running_worker
 from tests.cluster.pool_settings import settings_of
+from tests.identities import OPERATOR, ROUTER
 from tests.router.answers import Answer, Client, error_of, error_reason
 from tests.router.deployment import QUICK, byte_model
 
@@ -110,7 +111,10 @@ async def unit(code: str, folder: Path, shift: int = 0, step_s: float = 0.0) -> 
     registry, changes = Registry(REGISTRY, time.monotonic, units=UnitList(Listed(code))), Changes()
     for role in (Role.PREFILL, Role.DECODE):
         registry.pools.add(settings_of(role.value, role), 1)
-    async with serve(registry, changes, "127.0.0.1:0") as control, AsyncExitStack() as stack:
+    async with (
+        serve(registry, changes, "127.0.0.1:0", OPERATOR) as control,
+        AsyncExitStack() as stack,
+    ):
         engine = dataclasses.replace(ENGINE, fake=fake)
         made = Unit(code, control, registry, folder, text, engine, stack)
         yield made
@@ -121,7 +125,7 @@ async def unit(code: str, folder: Path, shift: int = 0, step_s: float = 0.0) -> 
 async def door_at(
     control: str, config: RouterConfig = CONFIG
 ) -> AsyncIterator[tuple[Door, Client]]:
-    door = Door(config, control, "fake")
+    door = Door(config, control, "fake", ROUTER)
     server = RouterServer(door, config, "127.0.0.1:0")
     await server.start()
     client = Client(server.address)

@@ -253,6 +253,7 @@ async def test_a_host_that_goes_silent_is_noticed_by_its_unanswered_pings() -> N
         d.registry.workers = [w for w in d.registry.workers if w.worker_id != "d9"]
         await d.registry.publish()
         hung.incarnation = hung.kv.incarnation = 2
+        hung._port._links.name = "d9/2"  # type: ignore[union-attr]
         hung.address = proxy.address
         d.registry.workers.append(hung)
         await d.registry.publish()
@@ -297,6 +298,12 @@ async def refused_start(folder: Path, settings: str = "", **arguments: str) -> s
 
 async def test_a_config_with_a_wrong_key_is_refused_by_name(tmp_path: Path) -> None:
     assert "max_queue" in await refused_start(tmp_path, "router:\n  max_queu: 5\n")
+
+
+async def test_a_router_without_its_identity_names_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "keys" / "router" / "role.key"
+    said = await refused_start(tmp_path, "internal: {folder: keys}\n")
+    assert said == f"router: internal.folder: {file} cannot be read: No such file or directory"
 
 
 async def test_a_router_that_cannot_listen_says_so_in_one_line(tmp_path: Path) -> None:

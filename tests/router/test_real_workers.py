@@ -35,7 +35,7 @@ async def test_a_connection_cut_again_and_again_repeats_no_step_of_a_real_worker
     ):
         proxy = await Proxy.to(decode.address)
         listed = Listed(prefill, prefill.address), Listed(decode, proxy.address)
-        worker = Client(decode.address)
+        worker = decode.address
         async with router_over(*listed) as (router, client):
             asking = [asyncio.create_task(client.ask(request_of(n))) for n in range(6)]
             runs = router.runs
@@ -54,7 +54,6 @@ async def test_a_connection_cut_again_and_again_repeats_no_step_of_a_real_worker
             assert len(answer.routed) == 1
             assert not answer.migrated
         assert await num_decoded(worker) == 6 * (NUM_TOKENS - 1)
-        await worker.channel.close()
         await proxy.close()
         await nothing_held(prefill, decode)
 

@@ -12,7 +12,8 @@ import grpc
 import pytest
 
 from baton.v1 import control_pb2
-from router.fleet.registry import FleetWatch, keep_reporting
+from router.fleet.registry import FleetWatch, RegistryAccess, keep_reporting
+from tests.identities import ROUTER
 from tests.router.deployment import QUICK, Context, Registry
 from tests.router.proxy import Proxy
 
@@ -45,7 +46,7 @@ async def test_a_registry_that_does_not_answer_is_logged_once_and_again_when_it_
         nonlocal num_lost
         num_lost += 1
 
-    watch = FleetWatch(registry.address, QUICK, lambda *report: None, lost)
+    watch = FleetWatch(RegistryAccess(registry.address, QUICK, ROUTER), lambda *report: None, lost)
     running = asyncio.create_task(watch.run())
     try:
         for losses in (0, 1):
@@ -105,7 +106,9 @@ async def test_a_router_follows_the_fleet_again_over_a_new_connection() -> None:
 
     was_lost = asyncio.Event()
     async with registry_behind_proxy() as (_, proxy):
-        watch = FleetWatch(proxy.address, CONFIG, lambda *report: None, lost)
+        watch = FleetWatch(
+            RegistryAccess(proxy.address, CONFIG, ROUTER), lambda *report: None, lost
+        )
         async with running(watch.run()), asyncio.timeout(10):
             await watch.next_after(None)
             proxy.strand()
@@ -122,7 +125,7 @@ async def test_a_router_s_figures_reach_the_registry_again_over_a_new_connection
         return control_pb2.ReportRouterRequest(router_id=str(num_told))
 
     async with registry_behind_proxy() as (registry, proxy):
-        reporting = keep_reporting(proxy.address, CONFIG, report)
+        reporting = keep_reporting(RegistryAccess(proxy.address, CONFIG, ROUTER), report)
         async with running(reporting):
             await until(lambda: bool(registry.last_report.router_id))
             reported = registry.last_report.router_id

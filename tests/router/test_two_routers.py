@@ -21,7 +21,7 @@ from router.request.machine import Prefill
 from router.request.request_run import RequestRun
 from router.router import Router
 from tests.cluster.conftest import HeldStep, nothing_held, running_worker
-from tests.router.answers import Client, failures_of, refusal
+from tests.router.answers import failures_of, refusal
 from tests.router.callers import DOORS, Caller, HttpAnswer, LostError
 from tests.router.deployment import default_model
 from tests.router.proxy import Proxy
@@ -80,7 +80,7 @@ def assert_first_attempt(answer: Any) -> None:
 async def test_a_router_that_lost_its_client_does_not_end_the_stream_at_the_next(
     listed: list[Listed], door: str
 ) -> None:
-    worker = Client(listed[1].address)
+    worker = listed[1].address
     async with two_routers(listed, CONFIG, door) as ((router_a, client_a), (router_b, client_b)):
         await client_a.ask(request_of(1))  # its prompt is cached from now on
         steps = await num_decoded(worker)
@@ -94,7 +94,6 @@ async def test_a_router_that_lost_its_client_does_not_end_the_stream_at_the_next
         for router in (router_a, router_b):
             failures = failures_of(router).keys()
             assert failures <= {"MOVED"}
-    await worker.channel.close()
 
 
 @pytest.mark.parametrize("door", DOORS)

@@ -23,6 +23,7 @@ import pytest
 from baton.v1 import common_pb2, router_pb2, router_pb2_grpc
 from router.door.door import Door
 from router.door.server import RouterServer
+from tests.identities import ROUTER
 from tests.router.deployment import QUICK
 from tests.router.scripted_worker import MODEL
 
@@ -82,7 +83,7 @@ def control() -> Iterator[str]:
 @asynccontextmanager
 async def router_at(control: str) -> AsyncIterator[RouterServer]:
     config = replace(QUICK, http_port=0, keepalive_s=2.0)
-    server = RouterServer(Door(config, control, MODEL), config, "127.0.0.1:0")
+    server = RouterServer(Door(config, control, MODEL, ROUTER), config, "127.0.0.1:0")
     await server.start()
     try:
         router = await server.door.main_router()

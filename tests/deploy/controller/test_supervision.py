@@ -21,6 +21,7 @@ from deploy.controller.rollout import Record, UnitPlan
 from deploy.controller.supervision import supervise
 from deploy.controller.view import PoolView, UnitView
 from tests.deploy.controller.clusters import context_of, spec_of
+from tests.identities import OPERATOR
 
 SPEC = spec_of(
     advanced={"engine": {"backend": "fake"}},
@@ -67,7 +68,7 @@ def view(
 async def client() -> AsyncIterator[ControlClient]:
     """Of a registry."""
     registry = Registry(RegistryConfig(), time.monotonic)
-    async with serve(registry, Changes(), "127.0.0.1:0") as address:
+    async with serve(registry, Changes(), "127.0.0.1:0", OPERATOR) as address:
         with ControlClient(address) as client:
             yield client
 

@@ -107,6 +107,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "clusters.json").write_text(json.dumps({"items": [cluster("default", ENDPOINTS)]}))
     monkeypatch.setenv("PATH", str(program.parent), prepend=os.pathsep)
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[3]))
+    monkeypatch.setenv("BATON_IDENTITY", "off")
     monkeypatch.setenv("FOLDER", str(tmp_path))
     return tmp_path
 
