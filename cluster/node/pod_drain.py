@@ -17,6 +17,7 @@ GCS and then ends its process.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import os
 import subprocess
@@ -25,12 +26,15 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-import grpc
+from google.protobuf.message import Message
 
-from baton.grpc_options import DIRECT
-from baton.v1 import control_pb2, worker_pb2, worker_pb2_grpc
+from baton.errors import ConfigError
+from baton.identity.identity import Identity, find_identity
+from baton.link.frames import LinkError, Method, link_name
+from baton.link.router_end import ask_once
+from baton.v1 import control_pb2, worker_pb2
 from cluster.node.pod import Pod, PodWorkers, is_over
 from kv_transfer.process import identity_of
 
@@ -157,15 +161,20 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
+def _own_identity() -> Identity:
+    """The worker's, in whose pod this runs. Without one the worker says what it wants."""
+    try:
+        return find_identity("worker")
+    except ConfigError:
+        return Identity("worker")
+
+
 class WorkerDrain:
     """One worker's drain: the request for it, and its progress."""
 
-    def __init__(self, worker: control_pb2.WorkerInfo, stack: contextlib.ExitStack) -> None:
+    def __init__(self, worker: control_pb2.WorkerInfo, own: Identity) -> None:
         self.name = worker.ref.worker_id
-        self._worker = worker
-        channel = stack.enter_context(grpc.insecure_channel(worker.address, options=DIRECT))
-        # The generated types know grpc.aio only.
-        self._stub: Any = worker_pb2_grpc.WorkerServiceStub(cast(Any, channel))
+        self._worker, self._own = worker, own
         self._is_asked = False
         self._ran = ""  # what it ran at its last answer
 
@@ -177,18 +186,26 @@ class WorkerDrain:
         """Ask it to drain, until it has answered once."""
         if not self._is_asked:
             request = worker_pb2.DrainRequest(timeout_ms=max(1, round(timeout_s * 1e3)))
-            with contextlib.suppress(grpc.RpcError):
-                self._stub.Drain(request, timeout=_ANSWER_WITHIN_S)
+            with contextlib.suppress(LinkError, OSError, TimeoutError):
+                self._call(Method.DRAIN, request)
                 self._is_asked = True
+
+    def _call(self, method: Method, request: Message) -> Any:
+        """Raises LinkError, OSError, TimeoutError."""
+        worker = self._worker
+        call = ask_once(
+            worker.address, self._own, method, request, _ANSWER_WITHIN_S, link_name(worker.ref)
+        )
+        return asyncio.run(call)
 
     def runs(self) -> str:
         """Describe what it runs."""
         try:
-            load = self._stub.Load(worker_pb2.LoadRequest(), timeout=_ANSWER_WITHIN_S).load
-        except grpc.RpcError as error:
-            if cast(grpc.Call, error).code() is grpc.StatusCode.UNAVAILABLE:
-                return f"its process ends (before: {self._ran})" if self._ran else "it ends"
-            return "no answer"
+            load = self._call(Method.LOAD, worker_pb2.LoadRequest()).load
+        except ConnectionRefusedError:
+            return f"its process ends (before: {self._ran})" if self._ran else "it ends"
+        except (LinkError, OSError, TimeoutError) as error:
+            return f"no answer: {error}"
         self._ran = (
             f"{load.num_running} running, {load.num_waiting} waiting, "
             f"{load.num_reserved} whose KV is in transfer"
@@ -205,8 +222,8 @@ class PodDrain:
         self, pod: Pod, timeout_s: float, leave_s: float, stack: contextlib.ExitStack
     ) -> None:
         self._pod = pod
-        self._stack = stack
         self._leave_s = leave_s
+        self._own = _own_identity()
         self._began_at = time.monotonic()
         self._timeout_s = timeout_s
         self._workers = PodWorkers(pod)
@@ -264,7 +281,7 @@ class PodDrain:
         for worker in self._workers.live():
             key = (worker.ref.worker_id, worker.ref.incarnation)
             if key not in self._drainings:
-                self._drainings[key] = WorkerDrain(worker, self._stack)
+                self._drainings[key] = WorkerDrain(worker, self._own)
         for key, draining in list(self._drainings.items()):
             if draining.is_over:
                 _say(f"{draining.name} has left")

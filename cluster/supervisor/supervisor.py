@@ -31,7 +31,9 @@ import uvloop
 from ray.exceptions import ActorUnavailableError, RayError, RayTaskError
 
 from baton.config.cluster import ClusterConfig
+from baton.config.internal import InternalConfig
 from baton.errors import ConfigError, UnavailableError
+from baton.identity.identity import open_identity
 from cluster.errors import one_line
 from cluster.pools.pool_settings import PoolSettings, choose_auto_settings, common_dtype, num_ranks
 from cluster.registry.control_service import Changes, serve
@@ -104,7 +106,9 @@ class Supervision(PoolBacking):
     async def run(self, on_address: Callable[[str], None]) -> None:
         """Supervise until `stop`, which leaves no replica behind. `on_address` gets the address
         that workers and routers connect to."""
-        async with serve(self._registry, self._changes, self._state.listen, self) as address:
+        identity = open_identity(self._cluster.internal, "operator")
+        listen = self._state.listen
+        async with serve(self._registry, self._changes, listen, identity, self) as address:
             host, port = self._cluster.control.announced_host, address.rpartition(":")[2]
             self._control = address if host is None else f"{host}:{port}"
             self._state.keep(address, self._registry)
@@ -129,12 +133,24 @@ class Supervision(PoolBacking):
 
     async def complete(self, settings: PoolSettings) -> PoolSettings:
         """Raises ConfigError, UnavailableError."""
-        config, here = settings.config, self._cluster.runs_on
-        if config.runs_on != here:
+        config, own = settings.config, self._cluster
+        same = (
+            ("runs_on", own.runs_on, config.runs_on),
+            # What names a file or a library is not taken from whoever calls. Neither is the model
+            # (`ModelSource`).
+            ("transfer.ucx_library", own.transfer.ucx_library, config.transfer.ucx_library),
+        )
+        for key, here, named in same:
+            if named != here:
+                raise ConfigError(
+                    f"{key}: must be {here}, as the cluster's own, not {named}", field=key
+                )
+        if config.internal not in (InternalConfig(), own.internal):
             raise ConfigError(
-                f"runs_on: must be {here}, as the cluster's own, not {config.runs_on}",
-                field="runs_on",
+                "internal: must be left out, as the cluster's counts", field="internal"
             )
+        config = dataclasses.replace(config, internal=own.internal)
+        settings = dataclasses.replace(settings, config=config)
         if dtype := common_dtype(self._registry.pools.all_settings().values()):
             config = settings.with_dtype(dtype).config
         config, choices = await asyncio.to_thread(choose_auto_settings, config)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import os
 import pickle
 import socket
 import subprocess
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from baton.config.internal import InternalConfig
 from baton.control_client import ControlClient
 from baton.errors import ConfigError, InUseError, OtherModelError
 from baton.v1 import common_pb2, control_pb2
@@ -248,3 +250,31 @@ def test_a_supervisor_without_its_port_reports_the_error_or_ends_for_ray_to_rest
     assert f"cannot listen on {listen}" in (tmp_path / "supervisor.log").read_text()
     assert ended.returncode == (1 if restarted else 0), ended.stderr
     assert (f"cannot listen on {listen}" in ended.stdout) == (not restarted)
+
+
+@pytest.mark.parametrize(
+    ("named", "field"),
+    [
+        ("transfer: {ucx_library: /tmp/evil.so}", "transfer.ucx_library"),
+        ("internal: {folder: /tmp/keys}", "internal"),
+        ("internal: {identity: 'off'}", "internal"),
+        ("model: /tmp/evil", "model"),
+        ("tokenizer: /tmp/evil", "tokenizer"),
+    ],
+)
+async def test_a_file_or_library_that_an_added_pool_names_is_refused(
+    tmp_path: Path, named: str, field: str
+) -> None:
+    async with controlled(MemoryReplicas(), cluster_of(), tmp_path) as (_, control):
+        with pytest.raises(ConfigError) as refused:
+            await asyncio.to_thread(control.add_pool, "more", f"{named}\n{ADDED}", 1)
+        assert refused.value.field == field
+
+
+async def test_an_added_pool_s_workers_have_the_cluster_s_own_identities(tmp_path: Path) -> None:
+    replicas, folder = MemoryReplicas(), os.environ["BATON_IDENTITY"]
+    cluster = dataclasses.replace(cluster_of(), internal=InternalConfig(folder=folder))
+    async with controlled(replicas, cluster, tmp_path) as (_, control):
+        await asyncio.to_thread(control.add_pool, "more", ADDED, 1)
+        await until(lambda: any(config.pool == "more" for config in replicas.configs))
+    assert {config.internal for config in replicas.configs} == {cluster.internal}
