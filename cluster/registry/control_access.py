@@ -24,6 +24,7 @@ CALLERS: Mapping[str, frozenset[Role]] = {
     "SetRolePlan": _OPERATOR,
     "AddPool": _OPERATOR,
     "RemovePool": _OPERATOR,
+    "ClosePods": _OPERATOR,
     "SetUnits": _OPERATOR,
 }
 """The roles that may make each call."""
