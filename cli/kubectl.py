@@ -8,6 +8,7 @@ reached.
 from __future__ import annotations
 
 import argparse
+import base64
 import contextlib
 import json
 import os
@@ -21,6 +22,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 from typing import IO, Any
 
@@ -50,6 +52,7 @@ RIGHTS: Mapping[str, Sequence[str]] = {
     "services": ("get",),
     "pods": ("get", "list"),
     "pods/portforward": ("create",),
+    "secrets": ("get",),
 }
 """What kubectl asks an API server for here: verbs, by resource."""
 
@@ -123,6 +126,13 @@ def heads(cluster: Mapping[str, Any]) -> dict[str, Target]:
     }
 
 
+def identity_secret(cluster: Mapping[str, Any]) -> str:
+    """Which Secret holds the operator's identity at the cluster's control service."""
+    name, tls = cluster["metadata"]["name"], cluster["spec"].get("internalTLS")
+    prefix = f"{name}-identity" if tls is None else tls.get("secretPrefix") or f"{name}-internal"
+    return f"{prefix}-operator"
+
+
 # --- kubectl --------------------------------------------------------------------------------------
 
 
@@ -140,7 +150,23 @@ class Kubectl:
 
     def serving_clusters(self) -> Sequence[Mapping[str, Any]]:
         """The namespace's. Raises PluginError."""
-        command = [*self._command, "get", "servingclusters.baton.dev", "--output", "json"]
+        items: list[Mapping[str, Any]] = self._get("servingclusters.baton.dev")["items"]
+        return items
+
+    @contextlib.contextmanager
+    def operator_identity(self, cluster: Mapping[str, Any]) -> Iterator[str]:
+        """Yield a folder with the operator's identity, which is gone when the block ends. Raises
+        PluginError."""
+        name = identity_secret(cluster)
+        found = self._get("secret", name, f"--namespace={cluster['metadata']['namespace']}")
+        with tempfile.TemporaryDirectory(prefix="baton-identity-") as folder:
+            (Path(folder) / "operator").mkdir()
+            for file, text in (found.get("data") or {}).items():
+                (Path(folder) / "operator" / file).write_bytes(base64.b64decode(text))
+            yield folder
+
+    def _get(self, *what: str) -> Any:
+        command = [*self._command, "get", *what, "--output", "json"]
         try:
             done = subprocess.run(
                 command, capture_output=True, text=True, timeout=_ANSWER_S, check=False
@@ -150,8 +176,7 @@ class Kubectl:
             raise PluginError(message, "`kubectl cluster-info` asks for nothing else") from error
         if done.returncode:
             raise refusal(done.stderr)
-        items: list[Mapping[str, Any]] = json.loads(done.stdout)["items"]
-        return items
+        return json.loads(done.stdout)
 
     @contextlib.contextmanager
     def forwarded(self, target: Target) -> Iterator[str]:
@@ -270,14 +295,17 @@ def _reached(options: argparse.Namespace, endpoint: str) -> Iterator[list[str]]:
     cluster = chosen(kubectl.serving_clusters(), options.cluster)
     there = target(cluster, endpoint)
     units = heads(cluster) if options.command in _OF_ALL_UNITS else {}
-    if len(units) > 1:
-        with _all_forwarded(kubectl, units) as addresses:
-            by_unit = [f"--unit={code}={address}" for code, address in addresses.items()]
-            yield [_OPTIONS[endpoint], next(iter(addresses.values())), *by_unit]
-        return
-    by_tls = ["--tls", "--tls-server-name", there.tls_name] if there.tls_name else []
-    with kubectl.forwarded(there) as address:
-        yield [_OPTIONS[endpoint], address, *by_tls]
+    more = ["--tls", "--tls-server-name", there.tls_name] if there.tls_name else []
+    with contextlib.ExitStack() as reached:
+        if endpoint == "control":
+            more += ["--identity", reached.enter_context(kubectl.operator_identity(cluster))]
+        if len(units) > 1:
+            addresses = reached.enter_context(_all_forwarded(kubectl, units))
+            more += [f"--unit={code}={address}" for code, address in addresses.items()]
+            address = next(iter(addresses.values()))
+        else:
+            address = reached.enter_context(kubectl.forwarded(there))
+        yield [_OPTIONS[endpoint], address, *more]
 
 
 @contextlib.contextmanager

@@ -34,15 +34,16 @@ _SETTING = re.compile(rf"(?<![\w.])({'|'.join(_KINDS)})\.([a-z_]+)")
 
 
 def camel(name: str) -> str:
-    """max_num_seqs -> maxNumSeqs, max_queue_s -> maxQueueSeconds, retry_per_s -> retryPerSecond."""
+    """max_num_seqs -> maxNumSeqs, max_queue_s -> maxQueueSeconds, retry_per_s -> retryPerSecond,
+    internal_tls -> internalTLS."""
     first, *rest = re.sub("(?<=_)s$", "seconds", name.replace("_per_s", "_per_second")).split("_")
-    return first + "".join(word.capitalize() for word in rest)
+    return first + "".join("TLS" if word == "tls" else word.capitalize() for word in rest)
 
 
 def snake(name: str) -> str:
     """maxNumSeqs -> max_num_seqs."""
     short = re.sub("Seconds?$", "S", name)
-    return re.sub(r"[A-Z]", lambda match: "_" + match[0].lower(), short)
+    return re.sub(r"TLS|[A-Z]", lambda match: "_" + match[0].lower(), short)
 
 
 def as_written(problem: str) -> str:

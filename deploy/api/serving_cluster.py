@@ -126,6 +126,26 @@ class IssuerRef(Checked):
 
 
 @dataclass(frozen=True)
+class InternalTls(Checked):
+    """The certificates of the cluster's own processes. Exactly one of `secretPrefix` and
+    `issuerRef`."""
+
+    secret_prefix: str | None = bounded(None, max_size=200, pattern=OBJECT_NAME)
+    """Secrets `<prefix>-router`, `-worker` and `-operator`, each with tls.crt, tls.key and ca.crt.
+    A certificate names its role by the URI `baton:<role>` and the DNS name `baton-<role>`."""
+    issuer_ref: IssuerRef | None = None
+    """Who issues them, by cert-manager."""
+
+    rules = (
+        Rule(
+            "has(self.secretPrefix) != has(self.issuerRef)",
+            "secretPrefix must be given, or issuerRef: exactly one of them",
+            lambda tls: (tls.secret_prefix is None) != (tls.issuer_ref is None),
+        ),
+    )
+
+
+@dataclass(frozen=True)
 class RouterTls(Checked):
     """The routers' certificate. Exactly one of `secretName` and `issuerRef`."""
 
@@ -381,6 +401,8 @@ class ServingClusterSpec(Checked):
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Of every process."""
     router: RouterSpec = field(default_factory=RouterSpec)
+    internal_tls: InternalTls | None = None
+    """None: the cluster's processes know each other by keys that the operator makes."""
     engine: EngineSettings = field(default_factory=EngineSettings)
     planner: PlannerTargets = field(default_factory=PlannerTargets)
     """For pools whose `scaling.mode` is planner."""
@@ -413,6 +435,12 @@ class ServingClusterSpec(Checked):
             "self.pools.exists(name, self.pools[name].role != 'prefill')",
             "pools need at least one of role decode or mixed",
             lambda spec: any(pool.role != "prefill" for pool in spec.pools.values()),
+        ),
+        Rule(
+            "has(self.internalTLS) == has(oldSelf.internalTLS) && "
+            "(!has(self.internalTLS) || self.internalTLS == oldSelf.internalTLS)",
+            "internalTLS cannot be changed: make another cluster",
+            keeps="internal_tls",
         ),
     )
 

@@ -3,7 +3,8 @@ cut off at any line goes on by looking again.
 
 1. Read the spec. A condition says why one cannot be read, or asks for a change that is not allowed;
    nothing is touched then. Neither is anything while KubeRay's kind is not served.
-2. WorkerPools (see `pools`), the unit that they ask for (see `units`), and what there is.
+2. WorkerPools (see `pools`), by what processes know each other (see `identities`), the unit that
+   the pools ask for (see `units`), and what there is.
 3. What becomes of the units that there are (see `rollout`).
 4. Ray's token and account, then each unit's RayCluster and configuration (see `kuberay`).
 5. Each unit's supervisor gets pools, sizes and shares; it drains what is too much.
@@ -35,6 +36,7 @@ from deploy.api.worker_pool import WorkerPoolSpec
 from deploy.controller.caches import Caches
 from deploy.controller.companions import Companions
 from deploy.controller.fleet_watch import FleetWatch
+from deploy.controller.identities import Identities
 from deploy.controller.kit.applied import Applied
 from deploy.controller.kit.errors import KubeError, StatusError, each
 from deploy.controller.kit.finalizers import drop_finalizer, keep_finalizer
@@ -77,7 +79,7 @@ _SOON_S = 1.0
 """A supervisor reports every second at most."""
 _REFUSALS = (400, 403, 404, 422)
 _GRPC_PROBES_SINCE = (1, 24)
-_OF_ROUTERS = ("served_model_name", "log_level", "router")
+_OF_ROUTERS = ("served_model_name", "log_level", "router", "internal")
 
 
 def utc_now() -> datetime.datetime:
@@ -103,6 +105,7 @@ class ClusterReconciler:
         self._discovery = Discovery(kube)
         self._companions = Companions(self._applied, self._discovery, release)
         self._kuberay = KubeRay(kube, caches, self._applied)
+        self._identities = Identities(kube, self._applied)
         self._pools = Pools(kube, caches, self._applied, record)
         self._statuses = Statuses(kube, record, now)
 
@@ -166,7 +169,8 @@ class ClusterReconciler:
         return None
 
     def _forget(self, key: Key) -> None:
-        self._fleets.follow(key, ())
+        self._fleets.follow(key, None, ())
+        self._identities.forget(key)
         self._planning.forget(key)
         self._applied.forget(key)
         self._statuses.forget(key)
@@ -196,7 +200,8 @@ class ClusterReconciler:
         wanted = unit_of(obj["spec"], staying)
         pods = [Pod.of(pod, self._now()) for pod in self._caches.of_cluster(self._caches.pods, key)]
         rays = {unit_in(ray).code: ray for ray in self._kuberay.find(obj)}
-        self._fleets.follow(key, [owner.control_of(code) for code in rays])
+        identity = self._identities.keep(obj, owner, spec)
+        self._fleets.follow(key, identity, [owner.control_of(code) for code in rays])
         heard = {code: self._fleets.heard(owner.control_of(code)) for code in rays}
         return Found(obj, owner, spec, pools, specs, wanted, pods, rays, heard)
 

@@ -22,7 +22,9 @@ from deploy.controller.manifests.companions import (
     pool_budget,
     router_budget,
     router_certificate,
+    unit_policy,
 )
+from deploy.controller.manifests.identity import role_certificates
 from deploy.controller.resources import (
     BUDGETS,
     CERTIFICATES,
@@ -56,15 +58,19 @@ def companions(
     route = None if router.gateway is None else grpc_route(owner, router)
     monitors = release.pod_monitors
     monitor = None if monitors is None else pod_monitor(owner, monitors, router.auth)
+    policies = network_policies(owner, operator_namespace)
+    policies += [unit_policy(owner, ray) for ray in view.ray_clusters]
+    certificates = {owner.router_name: router_certificate(owner, router)}
+    certificates |= role_certificates(owner, view.spec)
     return [
-        *(
-            _wanted(NETWORK_POLICIES, policy)
-            for policy in network_policies(owner, operator_namespace)
-        ),
+        *(_wanted(NETWORK_POLICIES, each) for each in policies if release.has_network_policies),
         *(_wanted(budgets.resource, budget) for budget in (router_budget(owner, budgets), *pools)),
         Companion(GRPC_ROUTES, key, route),
         Companion(INGRESSES, key, ingress(owner, view.spec) if router.has_ingress else None),
-        Companion(CERTIFICATES, key, router_certificate(owner, router)),
+        *(
+            Companion(CERTIFICATES, Key(owner.namespace, name), certificate)
+            for name, certificate in certificates.items()
+        ),
         Companion(POD_MONITORS, Key(owner.namespace, owner.name), monitor),
     ]
 

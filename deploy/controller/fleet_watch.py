@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from baton.control_client import ControlClient
 from baton.errors import BatonError, DeadlineError
+from baton.identity.identity import Identity
 from deploy.controller.fleet import NOTHING_HEARD, Heard, fleet_of
 from deploy.controller.kit.objects import Key
 
@@ -28,6 +29,7 @@ class _Followed:
     """One control service's stream."""
 
     cluster: Key
+    identity: Identity | None
     client: ControlClient
     stopping: threading.Event = field(default_factory=threading.Event)
     heard: Heard = NOTHING_HEARD
@@ -43,15 +45,17 @@ class FleetWatch:
         self._followed: dict[str, _Followed] = {}
         """By address."""
 
-    def follow(self, cluster: Key, addresses: Collection[str]) -> None:
-        """The cluster's control services, and no others of it."""
+    def follow(self, cluster: Key, identity: Identity | None, addresses: Collection[str]) -> None:
+        """The cluster's control services, and no others of it; none without an identity. Another
+        identity makes other connections."""
+        wanted = set(addresses) if identity is not None else set[str]()
         with self._lock:
-            known = {name for name, each in self._followed.items() if each.cluster == cluster}
-            ended = [self._followed.pop(address) for address in known.difference(addresses)]
+            there = {name: it for name, it in self._followed.items() if it.cluster == cluster}
+            known = {name for name, it in there.items() if it.identity is identity}
+            ended = [self._followed.pop(name) for name in there if name not in known & wanted]
             begun = {
-                address: _Followed(cluster, ControlClient(address))
-                for address in addresses
-                if address not in known
+                address: _Followed(cluster, identity, ControlClient(address, identity=identity))
+                for address in wanted - known
             }
             self._followed |= begun
         for followed in ended:
@@ -75,7 +79,7 @@ class FleetWatch:
         with self._lock:
             clusters = {followed.cluster for followed in self._followed.values()}
         for cluster in clusters:
-            self.follow(cluster, ())
+            self.follow(cluster, None, ())
 
     def _run(self, followed: _Followed) -> None:
         while not followed.stopping.is_set():

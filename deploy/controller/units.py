@@ -44,6 +44,7 @@ _SHARED = (
     ("fabric", "nodeLabel"),
     ("fabric", "required"),
     ("spotNotices",),
+    ("internalTLS",),
     ("ray", "version"),
     ("ray", "tokenSecretName"),
     ("ray", "gcsFaultTolerance"),

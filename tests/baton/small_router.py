@@ -21,6 +21,7 @@ from baton import status
 from baton.config.internal import InternalConfig
 from baton.errors import BatonError, NotFoundError
 from baton.grpc_options import accepts_pings
+from baton.identity.control_calls import _KEY, _Sealed
 from baton.identity.identity import recorded
 from baton.v1 import (
     common_pb2,
@@ -30,6 +31,7 @@ from baton.v1 import (
     router_pb2_grpc,
     worker_pb2,
 )
+from tests.identities import OPERATOR
 
 WORDS = ["the ", "fox ", "sang ", "to ", "a ", "cold ", "moon ", "and ", "slept ", "wéll "]
 
@@ -192,6 +194,18 @@ def _end(context: Any, error: BatonError) -> None:
     context.abort(status.status_code(error), error.message)
 
 
+class SignsAnswers(grpc.ServerInterceptor):
+    """Of signed calls, as a control service with keys does; it asks nobody who he is."""
+
+    def intercept_service(self, continuation: Any, details: Any) -> Any:
+        handler, said = continuation(details), dict(details.invocation_metadata).get(_KEY)
+        if said is None:
+            return handler
+        assert OPERATOR.keys is not None
+        write, sealed = handler.response_serializer, _Sealed(OPERATOR.keys, said[8:24])
+        return handler._replace(response_serializer=lambda message: sealed(write(message)))
+
+
 class SmallControl(control_pb2_grpc.ControlServiceServicer):
     """A registry with one decode pool that grows at once, and drops drained workers. `failing`:
     why no more than the first worker ever starts; `units`: what it answers to WatchUnits."""
@@ -206,7 +220,8 @@ class SmallControl(control_pb2_grpc.ControlServiceServicer):
     @contextlib.contextmanager
     def serve(self) -> Iterator[str]:
         """Yield its address."""
-        server = grpc.server(ThreadPoolExecutor(4), options=accepts_pings())
+        signs: Any = [SignsAnswers()]
+        server = grpc.server(ThreadPoolExecutor(4), options=accepts_pings(), interceptors=signs)
         control_pb2_grpc.add_ControlServiceServicer_to_server(self, server)  # type: ignore
         port = server.add_insecure_port("127.0.0.1:0")
         server.start()

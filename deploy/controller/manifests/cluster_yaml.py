@@ -8,17 +8,20 @@ from collections.abc import Mapping
 
 from baton.config.cluster import ClusterConfig, ControlConfig, PoolConfig
 from baton.config.engine import AUTO
+from baton.config.internal import InternalConfig
 from deploy.api.naming import as_written, snake_keys
 from deploy.api.serving_cluster import ModelSource, ServingClusterSpec
 from deploy.api.worker_pool import MAX_REPLICAS, PoolShape, WorkerPoolSpec, seconds
 from deploy.controller.kit.objects import Object as Seen
 from deploy.controller.manifests.common import (
     CONTROL_PORT,
+    HEALTH_PORT,
     METRICS_PORT,
     WEIGHTS_FOLDER,
     Object,
     Owner,
     manifest,
+    ray_reference,
 )
 from deploy.controller.manifests.routers import router_settings
 
@@ -87,7 +90,10 @@ def cluster_config(
             transfer=advanced.transfer,
             router=router_settings(spec),
             control=ControlConfig(host="0.0.0.0", port=CONTROL_PORT, announced_host=host),
-            worker=dataclasses.replace(advanced.worker, metrics_port=METRICS_PORT),
+            internal=InternalConfig("keys" if spec.internal_tls is None else "tls"),
+            worker=dataclasses.replace(
+                advanced.worker, metrics_port=METRICS_PORT, health_port=HEALTH_PORT
+            ),
             decode=advanced.decode,
             registry=advanced.registry,
             supervisor=dataclasses.replace(
@@ -135,9 +141,7 @@ def unit_config_map(owner: Owner, unit: str, config: ClusterConfig, ray_cluster:
     """It is deleted with the RayCluster."""
     metadata = owner.metadata(owner.unit_name(unit), "config")
     metadata["labels"] = owner.unit_labels("config", unit)
-    kind = {key: ray_cluster[key] for key in ("apiVersion", "kind")}
-    named = {key: ray_cluster["metadata"][key] for key in ("name", "uid")}
-    metadata["ownerReferences"] = [kind | named]
+    metadata["ownerReferences"] = [ray_reference(ray_cluster)]
     return _config_map(metadata, config)
 
 

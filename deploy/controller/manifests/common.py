@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from deploy.api.naming import API_VERSION, GROUP
-from deploy.api.serving_cluster import Images
+from deploy.api.serving_cluster import Images, IssuerRef
+from deploy.controller.kit.objects import Object as Seen
 
 Object = dict[str, Any]
 
@@ -17,11 +18,15 @@ METRICS_PORT = 7102
 HTTP_PORT = 8000
 """Of OpenAI's API at the routers."""
 WORKER_PORT = 7104
-"""Of a worker's gRPC services; 7103 is the routers' for health."""
+"""Of a worker's links."""
+HEALTH_PORT = 7103
+"""For probes alone: of workers, and of routers that serve TLS."""
 RAY_PORT = 6379
 
-CONFIG_FOLDER = "/etc/baton"
+CONFIG_FOLDER = "/etc/baton/config"
 CONFIG_FILE = f"{CONFIG_FOLDER}/cluster.yaml"
+IDENTITY_FOLDER = "/etc/baton/identity"
+"""Where processes look for it by default."""
 RUN_FOLDER = "/var/run/baton"
 WEIGHTS_FOLDER = "/var/cache/baton/weights"
 
@@ -57,6 +62,7 @@ class Release:
     """Where the operator's pods are; None: not in the cluster, or not known."""
     pod_monitors: PodMonitors | None = None
     """None: no PodMonitors are made."""
+    has_network_policies: bool = True
 
 
 @dataclass(frozen=True)
@@ -145,6 +151,26 @@ def manifest(api_version: str, kind: str, metadata: Object, **parts: Any) -> Obj
     return {"apiVersion": api_version, "kind": kind, "metadata": metadata, **parts}
 
 
+def ray_reference(ray_cluster: Seen) -> Object:
+    """For what is deleted with a RayCluster."""
+    kind = {key: ray_cluster[key] for key in ("apiVersion", "kind")}
+    return kind | {key: ray_cluster["metadata"][key] for key in ("name", "uid")}
+
+
+def issued_certificate(
+    metadata: Object, issuer: IssuerRef, secret: str, usages: Sequence[str], **names: Sequence[str]
+) -> Object:
+    """What cert-manager is asked to keep in a Secret."""
+    spec = {
+        "secretName": secret,
+        **names,
+        "usages": ["digital signature", *usages],
+        "privateKey": {"algorithm": "ECDSA", "size": 256, "rotationPolicy": "Always"},
+        "issuerRef": {"name": issuer.name, "kind": issuer.kind, "group": "cert-manager.io"},
+    }
+    return manifest("cert-manager.io/v1", "Certificate", metadata, spec=spec)
+
+
 def env(name: str, value: str) -> Object:
     return {"name": name, "value": value}
 
@@ -166,6 +192,8 @@ CONTAINER_SECURITY: Mapping[str, Any] = {
     "seccompProfile": {"type": "RuntimeDefault"},
 }
 """As the `restricted` pod security standard asks."""
+SECRET_MODE = 0o440
+"""Of a Secret's files: for the pod's user, and nobody else."""
 POD_SECURITY: Mapping[str, Any] = {"fsGroup": 1000, "runAsUser": 1000, "runAsNonRoot": True}
 
 CONFIG_VOLUME = "config"

@@ -6,11 +6,11 @@ Redis.
 
 | to | port | from |
 | --- | --- | --- |
-| head, workers | every one: Ray, UCX, the workers' own | head and workers of the cluster |
+| head, workers | every one: Ray, UCX, the workers' own | head and workers of the unit |
 | head | ControlService | routers of the cluster, the operator |
-| workers | gRPC | routers of the cluster |
+| workers | links | routers of the cluster |
 | head | Ray's dashboard | KubeRay's operator |
-| workers, routers | metrics | anywhere: who scrapes is not known |
+| workers, routers | metrics | pods that are labelled as a Prometheus, of any namespace |
 | routers | gRPC, HTTP | anywhere |
 
 Pods are known by their labels. Whoever may make pods in the cluster's namespace may give these to
@@ -32,10 +32,11 @@ BackendTLSPolicy, which only those can write who know its authority.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from deploy.api.serving_cluster import RouterAuth, RouterIngress, RouterSpec, ServingClusterSpec
+from deploy.controller.kit.objects import Object as Seen
 from deploy.controller.kit.objects import Resource
 from deploy.controller.manifests.common import (
     CLUSTER_LABEL,
@@ -46,11 +47,14 @@ from deploy.controller.manifests.common import (
     OPERATOR_LABEL,
     POOL_LABEL,
     ROUTER_PORT,
+    UNIT_LABEL,
     WORKER_PORT,
     Object,
     Owner,
     PodMonitors,
+    issued_certificate,
     manifest,
+    ray_reference,
 )
 from deploy.controller.manifests.routers import tls_secret
 
@@ -58,6 +62,10 @@ _DASHBOARD_PORT = 8265
 _KUBERAY = {"matchLabels": {COMPONENT_LABEL: "kuberay-operator"}}
 _OPERATOR = {"matchExpressions": [{"key": OPERATOR_LABEL, "operator": "Exists"}]}
 _ANYWHERE: Mapping[str, object] = {}
+_SCRAPERS = {
+    "namespaceSelector": _ANYWHERE,
+    "podSelector": {"matchLabels": {"app.kubernetes.io/name": "prometheus"}},
+}
 
 
 # --- who may connect ------------------------------------------------------------------------------
@@ -73,32 +81,39 @@ def network_policies(owner: Owner, operator_namespace: str | None) -> list[Objec
     }
     kuberay = {"namespaceSelector": _ANYWHERE, "podSelector": _KUBERAY}
     routers = _own_pods(owner, "router")
-    peers = {"from": [_own_pods(owner, "head", "worker")]}
-    metrics = {"ports": [_tcp(METRICS_PORT)]}
+    metrics = {"from": [_SCRAPERS], "ports": [_tcp(METRICS_PORT)]}
     rules = {
         "head": [
-            peers,
             {"from": [routers, operator], "ports": [_tcp(CONTROL_PORT)]},
             {"from": [kuberay], "ports": [_tcp(_DASHBOARD_PORT)]},
         ],
-        "worker": [peers, {"from": [routers], "ports": [_tcp(WORKER_PORT)]}, metrics],
+        "worker": [{"from": [routers], "ports": [_tcp(WORKER_PORT)]}, metrics],
         "router": [{"ports": [_tcp(ROUTER_PORT), _tcp(HTTP_PORT)]}, metrics],
     }
     return [
-        manifest(
-            "networking.k8s.io/v1",
-            "NetworkPolicy",
+        _policy(
             owner.metadata(f"{owner.name}-{component}-ports", component),
-            spec={
-                "podSelector": {
-                    "matchLabels": {CLUSTER_LABEL: owner.name, COMPONENT_LABEL: component}
-                },
-                "policyTypes": ["Ingress"],
-                "ingress": ingress,
-            },
+            _own_pods(owner, component),
+            ingress,
         )
         for component, ingress in rules.items()
     ]
+
+
+def unit_policy(owner: Owner, ray_cluster: Seen) -> Object:
+    """Who writes into a worker's memory by UCX, or runs code by Ray, is of its unit. It is deleted
+    with the RayCluster."""
+    unit = ray_cluster["metadata"]["labels"][UNIT_LABEL]
+    metadata = owner.metadata(f"{owner.unit_name(unit)}-peers", "ray")
+    metadata["ownerReferences"] = [ray_reference(ray_cluster)]
+    peers = _own_pods(owner, "head", "worker")
+    peers["podSelector"]["matchLabels"] |= {UNIT_LABEL: unit}
+    return _policy(metadata, peers, [{"from": [peers]}])
+
+
+def _policy(metadata: Object, pods: Object, ingress: Sequence[Object]) -> Object:
+    spec = {**pods, "policyTypes": ["Ingress"], "ingress": list(ingress)}
+    return manifest("networking.k8s.io/v1", "NetworkPolicy", metadata, spec=spec)
 
 
 def _own_pods(owner: Owner, *components: str) -> Object:
@@ -159,16 +174,8 @@ def router_certificate(owner: Owner, router: RouterSpec) -> Object | None:
     service = f"{owner.router_name}.{owner.namespace}.svc"
     names = [owner.router_name, f"{owner.router_name}.{owner.namespace}", service]
     names += [f"{service}.cluster.local", *([router.hostname] if router.hostname else [])]
-    issuer = {"name": tls.issuer_ref.name, "kind": tls.issuer_ref.kind, "group": "cert-manager.io"}
-    spec = {
-        "secretName": tls_secret(owner, tls),
-        "dnsNames": names,
-        "usages": ["digital signature", "server auth"],
-        "privateKey": {"algorithm": "ECDSA", "size": 256, "rotationPolicy": "Always"},
-        "issuerRef": issuer,
-    }
-    metadata = owner.metadata(owner.router_name, "router")
-    return manifest("cert-manager.io/v1", "Certificate", metadata, spec=spec)
+    metadata, secret = owner.metadata(owner.router_name, "router"), tls_secret(owner, tls)
+    return issued_certificate(metadata, tls.issuer_ref, secret, ["server auth"], dnsNames=names)
 
 
 def grpc_route(owner: Owner, router: RouterSpec) -> Object:

@@ -13,6 +13,7 @@ import shlex
 from dataclasses import dataclass
 
 from baton.config.workers import POD_LABEL, PORT_VARIABLE, pod_resource
+from baton.identity.keys import Role
 from deploy.api.serving_cluster import ModelSource, ServingClusterSpec, SpotNotices
 from deploy.api.worker_pool import WorkerPoolSpec, seconds
 from deploy.controller.manifests.cluster_yaml import model_path, pool_device
@@ -21,6 +22,7 @@ from deploy.controller.manifests.common import (
     CONFIG_MOUNT,
     CONTAINER_SECURITY,
     CONTROL_PORT,
+    HEALTH_PORT,
     METRICS_PORT,
     POD_ENV,
     POD_SECURITY,
@@ -28,6 +30,7 @@ from deploy.controller.manifests.common import (
     RAY_PORT,
     ROLE_LABEL,
     RUN_FOLDER,
+    SECRET_MODE,
     WEIGHTS_FOLDER,
     WORKER_PORT,
     Object,
@@ -39,6 +42,7 @@ from deploy.controller.manifests.common import (
     probe_of,
     pull_secrets,
 )
+from deploy.controller.manifests.identity import identity_of
 from deploy.controller.manifests.merge import merged_template, with_settings
 from deploy.controller.units import Unit
 
@@ -62,6 +66,7 @@ MODEL_VOLUME = "model"
 FETCH = "fetch-model"
 """The init container, for templates that add to it."""
 
+_WORKER_PORTS = {"links": WORKER_PORT, "metrics": METRICS_PORT, "health": HEALTH_PORT}
 _OWN_LABEL = f"--labels={POD_LABEL}=$POD_NAME"
 """KubeRay writes one command for all pods of a group; each gives Ray its own name."""
 
@@ -88,12 +93,13 @@ def head_template(context: PodContext) -> Object:
     """Ray's head without a worker's resources, and the supervisor beside it in one container: a Ray
     driver shares its raylet's memory and sockets."""
     supervise = f"python -m cluster.supervisor.head --config {CONFIG_FILE} --run-dir {RUN_FOLDER}"
+    speaks_grpc = context.has_grpc_probes and context.spec.internal_tls is None
     container = {
         "name": HEAD_CONTAINER,
         "command": ["/bin/sh", "-c"],
         "args": [f'ulimit -n 65536; eval "$KUBERAY_GEN_RAY_START_CMD" & exec {supervise}'],
         "ports": [container_port("gcs-server", RAY_PORT), container_port("control", CONTROL_PORT)],
-        "readinessProbe": probe_of(CONTROL_PORT, context.has_grpc_probes) | {"periodSeconds": 5},
+        "readinessProbe": probe_of(CONTROL_PORT, speaks_grpc) | {"periodSeconds": 5},
         "resources": {"requests": {"cpu": "1", "memory": "4Gi"}, "limits": {"memory": "8Gi"}},
     }
     own = _template(context, "head", container, grace_s=GRACE_MARGIN_S, text_only=True)
@@ -112,10 +118,13 @@ def worker_template(context: PodContext, pool: WorkerPoolSpec) -> Object:
         "name": WORKER_CONTAINER,
         "command": ["/bin/sh", "-c"],
         "args": [f'ulimit -n 65536; {watch}eval "exec $KUBERAY_GEN_RAY_START_CMD {_OWN_LABEL}"'],
-        "ports": [container_port("grpc", WORKER_PORT), container_port("metrics", METRICS_PORT)],
+        "ports": [container_port(name, port) for name, port in _WORKER_PORTS.items()],
         # KubeRay's own would ask Ray's agent, which asks the head: see `companions`.
-        "readinessProbe": probe_of(WORKER_PORT, context.has_grpc_probes)
-        | {"periodSeconds": 5, "timeoutSeconds": 5},
+        "readinessProbe": {
+            "httpGet": {"path": "/live", "port": HEALTH_PORT},
+            "periodSeconds": 5,
+            "timeoutSeconds": 5,
+        },
         "lifecycle": {"preStop": {"exec": {"command": ["/bin/sh", "-c", _drain_command(drain_s)]}}},
         "resources": _worker_resources(context.spec, pool),
     }
@@ -158,6 +167,8 @@ def _template(
     context: PodContext, component: str, container: Object, *, grace_s: int, text_only: bool
 ) -> Object:
     """`text_only`: nobody in the pod reads the model's weights."""
+    role: Role = "worker" if component == "worker" else "operator"
+    identity, folder, secret = identity_of(context.owner, context.spec, role)
     shared = {
         "image": context.image,
         "imagePullPolicy": context.spec.images.pull_policy,
@@ -166,6 +177,7 @@ def _template(
             {"name": "run", "mountPath": RUN_FOLDER},
             {"name": "tmp", "mountPath": "/tmp"},
             {"name": "shm", "mountPath": "/dev/shm"},
+            {"name": identity, "mountPath": folder, "readOnly": True},
             *_model_mounts(context.spec.model),
         ],
         "securityContext": dict(CONTAINER_SECURITY),
@@ -183,6 +195,7 @@ def _template(
                 {"name": "run", "emptyDir": {}},
                 {"name": "tmp", "emptyDir": {}},
                 {"name": "shm", "emptyDir": {"medium": "Memory"}},
+                {"name": identity, "secret": {"secretName": secret, "defaultMode": SECRET_MODE}},
                 *_model_volumes(context.spec.model),
             ],
             **pull_secrets(context.spec.images),

@@ -15,11 +15,13 @@ from deploy.controller.manifests.common import (
     CONFIG_MOUNT,
     CONTAINER_SECURITY,
     CONTROL_PORT,
+    HEALTH_PORT,
     HTTP_PORT,
     METRICS_PORT,
     POD_ENV,
     POD_SECURITY,
     ROUTER_PORT,
+    SECRET_MODE,
     Object,
     Owner,
     Release,
@@ -30,10 +32,9 @@ from deploy.controller.manifests.common import (
     probe_of,
     pull_secrets,
 )
+from deploy.controller.manifests.identity import identity_of
 from deploy.controller.manifests.merge import with_settings
 
-HEALTH_PORT = 7103
-"""Of routers that serve TLS: Kubernetes' probes speak none."""
 ROUTER_CONTAINER = "router"
 FIRST_ROUTERS = 2
 """As long as nobody says how many."""
@@ -41,7 +42,6 @@ _DRAIN_MARGIN_S = 15
 _CONFIG_HASH = f"{GROUP}/config-hash"
 _TLS_FOLDER = "/etc/baton-tls"
 _TOKENS_FOLDER = "/etc/baton-tokens"
-_OWNER_AND_GROUP = 0o440
 
 
 def router_settings(spec: ServingClusterSpec) -> RouterConfig:
@@ -114,7 +114,7 @@ def _router_pod(
     if router.tls is not None:
         ports["health"] = HEALTH_PORT
     probe = probe_of(ports.get("health", ROUTER_PORT), has_grpc_probes)
-    secrets = _secrets(owner, router)
+    secrets = _secrets(owner, spec)
     container = {
         "name": ROUTER_CONTAINER,
         "image": spec.images.router or release.router_image,
@@ -147,7 +147,7 @@ def _router_pod(
         "volumes": [
             config_volume(owner.config_name),
             *(
-                {"name": name, "secret": {"secretName": secret, "defaultMode": _OWNER_AND_GROUP}}
+                {"name": name, "secret": {"secretName": secret, "defaultMode": SECRET_MODE}}
                 for name, _, secret in secrets
             ),
         ],
@@ -155,9 +155,9 @@ def _router_pod(
     }
 
 
-def _secrets(owner: Owner, router: RouterSpec) -> list[tuple[str, str, str]]:
+def _secrets(owner: Owner, spec: ServingClusterSpec) -> list[tuple[str, str, str]]:
     """Each volume's name, its folder and its Secret."""
-    found = []
+    router, found = spec.router, [identity_of(owner, spec, "router")]
     if router.tls is not None:
         found.append(("tls", _TLS_FOLDER, tls_secret(owner, router.tls)))
     if router.auth is not None:

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 
 from deploy.controller.companions import companions
+from deploy.controller.fleet import NOTHING_HEARD
 from deploy.controller.manifests.common import (
     CONTROL_PORT,
+    HEALTH_PORT,
     METRICS_PORT,
     RAY_PORT,
     ROUTER_PORT,
@@ -22,7 +24,8 @@ from deploy.controller.manifests.companions import BudgetKind
 from deploy.controller.manifests.routers import router_service
 from deploy.controller.pod import Pod
 from deploy.controller.resources import BUDGETS
-from deploy.controller.view import ClusterView, PoolView
+from deploy.controller.rollout import Record, UnitPlan
+from deploy.controller.view import ClusterView, PoolView, UnitView
 from tests.deploy.controller.clusters import (
     OWNER,
     RELEASE,
@@ -172,7 +175,10 @@ def _may(view: ClusterView, pod: Labels, namespace: str, to: Labels, port: int) 
     )
 
 
-HEAD, WORKER, ROUTER = (OWNER.labels(each) for each in ("head", "worker", "router"))
+ROUTER = OWNER.labels("router")
+HEAD, WORKER = (OWNER.unit_labels(each, "2x4bz") for each in ("head", "worker"))
+OTHER_UNITS = OWNER.unit_labels("worker", "9z8yx")
+SCRAPER = {"app.kubernetes.io/name": "prometheus"}
 STRANGER = {"app": "shop"}
 LABELLED = {"baton.dev/cluster": OWNER.name}
 OPERATOR = {"baton.dev/operator": "baton"}
@@ -186,6 +192,8 @@ MODELS = OWNER.namespace
     [
         (WORKER, MODELS, WORKER, UCX_PORT, True),
         (WORKER, MODELS, HEAD, RAY_PORT, True),
+        (OTHER_UNITS, MODELS, WORKER, UCX_PORT, False),
+        (OTHER_UNITS, MODELS, HEAD, RAY_PORT, False),
         (HEAD, MODELS, WORKER, UCX_PORT, True),
         (HEAD, MODELS, HEAD, RAY_PORT, True),
         (ROUTER, MODELS, WORKER, WORKER_PORT, True),
@@ -207,20 +215,28 @@ MODELS = OWNER.namespace
         (KUBERAY, "kuberay", HEAD, 8265, True),
         (KUBERAY, "kuberay", HEAD, RAY_PORT, False),
         (STRANGER, "shop", ROUTER, ROUTER_PORT, True),
-        (STRANGER, "monitoring", ROUTER, METRICS_PORT, True),
-        (STRANGER, "monitoring", WORKER, METRICS_PORT, True),
+        (SCRAPER, "monitoring", ROUTER, METRICS_PORT, True),
+        (SCRAPER, "monitoring", WORKER, METRICS_PORT, True),
+        (STRANGER, "monitoring", WORKER, METRICS_PORT, False),
+        (STRANGER, "shop", WORKER, HEALTH_PORT, False),
         (STRANGER, "shop", ROUTER, UCX_PORT, False),
     ],
 )
 def test_a_port_is_open_to_whom_it_is_meant_for(
     pod: Labels, namespace: str, to: Labels, port: int, may: bool
 ) -> None:
-    assert _may(view_of(), pod, namespace, to, port) is may
+    view = view_of()
+    ray = ray_of(view.spec)
+    ray["metadata"]["uid"] = "uid-of-ray"
+    unit = UnitView(UnitPlan("2x4bz", {}, Record()), ray, NOTHING_HEARD, {})
+    assert _may(dataclasses.replace(view, units=[unit]), pod, namespace, to, port) is may
+    open_to_all = dataclasses.replace(RELEASE, has_network_policies=False)
+    assert not [kind for kind, _ in made(view, open_to_all) if kind == "NetworkPolicy"]
 
 
 def test_where_namespaces_do_not_carry_their_names_the_operator_is_still_let_in() -> None:
     policy = made(view_of(), namespace=None)["NetworkPolicy", "main-head-ports"]
-    _, peer = policy["spec"]["ingress"][1]["from"]
+    _, peer = policy["spec"]["ingress"][0]["from"]
     assert _is_let_in(peer, {}, OPERATOR)
     assert not _is_let_in(peer, {}, STRANGER)
 

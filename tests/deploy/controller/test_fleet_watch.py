@@ -12,6 +12,7 @@ from baton.v1 import control_pb2
 from deploy.controller.fleet import Heard, SlotState, fleet_of, merged
 from deploy.controller.fleet_watch import FleetWatch
 from deploy.controller.kit.objects import Key
+from tests.identities import OPERATOR
 from tests.router.deployment import Context, Registry
 
 CLUSTER = Key("here", "main")
@@ -45,7 +46,7 @@ async def watching(supervisor: Supervisor) -> AsyncIterator[tuple[FleetWatch, th
     await supervisor.start()
     try:
         assert not watch.heard(supervisor.address).is_certain
-        watch.follow(CLUSTER, [supervisor.address])
+        watch.follow(CLUSTER, OPERATOR, [supervisor.address])
         yield watch, said
     finally:
         watch.stop()
@@ -135,7 +136,7 @@ def test_a_supervisor_that_is_not_there_is_silent() -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = f"127.0.0.1:{free.getsockname()[1]}"
     try:
-        watch.follow(CLUSTER, [address])
+        watch.follow(CLUSTER, OPERATOR, [address])
         assert said.wait(20)
         assert watch.heard(address) == Heard(is_certain=True)
     finally:

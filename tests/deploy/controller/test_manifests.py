@@ -65,15 +65,14 @@ def test_kubernetes_waits_for_a_drain_for_longer_than_the_drain_may_take() -> No
     assert pod["terminationGracePeriodSeconds"] > 90
 
 
-@pytest.mark.parametrize(("known", "asked"), [(True, "grpc"), (False, "tcpSocket")])
-def test_a_pod_is_ready_while_its_worker_serves_whatever_ray_and_its_head_do(
-    known: bool, asked: str
-) -> None:
-    context = context_of(spec_of(), has_grpc_probes=known)
-    group = worker_group(context, pools_of(context.spec)["decode"])
+def test_a_pod_is_ready_while_its_worker_serves_whatever_ray_and_its_head_do() -> None:
+    group = group_of(ray_of(spec_of()), "decode")
     (container,) = group["template"]["spec"]["containers"]
-    (port,) = (each for each in container["ports"] if each["name"] == "grpc")
-    assert container["readinessProbe"][asked] == {"port": port["containerPort"]}
+    (port,) = (each for each in container["ports"] if each["name"] == "health")
+    asked = container["readinessProbe"]["httpGet"]
+    assert asked == {"path": "/live", "port": port["containerPort"]}
+    told = yaml.safe_load(settings_in(group))
+    assert told["worker"]["health_port"] == port["containerPort"]
 
 
 def test_a_pod_on_spot_capacity_asks_its_cloud_beside_ray_and_no_other_does() -> None:

@@ -31,7 +31,7 @@ def pods(**spec: Any) -> dict[str, dict[str, Any]]:
 def test_a_routers_pod_has_nothing_of_the_model(model: dict[str, Any]) -> None:
     pod = routers_of(spec_of(model=model, hub=HUB))["spec"]["template"]["spec"]
     assert "initContainers" not in pod
-    assert [volume["name"] for volume in pod["volumes"]] == ["config"]
+    assert [volume["name"] for volume in pod["volumes"]] == ["config", "identity"]
     assert not {"HF_HOME", "HF_TOKEN"} & set(environment_of(pod))
     assert environment_of(pod)["HOME"] == "/tmp", "which this user may write"
 

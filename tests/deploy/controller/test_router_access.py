@@ -53,7 +53,7 @@ def test_what_routers_are_told_to_read_lies_in_the_secrets_that_they_mount() -> 
     assert (read.tls, read.auth) == (settings.tls, settings.auth)
     pod = pod_of(spec)
     modes = [each["secret"]["defaultMode"] for each in pod["volumes"] if "secret" in each]
-    assert modes == [0o440, 0o440], "for the routers' user and nobody else"
+    assert modes == [0o440] * 3, "for the routers' user and nobody else"
     assert pod["securityContext"]["fsGroup"] == 1000
 
 
@@ -72,10 +72,11 @@ def test_probes_which_speak_no_tls_ask_at_a_port_that_serves_health_alone(
         assert asked <= {port["containerPort"] for port in container["ports"]}
 
 
-def test_without_tls_and_tokens_nothing_is_mounted() -> None:
+def test_without_tls_and_tokens_the_routers_identity_alone_is_mounted() -> None:
     spec = spec_of()
     settings = router_settings(spec)
-    assert (settings.tls, settings.auth, secrets_mounted(pod_of(spec))) == (None, None, {})
+    assert (settings.tls, settings.auth) == (None, None)
+    assert secrets_mounted(pod_of(spec)) == {"/etc/baton/identity/router": "main-identity-router"}
     assert router_certificate(OWNER, spec.router) is None
 
 
@@ -92,7 +93,7 @@ def test_a_certificate_is_asked_for_by_every_name_of_the_service() -> None:
     names = made["spec"]["dnsNames"]
     assert {"main-router", "main-router.models.svc", "llm.example.org"} <= set(names)
     assert "server auth" in made["spec"]["usages"]
-    assert set(secrets_mounted(pod_of(spec)).values()) == {made["spec"]["secretName"]}
+    assert secrets_mounted(pod_of(spec))["/etc/baton-tls"] == made["spec"]["secretName"]
 
 
 def test_nobody_issues_what_is_given() -> None:

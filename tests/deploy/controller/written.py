@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from dataclasses import dataclass, field
 from typing import Any
 
 from tests.deploy.controller.scripted_api import Exchange
+from tests.identities import ROOT
 
 NAMESPACE = "models"
 
@@ -24,6 +26,8 @@ class Server:
     """By verb and what `_named` calls it: a status and its reason."""
     forgets: frozenset[str] = frozenset()
     """What lists lack, by what `_named` calls them."""
+    secret: dict[str, bytes] = field(default_factory=lambda: {"root": ROOT})
+    """What each Secret holds, whatever is written."""
     writes: list[tuple[str, str, dict[str, Any]]] = field(default_factory=list)
     """Refused ones, too."""
 
@@ -41,6 +45,9 @@ class Server:
             exchange.answer({"kind": "Status", "code": code, "reason": reason}, code)
         elif exchange.command == "GET" and path == "/version":
             exchange.answer({"major": "1", "minor": "31"})
+        elif exchange.command == "GET" and before == "secrets":
+            data = {name: base64.b64encode(it).decode() for name, it in self.secret.items()}
+            exchange.answer({"data": data})
         elif exchange.command == "GET":
             said = {"kind": "List", "apiVersion": "v1", "metadata": {"resourceVersion": "1"}}
             items = [] if _named(path) in self.forgets else self.objects.get(last, [])

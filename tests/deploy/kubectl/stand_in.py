@@ -1,8 +1,9 @@
 """A program that answers as kubectl does to `get` and `port-forward`, where no kubelet forwards.
 
-FOLDER in its environment holds `clusters.json`, what `get` prints; `upstream`, where a forwarded
-port leads, or `refusal`, what kubectl says instead (`refusal-NAME` for one Service alone). Into
-`pid` it writes who forwards, into `asked` every command line.
+FOLDER in its environment holds `clusters.json`, what `get` prints, and `secret.json`, what it
+prints of a Secret (else nobody may read one); `upstream`, where a forwarded port leads, or
+`refusal`, what kubectl says instead (`refusal-NAME` for one Service alone). Into `pid` it writes
+who forwards, into `asked` every command line.
 """
 
 from __future__ import annotations
@@ -36,6 +37,11 @@ def main() -> None:
     folder = Path(os.environ["FOLDER"])
     with (folder / "asked").open("a") as asked:
         asked.write(" ".join(sys.argv[1:]) + "\n")
+    if "secret" in sys.argv and not (folder / "secret.json").exists():
+        sys.exit("Error from server (Forbidden): secrets is forbidden")
+    if "secret" in sys.argv:
+        print((folder / "secret.json").read_text())
+        return
     if "get" in sys.argv:
         print((folder / "clusters.json").read_text())
         return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import signal
@@ -13,21 +14,27 @@ from typing import Any
 
 import pytest
 
+from baton.identity.keys import role_files
 from baton.v1 import control_pb2
-from cli.kubectl import PluginError, Target, chosen, heads, main, refusal, target
+from cli.kubectl import PluginError, Target, chosen, heads, identity_secret, main, refusal, target
 from cluster.local.process_tree import Process, descendants, wait_until_gone
 from tests.baton.small_router import Book, SmallControl, SmallRouter
 from tests.baton.terminal import default_signals
+from tests.identities import ROOT
 
 Capture = pytest.CaptureFixture[str]
 ENDPOINTS = {"grpc": "default-router.serving.svc:7100",
              "control": "default-control.serving.svc:7101"}  # fmt: skip
-NEEDED = "list servingclusters.baton.dev, get services, get and list pods, create pods/portforward"
+NEEDED = (
+    "list servingclusters.baton.dev, get services, get and list pods, create pods/portforward, "
+    "get secrets"
+)
 
 
 def cluster(name: str, endpoints: dict[str, str] | None = None) -> dict[str, Any]:
     status = {"endpoints": endpoints} if endpoints else {}
-    return {"metadata": {"name": name, "namespace": "serving"}, "status": status}
+    metadata = {"name": name, "namespace": "serving"}
+    return {"metadata": metadata, "spec": {}, "status": status}
 
 
 # --- which one ------------------------------------------------------------------------------------
@@ -104,6 +111,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     program.parent.mkdir()
     program.write_text(f'#!/bin/sh\nexec {sys.executable} -m tests.deploy.kubectl.stand_in "$@"\n')
     program.chmod(0o700)
+    files = role_files(ROOT, "operator").items()
+    data = {name: base64.b64encode(content).decode() for name, content in files}
+    (tmp_path / "secret.json").write_text(json.dumps({"data": data}))
     (tmp_path / "clusters.json").write_text(json.dumps({"items": [cluster("default", ENDPOINTS)]}))
     monkeypatch.setenv("PATH", str(program.parent), prepend=os.pathsep)
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[3]))
@@ -125,6 +135,8 @@ def test_a_command_asks_through_a_port_that_is_forwarded_and_nothing_is_left(
     assert "588 tok/s" in capsys.readouterr().out
     assert (folder / "asked").read_text().splitlines() == [
         "--context=there --namespace=serving get servingclusters.baton.dev --output json",
+        "--context=there --namespace=serving get secret default-identity-operator "
+        "--namespace=serving --output json",
         "--context=there --namespace=serving --namespace serving port-forward "
         "--pod-running-timeout 10s --address 127.0.0.1 service/default-control :7101",
     ]
@@ -142,6 +154,17 @@ def test_a_port_that_cannot_be_forwarded_is_told_in_kubectls_words(
     )
     assert "get pods,service" in second
     assert has_ended(folder)
+
+
+def test_who_may_not_read_the_operators_identity_is_told_so(folder: Path, capsys: Capture) -> None:
+    (folder / "secret.json").unlink()
+    assert main(["status"]) == 3
+    told = capsys.readouterr().err
+    assert "secrets is forbidden" in told
+    assert NEEDED in told
+    for tls, name in (({"secretPrefix": "a"}, "a"), ({"issuerRef": {}}, "default-internal")):
+        there = cluster("default") | {"spec": {"internalTLS": tls}}
+        assert identity_secret(there) == f"{name}-operator"
 
 
 def test_routers_that_serve_by_tls_are_asked_by_tls(folder: Path, capsys: Capture) -> None:
@@ -209,7 +232,7 @@ def test_both_units_are_asked_and_one_that_is_not_reached_is_silent(
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["b2x4z", "75%", "1"] in lines
     assert ["k7mnp", "25%", "1" if is_reached else "silent"] in lines
-    asked = (folder / "asked").read_text().splitlines()[1:]
+    asked = (folder / "asked").read_text().splitlines()[2:]
     assert [line.split()[-2] for line in asked] == [
         "service/default-b2x4z-head-svc", "service/default-k7mnp-head-svc"
     ]  # fmt: skip

@@ -27,7 +27,7 @@ says what for, and the tests hold the code to it. */ -}}
   verbs: [create, patch]
 - apiGroups: [""]
   resources: [secrets]
-  verbs: [create]
+  verbs: [get, create, patch]
 - apiGroups: [""]
   resources: [events]
   verbs: [create, patch]

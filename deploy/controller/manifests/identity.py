@@ -1,0 +1,50 @@
+"""How a cluster's processes know each other (see `baton.identity`): Secrets with keys or with
+certificates, of which a pod mounts its own role's alone."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping
+
+from baton.identity.keys import ROLES, Role
+from deploy.api.serving_cluster import ServingClusterSpec
+from deploy.controller.manifests.common import (
+    IDENTITY_FOLDER,
+    Object,
+    Owner,
+    issued_certificate,
+    manifest,
+)
+
+
+def identity_secret(owner: Owner, spec: ServingClusterSpec, role: Role) -> str:
+    """Its name: given, or that of what the issuer signs or the operator makes."""
+    tls = spec.internal_tls
+    if tls is None:
+        return f"{owner.name}-identity-{role}"
+    return f"{tls.secret_prefix or f'{owner.name}-internal'}-{role}"
+
+
+def identity_of(owner: Owner, spec: ServingClusterSpec, role: Role) -> tuple[str, str, str]:
+    """For a pod of this role: a volume's name, its folder and its Secret."""
+    return "identity", f"{IDENTITY_FOLDER}/{role}", identity_secret(owner, spec, role)
+
+
+def keys_secret(owner: Owner, of: str, files: Mapping[str, bytes]) -> Object:
+    """`of`: a role, or `root`."""
+    data = {name: base64.b64encode(content).decode() for name, content in files.items()}
+    metadata = owner.metadata(f"{owner.name}-identity-{of}", "identity")
+    return manifest("v1", "Secret", metadata, type="Opaque", data=data)
+
+
+def role_certificates(owner: Owner, spec: ServingClusterSpec) -> dict[str, Object | None]:
+    """What cert-manager is asked to keep, by name; None where no issuer is named."""
+    issuer = None if spec.internal_tls is None else spec.internal_tls.issuer_ref
+    made: dict[str, Object | None] = {}
+    for role in ROLES:
+        metadata = owner.metadata(f"{owner.name}-internal-{role}", "identity")
+        made[metadata["name"]] = None if issuer is None else issued_certificate(
+            metadata, issuer, identity_secret(owner, spec, role), ["server auth", "client auth"],
+            uris=[f"baton:{role}"], dnsNames=[f"baton-{role}"],
+        )  # fmt: skip
+    return made
