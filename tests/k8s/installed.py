@@ -14,10 +14,12 @@ from baton.control_client import ControlClient
 from baton.v1 import control_pb2
 from deploy.api.generate import CHART
 from tests.deploy.schemas import REAL_CRD, check_ray_cluster
+from tests.identities import ROOT
 from tests.k8s.control_plane.plane import ControlPlane
 from tests.k8s.kubelet.hosts import is_ready
 from tests.k8s.kubelet.kubelet import Kubelet
 from tests.k8s.kubelet.kuberay import GroupChange, KubeRay
+from tests.k8s.kubelet.objects import secret
 from tests.k8s.operating import eventually
 from tests.k8s.seen import Seen
 
@@ -69,6 +71,9 @@ class Installed(Seen):
 
     def install(self, rollout: Mapping[str, Any] | None = None, **spec: Any) -> None:
         self._spec = {"rollout": {"interval": "10s"} | dict(rollout or {}), **spec}
+        # The operator keeps a root that there is. Tests know this one.
+        root = {"root": ROOT.decode()}
+        self._control_plane.apply(secret(self.namespace, "default-identity-root", root))
         self._helm("install", "--skip-crds")
 
     def serve(

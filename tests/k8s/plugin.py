@@ -8,10 +8,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from baton.identity.keys import role_files
 from deploy.controller.kit.kube import Kube
 from deploy.controller.kit.objects import Key
 from deploy.controller.resources import SERVICES, SERVING_CLUSTERS
+from tests.identities import ROOT
 from tests.k8s.control_plane.plane import ControlPlane
+from tests.k8s.kubelet.objects import secret
 from tests.k8s.seen import cluster
 
 _TIMEOUT_S = 60.0
@@ -52,3 +55,5 @@ class Plugin:
         service = {"apiVersion": "v1", "kind": "Service", "metadata": metadata,
                    "spec": {"ports": ports, "selector": {"head": name}}}  # fmt: skip
         self._kube.create(SERVICES, service)
+        files = {each: text.decode() for each, text in role_files(ROOT, "operator").items()}
+        self._control_plane.apply(secret(self.namespace, f"{name}-identity-operator", files))

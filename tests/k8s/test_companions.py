@@ -24,6 +24,7 @@ PUT_BACK_S = 60.0
 """What nobody follows is applied again within half a minute."""
 BUDGETS = {"main-router", "main-prefill-workers", "main-decode-workers"}
 POLICIES = {"main-head-ports", "main-worker-ports", "main-router-ports"}
+"""Beside those of units."""
 
 
 def test_what_stands_beside_a_cluster_is_there_is_put_back_and_goes(seen: Seen) -> None:
@@ -33,7 +34,9 @@ def test_what_stands_beside_a_cluster_is_there_is_put_back_and_goes(seen: Seen) 
     eventually(lambda: seen.names("ingress") == {"main-router"}, "a way in")
     assert seen.soon("ingress/main-router")["spec"]["ingressClassName"] == "edge"
     assert seen.names("pdb") == BUDGETS
-    assert seen.names("networkpolicy") == POLICIES
+    unit = seen.unit_soon()["metadata"]["name"]
+    policies = {*POLICIES, f"{unit}-peers"}
+    eventually(lambda: seen.names("networkpolicy") == policies, "who may connect")
     rules = seen.soon("networkpolicy/main-worker-ports")["spec"]["ingress"]
     opened = json.dumps({"spec": {"ingress": [{}]}})
     seen.kubectl("patch", "networkpolicy/main-worker-ports", "--type=merge", "-p", opened)

@@ -261,9 +261,8 @@ def test_what_would_open_more_doors_is_refused(installed: str, account: Path) ->
     more = {"metadata": {"name": "more", "namespace": installed}, "rules": [wildcard]}
     elsewhere = {"metadata": {"name": "x", "namespace": "default"}}
     tries = (
-        lambda: kube.get(SECRETS, token),
+        lambda: kube.get(SECRETS, Key("default", "x")),
         lambda: kube.list(SECRETS, mine),
-        lambda: kube.merge_patch(SECRETS, token, {"data": {}}),
         lambda: kube.delete(SECRETS, token),
         lambda: kube.create(SECRETS, elsewhere),
         lambda: kube.create(PODS, elsewhere | {"metadata": {"name": "x", "namespace": installed}}),

@@ -1,4 +1,4 @@
-"""Routers behind TLS and tokens on pods."""
+"""Who is let in on pods: by routers behind TLS and tokens, and by the control service."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ import pytest
 
 from baton.client import Client
 from baton.client.credentials import Tls
+from baton.control_client import ControlClient
 from baton.errors import PermissionDeniedError, UnauthenticatedError
 from tests.certificates import Authority
+from tests.identities import WORKER, identity
 from tests.k8s.control_plane.plane import ControlPlane
-from tests.k8s.installed import MODEL, Installed, on_pods, router_address
+from tests.k8s.installed import MODEL, Installed, control_address, on_pods, router_address
 from tests.k8s.kubelet.kubelet import Kubelet
 from tests.k8s.kubelet.objects import secret
 
@@ -50,5 +52,15 @@ def test_routers_serve_what_their_secrets_say_and_probes_find_them_ready(
                 client.text("Who is Hugo?", tenant="green")
     with Client(address, tls=tls) as nobody, pytest.raises(UnauthenticatedError):
         nobody.models()
+    strangers = {
+        WORKER: PermissionDeniedError,
+        identity("operator", bytes(32)): UnauthenticatedError,
+    }
+    for stranger, refused in strangers.items():
+        with (
+            ControlClient(control_address(kubelet), identity=stranger) as control,
+            pytest.raises(refused),
+        ):
+            control.set_replicas("decode", 0)
     endpoints = installed.read("servingcluster/default")["status"]["endpoints"]
     assert endpoints["grpc"] == f"grpcs://{name}:7100"
