@@ -191,7 +191,14 @@ class PeerLost:
     address: bytes
 
 
-Event = transfer_pb2.TransferMessage | PeerLost | Decision
+@dataclass(frozen=True)
+class Revoked:
+    """A rank of this worker has a new put address; nothing put to a former one can land."""
+
+    tp_rank: int
+
+
+Event = transfer_pb2.TransferMessage | PeerLost | Revoked | Decision
 Post = Callable[[Callable[[], None]], object]
 
 

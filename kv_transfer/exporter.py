@@ -69,7 +69,7 @@ class Exporter:
         self._clock = clock or LoopClock(loop)
         self._exports: dict[HandoffId, Export] = {}
         self.held_handoffs = HeldHandoffs(rank, self._exports)
-        self._can_still_land: set[HandoffId] = set()  # these never get a `Drained`
+        self._can_still_land: set[HandoffId] = set()  # their `Drained` says so
         self.on_broken: Callable[[HandoffId, HandoffError], None] | None = None
         """Called once when a handoff breaks, so that its computation can stop."""
         for other in self._identity.ranks[1:]:  # a connection notices the rank's death
@@ -328,10 +328,9 @@ class Exporter:
         self._send_drained(lease.owner.rank0_address, message)
 
     def _send_drained(self, address: bytes, about: transfer_pb2.TransferMessage) -> None:
-        if handoff_id(about.lease_id, about.lease_epoch) in self._can_still_land:
-            return
+        handoff = handoff_id(about.lease_id, about.lease_epoch)
         message = self._rank.new_message(about.lease_id, about.lease_epoch)
-        message.drained.SetInParent()
+        message.drained.can_still_land = handoff in self._can_still_land
         self._rank.send(address, message)
 
 

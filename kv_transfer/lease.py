@@ -92,14 +92,18 @@ class Region:
 
 @dataclass(frozen=True)
 class RankLease:
-    """The memory that one rank of the owner offers; `regions` in order, of equal block count."""
+    """The memory that one rank of the owner offers; `regions` in order, of equal block count.
+    `put_address`: where puts into it go."""
 
     tp_rank: int
     regions: tuple[Region, ...]
+    put_address: bytes
 
     def to_proto(self) -> worker_pb2.RankLease:
         regions = [worker_pb2.RegionRef(**vars(region)) for region in self.regions]
-        return worker_pb2.RankLease(tp_rank=self.tp_rank, regions=regions)
+        return worker_pb2.RankLease(
+            tp_rank=self.tp_rank, regions=regions, put_address=self.put_address
+        )
 
     @staticmethod
     def from_proto(message: worker_pb2.RankLease) -> RankLease:
@@ -107,7 +111,7 @@ class RankLease:
             Region(r.first_block, r.num_blocks, r.base_address, r.num_bytes, r.rkey)
             for r in message.regions
         )
-        return RankLease(message.tp_rank, regions)
+        return RankLease(message.tp_rank, regions, message.put_address)
 
 
 @dataclass(frozen=True)

@@ -9,14 +9,17 @@ A lease:
 4. Forgotten: the writer has provably stopped, and the listener gets `quiescent`. A timeout never
    leads here.
 
-Two things prove that a writer has stopped:
-- Its `Drained`, on every transport. A writer sends it only if no connection broke under its puts,
-  or if the puts were its own copies into shared memory.
-- Over shared memory, the end of all its processes (`process.is_gone`).
-For a writer over TCP, on another machine or in another pid namespace only `Drained` counts. libucp
-does not report whether a TCP connection's receive queue is empty, and does not revoke a region or
-destroy a queue pair on its own. Such blocks stay quarantined until the writer answers or this
-worker ends. `num_quarantined_blocks` counts them.
+Three things prove that nothing of a writer's can land any more:
+- Its `Drained`, on every transport, unless it says that a broken connection may still deliver.
+- Where the writer writes the pool itself, as over shared memory: the end of all its processes
+  (`process.is_gone`).
+- Where its puts pass through this worker, as over TCP and RDMA: their revocation. Every rank closes
+  the address that puts come to and opens another. This needs no word from the writer or about it,
+  but it ends every other open lease of that kind too: these fail, and are retried.
+
+Puts are revoked only for a writer that cannot answer: its connection or its processes are lost, or
+its `Drained` says that puts can still land. One that is silent may only be stopped, and keeps its
+blocks in quarantine. `num_quarantined_blocks` counts them.
 
 Runs on rank 0's event loop. Not thread-safe, except for the `Admission` that it owns.
 """
@@ -34,7 +37,14 @@ from typing import Protocol
 
 from baton.clock import Clock, LoopClock, Timer
 from baton.v1 import transfer_pb2
-from kv_transfer.admission import Admission, Decision, Event, PeerLost, is_from_writer
+from kv_transfer.admission import (
+    Admission,
+    Decision,
+    Event,
+    PeerLost,
+    Revoked,
+    is_from_writer,
+)
 from kv_transfer.layout import NULL_BLOCK, BlockId
 from kv_transfer.lease import FirstToken, Lease, LeaseId, RankAddress, WorkerIdentity
 from kv_transfer.process import ProcessIdentity, is_gone
@@ -44,6 +54,7 @@ from kv_transfer.routes import check_width
 log = logging.getLogger(__name__)
 
 _LONGEST_POLL_S = 1.0
+_PATIENT_POLLS = 5  # 1.5 s by default: only the message connection may have broken
 _ADMITTED_ACK_TIMEOUTS = 2  # how long a `done` may repeat: the writer waits for one, then drains
 
 ProcessIsGone = Callable[[ProcessIdentity], bool | None]
@@ -60,6 +71,7 @@ class LeaseFailure(enum.Enum):
     WRITER_LOST = "the writer's process is lost"
     WRITER_FAILED = "the writer gave up"
     CORRUPT = "what arrived is not what the lease expects"
+    REVOKED = "another writer was lost, and revoking its puts revoked this one's"
 
 
 class LeaseListener(Protocol):
@@ -86,6 +98,7 @@ class _Entry:
     state: LeaseState = LeaseState.GRANTED
     timer: Timer | None = None
     num_polls: int = 0
+    is_writer_lost: bool = False
 
     def writable(self) -> set[tuple[int, BlockId]]:
         """(group, block) of every block that its writer may still write."""
@@ -126,6 +139,8 @@ class LeaseTable:
         self._entries: dict[LeaseId, _Entry] = {}
         self._writable: dict[tuple[int, BlockId], LeaseId] = {}  # (group, block) -> its one lease
         self._epochs = itertools.count(1)
+        self._revoking: set[int] = set()  # ranks that have yet to revoke puts
+        self._revoke_again_at_s = 0.0
         rank.lease_mail.bind(loop.call_soon_threadsafe, self._handle)
         rank.admission = self._admission
 
@@ -206,6 +221,8 @@ class LeaseTable:
     def _handle(self, event: Event) -> None:
         if isinstance(event, PeerLost):
             self._writer_lost(event.address)
+        elif isinstance(event, Revoked):
+            self._revoked(event.tp_rank)
         elif isinstance(event, Decision):
             self._decided(event)
         else:
@@ -217,7 +234,7 @@ class LeaseTable:
             return
         kind = message.WhichOneof("message")
         if kind == "drained":
-            self._drained(entry)
+            self._drained(entry, message.drained.can_still_land)
         elif entry.state is LeaseState.GRANTED and kind == "failed":
             log.info("lease %s: the writer gave up: %s", message.lease_id, message.failed.reason)
             has_token = message.failed.HasField("ended_by")
@@ -241,8 +258,24 @@ class LeaseTable:
         for entry in list(self._entries.values()):
             if address not in (rank.transfer_address for rank in entry.lease.writer.ranks):
                 continue
+            entry.is_writer_lost = True
             if entry.state is LeaseState.GRANTED:
                 self._fail(entry, LeaseFailure.WRITER_LOST)
+
+    def _revoked(self, tp_rank: int) -> None:
+        """Once every rank has revoked puts, end every lease whose puts came that way."""
+        if tp_rank not in self._revoking:
+            return
+        self._revoking.remove(tp_rank)
+        if self._revoking:
+            return
+        for entry in list(self._entries.values()):
+            if not self._passes_through_here(entry):
+                continue
+            if entry.state is LeaseState.GRANTED:
+                self._fail(entry, LeaseFailure.REVOKED)
+            if entry.state is LeaseState.QUARANTINED:
+                self._quiescent(entry)
 
     # --- what follows ----------------------------------------------------------------------------
 
@@ -301,6 +334,8 @@ class LeaseTable:
         entry.num_polls += 1
         if entry.num_polls & (entry.num_polls - 1) == 0:
             self._fence(entry.lease)
+        if entry.num_polls > _PATIENT_POLLS and self._is_lost(entry):
+            self._revoke()
         pause_s = self._config.drain_poll_s * 2 ** min(entry.num_polls, 20)
         self._set_timer(entry, min(_LONGEST_POLL_S, pause_s))
 
@@ -311,7 +346,30 @@ class LeaseTable:
             self._rank.transport.puts_end_with_process(writer.transfer_address)
         )
 
-    def _drained(self, entry: _Entry) -> None:
+    def _is_lost(self, entry: _Entry) -> bool:
+        """Whether only revocation can end the quarantine: the writer cannot answer."""
+        gone = (self._process_is_gone(rank.process) for rank in entry.lease.writer.ranks)
+        return self._passes_through_here(entry) and (entry.is_writer_lost or all(gone))
+
+    def _passes_through_here(self, entry: _Entry) -> bool:
+        ends = self._rank.transport.puts_end_with_revocation
+        return all(ends(rank.transfer_address) for rank in entry.lease.writer.ranks)
+
+    def _revoke(self) -> None:
+        """Revoke puts at every rank; again if one has not answered for long."""
+        now_s = self._clock.now_s()
+        if not self._revoking or now_s >= self._revoke_again_at_s:
+            log.info("revoking all puts: a lost writer's may still arrive")
+            self._revoking = set(range(self._identity.tp_size))
+            self._revoke_again_at_s = now_s + _LONGEST_POLL_S
+            self._rank.revoke_puts()
+
+    def _drained(self, entry: _Entry, can_still_land: bool) -> None:
+        if can_still_land:
+            entry.is_writer_lost = True
+            if entry.state is LeaseState.GRANTED:
+                self._fail(entry, LeaseFailure.WRITER_FAILED)
+            return
         if entry.state is LeaseState.GRANTED:
             if not self._admission.withdraw(entry.lease.lease_id):
                 return  # as in `_fail`

@@ -31,6 +31,7 @@ from kv_transfer.transport import (
     OnFlushed,
     OnMessage,
     OnPeerLost,
+    OnRevoked,
     Peer,
     PutBatch,
     Tensor,
@@ -40,13 +41,14 @@ from kv_transfer.transport import (
 log = logging.getLogger(__name__)
 
 _ALIGNMENT = 4096
+Kind = Literal["put", "flush", "message", "lost", "revoke"]
 
 
 @dataclass(eq=False)
 class Operation:
     """One operation that a process asked for. `payload` is set for a message."""
 
-    kind: Literal["put", "flush", "message", "lost"]
+    kind: Kind
     source: bytes
     target: bytes
     run: Callable[[], None]
@@ -138,8 +140,8 @@ class MemoryNetwork:
         return transport
 
     def process(self, address: bytes) -> MemoryTransport | None:
-        """The process at an address; None once it is dead or closed."""
-        return self._processes.get(address)
+        """The process at an address, of either kind; None once it is dead or closed."""
+        return self._processes.get(_owner(address))
 
     def kill(self, address: bytes, noticed: bool = True) -> None:
         """End a process; its posted operations may still land. `noticed`: its peers learn of it."""
@@ -165,6 +167,7 @@ class MemoryTransport:
         self.on_fatal: OnFatal | None = None
         self._network = network
         self._address = address
+        self._num_revocations = 0
         self._memory: TransferMemory | None = None
         self._peers: dict[bytes, MemoryPeer] = {}
         self._lock = threading.Lock()  # of the peers' map
@@ -174,6 +177,10 @@ class MemoryTransport:
     @property
     def address(self) -> bytes:
         return self._address
+
+    @property
+    def put_address(self) -> bytes:
+        return b"%b+%d" % (self._address, self._num_revocations)
 
     def allocate(
         self, num_regions: int, region_bytes: int, blocks_per_region: int
@@ -222,6 +229,18 @@ class MemoryTransport:
     def puts_end_with_process(self, address: bytes) -> bool:
         return not self._network.puts_outlive_connection
 
+    def puts_end_with_revocation(self, address: bytes) -> bool:
+        return self._network.puts_outlive_connection
+
+    def revoke_puts(self, on_revoked: OnRevoked) -> None:
+        def run() -> None:
+            former = self.put_address
+            self._num_revocations += 1
+            self._network.notice(former)
+            self._call(on_revoked)
+
+        self._schedule("revoke", self._address, run)
+
     def prepare(self, peer: Peer, regions: Sequence[Region]) -> None:
         """Nothing to map."""
 
@@ -268,8 +287,10 @@ class MemoryTransport:
             self._call(partial(self._started[0], payload))
 
     def schedule_loss(self, address: bytes) -> None:
-        if address in self._peers:
-            self._schedule("lost", address, lambda: self._lose(address))
+        """Lose the peer at this address; with a process's own, also that at its put address."""
+        for lost in list(self._peers):
+            if address in (lost, _owner(lost)):
+                self._schedule("lost", lost, partial(self._lose, lost))
 
     def close(self) -> None:
         if self._network.process(self._address) is self:
@@ -278,7 +299,7 @@ class MemoryTransport:
 
     def _schedule(
         self,
-        kind: Literal["put", "flush", "message", "lost"],
+        kind: Kind,
         target: bytes,
         run: Callable[[], None],
         payload: bytes = b"",
@@ -292,6 +313,8 @@ class MemoryTransport:
         receiver = self._network.process(peer.address)
         if receiver is None or (peer.lost and not self._network.puts_outlive_connection):
             return None  # as over shared memory: no error is reported
+        if peer.address != receiver.put_address:
+            return None  # revoked
         assert self._memory is not None
         assert receiver._memory is not None
         start_s = time.perf_counter()
@@ -325,3 +348,8 @@ class MemoryTransport:
                 raise
             self._network.kill(self._address)
             self.on_fatal(error)
+
+
+def _owner(address: bytes) -> bytes:
+    """The message address of the process that has this address."""
+    return address.partition(b"+")[0]

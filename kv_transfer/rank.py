@@ -30,7 +30,7 @@ from google.protobuf.message import DecodeError
 
 from baton.config.transfer import TransferConfig
 from baton.v1 import transfer_pb2
-from kv_transfer.admission import Admission, Event, Mailbox, PeerLost
+from kv_transfer.admission import Admission, Event, Mailbox, PeerLost, Revoked
 from kv_transfer.errors import LeaseError
 from kv_transfer.layout import BlockPush, HandoffId, RegionLayout
 from kv_transfer.lease import (
@@ -99,13 +99,7 @@ class TransferRank:
         self._all_offered = threading.Event()
         self._handlers = self._handler_of_kind()
         transport.start(self._receive, self._peer_lost)
-        mine = RankLease(self.tp_rank, memory.regions)
-        if self.tp_rank == 0:
-            self._add_offer(mine)
-        else:
-            message = self.new_message("", 0)
-            message.rank_regions.lease.CopyFrom(mine.to_proto())
-            self.send(identity.rank0_address, message)
+        self._offer()
 
     def _handler_of_kind(self) -> dict[str, Callable[[transfer_pb2.TransferMessage], None]]:
         """Message kind (the name of its field) -> handler."""
@@ -122,6 +116,7 @@ class TransferRank:
             "rank_cancel": self._receive_cancel,
             "rank_books_asked": lambda _: self._report_held(),
             "rank_books": self.exporter_mail.put,
+            "rank_revoke": lambda _: self.transport.revoke_puts(self._offer),
             "rank_regions": lambda m: self._add_offer(RankLease.from_proto(m.rank_regions.lease)),
         }
 
@@ -139,8 +134,30 @@ class TransferRank:
         assert self._all_offered.is_set(), "not every rank has reported its memory"
         return tuple(self._offers[rank] for rank in range(self.identity.tp_size))
 
+    def revoke_puts(self) -> None:
+        """On rank 0: close every rank's put address and open others. The lease mail gets `Revoked`
+        from each rank, and leases granted after that name its new address."""
+        self.transport.revoke_puts(self._offer)
+        message = self.new_message("", 0)
+        message.rank_revoke.SetInParent()
+        for rank in self.identity.ranks[1:]:
+            self.send(rank.transfer_address, message)
+
+    def _offer(self) -> None:
+        """Tell rank 0 what this rank offers."""
+        mine = RankLease(self.tp_rank, self._memory.regions, self.transport.put_address)
+        if self.tp_rank == 0:
+            self._add_offer(mine)
+            return
+        message = self.new_message("", 0)
+        message.rank_regions.lease.CopyFrom(mine.to_proto())
+        self.send(self.identity.rank0_address, message)
+
     def _add_offer(self, offer: RankLease) -> None:
+        is_renewed = offer.tp_rank in self._offers
         self._offers[offer.tp_rank] = offer
+        if is_renewed:
+            self.lease_mail.put(Revoked(offer.tp_rank))
         if len(self._offers) == self.identity.tp_size:
             self._all_offered.set()
 
@@ -232,7 +249,7 @@ class TransferRank:
             lanes = list(found.lanes.values()) if found is not None else []
         for lane in lanes:
             if lane.sent is not None:
-                self.transport.send(lane.peer, lane.sent)
+                self.transport.send(self.transport.connect(lane.mail_address), lane.sent)
 
     def moved_at_s(self, handoff: HandoffId) -> float | None:
         """When bytes to its receiver, its own or earlier ones, last finished leaving; else None."""
@@ -275,9 +292,11 @@ class TransferRank:
         lanes = {}
         for rank in fed:
             route = Route(layout, self._memory.regions, rank, size, lease.ranks[rank].regions)
-            peer = self.transport.connect(lease.owner.ranks[rank].transfer_address)
+            mail_address = lease.owner.ranks[rank].transfer_address
+            self.transport.connect(mail_address)  # now, so that `done` need not wait for it
+            peer = self.transport.connect(lease.ranks[rank].put_address)
             self.transport.prepare(peer, lease.ranks[rank].regions)
-            lanes[rank] = Lane(peer, route, self._done_message(lease, route.pair))
+            lanes[rank] = Lane(peer, mail_address, route, self._done_message(lease, route.pair))
         return lanes
 
     def _flush_when_ready(self, handoff: RankHandoff) -> None:
@@ -358,7 +377,8 @@ class TransferRank:
             if stride := self.config.checksum_stride:
                 add_checksums(handoff, lane, self.region_layout, self._memory, stride)
             lane.sent = lane.done.SerializeToString()
-            self.transport.send(lane.peer, lane.sent, expects_answer=self.tp_rank == 0)
+            mail = self.transport.connect(lane.mail_address)
+            self.transport.send(mail, lane.sent, expects_answer=self.tp_rank == 0)
         with self._lock:
             handoff.num_flushing -= 1
             if handoff.num_flushing == 0:
@@ -454,7 +474,7 @@ class TransferRank:
     def _peer_lost(self, address: bytes) -> None:
         with self._lock:
             for handoff in list(self._handoffs.values()):
-                if any(lane.peer.address == address for lane in handoff.lanes.values()):
+                if any(lane.leads_to(address) for lane in handoff.lanes.values()):
                     handoff.peer_lost = True
                     handoff.error = handoff.error or "lost the receiver"
                     self._flush_when_ready(handoff)

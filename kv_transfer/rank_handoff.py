@@ -54,12 +54,16 @@ class Phase(enum.Enum):
 
 @dataclass
 class Lane:
-    """The connection and route to one target rank."""
+    """The connection and route to one target rank; `mail_address` takes its messages."""
 
     peer: Peer
+    mail_address: bytes
     route: Route
     done: transfer_pb2.TransferMessage  # made when the handoff opens, completed before its flush
     sent: bytes | None = None  # `done` as it was sent, for a resend
+
+    def leads_to(self, address: bytes) -> bool:
+        return address in (self.peer.address, self.mail_address)
 
     def has_put(self, batch: PutBatch, is_first_layer: bool) -> None:
         """Count a layer's runs as handed to the transport, a block with its group's first layer."""

@@ -8,6 +8,8 @@ A transport promises that operations to one peer start in the order of the calls
 when this process has finished every earlier put to that peer, so that nothing of it can be written
 later (but see `FlushResult.is_over`). A successful flush does not prove that the peer lives or has
 seen anything: only a message from the peer does.
+
+A process has one address for messages and another for puts, which it can revoke.
 """
 
 from __future__ import annotations
@@ -132,6 +134,7 @@ OnPeerLost = Callable[[bytes], None]
 OnFlushed = Callable[[FlushResult], None]
 OnFailed = Callable[[str], None]
 OnFatal = Callable[[BaseException], None]
+OnRevoked = Callable[[], None]
 
 
 class Tensor(Protocol):
@@ -186,7 +189,11 @@ class Transport(Protocol):
 
     @property
     def address(self) -> bytes:
-        """What a peer's `connect` takes."""
+        """What a peer's `connect` takes for messages."""
+
+    @property
+    def put_address(self) -> bytes:
+        """What a peer's `connect` takes for puts into this pool; another after `revoke_puts`."""
 
     def allocate(
         self, num_regions: int, region_bytes: int, blocks_per_region: int
@@ -209,6 +216,15 @@ class Transport(Protocol):
         """Whether a peer's puts into this pool cannot land after its process has ended: the peer
         writes the pool itself, as over shared memory. False: as over TCP, or unknown because the
         peer was never connected."""
+
+    def puts_end_with_revocation(self, address: bytes) -> bool:
+        """Whether a peer's puts into this pool cannot land once they are revoked: they pass through
+        this process, as over TCP, or its queue pairs. False also if the peer was never
+        connected."""
+
+    def revoke_puts(self, on_revoked: OnRevoked) -> None:
+        """Close the present `put_address` and open another. When `on_revoked` is called, no put to
+        the former one can land, except those of `puts_end_with_process`. Its peers are lost."""
 
     def prepare(self, peer: Peer, regions: Sequence[Region]) -> None:
         """Prepare puts into these regions of the peer: do now what the first puts would wait

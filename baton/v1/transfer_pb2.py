@@ -26,7 +26,7 @@ from baton.v1 import common_pb2 as baton_dot_v1_dot_common__pb2
 from baton.v1 import worker_pb2 as baton_dot_v1_dot_worker__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17\x62\x61ton/v1/transfer.proto\x12\x08\x62\x61ton.v1\x1a\x15\x62\x61ton/v1/common.proto\x1a\x15\x62\x61ton/v1/worker.proto\"\xcd\x05\n\x0fTransferMessage\x12\x18\n\x10sender_worker_id\x18\x01 \x01(\t\x12\x1a\n\x12sender_incarnation\x18\x02 \x01(\x04\x12\x13\n\x0bsender_rank\x18\x03 \x01(\r\x12\x10\n\x08lease_id\x18\x04 \x01(\t\x12\x13\n\x0blease_epoch\x18\x05 \x01(\x04\x12&\n\x04\x64one\x18\x06 \x01(\x0b\x32\x16.baton.v1.TransferDoneH\x00\x12$\n\x03\x61\x63k\x18\x07 \x01(\x0b\x32\x15.baton.v1.TransferAckH\x00\x12&\n\x04nack\x18\x08 \x01(\x0b\x32\x16.baton.v1.TransferNackH\x00\x12(\n\x05\x66\x65nce\x18\t \x01(\x0b\x32\x17.baton.v1.TransferFenceH\x00\x12,\n\x07\x64rained\x18\n \x01(\x0b\x32\x19.baton.v1.TransferDrainedH\x00\x12.\n\x08progress\x18\x0b \x01(\x0b\x32\x1a.baton.v1.TransferProgressH\x00\x12*\n\x06\x66\x61iled\x18\x0c \x01(\x0b\x32\x18.baton.v1.TransferFailedH\x00\x12\'\n\trank_done\x18\r \x01(\x0b\x32\x12.baton.v1.RankDoneH\x00\x12-\n\x0crank_drained\x18\x0e \x01(\x0b\x32\x15.baton.v1.RankDrainedH\x00\x12+\n\x0brank_cancel\x18\x0f \x01(\x0b\x32\x14.baton.v1.RankCancelH\x00\x12-\n\x0crank_regions\x18\x10 \x01(\x0b\x32\x15.baton.v1.RankRegionsH\x00\x12\x34\n\x10rank_books_asked\x18\x11 \x01(\x0b\x32\x18.baton.v1.RankBooksAskedH\x00\x12)\n\nrank_books\x18\x12 \x01(\x0b\x32\x13.baton.v1.RankBooksH\x00\x42\t\n\x07message\"\xcd\x02\n\x0cTransferDone\x12\x13\n\x0btarget_rank\x18\x01 \x01(\r\x12\x18\n\x10num_source_ranks\x18\x02 \x01(\r\x12\x11\n\tnum_bytes\x18\x03 \x01(\x04\x12\x12\n\nnum_blocks\x18\x04 \x01(\r\x12\x16\n\x0ekv_fingerprint\x18\x05 \x01(\x0c\x12\x13\n\x0b\x66irst_token\x18\x06 \x01(\r\x12$\n\x08logprobs\x18\x07 \x01(\x0b\x32\x12.baton.v1.Logprobs\x12\x11\n\tchecksums\x18\x08 \x03(\x06\x12\x17\n\x0f\x63hecksum_stride\x18\t \x01(\r\x12%\n\x06groups\x18\n \x03(\x0b\x32\x15.baton.v1.GroupBlocks\x12\'\n\x08reply_to\x18\x0b \x01(\x0b\x32\x15.baton.v1.RankAddress\x12\x18\n\x10num_writer_ranks\x18\x0c \x01(\r\"\r\n\x0bTransferAck\"T\n\x0cTransferNack\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x18\n\x10writer_worker_id\x18\x02 \x01(\t\x12\x1a\n\x12writer_incarnation\x18\x03 \x01(\x04\"8\n\rTransferFence\x12\'\n\x08reply_to\x18\x01 \x01(\x0b\x32\x15.baton.v1.RankAddress\"\x11\n\x0fTransferDrained\"$\n\x10TransferProgressJ\x04\x08\x01\x10\x02R\nnum_tokens\"H\n\x0eTransferFailed\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12&\n\x08\x65nded_by\x18\x02 \x01(\x0b\x32\x14.baton.v1.FirstToken\"T\n\x08RankDone\x12\x13\n\x0bsource_rank\x18\x01 \x01(\r\x12$\n\x04\x64one\x18\x02 \x01(\x0b\x32\x16.baton.v1.TransferDone\x12\r\n\x05\x65rror\x18\x03 \x01(\t\"}\n\x0bRankDrained\x12\x11\n\tnum_bytes\x18\x01 \x01(\x04\x12\x12\n\nnum_blocks\x18\x02 \x01(\r\x12\r\n\x05\x65rror\x18\x03 \x01(\t\x12\r\n\x05put_s\x18\x04 \x01(\x01\x12\x11\n\tpeer_lost\x18\x05 \x01(\x08\x12\x16\n\x0e\x63\x61n_still_land\x18\x06 \x01(\x08\"\x0c\n\nRankCancel\"1\n\x0bRankRegions\x12\"\n\x05lease\x18\x01 \x01(\x0b\x32\x13.baton.v1.RankLease\"\x10\n\x0eRankBooksAsked\"\x1d\n\tRankBooks\x12\x10\n\x08handoffs\x18\x01 \x03(\t\"-\n\x0bOpenHandoff\x12\x1e\n\x05lease\x18\x01 \x01(\x0b\x32\x0f.baton.v1.Leaseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17\x62\x61ton/v1/transfer.proto\x12\x08\x62\x61ton.v1\x1a\x15\x62\x61ton/v1/common.proto\x1a\x15\x62\x61ton/v1/worker.proto\"\xfa\x05\n\x0fTransferMessage\x12\x18\n\x10sender_worker_id\x18\x01 \x01(\t\x12\x1a\n\x12sender_incarnation\x18\x02 \x01(\x04\x12\x13\n\x0bsender_rank\x18\x03 \x01(\r\x12\x10\n\x08lease_id\x18\x04 \x01(\t\x12\x13\n\x0blease_epoch\x18\x05 \x01(\x04\x12&\n\x04\x64one\x18\x06 \x01(\x0b\x32\x16.baton.v1.TransferDoneH\x00\x12$\n\x03\x61\x63k\x18\x07 \x01(\x0b\x32\x15.baton.v1.TransferAckH\x00\x12&\n\x04nack\x18\x08 \x01(\x0b\x32\x16.baton.v1.TransferNackH\x00\x12(\n\x05\x66\x65nce\x18\t \x01(\x0b\x32\x17.baton.v1.TransferFenceH\x00\x12,\n\x07\x64rained\x18\n \x01(\x0b\x32\x19.baton.v1.TransferDrainedH\x00\x12.\n\x08progress\x18\x0b \x01(\x0b\x32\x1a.baton.v1.TransferProgressH\x00\x12*\n\x06\x66\x61iled\x18\x0c \x01(\x0b\x32\x18.baton.v1.TransferFailedH\x00\x12\'\n\trank_done\x18\r \x01(\x0b\x32\x12.baton.v1.RankDoneH\x00\x12-\n\x0crank_drained\x18\x0e \x01(\x0b\x32\x15.baton.v1.RankDrainedH\x00\x12+\n\x0brank_cancel\x18\x0f \x01(\x0b\x32\x14.baton.v1.RankCancelH\x00\x12-\n\x0crank_regions\x18\x10 \x01(\x0b\x32\x15.baton.v1.RankRegionsH\x00\x12\x34\n\x10rank_books_asked\x18\x11 \x01(\x0b\x32\x18.baton.v1.RankBooksAskedH\x00\x12)\n\nrank_books\x18\x12 \x01(\x0b\x32\x13.baton.v1.RankBooksH\x00\x12+\n\x0brank_revoke\x18\x13 \x01(\x0b\x32\x14.baton.v1.RankRevokeH\x00\x42\t\n\x07message\"\xcd\x02\n\x0cTransferDone\x12\x13\n\x0btarget_rank\x18\x01 \x01(\r\x12\x18\n\x10num_source_ranks\x18\x02 \x01(\r\x12\x11\n\tnum_bytes\x18\x03 \x01(\x04\x12\x12\n\nnum_blocks\x18\x04 \x01(\r\x12\x16\n\x0ekv_fingerprint\x18\x05 \x01(\x0c\x12\x13\n\x0b\x66irst_token\x18\x06 \x01(\r\x12$\n\x08logprobs\x18\x07 \x01(\x0b\x32\x12.baton.v1.Logprobs\x12\x11\n\tchecksums\x18\x08 \x03(\x06\x12\x17\n\x0f\x63hecksum_stride\x18\t \x01(\r\x12%\n\x06groups\x18\n \x03(\x0b\x32\x15.baton.v1.GroupBlocks\x12\'\n\x08reply_to\x18\x0b \x01(\x0b\x32\x15.baton.v1.RankAddress\x12\x18\n\x10num_writer_ranks\x18\x0c \x01(\r\"\r\n\x0bTransferAck\"T\n\x0cTransferNack\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x18\n\x10writer_worker_id\x18\x02 \x01(\t\x12\x1a\n\x12writer_incarnation\x18\x03 \x01(\x04\"8\n\rTransferFence\x12\'\n\x08reply_to\x18\x01 \x01(\x0b\x32\x15.baton.v1.RankAddress\")\n\x0fTransferDrained\x12\x16\n\x0e\x63\x61n_still_land\x18\x01 \x01(\x08\"$\n\x10TransferProgressJ\x04\x08\x01\x10\x02R\nnum_tokens\"H\n\x0eTransferFailed\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12&\n\x08\x65nded_by\x18\x02 \x01(\x0b\x32\x14.baton.v1.FirstToken\"T\n\x08RankDone\x12\x13\n\x0bsource_rank\x18\x01 \x01(\r\x12$\n\x04\x64one\x18\x02 \x01(\x0b\x32\x16.baton.v1.TransferDone\x12\r\n\x05\x65rror\x18\x03 \x01(\t\"}\n\x0bRankDrained\x12\x11\n\tnum_bytes\x18\x01 \x01(\x04\x12\x12\n\nnum_blocks\x18\x02 \x01(\r\x12\r\n\x05\x65rror\x18\x03 \x01(\t\x12\r\n\x05put_s\x18\x04 \x01(\x01\x12\x11\n\tpeer_lost\x18\x05 \x01(\x08\x12\x16\n\x0e\x63\x61n_still_land\x18\x06 \x01(\x08\"\x0c\n\nRankCancel\"\x0c\n\nRankRevoke\"1\n\x0bRankRegions\x12\"\n\x05lease\x18\x01 \x01(\x0b\x32\x13.baton.v1.RankLease\"\x10\n\x0eRankBooksAsked\"\x1d\n\tRankBooks\x12\x10\n\x08handoffs\x18\x01 \x03(\t\"-\n\x0bOpenHandoff\x12\x1e\n\x05lease\x18\x01 \x01(\x0b\x32\x0f.baton.v1.Leaseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,33 +34,35 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'baton.v1.transfer_pb2', _gl
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_TRANSFERMESSAGE']._serialized_start=84
-  _globals['_TRANSFERMESSAGE']._serialized_end=801
-  _globals['_TRANSFERDONE']._serialized_start=804
-  _globals['_TRANSFERDONE']._serialized_end=1137
-  _globals['_TRANSFERACK']._serialized_start=1139
-  _globals['_TRANSFERACK']._serialized_end=1152
-  _globals['_TRANSFERNACK']._serialized_start=1154
-  _globals['_TRANSFERNACK']._serialized_end=1238
-  _globals['_TRANSFERFENCE']._serialized_start=1240
-  _globals['_TRANSFERFENCE']._serialized_end=1296
-  _globals['_TRANSFERDRAINED']._serialized_start=1298
-  _globals['_TRANSFERDRAINED']._serialized_end=1315
-  _globals['_TRANSFERPROGRESS']._serialized_start=1317
-  _globals['_TRANSFERPROGRESS']._serialized_end=1353
-  _globals['_TRANSFERFAILED']._serialized_start=1355
-  _globals['_TRANSFERFAILED']._serialized_end=1427
-  _globals['_RANKDONE']._serialized_start=1429
-  _globals['_RANKDONE']._serialized_end=1513
-  _globals['_RANKDRAINED']._serialized_start=1515
-  _globals['_RANKDRAINED']._serialized_end=1640
-  _globals['_RANKCANCEL']._serialized_start=1642
-  _globals['_RANKCANCEL']._serialized_end=1654
-  _globals['_RANKREGIONS']._serialized_start=1656
-  _globals['_RANKREGIONS']._serialized_end=1705
-  _globals['_RANKBOOKSASKED']._serialized_start=1707
-  _globals['_RANKBOOKSASKED']._serialized_end=1723
-  _globals['_RANKBOOKS']._serialized_start=1725
-  _globals['_RANKBOOKS']._serialized_end=1754
-  _globals['_OPENHANDOFF']._serialized_start=1756
-  _globals['_OPENHANDOFF']._serialized_end=1801
+  _globals['_TRANSFERMESSAGE']._serialized_end=846
+  _globals['_TRANSFERDONE']._serialized_start=849
+  _globals['_TRANSFERDONE']._serialized_end=1182
+  _globals['_TRANSFERACK']._serialized_start=1184
+  _globals['_TRANSFERACK']._serialized_end=1197
+  _globals['_TRANSFERNACK']._serialized_start=1199
+  _globals['_TRANSFERNACK']._serialized_end=1283
+  _globals['_TRANSFERFENCE']._serialized_start=1285
+  _globals['_TRANSFERFENCE']._serialized_end=1341
+  _globals['_TRANSFERDRAINED']._serialized_start=1343
+  _globals['_TRANSFERDRAINED']._serialized_end=1384
+  _globals['_TRANSFERPROGRESS']._serialized_start=1386
+  _globals['_TRANSFERPROGRESS']._serialized_end=1422
+  _globals['_TRANSFERFAILED']._serialized_start=1424
+  _globals['_TRANSFERFAILED']._serialized_end=1496
+  _globals['_RANKDONE']._serialized_start=1498
+  _globals['_RANKDONE']._serialized_end=1582
+  _globals['_RANKDRAINED']._serialized_start=1584
+  _globals['_RANKDRAINED']._serialized_end=1709
+  _globals['_RANKCANCEL']._serialized_start=1711
+  _globals['_RANKCANCEL']._serialized_end=1723
+  _globals['_RANKREVOKE']._serialized_start=1725
+  _globals['_RANKREVOKE']._serialized_end=1737
+  _globals['_RANKREGIONS']._serialized_start=1739
+  _globals['_RANKREGIONS']._serialized_end=1788
+  _globals['_RANKBOOKSASKED']._serialized_start=1790
+  _globals['_RANKBOOKSASKED']._serialized_end=1806
+  _globals['_RANKBOOKS']._serialized_start=1808
+  _globals['_RANKBOOKS']._serialized_end=1837
+  _globals['_OPENHANDOFF']._serialized_start=1839
+  _globals['_OPENHANDOFF']._serialized_end=1884
 # @@protoc_insertion_point(module_scope)

@@ -42,6 +42,7 @@ class TransferMessage(_message.Message):
     RANK_REGIONS_FIELD_NUMBER: _builtins.int
     RANK_BOOKS_ASKED_FIELD_NUMBER: _builtins.int
     RANK_BOOKS_FIELD_NUMBER: _builtins.int
+    RANK_REVOKE_FIELD_NUMBER: _builtins.int
     sender_worker_id: _builtins.str
     """Who sends: replies to an older incarnation are dropped."""
     sender_incarnation: _builtins.int
@@ -74,6 +75,8 @@ class TransferMessage(_message.Message):
     def rank_books_asked(self) -> Global___RankBooksAsked: ...
     @_builtins.property
     def rank_books(self) -> Global___RankBooks: ...
+    @_builtins.property
+    def rank_revoke(self) -> Global___RankRevoke: ...
     def __init__(
         self,
         *,
@@ -95,12 +98,13 @@ class TransferMessage(_message.Message):
         rank_regions: Global___RankRegions | None = ...,
         rank_books_asked: Global___RankBooksAsked | None = ...,
         rank_books: Global___RankBooks | None = ...,
+        rank_revoke: Global___RankRevoke | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "done", b"done", "drained", b"drained", "failed", b"failed", "fence", b"fence", "message", b"message", "nack", b"nack", "progress", b"progress", "rank_books", b"rank_books", "rank_books_asked", b"rank_books_asked", "rank_cancel", b"rank_cancel", "rank_done", b"rank_done", "rank_drained", b"rank_drained", "rank_regions", b"rank_regions"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "done", b"done", "drained", b"drained", "failed", b"failed", "fence", b"fence", "message", b"message", "nack", b"nack", "progress", b"progress", "rank_books", b"rank_books", "rank_books_asked", b"rank_books_asked", "rank_cancel", b"rank_cancel", "rank_done", b"rank_done", "rank_drained", b"rank_drained", "rank_regions", b"rank_regions", "rank_revoke", b"rank_revoke"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "done", b"done", "drained", b"drained", "failed", b"failed", "fence", b"fence", "lease_epoch", b"lease_epoch", "lease_id", b"lease_id", "message", b"message", "nack", b"nack", "progress", b"progress", "rank_books", b"rank_books", "rank_books_asked", b"rank_books_asked", "rank_cancel", b"rank_cancel", "rank_done", b"rank_done", "rank_drained", b"rank_drained", "rank_regions", b"rank_regions", "sender_incarnation", b"sender_incarnation", "sender_rank", b"sender_rank", "sender_worker_id", b"sender_worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "done", b"done", "drained", b"drained", "failed", b"failed", "fence", b"fence", "lease_epoch", b"lease_epoch", "lease_id", b"lease_id", "message", b"message", "nack", b"nack", "progress", b"progress", "rank_books", b"rank_books", "rank_books_asked", b"rank_books_asked", "rank_cancel", b"rank_cancel", "rank_done", b"rank_done", "rank_drained", b"rank_drained", "rank_regions", b"rank_regions", "rank_revoke", b"rank_revoke", "sender_incarnation", b"sender_incarnation", "sender_rank", b"sender_rank", "sender_worker_id", b"sender_worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["done", "ack", "nack", "fence", "drained", "progress", "failed", "rank_done", "rank_drained", "rank_cancel", "rank_regions", "rank_books_asked", "rank_books"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["done", "ack", "nack", "fence", "drained", "progress", "failed", "rank_done", "rank_drained", "rank_cancel", "rank_regions", "rank_books_asked", "rank_books", "rank_revoke"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -246,12 +250,17 @@ class TransferDrained(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    CAN_STILL_LAND_FIELD_NUMBER: _builtins.int
+    can_still_land: _builtins.bool
+    """But a connection broke, and what it has taken of the puts can still land."""
     def __init__(
         self,
+        *,
+        can_still_land: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["can_still_land", b"can_still_land"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -389,8 +398,27 @@ class RankCancel(_message.Message):
 Global___RankCancel: _TypeAlias = RankCancel  # noqa: Y015
 
 @_typing.final
+class RankRevoke(_message.Message):
+    """Rank 0 of the receiver tells its other ranks to close the address that puts come to, and to open
+    another. RankRegions answers once nothing put to the former one can land.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RankRevoke: _TypeAlias = RankRevoke  # noqa: Y015
+
+@_typing.final
 class RankRegions(_message.Message):
-    """A rank tells its rank 0, once, which memory it offers."""
+    """A rank tells its rank 0 which memory it offers, and where puts into it go."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -658,7 +658,10 @@ class RankLease(_message.Message):
 
     TP_RANK_FIELD_NUMBER: _builtins.int
     REGIONS_FIELD_NUMBER: _builtins.int
+    PUT_ADDRESS_FIELD_NUMBER: _builtins.int
     tp_rank: _builtins.int
+    put_address: _builtins.bytes
+    """The transfer address that puts go to. The rank's own takes messages only."""
     @_builtins.property
     def regions(self) -> _containers.RepeatedCompositeFieldContainer[Global___RegionRef]: ...
     def __init__(
@@ -666,10 +669,11 @@ class RankLease(_message.Message):
         *,
         tp_rank: _builtins.int = ...,
         regions: _abc.Iterable[Global___RegionRef] | None = ...,
+        put_address: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["regions", b"regions", "tp_rank", b"tp_rank"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["put_address", b"put_address", "regions", b"regions", "tp_rank", b"tp_rank"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -16,7 +16,7 @@ from kv_transfer.errors import TransportError
 
 API_MAJOR, API_MINOR = 1, 21
 OK, IN_PROGRESS = 0, 1
-NO_SHARED_SEGMENT = -17
+BUSY, NO_SHARED_SEGMENT = -15, -17
 
 FEATURE_RMA, FEATURE_WAKEUP, FEATURE_AM = 1 << 1, 1 << 4, 1 << 6
 THREAD_MODE_SERIALIZED = 1
@@ -127,7 +127,8 @@ _PROTOTYPES: dict[str, tuple[Any, ...]] = {  # name: (result, *arguments)
     "ucp_worker_get_address": (Status, c_void_p, POINTER(c_void_p), POINTER(c_size_t)),
     "ucp_worker_release_address": (None, c_void_p, c_void_p),
     "ucp_worker_progress": (c_uint32, c_void_p),
-    "ucp_worker_wait": (Status, c_void_p),
+    "ucp_worker_get_efd": (Status, c_void_p, POINTER(c_int)),
+    "ucp_worker_arm": (Status, c_void_p),
     "ucp_worker_signal": (Status, c_void_p),
     "ucp_worker_set_am_recv_handler": (Status, c_void_p, c_void_p),
     "ucp_mem_map": (Status, c_void_p, c_void_p, POINTER(c_void_p)),

@@ -35,6 +35,8 @@ from kv_transfer.ucx.native import PutTarget
 
 SHARED_MEMORY = frozenset({"sysv", "posix", "xpmem", "self"})
 CUDA_COPIES = frozenset({"cuda_ipc", "cuda_copy", "gdr_copy"})
+RECEIVED = frozenset({"tcp", "rc_verbs", "rc_mlx5", "dc_mlx5", "ud_verbs", "ud_mlx5"})
+"""Transports whose puts need a socket or queue pair of the receiver."""
 
 _RESOURCE = re.compile(r"resource \d+ .* -- (\w+)/")
 _LANE = re.compile(r"lane\[\d+\]: +\d+:(\w+)/")
@@ -76,6 +78,12 @@ def _printed(write: Callable[[int, int], None], of: int) -> list[str]:
 def end_with_their_process(lanes: frozenset[str]) -> bool:
     """Whether no put over these lanes can land after its process has ended."""
     return lanes <= SHARED_MEMORY | CUDA_COPIES
+
+
+def end_with_the_inlet(lanes: frozenset[str]) -> bool:
+    """Whether no put over these lanes can land after the receiver has destroyed its inlet. What is
+    received for a GPU's memory is copied there by the receiver itself."""
+    return bool(lanes & RECEIVED) and lanes <= RECEIVED | {"cuda_copy", "gdr_copy"}
 
 
 def is_shared(address: int) -> bool:

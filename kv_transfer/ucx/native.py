@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import select
 import threading
 import time
 from collections import deque
@@ -19,6 +20,7 @@ from pathlib import Path
 from baton.native_build import NativeBuildError, Recipe, build
 from kv_transfer.transport import OnFailed, PutBatch
 from kv_transfer.ucx.binding import (
+    BUSY,
     IN_PROGRESS,
     OP_ATTR_MEMH,
     RequestParams,
@@ -26,6 +28,7 @@ from kv_transfer.ucx.binding import (
     Ucp,
     pointer_status,
 )
+from kv_transfer.ucx.worker import UcxWorker
 
 log = logging.getLogger(__name__)
 
@@ -81,13 +84,8 @@ class CommandQueue:
 
     Any thread may `add`. All other methods belong to the progress thread."""
 
-    def __init__(self, ucp: Ucp, worker: int) -> None:
-        self._put, self._free, self._wait = (
-            ucp.ucp_put_nbx,
-            ucp.ucp_request_free,
-            ucp.ucp_worker_wait,
-        )
-        self._worker = worker
+    def __init__(self, ucp: Ucp, worker: UcxWorker, inlet: UcxWorker) -> None:
+        self._ucp, self._worker, self._inlet = ucp, worker, inlet
         self._commands: deque[Command] = deque()
         self._asleep = False
         self.num_taken = 0
@@ -127,22 +125,37 @@ class CommandQueue:
             self.take()
         return 0
 
+    def change_inlet(self, inlet: UcxWorker) -> None:
+        """Wait for this inlet from now on."""
+        self._inlet = inlet
+
     def sleep(self) -> int:
         """Wait for a peer's event or a signal, unless there is a command. Returns the wait's
         status."""
         status = 0
         self._asleep = True
         if not self._commands:  # checked after `_asleep` was set
-            status = self._wait(self._worker)
+            status = self._wait()
         self._asleep = False
         return status
+
+    def _wait(self) -> int:
+        """As `wait_for_either` in C."""
+        events = select.poll()
+        for worker in (self._worker, self._inlet):
+            status: int = self._ucp.ucp_worker_arm(worker.handle)
+            if status != 0:
+                return 0 if status == BUSY else status
+            events.register(worker.descriptor, select.POLLIN)
+        events.poll()
+        return 0
 
     def _post(self, put: Put) -> int:
         target, batch = put.target, put.batch
         params = RequestParams(op_attr_mask=OP_ATTR_MEMH)
         for source, remote, length, here, there in batch.runs.coalesced():
             params.memory_handle = target.memory_handles[here]
-            request = self._put(
+            request = self._ucp.ucp_put_nbx(
                 target.endpoint,
                 source + batch.source_offset,
                 length,
@@ -154,7 +167,7 @@ class CommandQueue:
             if status < 0:
                 return status
             if status == IN_PROGRESS:
-                self._free(request)
+                self._ucp.ucp_request_free(request)
         return 0
 
 
@@ -163,8 +176,11 @@ class _Api(ctypes.Structure):
         ("put", c_void_p),
         ("progress", c_void_p),
         ("release", c_void_p),
-        ("wait", c_void_p),
+        ("arm", c_void_p),
         ("worker", c_void_p),
+        ("inlet", c_void_p),
+        ("worker_descriptor", c_int),
+        ("inlet_descriptor", c_int),
     )
 
 
@@ -196,8 +212,8 @@ class NativeQueue(CommandQueue):
 
     Keeps the commands twice, in one order: here, and as a list that C reads without the GIL."""
 
-    def __init__(self, ucp: Ucp, worker: int, library: Path) -> None:
-        super().__init__(ucp, worker)
+    def __init__(self, ucp: Ucp, worker: UcxWorker, inlet: UcxWorker, library: Path) -> None:
+        super().__init__(ucp, worker, inlet)
         # Adding keeps the GIL (PyDLL) because it never waits; posting and waiting release it.
         quick, slow = ctypes.PyDLL(str(library)), ctypes.CDLL(str(library))
         self._c_add, self._c_take = quick.baton_add, quick.baton_take
@@ -206,8 +222,10 @@ class NativeQueue(CommandQueue):
         self._c_take.restype, self._c_take.argtypes = None, [POINTER(_Queue)]
         self._c_post.restype, self._c_post.argtypes = None, [POINTER(_Queue), POINTER(_Api)]
         self._c_sleep.restype, self._c_sleep.argtypes = Status, [POINTER(_Queue), POINTER(_Api)]
-        names = ("ucp_put_nbx", "ucp_worker_progress", "ucp_request_free", "ucp_worker_wait")
-        self._api = _Api(*map(ucp.address_of, names), worker)
+        names = ("ucp_put_nbx", "ucp_worker_progress", "ucp_request_free", "ucp_worker_arm")
+        self._api = _Api(*map(ucp.address_of, names), worker.handle)
+        self._api.worker_descriptor = worker.descriptor
+        self.change_inlet(inlet)
         self._before = _Entry()  # the last one taken: C follows its `next`
         address = addressof(self._before)
         self._queue = _Queue(before=address, last=address)
@@ -226,6 +244,9 @@ class NativeQueue(CommandQueue):
             self._c_take(byref(self._queue))
             self._before = self._entries.popleft()
             return super().take()
+
+    def change_inlet(self, inlet: UcxWorker) -> None:
+        self._api.inlet, self._api.inlet_descriptor = inlet.handle, inlet.descriptor
 
     def post(self) -> int:
         self._c_post(byref(self._queue), byref(self._api))
@@ -257,14 +278,15 @@ def _entry(target: PutTarget, batch: PutBatch) -> _Entry:
     )
 
 
-def make_queue(ucp: Ucp, worker: int, native: bool) -> CommandQueue:
+def make_queue(ucp: Ucp, worker: UcxWorker, inlet: UcxWorker, native: bool) -> CommandQueue:
     """The compiled queue if `native` and it can be built, else the one in Python."""
     if native:
         try:
-            return NativeQueue(ucp, worker, compiled(Path(__file__).with_name("post_loop.c")))
+            library = compiled(Path(__file__).with_name("post_loop.c"))
+            return NativeQueue(ucp, worker, inlet, library)
         except (NativeBuildError, OSError) as error:
             log.warning("the C loop cannot be built, so Python posts the puts: %s", error)
-    return CommandQueue(ucp, worker)
+    return CommandQueue(ucp, worker, inlet)
 
 
 def compiled(source: Path) -> Path:

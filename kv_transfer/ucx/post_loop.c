@@ -2,6 +2,7 @@
  * a Python thread that holds it for long does not delay a put. libucp's functions come as addresses,
  * so no UCX header is needed. */
 #define _POSIX_C_SOURCE 199309L
+#include <poll.h>
 #include <stdatomic.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -9,6 +10,7 @@
 
 #define IS_ERROR(pointer) ((uintptr_t)(pointer) >= (uintptr_t)-100)
 #define OP_ATTR_MEMH (1u << 8)
+#define BUSY (-15)
 #define PROGRESS_EVERY 64
 
 struct request_params { /* ucp_request_param_t */
@@ -23,8 +25,9 @@ struct api {
                  const struct request_params *params);
     unsigned (*progress)(void *worker);
     void (*release)(void *request);
-    int8_t (*wait)(void *worker);
-    void *worker;
+    int8_t (*arm)(void *worker);
+    void *worker, *inlet;
+    int worker_descriptor, inlet_descriptor;
 };
 
 struct target { /* where puts go; the endpoint is NULL before it opens and after it closes */
@@ -145,13 +148,23 @@ void baton_post(struct queue *queue, const struct api *api) {
     }
 }
 
+/* As ucp_worker_wait, for both workers: returns at once if one has work. */
+static int8_t wait_for_either(const struct api *api) {
+    struct pollfd events[] = {{api->worker_descriptor, POLLIN, 0},
+                              {api->inlet_descriptor, POLLIN, 0}};
+    int8_t status = api->arm(api->worker);
+    if (!status) status = api->arm(api->inlet);
+    if (!status) poll(events, 2, -1);
+    return status == BUSY ? 0 : status;
+}
+
 /* Wait for a peer's event or a signal unless there is an entry, then post; returns the wait's status.
  * The thread sets `asleep` before it looks. So a caller that adds an entry later sends a signal, and
  * a signal that arrives before the wait makes the wait return at once. */
 int8_t baton_sleep(struct queue *queue, const struct api *api) {
     int8_t status = 0;
     atomic_store(&queue->asleep, 1);
-    if (!atomic_load(&queue->before->next)) status = api->wait(api->worker);
+    if (!atomic_load(&queue->before->next)) status = wait_for_either(api);
     atomic_store(&queue->asleep, 0);
     baton_post(queue, api);
     return status;

@@ -1,12 +1,12 @@
-"""One process's UCX worker and the thread that progresses it.
+"""One process's UCX workers and the thread that progresses them.
 
 Life cycle:
-1. Created: context and worker exist, and the address is known.
+1. Created: context, worker and inlet exist, and their addresses are known.
 2. `allocate` or `register`: the pool is mapped for UCX.
-3. `start`: the progress thread owns the worker from here on. It runs the commands that other
-   threads enqueue, progresses UCX, and sleeps in `ucp_worker_wait` until a peer's event or a
-   command's signal wakes it; spinning would starve a small machine. If an answer is due soon it
-   polls briefly first, because waking up takes as long as the answer.
+3. `start`: the progress thread owns both workers from here on. It runs the commands that other
+   threads enqueue, progresses UCX, and sleeps until a peer's event or a command's signal wakes it;
+   spinning would starve a small machine. If an answer is due soon it polls briefly first, because
+   waking up takes as long as the answer. `revoke_puts` replaces the inlet.
 4. `close`: the endpoints close, the thread ends, and everything is freed in reverse order.
 """
 
@@ -18,7 +18,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from ctypes import byref, c_size_t, c_void_p
+from ctypes import byref, c_void_p
 from dataclasses import replace
 from functools import partial
 
@@ -32,6 +32,7 @@ from kv_transfer.transport import (
     OnFlushed,
     OnMessage,
     OnPeerLost,
+    OnRevoked,
     Peer,
     PutBatch,
     Tensor,
@@ -45,24 +46,24 @@ from kv_transfer.ucx.binding import (
     FEATURE_RMA,
     FEATURE_WAKEUP,
     NO_SHARED_SEGMENT,
-    THREAD_MODE_SERIALIZED,
     ContextParams,
     ErrorCallback,
     MessageCallback,
     MessageHandlerParams,
     Ucp,
-    WorkerParams,
     load,
 )
 from kv_transfer.ucx.endpoint import (
     SHARED_MEMORY,
     Requests,
     UcxPeer,
+    end_with_the_inlet,
     end_with_their_process,
     transports_of,
 )
 from kv_transfer.ucx.memory import AllocatedMemory, RegisteredMemory, UcxMemory, populate
 from kv_transfer.ucx.native import Command, Put, make_queue
+from kv_transfer.ucx.worker import UcxWorker
 
 log = logging.getLogger(__name__)
 
@@ -80,16 +81,21 @@ class UcxTransport:
         # Callbacks live as long as the worker: UCX keeps only their raw addresses.
         self._message_callback = MessageCallback(self._receive)
         self._error_callback = ErrorCallback(self._endpoint_failed)
-        self._context, self._worker = _create_worker(self._ucp, self._message_callback)
-        self._address = _worker_address(self._ucp, self._worker)
+        self._context = _create_context(self._ucp)
+        self._worker = UcxWorker(self._ucp, self._context)
+        _handle_messages(self._ucp, self._worker.handle, self._message_callback)
+        self._inlet = UcxWorker(self._ucp, self._context)
         self._memory: UcxMemory | None = None
-        self._commands = make_queue(self._ucp, self._worker, config.native)
+        self._commands = make_queue(self._ucp, self._worker, self._inlet, config.native)
         self._requests = Requests(self._ucp)
         self._lock = threading.Lock()  # of the peers' map
         self._signalling = threading.Lock()  # of `_closed`
         self._peers: dict[bytes, UcxPeer] = {}
         self._keys: dict[int, UcxPeer] = {}  # what the error callback is given -> peer
-        self._own_writers: set[bytes] = set()  # addresses, one for each start of a peer
+        # Addresses, one for each start of a peer: of those that write the pool themselves, and of
+        # those whose puts come through the inlet.
+        self._own_writers: set[bytes] = set()
+        self._inlet_writers: set[bytes] = set()
         self._failed: deque[UcxPeer] = deque()
         self._message_error: Exception | None = None
         self._thread: threading.Thread | None = None
@@ -99,7 +105,11 @@ class UcxTransport:
 
     @property
     def address(self) -> bytes:
-        return self._address
+        return self._worker.address
+
+    @property
+    def put_address(self) -> bytes:
+        return self._inlet.address
 
     @property
     def num_peers(self) -> int:
@@ -150,6 +160,12 @@ class UcxTransport:
 
     def puts_end_with_process(self, address: bytes) -> bool:
         return address in self._own_writers
+
+    def puts_end_with_revocation(self, address: bytes) -> bool:
+        return address in self._inlet_writers
+
+    def revoke_puts(self, on_revoked: OnRevoked) -> None:
+        self._enqueue(partial(self._replace_inlet, on_revoked))
 
     def prepare(self, peer: Peer, regions: Sequence[Region]) -> None:
         """Map the regions and fault in their pages, one chunk per turn."""
@@ -221,11 +237,12 @@ class UcxTransport:
             self._closed = True
         if self._thread is not None:
             self._stopping = True
-            self._ucp.ucp_worker_signal(self._worker)
+            self._worker.signal()
             self._thread.join()
         if self._memory is not None:
             self._memory.free()
-        self._ucp.ucp_worker_destroy(self._worker)
+        self._inlet.destroy()
+        self._worker.destroy()
         self._ucp.ucp_cleanup(self._context)
 
     # --- the progress thread -------------------------------------------------------------------
@@ -234,7 +251,7 @@ class UcxTransport:
         if self._commands.add(command):
             with self._signalling:  # so that `close` does not free the worker meanwhile
                 if not self._closed:
-                    self._ucp.ucp_worker_signal(self._worker)
+                    self._worker.signal()
 
     def _progress(self) -> None:
         try:
@@ -242,7 +259,7 @@ class UcxTransport:
                 self._memory.enter_thread()
             while not self._stopping:
                 if not self._turn() and time.monotonic() >= self._awake_until_s:
-                    self._ucp.check(self._commands.sleep(), "ucp_worker_wait")
+                    self._ucp.check(self._commands.sleep(), "ucp_worker_arm")
             self._close_endpoints()
         except Exception as error:  # the outermost loop of the progress thread
             log.critical("the transfer thread failed", exc_info=error)
@@ -253,7 +270,8 @@ class UcxTransport:
     def _turn(self) -> bool:
         """Do all pending work once; False if there was none."""
         worked = self._run_commands()
-        worked = bool(self._ucp.ucp_worker_progress(self._worker)) or worked
+        worked = self._worker.progress() or worked
+        worked = self._inlet.progress() or worked
         if self._message_error is not None:
             raise self._message_error
         self._requests.poll()
@@ -291,7 +309,7 @@ class UcxTransport:
 
     def _open(self, peer: UcxPeer) -> None:
         try:
-            peer.open(self._worker, id(peer), self._error_callback)
+            peer.open(self._worker.handle, id(peer), self._error_callback)
         except TransportError as error:
             log.warning("cannot reach a peer: %s", error)
             if error.status == NO_SHARED_SEGMENT:  # the segment is gone with its process
@@ -299,6 +317,15 @@ class UcxTransport:
             self._lose(peer)
         if peer.lanes and self._memory is not None and self._memory.is_written_by_peers(peer.lanes):
             self._own_writers.add(peer.address)
+        elif end_with_the_inlet(peer.lanes):
+            self._inlet_writers.add(peer.address)
+
+    def _replace_inlet(self, on_revoked: OnRevoked) -> None:
+        fresh = UcxWorker(self._ucp, self._context)  # first, so that an error leaves the former
+        self._commands.change_inlet(fresh)
+        former, self._inlet = self._inlet, fresh
+        former.destroy()
+        on_revoked()
 
     def _receive(
         self, _arg: int, _header: int, _header_size: int, data: int | None, size: int, _param: int
@@ -345,9 +372,9 @@ class UcxTransport:
                 return
 
 
-def _create_worker(ucp: Ucp, on_message: object) -> tuple[int, int]:
-    """Create a context and a worker that can put, receive puts, send messages and sleep."""
-    config, context, worker = c_void_p(), c_void_p(), c_void_p()
+def _create_context(ucp: Ucp) -> int:
+    """Create a context whose workers can put, receive puts, send messages and sleep."""
+    config, context = c_void_p(), c_void_p()
     ucp.check(ucp.ucp_config_read(None, None, byref(config)), "ucp_config_read")
     features = FEATURE_RMA | FEATURE_WAKEUP | FEATURE_AM
     # ucp_init is inline in UCX's header and passes the header's version. Here it is the version of
@@ -361,22 +388,13 @@ def _create_worker(ucp: Ucp, on_message: object) -> tuple[int, int]:
     )
     ucp.ucp_config_release(config)
     ucp.check(status, "ucp_init_version")
-    params = WorkerParams(field_mask=1, thread_mode=THREAD_MODE_SERIALIZED)
-    ucp.check(ucp.ucp_worker_create(context, byref(params), byref(worker)), "ucp_worker_create")
+    assert context.value is not None
+    return context.value
+
+
+def _handle_messages(ucp: Ucp, worker: int, on_message: object) -> None:
     handler = MessageHandlerParams(
         field_mask=1 | 2 | 4, id=0, flags=AM_WHOLE_MESSAGE, callback=on_message
     )
     status = ucp.ucp_worker_set_am_recv_handler(worker, byref(handler))
     ucp.check(status, "ucp_worker_set_am_recv_handler")
-    assert context.value is not None
-    assert worker.value is not None
-    return context.value, worker.value
-
-
-def _worker_address(ucp: Ucp, worker: int) -> bytes:
-    pointer, length = c_void_p(), c_size_t()
-    status = ucp.ucp_worker_get_address(worker, byref(pointer), byref(length))
-    ucp.check(status, "ucp_worker_get_address")
-    address = ctypes.string_at(pointer.value or 0, length.value)
-    ucp.ucp_worker_release_address(worker, pointer)
-    return address

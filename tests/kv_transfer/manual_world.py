@@ -23,6 +23,9 @@ from kv_transfer.process import ProcessIdentity
 CONFIG = TransferConfig(transport="memory", renew_within_s=5, ack_timeout_s=4, tombstone_s=100)
 
 
+EVERY_KIND = ("put", "flush", "message", "lost", "revoke")
+
+
 class ManualScheduler:
     """Run nothing by itself. `pending` is in the order of the calls."""
 
@@ -42,7 +45,7 @@ class ManualScheduler:
     def drop(self, operation: Operation) -> None:
         self.pending.remove(operation)
 
-    def run_all(self, kinds: tuple[str, ...] = ("put", "flush", "message", "lost")) -> int:
+    def run_all(self, kinds: tuple[str, ...] = EVERY_KIND) -> int:
         """Run pending operations of these kinds, and what they cause; returns how many ran."""
         ran = 0
         while chosen := next((o for o in self.pending if o.kind in kinds), None):

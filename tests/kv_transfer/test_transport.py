@@ -292,7 +292,7 @@ def test_a_lease_survives_the_wire() -> None:
         owner=worker,
         writer=worker,
         kv_fingerprint=b"f",
-        ranks=(RankLease(0, memory.regions),),
+        ranks=(RankLease(0, memory.regions, b"put"),),
         num_cached_tokens=8,
         renew_within_s=1.5,
         block_ids=((1, 2), (0, 3)),  # type: ignore[arg-type]
