@@ -272,7 +272,7 @@ class MemoryTransport:
 
         def run() -> None:
             receiver = self._network.process(peer.address)
-            if receiver is not None and not peer.lost:
+            if receiver is not None and not peer.lost and peer.address == receiver.address:
                 receiver.receive(payload)
 
         self._schedule("message", peer.address, run, payload)

@@ -16,6 +16,7 @@ import struct
 import sys
 import termios
 import threading
+import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
@@ -81,6 +82,59 @@ def flushes_of_a_lost_peer() -> dict[str, Any]:
     answers = [flushed.get(timeout=20) for _ in range(2)]
     transport.close()
     return {"working": working, "answers": answers}
+
+
+def send(pipe: Connection) -> None:
+    """Put whenever it is told where."""
+    transport, memory = opened(CHUNK)
+    memory.buffer[:] = 1
+    transport.start(ignore, ignore)
+    while (told := pipe.recv()) is not None:
+        address, regions = told
+        peer = transport.connect(address)
+        transport.put(peer, PutBatch(runs_between(memory.regions, regions, CHUNK)), ignore)
+        transport.flush(peer, lambda result: pipe.send(result.error))
+
+
+def revoked_puts() -> dict[str, Any]:
+    """Does what waits in a socket land once puts are revoked, and what is put to the new address?
+    The sender lives on."""
+    context = multiprocessing.get_context("spawn")
+    pipe, there = context.Pipe()
+    context.Process(target=send, args=(there,), daemon=True).start()
+    transport, memory = opened(CHUNK)
+    entered, goes_on = queue.SimpleQueue[bytes](), queue.SimpleQueue[None]()
+
+    def hold(address: bytes) -> None:
+        entered.put(address)
+        goes_on.get()
+
+    transport.start(ignore, hold)  # a peer that is dropped holds the progress thread
+    pipe.send((transport.put_address, memory.regions))
+    assert pipe.recv() is None
+    transport.drop(transport.connect(transport.address))
+    entered.get(timeout=20)
+    revoked = threading.Event()
+    # These two are run in one turn: nothing is read between them.
+    transport.drop(transport.connect(transport.put_address))
+    transport.revoke_puts(revoked.set)
+    goes_on.put(None)
+    entered.get(timeout=20)
+    memory.buffer[:] = 0
+    pipe.send((transport.put_address, memory.regions))
+    give_up_at = time.monotonic() + 20
+    while unread_bytes() < CHUNK // 100 and time.monotonic() < give_up_at:
+        time.sleep(0.005)
+    found: dict[str, Any] = {"num_unread_bytes": unread_bytes()}
+    goes_on.put(None)
+    assert revoked.wait(20)
+    found["former"] = pipe.recv(), bool(memory.buffer.any())
+    pipe.send((transport.put_address, memory.regions))
+    found["fresh"] = pipe.recv(), bool(memory.buffer.all())
+    goes_on.put(None)  # the sender is lost when it ends
+    pipe.send(None)
+    transport.close()
+    return found
 
 
 def many_connections() -> dict[str, Any]:
@@ -173,13 +227,63 @@ async def writer_killed_before_its_bytes_are_read() -> dict[str, Any]:
     }
 
 
+async def writers_killed_and_stopped(num_kills: int) -> dict[str, Any]:
+    """What is in quarantine after each kill of a writer that has pushed half of its blocks, and is
+    in another pid namespace as far as anyone here knows? And of one that is stopped and goes on?"""
+    side = Side(
+        SideSpec("here", config=CONFIG),
+        [UcxTransport(CONFIG)],
+        process_is_gone=lambda _: None,
+    )
+    here, found = LocalSide(side), []
+    for number in range(num_kills):
+        there = RemoteSide(SideSpec("there", config=CONFIG, incarnation=number), "forkserver")
+        lease = await here.call("grant", f"r{number}", await there.call("ready"), [[1, 2], [1, 2]])
+        handoff = await there.call("open", lease)
+        await there.call("push", handoff, 0, [0, 1], [3, 4])
+        await there.call("flush", lease)
+        there.kill()
+        there.reap()
+        await here.call("wait_for", "failed", f"r{number}")
+        before = side.table.num_quarantined_blocks
+        await here.call("wait_for", "quiescent", f"r{number}")
+        found.append((before, side.table.num_quarantined_blocks))
+        await there.close()
+    there = RemoteSide(SideSpec("there", config=CONFIG, incarnation=num_kills), "forkserver")
+    lease = await here.call("grant", "stopped", await there.call("ready"), [[1, 2], [1, 2]])
+    handoff = await there.call("open", lease)
+    await there.call("push", handoff, 0, [0, 1], [3, 4])
+    assert there.process.pid is not None
+    os.kill(there.process.pid, signal.SIGSTOP)
+    await here.call("release", lease.lease_id)
+    address = side.transports[0].put_address
+    await until(lambda: side.table._entries[lease.lease_id].num_polls > 7)  # longer than for a lost one
+    stopped = side.table.num_quarantined_blocks, address == side.transports[0].put_address
+    os.kill(there.process.pid, signal.SIGCONT)
+    await here.call("wait_for", "quiescent", "stopped")
+    lease = await here.call("grant", "next", await there.call("ready"), [[1, 2], [1, 2]])
+    handoff = await there.call("open", lease)
+    for group in (0, 1):
+        await there.call("push", handoff, group, [0, 1], [3, 4])
+    await there.call("finish", handoff)
+    await here.call("check_integrity")
+    left = await here.call("leftovers")
+    await there.close()
+    await here.close()
+    return {"kills": found, "stopped": stopped, "left": left}
+
+
 def main(check: str) -> None:
-    if check == "killed":
-        found = asyncio.run(writer_killed_before_its_bytes_are_read())
-    else:
-        found = {"flush": flushes_of_a_lost_peer, "connections": many_connections}[check]()
-    print(json.dumps(found), flush=True)
-    if check == "killed":
+    checks: dict[str, Callable[[], dict[str, Any]]] = {
+        "flush": flushes_of_a_lost_peer,
+        "connections": many_connections,
+        "revoked": revoked_puts,
+        "unread": lambda: asyncio.run(writer_killed_before_its_bytes_are_read()),
+        "kills": lambda: asyncio.run(writers_killed_and_stopped(3)),
+        "50 kills": lambda: asyncio.run(writers_killed_and_stopped(50)),
+    }
+    print(json.dumps(checks[check]()), flush=True)
+    if check == "unread":
         os._exit(0)  # its progress thread is held for good
 
 

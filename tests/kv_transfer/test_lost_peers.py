@@ -10,7 +10,7 @@ from handoff_pairs import THERE
 from manual_world import CONFIG, World, begin_finish, finished
 
 from kv_transfer.errors import HandoffError, Reason
-from kv_transfer.lease import Receipt
+from kv_transfer.lease import Lease, Receipt
 from kv_transfer.lease_table import LeaseFailure, LeaseState
 
 
@@ -179,11 +179,9 @@ async def test_a_rank_that_never_drains_delays_no_caller_for_ever_and_frees_noth
     assert world.sender.leftovers() == (0, 0, 0)
 
 
-@pytest.mark.parametrize("sender_tp", [1, 2])
-async def test_no_rank_reports_drained_while_a_broken_connection_can_still_deliver(
-    sender_tp: int,
-) -> None:
-    world = World(sender_tp, puts_outlive_connection=True)
+async def broken_in_mid_push(sender_tp: int, receiver_tp: int = 1) -> tuple[World, Lease]:
+    """Over TCP: the puts of a handoff are on their way, and its sender knows that they broke."""
+    world = World(sender_tp, receiver_tp, puts_outlive_connection=True)
     lease = world.grant([[1], [1]])
     handoff = world.sender.open(lease)
     await world.settle()
@@ -193,22 +191,95 @@ async def test_no_rank_reports_drained_while_a_broken_connection_can_still_deliv
     world.break_connection(world.sender, sender_tp - 1, world.receiver)
     world.scheduler.run_all(("lost",))
     await world.deliver()
-    world.scheduler.run_all(("flush", "message"))  # the bytes are on their way yet
+    world.scheduler.run_all(("flush", "message"))
     await world.deliver()
     with pytest.raises(HandoffError, match="PEER_LOST"):
         await finishing
     world.scheduler.run_all(("flush", "message"))
-    for _ in range(3):  # fences are answered, or not, all the same
+    await world.deliver()
+    return world, lease
+
+
+@pytest.mark.parametrize("sender_tp", [1, 2])
+async def test_blocks_stay_in_quarantine_while_a_broken_connection_can_still_deliver(
+    sender_tp: int,
+) -> None:
+    world, lease = await broken_in_mid_push(sender_tp)
+    for _ in range(3):  # fences are answered, but puts are not revoked yet
         await world.advance(10)
         world.scheduler.run_all(("flush", "message"))
         await world.deliver()
     assert world.receiver.event_names() == ["failed"]
     assert world.receiver.table.state(lease.lease_id) is LeaseState.QUARANTINED
     assert world.receiver.count_wrong_bytes(THERE) == 0
-    await world.settle()
+    world.scheduler.run_all(("put",))
     assert world.receiver.count_wrong_bytes(THERE) > 0  # they land where no other writes
     with pytest.raises(AssertionError, match="another lease"):
         world.grant([[1], [2]], "other")
+
+
+@pytest.mark.parametrize("receiver_tp", [1, 2])
+async def test_what_every_rank_has_revoked_never_lands_and_its_blocks_are_free(
+    receiver_tp: int,
+) -> None:
+    world, lease = await broken_in_mid_push(1, receiver_tp)
+    await world.advance(10)
+    world.scheduler.run_all(("revoke",))  # at rank 0; the other has yet to hear of it
+    await world.deliver()
+    assert (world.receiver.event_names() == ["failed"]) == (receiver_tp == 2)
+    world.scheduler.run_all(("message", "revoke"))
+    await world.deliver()
+    assert world.receiver.event_names() == ["failed", "quiescent"]
+    again = world.grant([[1], [1]], "again")
+    assert {rank.put_address for rank in again.ranks}.isdisjoint(r.put_address for r in lease.ranks)
+    world.scheduler.run_all(("put",))
+    assert world.receiver.count_wrong_bytes(THERE) == 0
+    handoff = world.sender.open(again)
+    await world.settle()
+    world.push_all(handoff, [4])
+    assert isinstance(await finished(world, begin_finish(world, handoff)), Receipt)
+    for side in (world.sender, world.receiver):
+        side.check_integrity()
+        assert side.leftovers() == (0, 0, 0)
+
+
+async def test_other_open_leases_fail_typed_when_puts_are_revoked_and_admitted_ones_stay() -> None:
+    world, _ = await broken_in_mid_push(1)
+    admitted, _ = world.grant([[5], [5]], "admitted"), world.grant([[6], [6]], "open")
+    handoff = world.sender.open(admitted)
+    world.push_all(handoff, [4])
+    finishing = begin_finish(world, handoff)
+    for _ in range(9):
+        await world.deliver()
+        world.scheduler.run_all(("put", "flush", "message", "lost"))
+    assert isinstance(await finishing, Receipt)
+    await world.advance(3)
+    await world.settle()
+    assert world.receiver.events[-3:] == [
+        ("quiescent", "r"),
+        ("failed", "open", LeaseFailure.REVOKED),
+        ("quiescent", "open"),
+    ]
+    assert [event[:2] for event in world.receiver.events[:2]] == [
+        ("failed", "r"),
+        ("admitted", "admitted"),
+    ]
+    world.receiver.check_integrity()
+
+
+async def test_a_writer_that_is_only_silent_has_no_puts_revoked() -> None:
+    """It may be stopped: what it does when it goes on lands in quarantine."""
+    world = World(puts_outlive_connection=True)
+    handoff = world.sender.open(world.grant([[1], [1]]))
+    await world.settle()
+    world.push_all(handoff, [3])
+    for _ in range(60):
+        await world.advance(0.5)
+        assert not any(o.kind == "revoke" for o in world.scheduler.pending)
+    assert world.receiver.events == [("failed", "r", LeaseFailure.EXPIRED)]
+    await world.settle()  # it goes on, and hears of its fence
+    assert world.receiver.event_names() == ["failed", "quiescent"]
+    assert world.receiver.count_wrong_bytes(THERE) > 0
 
 
 async def test_a_connection_that_breaks_before_anything_was_pushed_strands_no_blocks() -> None:

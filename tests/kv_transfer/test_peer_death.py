@@ -20,7 +20,7 @@ from transfer_sides import LocalSide, RemoteSide, Side, SideSpec
 
 from baton.config.transfer import TransferConfig
 from kv_transfer.errors import HandoffError
-from kv_transfer.lease import WorkerIdentity
+from kv_transfer.lease import Lease
 from kv_transfer.lease_table import LeaseFailure
 from kv_transfer.process import ProcessIdentity, is_gone
 from kv_transfer.rank import make_transport
@@ -75,19 +75,6 @@ async def there() -> AsyncIterator[RemoteSide]:
     await side.close()
 
 
-async def landed(sender: LocalSide, receiver: WorkerIdentity) -> None:
-    """Return when what was pushed so far is in the receiver's memory."""
-    flushed, wake = asyncio.Event(), asyncio.get_running_loop().call_soon_threadsafe
-    (transport,) = sender.side.transports
-    peer = transport.connect(receiver.rank0_address)
-
-    def on_flushed(_result: FlushResult) -> None:
-        wake(flushed.set)
-
-    transport.flush(peer, on_flushed)
-    await asyncio.wait_for(flushed.wait(), 10)
-
-
 async def test_a_sender_killed_in_mid_push_leaves_its_blocks_in_quarantine_until_it_is_reaped(
     here: LocalSide, there: RemoteSide
 ) -> None:
@@ -126,7 +113,7 @@ async def test_a_receiver_killed_in_mid_push_ends_in_peer_lost_before_the_timeou
     lease = await there.call("grant", "r", await here.call("ready"), [[1, 2], [1, 2]])
     handoff = await here.call("open", lease)
     await here.call("push", handoff, 0, [0, 1], [3, 4])
-    await landed(here, await there.call("ready"))  # killed sooner, it could not be mapped here
+    await here.call("flush", lease)  # killed sooner, it could not be mapped here
     there.kill()
     there.reap()
     await here.call("push", handoff, 1, [0, 1], [3, 4])  # into memory that nobody reads any more
@@ -158,28 +145,22 @@ async def test_a_dead_receiver_ends_in_a_typed_error_in_time(
     assert await here.call("leftovers") == (0, 0, 0)
 
 
-async def test_a_receiver_that_dies_before_its_first_answer_frees_the_senders_blocks(
+async def test_a_receiver_that_is_stopped_before_its_first_answer_holds_none_of_the_senders_blocks(
     there: RemoteSide,
 ) -> None:
-    """UCX holds what is sent until the first answer, and meanwhile does not check the process."""
+    """UCX holds messages until the first answer. Puts need none: they are the sender's own."""
     config = replace(CONFIG, ack_timeout_s=0.5)
-    spec = SideSpec("h" * 100, config=config)  # UCX holds messages of over 92 bytes
-    here = LocalSide(Side(spec, [make_transport(config)]))
-    exporter, (rank,) = here.side.exporter, here.side.ranks
+    here = LocalSide(Side(SideSpec("here", config=config), [make_transport(config)]))
     lease = await there.call("grant", "r", await here.call("ready"), [[1], [1]])
     pid = there.process.pid
     assert pid is not None
     os.kill(pid, signal.SIGSTOP)
     handoff = await here.call("open", lease)
-    rank.send_progress(lease)
     for group in (0, 1):
         await here.call("push", handoff, group, [0], [3])
     with pytest.raises(HandoffError, match="TIMEOUT"):
         await here.call("finish", handoff)
-    assert exporter.num_open() == 1  # stopped, it might still wake
-    there.kill()
-    there.reap()
-    await asyncio.wait_for(exporter.wait_drained(handoff), 10)
+    await asyncio.wait_for(here.side.exporter.wait_drained(handoff), 10)
     assert await here.call("leftovers") == (0, 0, 0)
     await here.close()
 
@@ -231,11 +212,38 @@ def test_connections_that_come_and_go_leave_nothing_behind() -> None:
     assert found["last"] == found["first"]
 
 
-@pytest.mark.parametrize("ucx_library", ["wheel", pytest.param("system", marks=needs_system_ucx)])
+UCX_LIBRARIES = pytest.mark.parametrize(
+    "ucx_library", ["wheel", pytest.param("system", marks=needs_system_ucx)]
+)
+
+
+@UCX_LIBRARIES
 def test_a_killed_writers_blocks_stay_in_quarantine_while_its_bytes_are_unread(
     ucx_library: str,
 ) -> None:
-    found = over_tcp("killed", ucx_library)
+    found = over_tcp("unread", ucx_library)
     assert found["num_unread_bytes"] > 1000
     assert not found["freed"]
     assert found["num_quarantined_blocks"] == 4
+
+
+@UCX_LIBRARIES
+def test_bytes_that_wait_in_a_socket_never_land_once_puts_are_revoked(ucx_library: str) -> None:
+    found = over_tcp("revoked", ucx_library)
+    assert found["num_unread_bytes"] > 1000
+    (former_error, former_landed), (fresh_error, fresh_landed) = found["former"], found["fresh"]
+    assert former_error is not None
+    assert not former_landed
+    assert (fresh_error, fresh_landed) == (None, True)
+
+
+@UCX_LIBRARIES
+@pytest.mark.parametrize("check", ["kills", pytest.param("50 kills", marks=pytest.mark.full)])
+def test_a_killed_writers_blocks_come_back_and_a_stopped_ones_when_it_goes_on(
+    check: str, ucx_library: str
+) -> None:
+    found = over_tcp(check, ucx_library)
+    assert len(found["kills"]) >= 3
+    assert set(map(tuple, found["kills"])) == {(4, 0)}
+    assert found["stopped"] == [4, True]  # its puts were not revoked
+    assert found["left"] == [0, 0, 0]

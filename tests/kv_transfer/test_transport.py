@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -63,8 +64,8 @@ def test_puts_land_before_their_flush_and_messages_come_in_order(
     a.start(lambda _payload: None, lambda _address: None)
     b.start(arrived.put, lambda _address: None)
     here.buffer[:] = 1
-    peer = a.connect(b.address)
-    assert a.connect(b.address) is peer
+    peer = a.connect(b.put_address)
+    assert a.connect(b.put_address) is peer
     a.prepare(peer, there.regions)
     runs = runs_between(here.regions, there.regions, 100, (4, 0), (0, 8))
     refused: list[str] = []
@@ -77,7 +78,7 @@ def test_puts_land_before_their_flush_and_messages_come_in_order(
     assert flushed.get(timeout=10).error is None  # of the flush: it waits for what was posted
     assert len(refused) == 1
     for payload in (b"", b"one", bytes(500_000)):
-        a.send(peer, payload)
+        a.send(a.connect(b.address), payload)
     assert [len(arrived.get(timeout=10)) for _ in range(3)] == [0, 3, 500_000]
     expected = np.zeros_like(there.buffer)
     expected[16:116] = expected[2 * 8192 + 16 : 2 * 8192 + 116] = 1
@@ -277,9 +278,10 @@ def test_the_loop_is_compiled_where_it_can_be_and_else_in_python(
     from kv_transfer.ucx.binding import load
 
     ucp = load(TransferConfig())
-    assert type(make_queue(ucp, 0, native=True)) is NativeQueue
+    worker: Any = SimpleNamespace(handle=0, descriptor=0)
+    assert type(make_queue(ucp, worker, worker, native=True)) is NativeQueue
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert type(make_queue(ucp, 0, native=True)) is CommandQueue
+    assert type(make_queue(ucp, worker, worker, native=True)) is CommandQueue
 
 
 def test_a_lease_survives_the_wire() -> None:

@@ -226,6 +226,13 @@ class Side:
                 rank.layer_done(layer, [push])
             rank.step_done()
 
+    async def flush(self, lease: Lease) -> None:
+        """Return when what rank 0 has pushed under a lease is in its owner's memory."""
+        flushed, wake = asyncio.Event(), asyncio.get_running_loop().call_soon_threadsafe
+        peer = self.transports[0].connect(lease.ranks[0].put_address)
+        self.transports[0].flush(peer, lambda _: wake(flushed.set))
+        await asyncio.wait_for(flushed.wait(), 10)
+
     async def finish(self, handoff: HandoffId) -> Receipt:
         return await self.exporter.finish(handoff, FIRST)
 
