@@ -141,7 +141,7 @@ async def all_gone(worker: LoneRank, lease: Lease) -> None:
         wake(gone.set)
 
     transport = worker.transport
-    transport.flush(transport.connect(lease.owner.rank0_address), on_flushed)
+    transport.flush(transport.connect(lease.ranks[0].put_address), on_flushed)
     await gone.wait()
 
 

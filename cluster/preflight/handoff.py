@@ -251,7 +251,7 @@ async def _send(pipe: Connection, device: str, config: TransferConfig) -> Report
     report = Report(
         version=".".join(map(str, transport.version)),
         transports=sorted(transport.transports),
-        lanes=sorted(transport.connect(lease.owner.rank0_address).lanes),
+        lanes=sorted(transport.connect(lease.ranks[0].put_address).lanes),
         num_bytes=num_bytes,
         gb_per_s=num_bytes / fastest_s / 1e9,
     )

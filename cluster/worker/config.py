@@ -73,6 +73,8 @@ def worker_config(
 ) -> WorkerConfig:
     """The configuration of one replica of a pool."""
     shape, settings = cluster.pools[pool], cluster.worker
+    # UCX asks nobody who writes: on one machine nobody beyond it shall reach it.
+    devices = cluster.transfer.net_devices or ("all" if cluster.runs_on == "pods" else "lo")
     if shape.drain_timeout_s is not None:
         settings = dataclasses.replace(settings, drain_timeout_s=shape.drain_timeout_s)
     return WorkerConfig(
@@ -84,7 +86,7 @@ def worker_config(
         model_revision=cluster.model_revision,
         tokenizer=cluster.tokenizer,
         engine=cluster.pool_engine(pool),
-        transfer=cluster.transfer,
+        transfer=dataclasses.replace(cluster.transfer, net_devices=devices),
         tp_size=shape.tensor_parallel,
         control_address=control_address,
         in_pod=cluster.runs_on == "pods",

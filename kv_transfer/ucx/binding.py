@@ -207,6 +207,8 @@ def load(config: TransferConfig) -> Ucp:
     os.environ["UCX_MM_ERROR_HANDLING"] = "y"
     os.environ.setdefault("UCX_KEEPALIVE_INTERVAL", f"{max(1, round(config.keepalive_s * 1000))}ms")
     os.environ.setdefault("UCX_WARN_UNUSED_ENV_VARS", "n")
+    if config.net_devices:
+        os.environ.setdefault("UCX_NET_DEVICES", config.net_devices)
     try:
         return Ucp(_open(config.ucx_library))
     except (OSError, ImportError) as error:

@@ -40,6 +40,17 @@ _NUMBERS = itertools.count(11)
 _SUPERVISOR = "ray::SupervisorActor"
 
 
+# As containers have it: nobody outside can end a process by its number, nor see that it is over.
+OWN_PIDS = ("unshare", "--fork", "--pid", "--mount-proc", "--kill-child")
+
+
+def may_have_own_pids() -> bool:
+    try:
+        return subprocess.run([*OWN_PIDS, "true"], capture_output=True).returncode == 0
+    except FileNotFoundError:
+        return False
+
+
 @dataclass
 class PodProcess:
     """One pod of a pool: its node, and what its containers have in their environment."""
@@ -48,6 +59,11 @@ class PodProcess:
     pod: Pod
     node: NodeProcess
     environment: dict[str, str]
+
+    def rank(self) -> Process:
+        """Its one rank, by its pid outside."""
+        (rank,) = (p for p in self.node.tree() if "::RankActor" in _title(p.pid))
+        return rank
 
     def drain(self, timeout_s: float) -> subprocess.Popen[str]:
         """What its `preStop` runs."""
@@ -271,3 +287,9 @@ def states_of(fleet: Fleet) -> dict[str, int]:
 
 def pool_of(fleet: Fleet, name: str) -> Any:
     return next(pool for pool in fleet.pools if pool.name == name)
+
+
+def _title(pid: int) -> str:
+    with contextlib.suppress(OSError):  # it is over
+        return Path(f"/proc/{pid}/cmdline").read_text().partition("\0")[0]
+    return ""

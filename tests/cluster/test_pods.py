@@ -226,17 +226,6 @@ def test_a_replica_of_two_ranks_fills_a_pod_that_has_room_for_both(
         site.all_sound()
 
 
-# As containers have it: nobody outside can end a process by its number, nor see that it is over.
-_OWN_PIDS = ("unshare", "--fork", "--pid", "--mount-proc", "--kill-child")
-
-
-def may_have_own_pids() -> bool:
-    try:
-        return subprocess.run([*_OWN_PIDS, "true"], capture_output=True).returncode == 0
-    except FileNotFoundError:
-        return False
-
-
 @pytest.mark.full
 @pytest.mark.skipif(not may_have_own_pids(), reason="no process may have pids of its own here")
 def test_a_hung_replica_among_process_ids_of_its_own_is_ended_in_its_pod_and_that_is_proved(
@@ -249,11 +238,11 @@ def test_a_hung_replica_among_process_ids_of_its_own_is_ended_in_its_pod_and_tha
     )
     with running_head(config, run_dir) as pods:
         pods.serve()
-        started = [pods.start_pod(pool, run_by=_OWN_PIDS) for pool in ("prefill", "decode")]
+        started = [pods.start_pod(pool, run_by=OWN_PIDS) for pool in ("prefill", "decode")]
         pods.wait_until_up(*started)
         site = PodSite(cast(Any, pods), config)
         before = live_workers(site.settled())["decode-0"]
-        (rank,) = (p for p in started[1].node.tree() if "::RankActor" in title(p.pid))
+        rank = started[1].rank()
         assert rank.pid != before.ref.ranks[0].process.pid
         os.kill(rank.pid, signal.SIGSTOP)
         after = site.wait_for_recreated(site.wait_for(lambda seen: True), "decode-0")
@@ -263,9 +252,3 @@ def test_a_hung_replica_among_process_ids_of_its_own_is_ended_in_its_pod_and_tha
         site.wait_for(lambda seen: live_at(seen, {"prefill": 1, "decode": 0}))
         assert "known to be over" not in (run_dir / "supervisor.log").read_text()
         assert len(list((run_dir / "processes").iterdir())) == 1
-
-
-def title(pid: int) -> str:
-    with contextlib.suppress(OSError):  # it is over
-        return Path(f"/proc/{pid}/cmdline").read_text().partition("\0")[0]
-    return ""

@@ -29,6 +29,7 @@ from tests.cluster.whole_cluster import (
     Site,
     all_live,
     books_of,
+    freeze_mid_push,
     incarnations,
     kill,
     live_workers,
@@ -136,27 +137,6 @@ def test_a_decode_worker_killed_mid_stream_costs_no_token_and_is_recreated(
     site.all_sound()
 
 
-def freeze_mid_push(site: Site, fleet: Fleet, worker_id: str, num_steps_before: int) -> None:
-    """Stop a prefill worker in the middle of pushing, proved by leases that wait for it.
-
-    It has stepped since the requests came, so it has pushed, and owes several handoffs the rest: a
-    few milliseconds later, when it is stopped, it still does, and then it can finish nothing.
-    """
-    workers, control = live_workers(fleet), site.cluster.control_address
-    give_up_at = time.monotonic() + 20
-    while time.monotonic() < give_up_at:
-        seen = books_of(control, workers[worker_id].address)
-        if seen.num_open_handoffs < 3 or seen.num_steps <= num_steps_before:
-            continue
-        os.kill(pid_of(fleet, worker_id), signal.SIGSTOP)
-        books = {n: books_of(control, w.address) for n, w in workers.items() if n != worker_id}
-        leases = sum(found.num_open_leases for found in books.values())
-        if leases > sum(found.num_open_handoffs for found in books.values()):
-            return
-        os.kill(pid_of(fleet, worker_id), signal.SIGCONT)
-    raise AssertionError(f"{worker_id} was never seen in a push")
-
-
 @BOTH_DOORS
 def test_a_prefill_worker_killed_in_a_push_leaves_nothing_behind_and_costs_no_token(
     site: Site, door: str
@@ -166,7 +146,7 @@ def test_a_prefill_worker_killed_in_a_push_leaves_nothing_behind_and_costs_no_to
     prompts = [[n + 3, *PROMPT[n : n + 400]] for n in range(24)]  # no two share a prefix
     with ThreadPoolExecutor(24) as threads:
         running = [threads.submit(site.ask, door, prompt, 20) for prompt in prompts]
-        freeze_mid_push(site, before, "prefill-1", num_steps)
+        freeze_mid_push(site, before, "prefill-1", num_steps, pid_of(before, "prefill-1"))
         kill(before, "prefill-1")
         answers: list[Any] = [request.result(90) for request in running]
     for prompt, answer in zip(prompts, answers, strict=True):

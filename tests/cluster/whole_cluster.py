@@ -288,6 +288,29 @@ def kill(fleet: Fleet, worker_id: str) -> None:
     os.kill(pid_of(fleet, worker_id), signal.SIGKILL)
 
 
+def freeze_mid_push(
+    site: Site, fleet: Fleet, worker_id: str, num_steps_before: int, pid: int
+) -> None:
+    """Stop a prefill worker in the middle of pushing, proved by leases that wait for it.
+
+    It has stepped since the requests came, so it has pushed, and owes several handoffs the rest: a
+    few milliseconds later, when it is stopped, it still does, and then it can finish nothing.
+    """
+    workers, control = live_workers(fleet), site.cluster.control_address
+    give_up_at = time.monotonic() + 20
+    while time.monotonic() < give_up_at:
+        seen = books_of(control, workers[worker_id].address)
+        if seen.num_open_handoffs < 3 or seen.num_steps <= num_steps_before:
+            continue
+        os.kill(pid, signal.SIGSTOP)
+        books = {n: books_of(control, w.address) for n, w in workers.items() if n != worker_id}
+        leases = sum(found.num_open_leases for found in books.values())
+        if leases > sum(found.num_open_handoffs for found in books.values()):
+            return
+        os.kill(pid, signal.SIGCONT)
+    raise AssertionError(f"{worker_id} was never seen in a push")
+
+
 def books_of(control: str, address: str) -> Books:
     """By the keys that `baton up` made and recorded."""
     request, own = worker_pb2.CheckIntegrityRequest(), operator_of(control)

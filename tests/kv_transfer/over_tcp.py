@@ -257,7 +257,9 @@ async def writers_killed_and_stopped(num_kills: int) -> dict[str, Any]:
     os.kill(there.process.pid, signal.SIGSTOP)
     await here.call("release", lease.lease_id)
     address = side.transports[0].put_address
-    await until(lambda: side.table._entries[lease.lease_id].num_polls > 7)  # longer than for a lost one
+    await until(
+        lambda: side.table._entries[lease.lease_id].num_polls > 7
+    )  # longer than for a lost one
     stopped = side.table.num_quarantined_blocks, address == side.transports[0].put_address
     os.kill(there.process.pid, signal.SIGCONT)
     await here.call("wait_for", "quiescent", "stopped")
