@@ -95,7 +95,12 @@ def test_no_blocks_stay_in_quarantine_after_kills_over_tcp_among_pids_of_their_o
             site.wait_for_recreated(before, worker_id)
         assert num_quarantined > 0, "no kill left anything in quarantine"
 
+        def stop_for_a_while(pid: int) -> None:
+            """Until its handoffs are given up, which takes their blocks into quarantine."""
+            wait_until(lambda: books_of(decode.address).num_quarantined_blocks, 20)
+            os.kill(pid, signal.SIGCONT)
+
         before = site.all_live()
-        streams_while(site, before, "prefill-0", lambda pid: os.kill(pid, signal.SIGCONT))
+        streams_while(site, before, "prefill-0", stop_for_a_while)
         site.all_sound()
         assert incarnations(site.all_live())["decode-0"] == incarnations(first)["decode-0"]
