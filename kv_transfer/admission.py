@@ -193,9 +193,7 @@ class PeerLost:
 
 @dataclass(frozen=True)
 class Revoked:
-    """A rank of this worker has a new put address; nothing put to a former one can land."""
-
-    tp_rank: int
+    """A rank of this worker offers another put address; nothing put to its former one can land."""
 
 
 Event = transfer_pb2.TransferMessage | PeerLost | Revoked | Decision

@@ -139,7 +139,6 @@ class LeaseTable:
         self._entries: dict[LeaseId, _Entry] = {}
         self._writable: dict[tuple[int, BlockId], LeaseId] = {}  # (group, block) -> its one lease
         self._epochs = itertools.count(1)
-        self._revoking: set[int] = set()  # ranks that have yet to revoke puts
         self._revoke_again_at_s = 0.0
         rank.lease_mail.bind(loop.call_soon_threadsafe, self._handle)
         rank.admission = self._admission
@@ -222,7 +221,7 @@ class LeaseTable:
         if isinstance(event, PeerLost):
             self._writer_lost(event.address)
         elif isinstance(event, Revoked):
-            self._revoked(event.tp_rank)
+            self._revoked()
         elif isinstance(event, Decision):
             self._decided(event)
         else:
@@ -262,15 +261,14 @@ class LeaseTable:
             if entry.state is LeaseState.GRANTED:
                 self._fail(entry, LeaseFailure.WRITER_LOST)
 
-    def _revoked(self, tp_rank: int) -> None:
-        """Once every rank has revoked puts, end every lease whose puts came that way."""
-        if tp_rank not in self._revoking:
-            return
-        self._revoking.remove(tp_rank)
-        if self._revoking:
-            return
+    def _revoked(self) -> None:
+        """End every lease that puts can no longer reach: a rank offers another put address only
+        once its former one is closed."""
+        offers = self._rank.rank_leases()
         for entry in list(self._entries.values()):
-            if not self._passes_through_here(entry):
+            ranks = zip(entry.lease.ranks, offers, strict=True)
+            is_open = any(rank.put_address == offer.put_address for rank, offer in ranks)
+            if is_open or not self._passes_through_here(entry):
                 continue
             if entry.state is LeaseState.GRANTED:
                 self._fail(entry, LeaseFailure.REVOKED)
@@ -356,12 +354,10 @@ class LeaseTable:
         return all(ends(rank.transfer_address) for rank in entry.lease.writer.ranks)
 
     def _revoke(self) -> None:
-        """Revoke puts at every rank; again if one has not answered for long."""
-        now_s = self._clock.now_s()
-        if not self._revoking or now_s >= self._revoke_again_at_s:
+        """Revoke puts at every rank, for all leases whose writers are lost; once in a while."""
+        if self._clock.now_s() >= self._revoke_again_at_s:
             log.info("revoking all puts: a lost writer's may still arrive")
-            self._revoking = set(range(self._identity.tp_size))
-            self._revoke_again_at_s = now_s + _LONGEST_POLL_S
+            self._revoke_again_at_s = self._clock.now_s() + _LONGEST_POLL_S
             self._rank.revoke_puts()
 
     def _drained(self, entry: _Entry, can_still_land: bool) -> None:

@@ -157,7 +157,7 @@ class TransferRank:
         is_renewed = offer.tp_rank in self._offers
         self._offers[offer.tp_rank] = offer
         if is_renewed:
-            self.lease_mail.put(Revoked(offer.tp_rank))
+            self.lease_mail.put(Revoked())
         if len(self._offers) == self.identity.tp_size:
             self._all_offered.set()
 

@@ -19,9 +19,9 @@ class TransferConfig(Ranged):
     ucx_library: str = "wheel"
     """wheel (libucx-cu12), system (the linker's libucp.so.0), or the path of a libucp."""
     net_devices: str = ""
-    """The network devices that UCX may use and listen on, as UCX_NET_DEVICES names them; `all`: any.
-    Empty: the loopback device alone where the cluster runs on one machine, else any. UCX_NET_DEVICES
-    in a worker's environment goes first."""
+    """The network devices that UCX may use and listen on, as UCX_NET_DEVICES names them; `all`:
+    any. Empty: the loopback device alone where the cluster runs on one machine, else any.
+    UCX_NET_DEVICES in a worker's environment goes first."""
     checksum: Checksum = "off"
     """off, sampled (every 16th block) or always."""
     renew_within_s: Annotated[float, at_least(0.001)] = 10.0  # whole ms in a lease

@@ -1,5 +1,8 @@
-"""Prefill workers that are killed, or stopped, in the middle of handoffs over TCP, each in a pod with
-process ids of its own. What they leave in quarantine comes back, and no stream is changed."""
+"""Prefill workers that are killed, or stopped, in the middle of handoffs over TCP.
+
+Each is in a pod with process ids of its own. What it leaves in quarantine comes back, and no stream
+is changed.
+"""
 
 from __future__ import annotations
 
@@ -35,14 +38,14 @@ _NUM_STREAMS = 16
 _FREE_WITHIN_S = 10.0
 
 
-def streams_while(
-    site: PodSite, fleet: Fleet, worker_id: str, then: Callable[[int], None]
-) -> None:
+def streams_while(site: PodSite, fleet: Fleet, worker_id: str, then: Callable[[int], None]) -> None:
     """Stop a prefill worker in the middle of a push, do `then` with its pid, and compare every
     stream with its quiet run."""
     num_steps = site.books(fleet)[worker_id].num_steps
     salt = time.monotonic_ns()
-    prompts = [[5 + (salt >> 7 * n) % 200, n + 3, *PROMPT[n : n + 400]] for n in range(_NUM_STREAMS)]
+    prompts = [
+        [5 + (salt >> 7 * n) % 200, n + 3, *PROMPT[n : n + 400]] for n in range(_NUM_STREAMS)
+    ]
     with ThreadPoolExecutor(_NUM_STREAMS) as threads:
         running = [threads.submit(run, site.pods.router_address, p, 20) for p in prompts]
         pid = site.pods.pod_of(fleet, worker_id).rank().pid

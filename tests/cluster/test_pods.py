@@ -5,7 +5,6 @@ Every test begins with the pools' sizes and pods that it needs, and ends with so
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
 import signal
@@ -21,8 +20,10 @@ from baton.config.workers import SupervisorConfig
 from baton.control_client import ControlClient
 from tests.cluster.pods import (
     DRAINING,
+    OWN_PIDS,
     PodSite,
     live_at,
+    may_have_own_pids,
     pool_of,
     running_head,
     states_of,

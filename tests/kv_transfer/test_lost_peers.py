@@ -228,8 +228,10 @@ async def test_what_every_rank_has_revoked_never_lands_and_its_blocks_are_free(
     await world.deliver()
     assert (world.receiver.event_names() == ["failed"]) == (receiver_tp == 2)
     world.scheduler.run_all(("message", "revoke"))
+    early = world.grant([[7], [7]], "early")  # names the new addresses, before the table hears
     await world.deliver()
     assert world.receiver.event_names() == ["failed", "quiescent"]
+    assert world.receiver.table.state(early.lease_id) is LeaseState.GRANTED
     again = world.grant([[1], [1]], "again")
     assert {rank.put_address for rank in again.ranks}.isdisjoint(r.put_address for r in lease.ranks)
     world.scheduler.run_all(("put",))
@@ -238,6 +240,8 @@ async def test_what_every_rank_has_revoked_never_lands_and_its_blocks_are_free(
     await world.settle()
     world.push_all(handoff, [4])
     assert isinstance(await finished(world, begin_finish(world, handoff)), Receipt)
+    assert world.receiver.release(early.lease_id)
+    await world.settle()
     for side in (world.sender, world.receiver):
         side.check_integrity()
         assert side.leftovers() == (0, 0, 0)

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from handoff_pairs import HERE, THERE
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from manual_world import World
+from manual_world import EVERY_KIND, World
 from transfer_sides import (
     BLOCKS_PER_REGION,
     NUM_BLOCKS,
@@ -46,6 +46,8 @@ class Request:
 
 
 class Handoffs(RuleBasedStateMachine):
+    over_tcp = False
+
     def __init__(self) -> None:
         super().__init__()
         self.loop = asyncio.new_event_loop()
@@ -66,7 +68,7 @@ class Handoffs(RuleBasedStateMachine):
         return result
 
     async def _begin(self) -> None:
-        self.world = World(config=CONFIG, layout=ONE_HEAD)
+        self.world = World(config=CONFIG, layout=ONE_HEAD, puts_outlive_connection=self.over_tcp)
         self.scheduler, self.clock = self.world.scheduler, self.world.clock
         self.sender, self.receiver = self.world.sender, self.world.receiver
 
@@ -221,7 +223,7 @@ class Handoffs(RuleBasedStateMachine):
     def _choices(self) -> list[Operation]:
         """Messages in any order; puts and flushes in the order they were asked for."""
         first = next((o for o in self.scheduler.pending if o.kind in ("put", "flush")), None)
-        others = [o for o in self.scheduler.pending if o.kind in ("message", "lost")]
+        others = [o for o in self.scheduler.pending if o.kind in ("message", "lost", "revoke")]
         return others + ([first] if first else [])
 
     @rule(data=st.data())
@@ -234,7 +236,7 @@ class Handoffs(RuleBasedStateMachine):
 
     @rule(only_messages=st.booleans())
     def deliver_all(self, only_messages: bool) -> None:
-        kinds = ("message",) if only_messages else ("put", "flush", "message", "lost")
+        kinds = ("message",) if only_messages else EVERY_KIND
         self.run(self._call(self.scheduler.run_all, kinds))
 
     @rule(data=st.data())
@@ -256,7 +258,8 @@ class Handoffs(RuleBasedStateMachine):
     @precondition(lambda self: self.is_dead and not self.world.sender_is_gone)
     @rule()
     def reap_the_sender(self) -> None:
-        self.world.network.reap(self.sender.transports[0].address)
+        if not self.over_tcp:  # else its kernel may deliver even now
+            self.world.network.reap(self.sender.transports[0].address)
         self.world.sender_is_gone = True
 
     # --- what must hold --------------------------------------------------------------------------
@@ -339,10 +342,24 @@ class Handoffs(RuleBasedStateMachine):
                         task.exception()
 
 
-TestHandoffs = Handoffs.TestCase
-TestHandoffs.settings = settings(
+class HandoffsOverTcp(Handoffs):
+    """What was put may land however long its connection or its writer is gone, until it is
+    revoked."""
+
+    over_tcp = True
+
+    @precondition(lambda self: not self.is_dead and self.requests)
+    @rule()
+    def break_the_connection(self) -> None:
+        self.world.break_connection(self.sender, 0, self.receiver)
+
+
+SETTINGS = settings(
     max_examples=100,
     stateful_step_count=30,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
+TestHandoffs = Handoffs.TestCase
+TestHandoffsOverTcp = HandoffsOverTcp.TestCase
+TestHandoffs.settings = TestHandoffsOverTcp.settings = SETTINGS
