@@ -15,7 +15,8 @@ from cluster.worker.config import worker_config
 from kv_transfer.rank import make_transport
 
 _SECOND = (
-    "mount -t sysfs sysfs /sys && ip link set lo up && ip link add one type veth peer name other && "
+    "mount -t sysfs sysfs /sys && ip link set lo up && "
+    "ip link add one type veth peer name other && "
     "ip addr add 10.9.0.1/24 dev one && ip link set one up && ip link set other up && exec "
 )
 _LISTENS = "0A"
@@ -23,8 +24,7 @@ _LISTENS = "0A"
 
 def listening() -> set[str]:
     """The addresses, as the kernel writes them, at which anyone listens in this namespace."""
-    rows = [line.split() for name in ("tcp", "tcp6") if (table := Path(f"/proc/net/{name}")).exists()
-            for line in table.read_text().splitlines()[1:]]  # fmt: skip
+    rows = [row.split() for row in Path("/proc/net/tcp").read_text().splitlines()[1:]]
     return {row[1].partition(":")[0] for row in rows if row[3] == _LISTENS}
 
 

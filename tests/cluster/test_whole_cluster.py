@@ -11,7 +11,6 @@ import random
 import signal
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -25,7 +24,6 @@ from tests.cluster.whole_cluster import (
     KINDS,
     PROMPT,
     Asked,
-    Fleet,
     Site,
     all_live,
     books_of,

@@ -20,11 +20,9 @@ from transfer_sides import LocalSide, RemoteSide, Side, SideSpec
 
 from baton.config.transfer import TransferConfig
 from kv_transfer.errors import HandoffError
-from kv_transfer.lease import Lease
 from kv_transfer.lease_table import LeaseFailure
 from kv_transfer.process import ProcessIdentity, is_gone
 from kv_transfer.rank import make_transport
-from kv_transfer.transport import FlushResult
 
 CONFIG = TransferConfig(keepalive_s=0.5)
 

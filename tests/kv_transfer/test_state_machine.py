@@ -313,8 +313,9 @@ class Handoffs(RuleBasedStateMachine):
             if request.state == "granted":
                 self.run(self._call(self.receiver.release, request.lease.lease_id))
                 request.state = "quarantined"
-        for _ in range(12):
-            self.run(self._call(self.scheduler.run_all))
+        late = ("message", "lost", "revoke")  # and what was put lands last
+        for kinds in (*[late] * 6, *[EVERY_KIND] * 12):
+            self.run(self._call(self.scheduler.run_all, kinds))
             self.run(self._call(self.clock.advance, 1.0))
         states = {name: request.state for name, request in self.requests.items()}
         assert set(states.values()) <= {"admitted", "gone"}, states
