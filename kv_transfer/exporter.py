@@ -5,8 +5,8 @@ A handoff:
    ranks push each layer as it finishes.
 2. `finish`: the first token is known. The ranks flush and send `done`; the receiver answers `Ack`.
 3. Or it breaks at any time: fenced, refused, peer lost, no answer in time, or cancelled. Every rank
-   stops. Once all have drained, the receiver gets `Failed` and `Drained`. Until then the stop is
-   repeated: a rank also drains once the receiver's process has ended.
+   stops, and is told so until it has. Once all have drained, the receiver gets `Failed` and
+   `Drained`.
 
 A timer renews the lease while the handoff is open and the engine is well. A prompt that waits
 behind others, or whose chunk takes long, is still being served. A hung or blocked engine renews
@@ -271,8 +271,7 @@ class Exporter:
             self.on_broken(handoff, export.error)
 
     def _cancel_until_drained(self, handoff: HandoffId, export: Export, pause_s: float) -> None:
-        """Cancel on every rank, at growing intervals: a rank that waits for a receiver drains once
-        the receiver's process has ended."""
+        """Cancel on every rank, at growing intervals: a message between ranks may be lost."""
         if export.all_drained.is_set():
             return
         self._rank.cancel(handoff)

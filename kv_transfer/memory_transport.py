@@ -277,9 +277,6 @@ class MemoryTransport:
 
         self._schedule("message", peer.address, run, payload)
 
-    def drop(self, peer: Peer) -> None:
-        self.schedule_loss(peer.address)
-
     def receive(self, payload: bytes) -> None:
         if self._started is None:
             self._early.append(payload)

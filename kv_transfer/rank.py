@@ -42,7 +42,7 @@ from kv_transfer.lease import (
     handoff_id,
     split_handoff_id,
 )
-from kv_transfer.process import is_gone, own_identity
+from kv_transfer.process import own_identity
 from kv_transfer.rank_handoff import (
     Lane,
     Phase,
@@ -136,7 +136,7 @@ class TransferRank:
 
     def revoke_puts(self) -> None:
         """On rank 0: close every rank's put address and open others. The lease mail gets `Revoked`
-        from each rank, and leases granted after that name its new address."""
+        for each."""
         self.transport.revoke_puts(self._offer)
         message = self.new_message("", 0)
         message.rank_revoke.SetInParent()
@@ -220,10 +220,7 @@ class TransferRank:
                 self._flush_when_ready(found)
 
     def cancel(self, handoff: HandoffId) -> None:
-        """Stop on every rank. Each reports RankDrained, even for a handoff it never knew.
-
-        A rank drops its connections to receiver processes that have ended: their flushes would
-        otherwise never answer if the transport does not notice."""
+        """Stop on every rank. Each reports RankDrained, even for a handoff it never knew."""
         self._cancel(handoff)
         if self.identity.tp_size > 1:
             lease_id, epoch = split_handoff_id(handoff)
@@ -397,9 +394,6 @@ class TransferRank:
             if found is not None and found.phase is not Phase.DRAINED:
                 found.cancelled = True
                 self._flush_when_ready(found)
-                for rank, lane in found.lanes.items():
-                    if is_gone(found.lease.owner.ranks[rank].process):
-                        self.transport.drop(lane.peer)
                 return
             self._end(handoff)
             can_still_land = handoff in self._can_still_land

@@ -241,9 +241,5 @@ class Transport(Protocol):
         """Send one message, after every completed flush. It is lost if the peer is.
         `expects_answer`: an answer comes soon, so poll for it briefly before sleeping."""
 
-    def drop(self, peer: Peer) -> None:
-        """Lose a peer whose process is known to have ended: its flushes answer, and `on_peer_lost`
-        is called unless the transport has noticed on its own."""
-
     def close(self) -> None:
         """Drop what is in flight and free everything, including the pool. Idempotent."""

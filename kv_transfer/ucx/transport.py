@@ -224,12 +224,6 @@ class UcxTransport:
         else:
             self._enqueue(run)
 
-    def drop(self, peer: Peer) -> None:
-        """UCX itself does not notice the end of a process over shared memory while the endpoint
-        waits for the peer's first answer (openucx/ucx#8135)."""
-        assert isinstance(peer, UcxPeer)
-        self._enqueue(lambda: self._lose(peer))
-
     def close(self) -> None:
         with self._signalling:
             if self._closed:

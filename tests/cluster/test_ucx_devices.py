@@ -30,30 +30,19 @@ def listening() -> set[str]:
 
 def show(transfer: str, runs_on: str) -> None:
     """Print where a worker's transport listens."""
-    pools = {"decode": {"role": "decode"}}
-    cluster = {
-        "model": "fake",
-        "runs_on": runs_on,
-        "pools": pools,
-        "transfer": json.loads(transfer),
-    }
-    config = worker_config(parse_config(cluster), "decode", "decode-0", "")
-    transport = make_transport(config.transfer)
+    cluster = {"model": "fake", "runs_on": runs_on, "transfer": json.loads(transfer)}
+    config = parse_config(cluster | {"pools": {"decode": {"role": "decode"}}})
+    transport = make_transport(worker_config(config, "decode", "decode-0", "").transfer)
     print(json.dumps(sorted(listening())))
     transport.close()
 
 
 def shown(transfer: str, runs_on: str, **environment: str) -> set[str]:
     command = f"{sys.executable} -m tests.cluster.test_ucx_devices '{transfer}' {runs_on}"
-    run = subprocess.run(
-        ["unshare", "--net", "--mount", "sh", "-c", _SECOND + command],
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), **environment},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert run.returncode == 0, run.stderr
-    return set(json.loads(run.stdout.splitlines()[-1]))
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), **environment}
+    unshare = ["unshare", "--net", "--mount", "sh", "-c", _SECOND + command]
+    said = subprocess.run(unshare, env=environment, stdout=subprocess.PIPE, timeout=60, check=True)
+    return set(json.loads(said.stdout.splitlines()[-1]))
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root makes namespaces")

@@ -169,9 +169,13 @@ class Site:
         for other in others:
             self.wait_for_recreated(fleet, other)
 
+    def new_prompt(self, num_tokens: int = 40) -> list[int]:
+        """A prompt whose prefix no worker has cached."""
+        number = next(_NUMBERS)
+        return [5 + number % 200, 5 + number // 200, *PROMPT[:num_tokens]]
+
     def ask_new(self) -> Asked:
-        """A prompt whose prefix no worker has cached, and its answer."""
-        prompt = [5 + next(_NUMBERS) % 200, *PROMPT[:40]]
+        prompt = self.new_prompt()
         return prompt, run(self.cluster.router_address, prompt, _NUM_ASKED_TOKENS)
 
     def ask(
