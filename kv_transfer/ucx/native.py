@@ -84,8 +84,8 @@ class CommandQueue:
 
     Any thread may `add`. All other methods belong to the progress thread."""
 
-    def __init__(self, ucp: Ucp, worker: UcxWorker, inlet: UcxWorker) -> None:
-        self._ucp, self._worker, self._inlet = ucp, worker, inlet
+    def __init__(self, ucp: Ucp, worker: UcxWorker) -> None:
+        self._ucp, self._worker = ucp, worker
         self._commands: deque[Command] = deque()
         self._asleep = False
         self.num_taken = 0
@@ -125,24 +125,20 @@ class CommandQueue:
             self.take()
         return 0
 
-    def change_inlet(self, inlet: UcxWorker) -> None:
-        """Wait for this inlet from now on."""
-        self._inlet = inlet
-
-    def sleep(self) -> int:
-        """Wait for a peer's event or a signal, unless there is a command. Returns the wait's
-        status."""
+    def sleep(self, inlet: UcxWorker) -> int:
+        """Wait for a peer's event, also at the inlet, or a signal, unless there is a command.
+        Returns the wait's status."""
         status = 0
         self._asleep = True
         if not self._commands:  # checked after `_asleep` was set
-            status = self._wait()
+            status = self._wait(inlet)
         self._asleep = False
         return status
 
-    def _wait(self) -> int:
+    def _wait(self, inlet: UcxWorker) -> int:
         """As `wait_for_either` in C."""
         events = select.poll()
-        for worker in (self._worker, self._inlet):
+        for worker in (self._worker, inlet):
             status: int = self._ucp.ucp_worker_arm(worker.handle)
             if status != 0:
                 return 0 if status == BUSY else status
@@ -178,9 +174,7 @@ class _Api(ctypes.Structure):
         ("release", c_void_p),
         ("arm", c_void_p),
         ("worker", c_void_p),
-        ("inlet", c_void_p),
-        ("worker_descriptor", c_int),
-        ("inlet_descriptor", c_int),
+        ("descriptor", c_int),
     )
 
 
@@ -212,8 +206,8 @@ class NativeQueue(CommandQueue):
 
     Keeps the commands twice, in one order: here, and as a list that C reads without the GIL."""
 
-    def __init__(self, ucp: Ucp, worker: UcxWorker, inlet: UcxWorker, library: Path) -> None:
-        super().__init__(ucp, worker, inlet)
+    def __init__(self, ucp: Ucp, worker: UcxWorker, library: Path) -> None:
+        super().__init__(ucp, worker)
         # Adding keeps the GIL (PyDLL) because it never waits; posting and waiting release it.
         quick, slow = ctypes.PyDLL(str(library)), ctypes.CDLL(str(library))
         self._c_add, self._c_take = quick.baton_add, quick.baton_take
@@ -221,11 +215,10 @@ class NativeQueue(CommandQueue):
         self._c_add.argtypes = [POINTER(_Queue), POINTER(_Entry)]
         self._c_take.restype, self._c_take.argtypes = None, [POINTER(_Queue)]
         self._c_post.restype, self._c_post.argtypes = None, [POINTER(_Queue), POINTER(_Api)]
-        self._c_sleep.restype, self._c_sleep.argtypes = Status, [POINTER(_Queue), POINTER(_Api)]
+        self._c_sleep.restype = Status
+        self._c_sleep.argtypes = [POINTER(_Queue), POINTER(_Api), c_void_p, c_int]
         names = ("ucp_put_nbx", "ucp_worker_progress", "ucp_request_free", "ucp_worker_arm")
-        self._api = _Api(*map(ucp.address_of, names), worker.handle)
-        self._api.worker_descriptor = worker.descriptor
-        self.change_inlet(inlet)
+        self._api = _Api(*map(ucp.address_of, names), worker.handle, worker.descriptor)
         self._before = _Entry()  # the last one taken: C follows its `next`
         address = addressof(self._before)
         self._queue = _Queue(before=address, last=address)
@@ -245,15 +238,13 @@ class NativeQueue(CommandQueue):
             self._before = self._entries.popleft()
             return super().take()
 
-    def change_inlet(self, inlet: UcxWorker) -> None:
-        self._api.inlet, self._api.inlet_descriptor = inlet.handle, inlet.descriptor
-
     def post(self) -> int:
         self._c_post(byref(self._queue), byref(self._api))
         return self._posted()
 
-    def sleep(self) -> int:
-        status: int = self._c_sleep(byref(self._queue), byref(self._api))
+    def sleep(self, inlet: UcxWorker) -> int:
+        queue, api = byref(self._queue), byref(self._api)
+        status: int = self._c_sleep(queue, api, inlet.handle, inlet.descriptor)
         self._posted()
         return status
 
@@ -278,15 +269,14 @@ def _entry(target: PutTarget, batch: PutBatch) -> _Entry:
     )
 
 
-def make_queue(ucp: Ucp, worker: UcxWorker, inlet: UcxWorker, native: bool) -> CommandQueue:
+def make_queue(ucp: Ucp, worker: UcxWorker, native: bool) -> CommandQueue:
     """The compiled queue if `native` and it can be built, else the one in Python."""
     if native:
         try:
-            library = compiled(Path(__file__).with_name("post_loop.c"))
-            return NativeQueue(ucp, worker, inlet, library)
+            return NativeQueue(ucp, worker, compiled(Path(__file__).with_name("post_loop.c")))
         except (NativeBuildError, OSError) as error:
             log.warning("the C loop cannot be built, so Python posts the puts: %s", error)
-    return CommandQueue(ucp, worker, inlet)
+    return CommandQueue(ucp, worker)
 
 
 def compiled(source: Path) -> Path:

@@ -26,8 +26,8 @@ struct api {
     unsigned (*progress)(void *worker);
     void (*release)(void *request);
     int8_t (*arm)(void *worker);
-    void *worker, *inlet;
-    int worker_descriptor, inlet_descriptor;
+    void *worker;
+    int descriptor; /* the worker's, readable when it has work */
 };
 
 struct target { /* where puts go; the endpoint is NULL before it opens and after it closes */
@@ -148,12 +148,11 @@ void baton_post(struct queue *queue, const struct api *api) {
     }
 }
 
-/* As ucp_worker_wait, for both workers: returns at once if one has work. */
-static int8_t wait_for_either(const struct api *api) {
-    struct pollfd events[] = {{api->worker_descriptor, POLLIN, 0},
-                              {api->inlet_descriptor, POLLIN, 0}};
+/* As ucp_worker_wait, for two workers: returns at once if one has work. */
+static int8_t wait_for_either(const struct api *api, void *inlet, int inlet_descriptor) {
+    struct pollfd events[] = {{api->descriptor, POLLIN, 0}, {inlet_descriptor, POLLIN, 0}};
     int8_t status = api->arm(api->worker);
-    if (!status) status = api->arm(api->inlet);
+    if (!status) status = api->arm(inlet);
     if (!status) poll(events, 2, -1);
     return status == BUSY ? 0 : status;
 }
@@ -161,10 +160,10 @@ static int8_t wait_for_either(const struct api *api) {
 /* Wait for a peer's event or a signal unless there is an entry, then post; returns the wait's status.
  * The thread sets `asleep` before it looks. So a caller that adds an entry later sends a signal, and
  * a signal that arrives before the wait makes the wait return at once. */
-int8_t baton_sleep(struct queue *queue, const struct api *api) {
+int8_t baton_sleep(struct queue *queue, const struct api *api, void *inlet, int descriptor) {
     int8_t status = 0;
     atomic_store(&queue->asleep, 1);
-    if (!atomic_load(&queue->before->next)) status = wait_for_either(api);
+    if (!atomic_load(&queue->before->next)) status = wait_for_either(api, inlet, descriptor);
     atomic_store(&queue->asleep, 0);
     baton_post(queue, api);
     return status;

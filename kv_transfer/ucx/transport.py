@@ -86,7 +86,7 @@ class UcxTransport:
         _handle_messages(self._ucp, self._worker.handle, self._message_callback)
         self._inlet = UcxWorker(self._ucp, self._context)
         self._memory: UcxMemory | None = None
-        self._commands = make_queue(self._ucp, self._worker, self._inlet, config.native)
+        self._commands = make_queue(self._ucp, self._worker, config.native)
         self._requests = Requests(self._ucp)
         self._lock = threading.Lock()  # of the peers' map
         self._signalling = threading.Lock()  # of `_closed`
@@ -253,7 +253,7 @@ class UcxTransport:
                 self._memory.enter_thread()
             while not self._stopping:
                 if not self._turn() and time.monotonic() >= self._awake_until_s:
-                    self._ucp.check(self._commands.sleep(), "ucp_worker_arm")
+                    self._ucp.check(self._commands.sleep(self._inlet), "ucp_worker_arm")
             self._close_endpoints()
         except Exception as error:  # the outermost loop of the progress thread
             log.critical("the transfer thread failed", exc_info=error)
@@ -315,10 +315,8 @@ class UcxTransport:
             self._inlet_writers.add(peer.address)
 
     def _replace_inlet(self, on_revoked: OnRevoked) -> None:
-        fresh = UcxWorker(self._ucp, self._context)  # first, so that an error leaves the former
-        self._commands.change_inlet(fresh)
-        former, self._inlet = self._inlet, fresh
-        former.destroy()
+        former, self._inlet = self._inlet, UcxWorker(self._ucp, self._context)
+        former.destroy()  # after the new one was made: no port is used twice in a row
         on_revoked()
 
     def _receive(

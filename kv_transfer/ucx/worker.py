@@ -15,8 +15,7 @@ from kv_transfer.ucx.binding import THREAD_MODE_SERIALIZED, Ucp, WorkerParams
 
 
 class UcxWorker:
-    """A UCX worker, with its address and the descriptor that becomes readable when it has work.
-    One thread at a time may use it."""
+    """One thread at a time may use it. `descriptor` becomes readable when it has work."""
 
     def __init__(self, ucp: Ucp, context: int) -> None:
         """Raises TransportError."""
@@ -28,15 +27,11 @@ class UcxWorker:
         self.handle = handle.value
         ucp.check(ucp.ucp_worker_get_efd(self.handle, byref(descriptor)), "ucp_worker_get_efd")
         self.descriptor = descriptor.value
-        self.address = self._read_address()
-
-    def _read_address(self) -> bytes:
         pointer, length = c_void_p(), c_size_t()
-        status = self._ucp.ucp_worker_get_address(self.handle, byref(pointer), byref(length))
-        self._ucp.check(status, "ucp_worker_get_address")
-        address = ctypes.string_at(pointer.value or 0, length.value)
-        self._ucp.ucp_worker_release_address(self.handle, pointer)
-        return address
+        status = ucp.ucp_worker_get_address(self.handle, byref(pointer), byref(length))
+        ucp.check(status, "ucp_worker_get_address")
+        self.address = ctypes.string_at(pointer.value or 0, length.value)
+        ucp.ucp_worker_release_address(self.handle, pointer)
 
     def progress(self) -> bool:
         """Do what is pending. False: nothing was."""
@@ -47,6 +42,5 @@ class UcxWorker:
         self._ucp.ucp_worker_signal(self.handle)
 
     def destroy(self) -> None:
-        """Close its sockets and queue pairs. What they have received and nobody has read is
-        dropped."""
+        """Close its sockets and queue pairs; what nobody has read of them is dropped."""
         self._ucp.ucp_worker_destroy(self.handle)

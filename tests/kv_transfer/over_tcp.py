@@ -25,7 +25,7 @@ from transfer_sides import LocalSide, RemoteSide, Side, SideSpec
 from ways import runs_between
 
 from baton.config.transfer import TransferConfig
-from kv_transfer.process import ProcessIdentity, is_gone
+from kv_transfer.process import ProcessIdentity
 from kv_transfer.transport import FlushResult, PutBatch
 from kv_transfer.ucx.transport import UcxTransport
 
@@ -173,53 +173,6 @@ async def until(true: Callable[[], bool]) -> None:
             await asyncio.sleep(0.005)
 
 
-async def writer_killed_before_its_bytes_are_read() -> dict[str, Any]:
-    """Are blocks free while what their dead writer has put still waits in a socket?"""
-    polls: list[ProcessIdentity] = []
-
-    def gone(process: ProcessIdentity) -> bool | None:
-        polls.append(process)
-        return is_gone(process)
-
-    transport = UcxTransport(CONFIG)
-    here = LocalSide(Side(SideSpec("here", config=CONFIG), [transport], process_is_gone=gone))
-    there = RemoteSide(SideSpec("there", 2, config=CONFIG))  # a fence goes to its rank 0 only
-    writer = await there.call("ready")
-    for name, blocks in (("first", [[3], [3]]), ("second", [[1, 2], [1, 2]])):
-        lease = await here.call("grant", name, writer, blocks)
-        handoff = await there.call("open", lease)
-        if name == "first":  # so that all connections exist
-            for group in (0, 1):
-                await there.call("push", handoff, group, [0], [3])
-            await there.call("finish", handoff)
-    busy, never = threading.Event(), threading.Event()
-
-    def hold(_: FlushResult) -> None:
-        busy.set()
-        never.wait()
-
-    transport.flush(transport.connect(writer.rank0_address), hold)  # the progress thread is busy
-    await until(busy.is_set)
-    for group in (0, 1):
-        await there.call("push", handoff, group, [0, 1], [1, 2])
-    layout = here.side.spec.layout
-    num_bytes = 2 * sum(
-        group.num_layers * sum(t.num_heads * layout.head_bytes(t) for t in group.tensors)
-        for group in layout.groups
-    )
-    await until(lambda: unread_bytes() >= num_bytes)
-    there.kill()
-    there.reap()
-    await here.call("release", lease.lease_id)
-    await until(lambda: len(polls) >= 4 or "quiescent" in here.side.event_names())
-    freed = "quiescent" in here.side.event_names()
-    return {
-        "num_unread_bytes": unread_bytes(),
-        "freed": freed,
-        "num_quarantined_blocks": here.side.table.num_quarantined_blocks,
-    }
-
-
 async def writers_killed_and_stopped() -> dict[str, Any]:
     """What is in quarantine after each kill of a writer that has pushed half of its blocks, and
     that has pids of its own as far as anyone here knows? And of one that is stopped and goes on?"""
@@ -257,7 +210,6 @@ def main(check: str) -> None:
         "flush": flushes_of_a_lost_peer,
         "connections": many_connections,
         "revoked": revoked_puts,
-        "unread": lambda: asyncio.run(writer_killed_before_its_bytes_are_read()),
         "kills": lambda: asyncio.run(writers_killed_and_stopped()),
     }
     print(json.dumps(checks[check]()), flush=True)

@@ -249,8 +249,8 @@ async def test_what_every_rank_has_revoked_never_lands_and_its_blocks_are_free(
 
 async def test_other_open_leases_fail_typed_when_puts_are_revoked_and_admitted_ones_stay() -> None:
     world, _ = await broken_in_mid_push(1)
-    admitted, _ = world.grant([[5], [5]], "admitted"), world.grant([[6], [6]], "open")
-    handoff = world.sender.open(admitted)
+    handoff = world.sender.open(world.grant([[5], [5]], "admitted"))
+    world.grant([[6], [6]], "open")
     world.push_all(handoff, [4])
     finishing = begin_finish(world, handoff)
     for _ in range(9):
@@ -259,31 +259,14 @@ async def test_other_open_leases_fail_typed_when_puts_are_revoked_and_admitted_o
     assert isinstance(await finishing, Receipt)
     await world.advance(3)
     await world.settle()
-    assert world.receiver.events[-3:] == [
-        ("quiescent", "r"),
-        ("failed", "open", LeaseFailure.REVOKED),
-        ("quiescent", "open"),
-    ]
-    assert [event[:2] for event in world.receiver.events[:2]] == [
+    assert [event[:2] for event in world.receiver.events] == [
         ("failed", "r"),
         ("admitted", "admitted"),
+        ("quiescent", "r"),
+        ("failed", "open"),
+        ("quiescent", "open"),
     ]
     world.receiver.check_integrity()
-
-
-async def test_a_writer_that_is_only_silent_has_no_puts_revoked() -> None:
-    """It may be stopped: what it does when it goes on lands in quarantine."""
-    world = World(puts_outlive_connection=True)
-    handoff = world.sender.open(world.grant([[1], [1]]))
-    await world.settle()
-    world.push_all(handoff, [3])
-    for _ in range(60):
-        await world.advance(0.5)
-        assert not any(o.kind == "revoke" for o in world.scheduler.pending)
-    assert world.receiver.events == [("failed", "r", LeaseFailure.EXPIRED)]
-    await world.settle()  # it goes on, and hears of its fence
-    assert world.receiver.event_names() == ["failed", "quiescent"]
-    assert world.receiver.count_wrong_bytes(THERE) > 0
 
 
 async def test_a_connection_that_breaks_before_anything_was_pushed_strands_no_blocks() -> None:

@@ -216,16 +216,6 @@ UCX_LIBRARIES = pytest.mark.parametrize(
 
 
 @UCX_LIBRARIES
-def test_a_killed_writers_blocks_stay_in_quarantine_while_its_bytes_are_unread(
-    ucx_library: str,
-) -> None:
-    found = over_tcp("unread", ucx_library)
-    assert found["num_unread_bytes"] > 1000
-    assert not found["freed"]
-    assert found["num_quarantined_blocks"] == 4
-
-
-@UCX_LIBRARIES
 def test_bytes_that_wait_in_a_socket_never_land_once_puts_are_revoked(ucx_library: str) -> None:
     found = over_tcp("revoked", ucx_library)
     assert found["num_unread_bytes"] > 1000

@@ -280,9 +280,9 @@ def test_the_loop_is_compiled_where_it_can_be_and_else_in_python(
 
     ucp = load(TransferConfig())
     worker: Any = SimpleNamespace(handle=0, descriptor=0)
-    assert type(make_queue(ucp, worker, worker, native=True)) is NativeQueue
+    assert type(make_queue(ucp, worker, native=True)) is NativeQueue
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert type(make_queue(ucp, worker, worker, native=True)) is CommandQueue
+    assert type(make_queue(ucp, worker, native=True)) is CommandQueue
 
 
 def test_a_lease_survives_the_wire() -> None:
