@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 _SECOND = """mount -t sysfs sysfs /sys && ip link set lo up &&
-ip link add one type veth peer name two && ip addr add 10.9.0.1/24 dev one && ip link set one up && ip link set two up && exec "$@" """
+ip link add one type veth peer name two &&
+ip addr add 10.9.0.1/24 dev one && ip link set one up && ip link set two up && exec "$@" """
 _WORKER = """import json, sys
 from baton.config.cluster import parse_config
 from cluster.worker.config import worker_config
