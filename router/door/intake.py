@@ -177,9 +177,8 @@ class Intake:
         limits = dataclasses.replace(router.request_limits(), tenant=own)
         has_ids = request.HasField("token_ids")
         is_small = request.ByteSize() <= (IDS_AT_ONCE_BYTES if has_ids else TEXT_AT_ONCE_BYTES)
-        is_program = request.HasField("chat") or is_constrained(
-            request
-        )  # a template's, a grammar's
+        # A template and a grammar are programs: no length says what they cost.
+        is_program = request.HasField("chat") or is_constrained(request)
         if is_small and not is_program:
             return parse_generate(request, model, limits)
         named_s = request.timeout_ms / 1e3 if request.HasField("timeout_ms") else None
