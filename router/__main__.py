@@ -15,8 +15,8 @@ from baton.config.cluster import ClusterConfig, load_config
 from baton.config.router import RouterConfig
 from baton.errors import ConfigError
 from baton.heap import freeze_heap
-from router.door.access import Callers
 from baton.identity.identity import open_identity
+from router.door.access import Callers
 from router.door.door import Door
 from router.door.listening import split_address
 from router.door.page import OperatorPort

@@ -228,8 +228,7 @@ class RouterConfig(Ranged):
         """Files and folders that nobody else should be able to read."""
         key = None if self.tls is None else self.tls.key_file
         tokens = None if self.auth is None else self.auth.tokens
-        link_key = None if self.link_tls is None else f"{self.link_tls}/tls.key"
-        return [Path(name) for name in (key, tokens, link_key) if name is not None]
+        return [Path(name) for name in (key, tokens) if name is not None]
 
     def beside(self, folder: Path) -> RouterConfig:
         """Relative files are those in `folder`."""

@@ -35,11 +35,14 @@ _ANY_OBJECT = '{"type": "object"}'
 _NO_ARGUMENTS = {"properties": {}, "additionalProperties": False}
 _MAX_TOOLS = 128  # each is a grammar of its own
 
+_UNFORCED = '\n%llguidance {"no_forcing": true}'
+"""The library follows what a grammar leaves no choice of, and some never end: `/b+/ /b+/ "a"`."""
+
 _BODIES: dict[str, Callable[[router_pb2.GenerateRequest], Part]] = {
     "json_schema": lambda request: of_schema(request.json_schema),
     "json_object": lambda request: of_schema(_ANY_OBJECT),
     "regex": lambda request: of_regex(request.regex),
-    "grammar": lambda request: of_lark(request.grammar),
+    "grammar": lambda request: of_lark(request.grammar + _UNFORCED),
     "choice": lambda request: of_choice(request.choice.texts),
 }
 

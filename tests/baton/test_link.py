@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import struct
 from collections.abc import AsyncIterator, Mapping
@@ -201,14 +202,6 @@ async def test_frames_that_never_end_share_a_budget_and_the_oldest_gives_way() -
         assert all(link.is_open for link in links[1:])
         for link in links[1:]:
             link.close("the test is over")
-
-
-async def test_before_its_hello_a_router_may_send_little() -> None:
-    async with served({}) as one:
-        reader, writer = await asyncio.open_connection(*one.address.split(":"))
-        writer.write(struct.pack("<IBI", 10_000, Kind.HELLO, 0))
-        assert await asyncio.wait_for(reader.read(), 10) == b""
-        writer.close()
 
 
 @settings(max_examples=40, deadline=None)

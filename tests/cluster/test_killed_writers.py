@@ -70,7 +70,7 @@ def test_no_blocks_stay_in_quarantine_after_kills_over_tcp_among_pids_of_their_o
         decode = live_workers(first)["decode-0"].address
 
         def quarantined() -> int:
-            return books_of(decode).num_quarantined_blocks
+            return books_of(pods.control_address, decode).num_quarantined_blocks
 
         def kill(pid: int) -> None:
             os.kill(pid, signal.SIGKILL)

@@ -103,6 +103,18 @@ def test_every_kind_of_constraint_becomes_a_grammar(tmp_path: Path) -> None:
     assert read(request(), model, LIMITS).constraint is None
 
 
+def test_a_grammar_that_leaves_no_choice_and_never_ends_gives_masks(tmp_path: Path) -> None:
+    """Its second word has nothing left to begin with, so the library would follow it for ever."""
+    never = 'start: "x" | "y" word word "a"\nword: /b+/'
+    parsed = read(request(grammar=never), model_of(tmp_path, ""), LIMITS)
+    assert parsed.constraint is not None
+    matcher = LLMatcher(LLTokenizer(str(tmp_path / "tokenizer.json")), parsed.constraint.grammar)
+    ids = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    for letter in "ybbb":
+        assert matcher.compute_bitmask()
+        assert matcher.consume_token(ids.token_to_id(letter))
+
+
 @pytest.mark.parametrize(
     ("fields", "field"),
     [
