@@ -51,8 +51,9 @@ _ROUTERS_HEAR_S = 10.0
 _MIN_REQUESTS = 10
 """In the last minute. A unit that ended fewer is not judged."""
 _CLEARLY_FAILED = 3
-_FIGURES_S = 60.0
-"""Figures this far apart have no request in common."""
+_SLOW_AGAIN_S = 15.0
+"""Between two looks that compare gaps. Within a minute the former unit has no figures any more,
+where the coming one got all requests at once."""
 _LIKE_LOAD = 1.25
 
 
@@ -507,7 +508,7 @@ class _Pair:
             return since_s, ""
         if ratio <= rollout.max_slowdown:
             return 0.0, ""
-        is_again = since_s and now_s - since_s >= min(_FIGURES_S, rollout.interval_s)
+        is_again = since_s and now_s - since_s >= min(_SLOW_AGAIN_S, rollout.interval_s)
         why = f"its gaps between tokens are {ratio:.1f} times the former unit's"
         return since_s or now_s, why if is_again else ""
 

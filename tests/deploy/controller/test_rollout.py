@@ -280,13 +280,13 @@ def compared() -> World:
     ("figures", "why", "num_looks"),
     [
         (Figures(100, 20, 0.01), "20% of its requests fail, 0% of the former unit's", 1),
-        (Figures(25, 0, 0.03), "its gaps between tokens are 3.0 times the former unit's", 13),
+        (Figures(25, 0, 0.03), "its gaps between tokens are 3.0 times the former unit's", 4),
     ],
 )
 def test_a_worse_unit_gives_its_requests_back_first_then_goes(
     figures: Figures, why: str, num_looks: int
 ) -> None:
-    """Gaps are too long twice, a minute apart."""
+    """Gaps are too long twice, 15 s apart."""
     world = compared()
     world.units["hjkmn"].figures = figures
     states = [(step := world.turn()).state for _ in range(num_looks)]
@@ -303,7 +303,7 @@ def test_gaps_of_busier_workers_or_that_were_short_enough_meanwhile_send_no_unit
     coming.figures = Figures(200, 0, 0.03)
     assert {world.turn().state for _ in range(15)} == {State.SHIFTING}
     for number in range(30):
-        coming.figures = Figures(25, 0, 0.03 if number % 10 else 0.01)
+        coming.figures = Figures(25, 0, 0.03 if number % 3 else 0.01)
         former.figures = Figures(100, 0, 0.01)
         assert world.turn().state is not State.REVERTING
 
@@ -390,9 +390,14 @@ def test_a_former_unit_says_why_it_stays_where_it_runs_nothing() -> None:
     ]
 
 
-def test_a_unit_of_the_same_model_goes_back_if_it_fails_once_it_has_all_requests() -> None:
+@pytest.mark.parametrize("figures", [Figures(20, 4), Figures(20, 0, 0.03)])
+def test_a_unit_of_the_same_model_goes_back_if_it_is_worse_once_it_has_all_requests(
+    figures: Figures,
+) -> None:
+    """For its gaps, while those of the former unit are known."""
     world = retiring()
-    world.units["xxxxx"].figures = Figures(20, 4)
+    world.units["bcdfg"].figures = Figures(100, 0, 0.01)
+    world.units["xxxxx"].figures = figures
     assert world.settle().state is State.REVERTED
     assert list(world.units) == ["bcdfg"]
 
