@@ -253,7 +253,7 @@ async def test_a_host_that_goes_silent_is_noticed_by_its_unanswered_pings() -> N
         d.registry.workers = [w for w in d.registry.workers if w.worker_id != "d9"]
         await d.registry.publish()
         hung.incarnation = hung.kv.incarnation = 2
-        hung._port._links.name = "d9/2"  # type: ignore[union-attr]
+        hung._port.links.name = "d9/2"  # type: ignore[union-attr]
         hung.address = proxy.address
         d.registry.workers.append(hung)
         await d.registry.publish()
