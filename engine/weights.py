@@ -31,7 +31,7 @@ import numpy.typing as npt
 import torch
 from safetensors import SafetensorError, safe_open
 
-from baton import model_folder
+from baton import model_files
 from baton.errors import ConfigError
 from engine.errors import CheckpointError
 
@@ -47,7 +47,7 @@ _REDUNDANT = re.compile(r"\.rotary_emb\.inv_freq$")
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object of the model folder. Raises CheckpointError naming the file."""
     with _as_checkpoint_error():
-        return model_folder.read_json(path)
+        return model_files.read_json(path)
 
 
 @contextmanager
@@ -179,7 +179,7 @@ class Checkpoint:
         files = sorted(set(self._index().values())) if self._is_sharded else [SINGLE_FILE]
         for name in files:
             with _as_checkpoint_error():
-                found = model_folder.file_in(self._folder, name)
+                found = model_files.file_in(self._folder, name)
             if found is None:
                 raise CheckpointError(f"{self._folder / name} is missing")
         return files

@@ -91,7 +91,7 @@ class Replicas(Protocol):
     """Starts, finds and ends replicas. Every method blocks."""
 
     def reserve(
-        self, name: ReplicaName, config: WorkerConfig, closed_pods: Collection[str]
+        self, name: ReplicaName, config: WorkerConfig, closed_pods: Collection[str] = ()
     ) -> str | None:
         """Reserve room for all ranks together, and return its pod's name; empty: not known, or no
         pod. None: no pod has room; the request stays open until `destroy`. Raises ReplicaError; an
@@ -127,7 +127,7 @@ class RayReplicas:
         self._answer_within_s = answer_within_s
 
     def reserve(
-        self, name: ReplicaName, config: WorkerConfig, closed_pods: Collection[str]
+        self, name: ReplicaName, config: WorkerConfig, closed_pods: Collection[str] = ()
     ) -> str | None:
         with self._nothing_left(Replica(name)):
             return bundles.ask(str(name), config, closed_pods)

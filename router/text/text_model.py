@@ -13,7 +13,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from baton.errors import ConfigError, InvalidRequestError
-from baton.model_folder import read_json
+from baton.model_files import read_json
 from router.text.chat_template import ChatTemplate, Conversation
 from router.text.detokenizer import BytesDecoder, TextDecoder, WindowDecoder
 from router.text.encoder import SegmentEncoder

@@ -188,7 +188,7 @@ def test_what_the_file_sets_reaches_the_workers() -> None:
     assert (reported.settings, reported.decode) == (config.worker, config.decode)
     assert (reported.settings.drain_timeout_s, reported.settings.metrics_port) == (7.0, None)
     assert (reported.decode.orphan_ttl_s, reported.log_level) == (5.0, "debug")
-    assert reported.transfer == config.transfer
+    assert (reported.transfer.checksum, reported.transfer.net_devices) == ("always", "lo")
 
 
 def test_what_the_file_sets_reaches_the_supervisor_and_its_registry(tmp_path: Path) -> None:

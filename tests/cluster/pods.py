@@ -237,6 +237,7 @@ def running_head(
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
         (config_path := run_dir / "cluster.yaml").write_text(config.to_yaml())
         environment = reaper.variables | {
+            "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "1",  # `baton up` in this process may forbid it
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN": secrets.token_hex(16),
             "RAY_ADDRESS": f"127.0.0.1:{free_port('0.0.0.0')}",

@@ -15,7 +15,7 @@ from baton.config.router import AuthConfig
 from baton.v1 import router_pb2
 from router.door.openai.bodies import ChatBody, CompletionBody, TokenizeBody, choices_of, parsed
 from tests.router.answers import field_at_fault, refusal
-from tests.router.openai.spoken import spoken
+from tests.router.openai.spoken import prompt_for, spoken
 from tests.router.openai.test_refusals import TOOL, USER
 from tests.router.secured import RED
 
@@ -97,7 +97,7 @@ async def test_large_requests_wait_in_the_tokenizer_s_line_and_small_ones_do_not
             asyncio.create_task(refusal(d.client, router_pb2.GenerateRequest(text="x" * 100_000))),
         ]
         await d.until(lambda: intake.tokenizing.line.num_requests == 3)
-        assert (await http.chat("yes")).status == 200
+        assert (await http.post(COMPLETIONS, {"prompt": prompt_for("yes")})).status == 200
         gate.set()
         await holding
         assert (await large[0]).status == 400
