@@ -19,6 +19,7 @@ from tokenizers import AddedToken, Tokenizer
 CACHE_BYTES = 64 << 20
 STAND_IN = "\ufdef"  # a Unicode noncharacter: not part of a text that is meant for interchange
 _ENTRY_BYTES, _ID_BYTES = 400, 36  # an entry without its text and ids; an integer in a list
+_SHORT_CHARS = 4096  # of a text whose reading is not worth another thread
 
 
 class _SegmentCache:
@@ -53,8 +54,11 @@ def _num_bytes(segment: str, ids: list[int]) -> int:
 
 
 def _encoded(tokenizer: Tokenizer, text: str, add_special_tokens: bool = False) -> list[int]:
-    """`Tokenizer.encode` holds the interpreter's lock, for a text of 1 MB for seconds. This does
-    not, and takes a third of the time."""
+    """`Tokenizer.encode` holds the interpreter's lock, for a text of 1 MB for seconds. A batch does
+    not, and takes a third of the time; but it wakes a thread, for which a short text does not pay.
+    """
+    if len(text) <= _SHORT_CHARS:
+        return list(tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
     return list(tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
 
 
