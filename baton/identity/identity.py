@@ -98,7 +98,9 @@ def operator_of(address: str, folder: str | None = None) -> Identity:
     """
     if folder is None:
         with contextlib.suppress(OSError):
-            folder = _record(address).read_text()
+            kept = _record(address).read_text()
+            if kept == OFF or Path(kept).is_dir():  # else a cluster was killed and left it
+                folder = kept
     if str(InternalConfig(folder=folder).path) == OFF:
         return Identity("operator")
     try:

@@ -19,6 +19,7 @@ import os
 import secrets
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
@@ -131,8 +132,9 @@ def up(
         if run_dir is None:
             run_dir = Path(tempfile.mkdtemp(prefix="baton-"))
             stack.push(partial(_clear_away, run_dir))
-        run_dir.chmod(0o700)
-        for warning in open_to_others(config.router.secret_files):
+        _close_to_others(run_dir)
+        secrets = [] if config.internal.folder is None else config.internal.path.glob("*/*.key")
+        for warning in open_to_others([*config.router.secret_files, *secrets]):
             on_progress(f"warning: {warning}")
         config = with_own_keys(config, run_dir)
         own = open_identity(config.internal, "operator")
@@ -174,6 +176,14 @@ def with_own_keys(config: ClusterConfig, run_dir: Path) -> ClusterConfig:
     make_keys(folder)
     internal = dataclasses.replace(internal, folder=str(folder.resolve()))
     return dataclasses.replace(config, internal=internal)
+
+
+def _close_to_others(run_dir: Path) -> None:
+    """Raises ConfigError for a folder that is not the user's own."""
+    found = run_dir.stat()
+    if found.st_uid != os.geteuid() or found.st_mode & stat.S_ISVTX:
+        raise ConfigError(f"{run_dir} is not yours alone: name a folder of your own")
+    run_dir.chmod(0o700)
 
 
 def _check_runs_here(config: ClusterConfig) -> None:

@@ -11,7 +11,13 @@ from baton.identity.control_calls import ControlGuard
 from baton.identity.identity import Identity
 from baton.identity.keys import ROLES, Role
 
-_SERVER_OPTIONS = (("grpc.so_reuseport", 0), *accepts_pings())
+_SERVER_OPTIONS = (
+    ("grpc.so_reuseport", 0),
+    # What strangers may send half of, before it is known who they are.
+    ("grpc.max_receive_message_length", 1 << 20),
+    ("grpc.max_concurrent_streams", 32),
+    *accepts_pings(),
+)
 _OPERATOR: frozenset[Role] = frozenset({"operator"})
 CALLERS: Mapping[str, frozenset[Role]] = {
     "Register": frozenset({"worker"}),

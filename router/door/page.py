@@ -20,6 +20,7 @@ from typing import Any
 import prometheus_client
 from prometheus_client import Histogram
 from starlette.applications import Starlette
+from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response, StreamingResponse
 from starlette.routing import Route
@@ -28,8 +29,9 @@ from baton.config.router import RouterConfig
 from baton.errors import BatonError
 from router.door.access import Callers
 from router.door.door import Door
-from router.door.listening import listening
+from router.door.listening import is_loopback, listening
 from router.door.openai.errors import response_to
+from router.door.openai.guard import Guard
 from router.door.openai.http_server import HttpServer
 from router.door.sharing import Sharing
 from router.fleet.fleet import WorkerEntry
@@ -53,7 +55,12 @@ class OperatorPort:
             Route("/events", self._events),
             Route("/metrics", self._metrics),
         ]
-        app = Starlette(routes=routes, exception_handlers={BatonError: _refuse})
+        is_asked = callers is None and is_loopback(config.metrics_host.strip("[]"))
+        app = Starlette(
+            routes=routes,
+            middleware=[Middleware(Guard, config.allowed_hosts if is_asked else None)],
+            exception_handlers={BatonError: _refuse},
+        )
         listener = listening(config.metrics_host, port, reuse_port=False)
         sharing = Sharing(_MAX_LOOKERS, config.max_unfinished_bytes)  # apart from clients
         self._server = HttpServer(app, config, listener, None, sharing)

@@ -73,7 +73,8 @@ class Alarm:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        del self._alarmed, self._limit_s  # they have it
+        for name in ("_alarmed", "_limit_s"):  # they have it; it may have ended before
+            vars(self).pop(name, None)
 
     def _silent_at_s(self, worker: WorkerEntry) -> float:
         at_s = self._since_s + self._limit_s(worker)

@@ -107,6 +107,10 @@ def test_ray_that_cannot_start_is_reported_on_one_line_and_leaves_no_process(
     model: Path, run_dir: Path
 ) -> None:
     config, before = fake_cluster(model, replicas=1), descendants()
+    (shared := run_dir / "shared").mkdir(0o777)
+    shared.chmod(0o1777)
+    with pytest.raises(ConfigError, match="not yours alone"):
+        up(config, run_dir=shared)
     (deep := run_dir / ("deep" * 30)).mkdir()
     with pytest.raises(ConfigError, match=r"too long for Ray's sockets, .* of 37 bytes"):
         up(config, run_dir=deep)

@@ -8,6 +8,7 @@ import re
 import signal
 import socket
 import sys
+import urllib.error
 import urllib.request
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -336,6 +337,12 @@ async def test_metrics_are_served_at_the_addresses_of_their_own_host(
         assert b"baton_requests" in await asyncio.to_thread(read, f"{url}/metrics")
         page = await asyncio.to_thread(read, url)
         assert b"EventSource" in page
+        rebound = urllib.request.Request(url, headers={"host": "evil.test"})
+        if listens == "0.0.0.0":
+            assert await asyncio.to_thread(read, rebound)
+        else:  # only a web page of a developer's own browser calls the loopback by another name
+            with pytest.raises(urllib.error.HTTPError, match="421"):
+                await asyncio.to_thread(read, rebound)
         assert b"http://" not in page.replace(b"http://www.w3.org/2000/svg", b"")  # it is offline
         news = json.loads(
             (await asyncio.to_thread(read, f"{url}/events", 1)).removeprefix(b"data: ")
@@ -350,7 +357,7 @@ async def test_metrics_are_served_at_the_addresses_of_their_own_host(
         await server.stop()
 
 
-def read(url: str, num_lines: int | None = None) -> bytes:
+def read(url: str | urllib.request.Request, num_lines: int | None = None) -> bytes:
     with urllib.request.urlopen(url, timeout=5) as answer:
         return bytes(answer.read() if num_lines is None else answer.readline())
 

@@ -316,6 +316,7 @@ async def test_a_worker_that_is_live_again_gets_its_full_time_back() -> None:
     clock.advance(1.5)
     assert over == ["a token"]
     alarm.end()
+    alarm.end()  # as after a fault while a request ends
 
 
 # --- a worker that came back as another -----------------------------------------------------------
