@@ -130,6 +130,17 @@ async def test_what_was_recorded_or_is_dated_wrong_is_refused_also_after_a_resta
     assert registry.pools.desired_replicas() == {"decode": 2}
 
 
+async def test_who_says_nothing_of_itself_may_send_little() -> None:
+    async with (
+        serve(make_registry(), Changes(), "127.0.0.1:0", OPERATOR) as address,
+        grpc.aio.insecure_channel(address) as channel,
+    ):
+        stub = control_pb2_grpc.ControlServiceStub(channel)
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await stub.AddPool(control_pb2.AddPoolRequest(config="x" * (2 << 20)), timeout=10)
+        assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
 def test_calls_are_remembered_for_as_long_as_they_could_come_again() -> None:
     now_s = 1000.0
     guard = ControlGuard(OPERATOR, CALLERS, lambda: now_s)
