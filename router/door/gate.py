@@ -17,6 +17,7 @@ from router.door.intake import Intake
 T = TypeVar("T")
 
 _HEALTH = f"/{health.SERVICE_NAME}/"
+_MAX_HEALTH_BYTES = 1 << 10  # it is open to all, and `Watch` keeps its message
 
 
 class Gate:
@@ -33,9 +34,13 @@ class Gate:
             return None
         return self._callers.tenant_of(metadata)
 
-    @property
-    def max_bytes(self) -> int | None:
+    def max_bytes(self, path: str) -> int | None:
+        if path.startswith(_HEALTH):
+            return _MAX_HEALTH_BYTES
         return None if self._intake is None else self._intake.door.max_request_bytes
+
+    def takes_compressed(self, path: str) -> bool:
+        return not path.startswith(_HEALTH)
 
     async def off_loop(self, work: Callable[[], T], tenant: str | None, num_bytes: int) -> T:
         if self._intake is None:

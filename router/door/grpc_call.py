@@ -156,9 +156,11 @@ class Admission(Protocol):
     def admitted(self, path: str, metadata: Iterable[tuple[str, str | bytes]]) -> str | None:
         """The caller's tenant; None: any. Raises UnauthenticatedError."""
 
-    @property
-    def max_bytes(self) -> int | None:
+    def max_bytes(self, path: str) -> int | None:
         """Of a message that comes in; None: as many as the server takes."""
+
+    def takes_compressed(self, path: str) -> bool:
+        """Whether its messages may be compressed."""
 
     async def off_loop(self, work: Callable[[], T], tenant: str | None, num_bytes: int) -> T:
         """Read a large message."""
@@ -193,7 +195,7 @@ class Call:
         self, stream: Stream, stream_id: int, admission: Admission, max_message_bytes: int
     ) -> None:
         self._stream, self.stream_id, self._admission = stream, stream_id, admission
-        self._max_bytes = max_message_bytes
+        self._max_bytes = self._max_received = max_message_bytes
         self._loop = asyncio.get_running_loop()
         self.arrived_s = self._loop.time()
         self.is_due = False
@@ -252,7 +254,8 @@ class Call:
         if num_bytes > MAX_METADATA_BYTES:
             why = f"received metadata size exceeds limit ({num_bytes} vs. {MAX_METADATA_BYTES})"
             raise _CallEndedError(StatusCode.RESOURCE_EXHAUSTED, why)
-        path = fields.get(b":path", b"")
+        wire_path = fields.get(b":path", b"")
+        path = wire_path.decode("latin-1")
         timeout = fields.get(b"grpc-timeout")
         if timeout is not None:
             found = _TIMEOUT.fullmatch(timeout)
@@ -261,15 +264,18 @@ class Call:
             left_s = int(found[1]) * _UNITS_S[found[2]]
             self._timer = self._loop.call_later(left_s, self._on_deadline)
         metadata = metadata_of(headers)
-        self.tenant = self._admission.admitted(path.decode("latin-1"), metadata)
-        self._handler = methods.find(path)
+        self.tenant = self._admission.admitted(path, metadata)
+        self._handler = methods.find(wire_path)
         if self._handler is None:
             raise _CallEndedError(StatusCode.UNIMPLEMENTED, "Method not found!")
+        most = self._admission.max_bytes(path)
+        if most is not None:
+            self._max_received = min(most, self._max_bytes)
         encoding = fields.get(b"grpc-encoding", b"identity")
         if encoding != b"identity":
             self._wbits = _ENCODINGS.get(encoding)
-            if self._wbits is None:
-                why = f"grpc-encoding {encoding.decode('latin-1')} is not known"
+            if self._wbits is None or not self._admission.takes_compressed(path):
+                why = f"grpc-encoding {encoding.decode('latin-1')} is not taken"
                 raise _CallEndedError(StatusCode.UNIMPLEMENTED, why)
         if self._handler.request_streaming:
             self._requests = asyncio.Queue()
@@ -301,7 +307,9 @@ class Call:
             return message
         if flag != 1 or self._wbits is None:
             raise _CallEndedError(StatusCode.INTERNAL, "a message's prefix cannot be read")
-        return self._inflated(message, self._wbits)
+        plain = self._inflated(message, self._wbits)
+        self._stream.unfinished.hold(self, len(plain))
+        return plain if self._status is None else None  # it may have had to give way
 
     def _inflated(self, message: bytes, wbits: int) -> bytes:
         """No more of it than a message may have."""
@@ -315,11 +323,6 @@ class Call:
         if not inflating.eof:
             raise _CallEndedError(StatusCode.INTERNAL, "a compressed message is cut off")
         return plain
-
-    @property
-    def _max_received(self) -> int:
-        most = self._admission.max_bytes
-        return self._max_bytes if most is None else min(most, self._max_bytes)
 
     def _check_length(self, length: int, which: str, most: int) -> None:
         if length > most:

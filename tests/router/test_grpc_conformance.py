@@ -15,6 +15,7 @@ import grpc.aio
 import pytest
 import uvloop
 from google.protobuf import descriptor_pool
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
     ProtoReflectionDescriptorDatabase,
 )
@@ -520,6 +521,38 @@ async def test_messages_that_never_end_give_way_the_oldest_first() -> None:
             for stream in streams[1:]:
                 assert (await client.ended(stream))["grpc-status"] == "0"
         assert held(made) == 0
+
+
+async def test_what_an_inflated_message_takes_is_counted() -> None:
+    packed = framed(gzip.compress(tokenize("x" * 40_000).SerializeToString()), flag=1)
+    async with served(max_unfinished_bytes=110_000) as made, RawClient.to(made.address) as client:
+        streams = [client.begin(grpc_encoding=b"gzip") for _ in range(3)]
+        for stream in streams:
+            client.h2.send_data(stream, packed)
+        client.flush()
+        assert "began first" in (await client.ended(streams[0]))["grpc-message"]
+        for stream in streams[1:]:
+            client.h2.end_stream(stream)
+        client.flush()
+        for stream in streams[1:]:
+            assert (await client.ended(stream))["grpc-status"] == "0"
+        assert held(made) == 0
+
+
+async def test_health_takes_short_messages_that_are_not_compressed() -> None:
+    async with served() as made, channel_to(made) as channel:
+        methods: Any = made.server.methods
+        health_pb2_grpc.add_HealthServicer_to_server(health.aio.HealthServicer(), methods)
+        stub: Any = health_pb2_grpc.HealthStub(channel)
+        long, short = (health_pb2.HealthCheckRequest(service="x" * n) for n in (1022, 1021))
+        for call in (stub.Check(long), stub.Watch(long).read()):
+            error = await error_of(call)
+            assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            assert error.details() == "Received message larger than max (1025 vs. 1024)"
+        assert (await error_of(stub.Check(short))).code() is grpc.StatusCode.NOT_FOUND
+        error = await error_of(stub.Check(short, compression=GZIP))
+        assert error.code() is grpc.StatusCode.UNIMPLEMENTED
+        assert (await stub_of(channel).Tokenize(tokenize("x" * 2000))).ids == [2000]
 
 
 def held(made: Served) -> int:
