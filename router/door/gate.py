@@ -30,17 +30,17 @@ class Gate:
 
     def admitted(self, path: str, metadata: Iterable[tuple[str, str | bytes]]) -> str | None:
         """The caller's tenant; None: any. Raises UnauthenticatedError."""
-        if self._callers is None or path.startswith(_HEALTH):
+        if self._callers is None or self.is_open(path):
             return None
         return self._callers.tenant_of(metadata)
 
+    def is_open(self, path: str) -> bool:
+        return path.startswith(_HEALTH)
+
     def max_bytes(self, path: str) -> int | None:
-        if path.startswith(_HEALTH):
+        if self.is_open(path):
             return _MAX_HEALTH_BYTES
         return None if self._intake is None else self._intake.door.max_request_bytes
-
-    def takes_compressed(self, path: str) -> bool:
-        return not path.startswith(_HEALTH)
 
     async def off_loop(self, work: Callable[[], T], tenant: str | None, num_bytes: int) -> T:
         if self._intake is None:

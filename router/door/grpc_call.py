@@ -156,11 +156,11 @@ class Admission(Protocol):
     def admitted(self, path: str, metadata: Iterable[tuple[str, str | bytes]]) -> str | None:
         """The caller's tenant; None: any. Raises UnauthenticatedError."""
 
+    def is_open(self, path: str) -> bool:
+        """Whether anyone may call it; then its messages are not compressed."""
+
     def max_bytes(self, path: str) -> int | None:
         """Of a message that comes in; None: as many as the server takes."""
-
-    def takes_compressed(self, path: str) -> bool:
-        """Whether its messages may be compressed."""
 
     async def off_loop(self, work: Callable[[], T], tenant: str | None, num_bytes: int) -> T:
         """Read a large message."""
@@ -206,6 +206,8 @@ class Call:
         self._request: bytes | None = None
         self._requests: asyncio.Queue[bytes | None] | None = None  # of a request that streams
         self._handler: Handler | None = None
+        self.is_open = False
+        """Anyone may make it."""
         self.tenant: str | None = None
         """The caller's; None: any."""
         self._wbits: int | None = None
@@ -265,6 +267,7 @@ class Call:
             self._timer = self._loop.call_later(left_s, self._on_deadline)
         metadata = metadata_of(headers)
         self.tenant = self._admission.admitted(path, metadata)
+        self.is_open = self._admission.is_open(path)
         self._handler = methods.find(wire_path)
         if self._handler is None:
             raise _CallEndedError(StatusCode.UNIMPLEMENTED, "Method not found!")
@@ -274,7 +277,7 @@ class Call:
         encoding = fields.get(b"grpc-encoding", b"identity")
         if encoding != b"identity":
             self._wbits = _ENCODINGS.get(encoding)
-            if self._wbits is None or not self._admission.takes_compressed(path):
+            if self._wbits is None or self.is_open:
                 why = f"grpc-encoding {encoding.decode('latin-1')} is not taken"
                 raise _CallEndedError(StatusCode.UNIMPLEMENTED, why)
         if self._handler.request_streaming:

@@ -110,6 +110,8 @@ class Connection(asyncio.Protocol):
         self._is_open = False
         self._h2 = _new_h2()
         self._calls: dict[int, Call] = {}
+        self._callers_own: dict[int, Call] = {}
+        """Of them those that not just anyone may make: for these the connection stays."""
         self._due: list[Call] = []
         self._blocked: set[Call] = set()  # by a window
         self._out: list[bytes | memoryview] = []
@@ -209,6 +211,8 @@ class Connection(asyncio.Protocol):
         call = Call(self, stream_id, server.admission, self._limits.max_message_bytes)
         self._calls[stream_id] = call
         call.begin(headers, server.methods)
+        if call.is_admitted and not call.is_open:
+            self._callers_own[stream_id] = call
         self._allowance.earn(_OF_CALL if call.is_admitted else _OF_REFUSAL)
         return None
 
@@ -230,6 +234,7 @@ class Connection(asyncio.Protocol):
 
     def _on_reset(self, event: StreamReset) -> None:
         call = self._calls.pop(event.stream_id or 0, None)
+        self._callers_own.pop(event.stream_id or 0, None)
         if call is None or not call.has_opened:
             self._allowance.spend(_OF_RESET)  # who exceeds it hears of it with the next frame
         if call is not None:
@@ -303,6 +308,7 @@ class Connection(asyncio.Protocol):
 
     def forget(self, stream_id: int, reset: bool) -> None:
         call = self._calls.pop(stream_id, None)
+        self._callers_own.pop(stream_id, None)
         if call is not None:
             self._blocked.discard(call)
         if reset:
@@ -392,8 +398,9 @@ class Connection(asyncio.Protocol):
 
     @property
     def is_idle(self) -> bool:
-        """Its oldest request, if there is one, is not even whole."""
-        oldest = next(iter(self._calls.values()), None)
+        """Its oldest request, if there is one, is not even whole. Health's do not count: without a
+        token, they could hold all places for ever."""
+        oldest = next(iter(self._callers_own.values()), None)
         return oldest is None or not oldest.is_complete
 
     def leave(self) -> None:
@@ -438,6 +445,7 @@ class Connection(asyncio.Protocol):
         if self._tick is not None:
             self._tick.cancel()
         calls, self._calls = self._calls, {}
+        self._callers_own.clear()
         for call in calls.values():
             self._drop(call)
         self._due.clear()

@@ -126,7 +126,7 @@ class Acceptor:
 
     def _accept(self) -> None:
         loop = asyncio.get_running_loop()
-        num_left = _AT_ONCE
+        num_left, is_full = _AT_ONCE, False  # to find that out costs a look at all connections
         for _ in range(_LOOKED_AT):
             try:
                 accepted, _ = self._listener.accept()
@@ -134,11 +134,17 @@ class Acceptor:
                 return
             except OSError as error:  # too many open files, say
                 log.warning("no connection can be taken: %s", error)
+                self._sharing.make_room()
                 loop.remove_reader(self._listener)
                 loop.call_later(_RETRY_S, self.start)
                 return
             accepted.setblocking(False)
-            if _is_over(accepted) or not self._sharing.admit(guest := self._new()):
+            is_full = is_full or accepted.fileno() >= self._sharing.max_file
+            if is_full or _is_over(accepted):
+                accepted.close()
+                continue
+            guest = self._new()
+            if is_full := not self._sharing.admit(guest):
                 accepted.close()
                 continue
             task = guest.arriving = loop.create_task(self._take_in(accepted, guest))
@@ -150,16 +156,17 @@ class Acceptor:
     async def _take_in(self, accepted: socket.socket, guest: Any) -> None:
         """A client that is refused may be sending still. If its socket were closed at once, it
         would hear of a reset only."""
-        accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         limits: Any = {} if self.context is None else _OF_TLS
-        loop, spare = asyncio.get_running_loop(), accepted.dup()
+        loop, spare = asyncio.get_running_loop(), accepted
         try:
+            accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            spare = accepted.dup()
             await loop.connect_accepted_socket(lambda: guest, accepted, ssl=self.context, **limits)
         except BaseException as error:
             guest.connection_lost(ConnectionAbortedError())  # nobody else says so
             if not isinstance(error, OSError):
                 raise
-            log.info("a client's TLS handshake failed: %s", error)
+            log.info("a client's connection or its TLS handshake failed: %s", error)
             with contextlib.suppress(OSError):
                 spare.shutdown(socket.SHUT_WR)
                 await asyncio.sleep(SHUT_WITHIN_S)

@@ -44,7 +44,8 @@ class RouterServer:
         """`listen` is host:port, port 0 for any free one. Raises ConfigError when it is taken, or
         the files for TLS or tokens cannot be read."""
         self.door, self._config = door, config
-        self._sharing = Sharing(config.max_connections, config.max_unfinished_bytes)
+        files_each = 1 if config.tls is None else 2
+        self._sharing = Sharing(config.max_connections, config.max_unfinished_bytes, files_each)
         self._health = health.aio.HealthServicer()
         self._access = Access(config)
         self.intake = Intake(door, self._access.callers)

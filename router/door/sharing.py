@@ -98,7 +98,7 @@ class Guest(Protocol):
 
     @property
     def is_idle(self) -> bool:
-        """No whole request of it is being answered."""
+        """No whole request of it is being answered, but for what anyone may ask."""
 
     def leave(self) -> None:
         """End it, to make room."""
@@ -108,24 +108,34 @@ class Sharing:
     """Own what the connections of a process share. Of connections there are at most so many: a new
     one takes the place of the oldest that is idle."""
 
-    def __init__(self, max_connections: int, max_unfinished_bytes: int) -> None:
+    def __init__(
+        self, max_connections: int, max_unfinished_bytes: int, files_each: int = 1
+    ) -> None:
+        """`files_each`: that a connection may hold, 2 with TLS (`Acceptor`)."""
         self.turns, self.unfinished = Turns(), Unfinished(max_unfinished_bytes)
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        self._max_guests = max(1, min(max_connections, files - _OTHER_FILES))
+        self._max_guests = max(1, min(max_connections, (files - _OTHER_FILES) // files_each))
+        self.max_file = files - _OTHER_FILES // 2
+        """Where no lower one is left, no connection is taken: others need files too."""
         self._guests: dict[Guest, None] = {}
         self._num_ended, self._told_s = 0, -math.inf
 
     def admit(self, guest: Guest) -> bool:
         """False: there is no room, since all are being served."""
-        if len(self._guests) >= self._max_guests:
-            idle = next((one for one in self._guests if one.is_idle), None)
-            if idle is None:
-                return False
-            self.lose(idle)
-            if idle.arriving is not None:
-                idle.arriving.cancel()
-            idle.leave()
+        if len(self._guests) >= self._max_guests and not self.make_room():
+            return False
         self._guests[guest] = None
+        return True
+
+    def make_room(self) -> bool:
+        """End the oldest that is idle. False: none is."""
+        idle = next((one for one in self._guests if one.is_idle), None)
+        if idle is None:
+            return False
+        self.lose(idle)
+        if idle.arriving is not None:
+            idle.arriving.cancel()
+        idle.leave()
         return True
 
     def lose(self, guest: Guest) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import gzip
+import socket
 import struct
 import tracemalloc
 from collections.abc import Iterator
@@ -20,7 +22,7 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
     ProtoReflectionDescriptorDatabase,
 )
 from h2.errors import ErrorCodes
-from h2.events import DataReceived, PingReceived, StreamReset
+from h2.events import DataReceived, PingReceived, ResponseReceived, StreamReset
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -580,6 +582,43 @@ async def test_a_full_house_takes_a_new_client_for_an_idle_one_and_never_for_a_s
             writer.close()
         made.service.feeds[0].put(1)
         assert (await call.read()).tokens.ids == [1]
+
+
+async def test_in_a_full_house_health_keeps_no_client_in_and_puts_none_out() -> None:
+    async with served(max_connections=2) as made, channel_to(made) as channel:
+        methods: Any = made.server.methods
+        health_pb2_grpc.add_HealthServicer_to_server(health.aio.HealthServicer(), methods)
+        watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
+        await watch.read()  # older than what it is served
+        call = stub_of(channel).Generate(router_pb2.GenerateRequest())
+        await made.until(lambda: bool(made.service.feeds))
+        for method in (b"Watch", b"Check"):
+            async with RawClient.to(made.address, window=0) as held:
+                asked = held.begin(__path=b"/grpc.health.v1.Health/" + method)
+                held.h2.send_data(asked, framed(b""), end_stream=True)
+                held.flush()
+                await held.until(lambda: bool(held.of(ResponseReceived, asked)))  # noqa: B023
+                async with RawClient.to(made.address):
+                    assert await held.cut_off() == ErrorCodes.NO_ERROR
+        made.service.feeds[0].put(1)
+        assert (await call.read()).tokens.ids == [1]
+
+
+async def test_a_client_for_whom_no_file_is_left_leaves_no_trace(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def none_left(_: socket.socket) -> socket.socket:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    async with served(max_connections=1) as made:
+        with monkeypatch.context() as patched:
+            patched.setattr(socket.socket, "dup", none_left)
+            reader, writer = await asyncio.open_connection(*made.address.split(":"))
+            assert await reader.read() == b""
+            writer.close()
+        assert not made.server.sharing._guests
+        async with RawClient.to(made.address):
+            assert len(made.server.connections) == 1
 
 
 async def test_answers_that_nobody_reads_are_not_kept() -> None:
