@@ -157,7 +157,7 @@ class Admission(Protocol):
         """The caller's tenant; None: any. Raises UnauthenticatedError."""
 
     def is_open(self, path: str) -> bool:
-        """Whether anyone may call it; then its messages are not compressed."""
+        """Whether anyone may call it."""
 
     def max_bytes(self, path: str) -> int | None:
         """Of a message that comes in; None: as many as the server takes."""
@@ -277,7 +277,7 @@ class Call:
         encoding = fields.get(b"grpc-encoding", b"identity")
         if encoding != b"identity":
             self._wbits = _ENCODINGS.get(encoding)
-            if self._wbits is None or self.is_open:
+            if self._wbits is None:
                 why = f"grpc-encoding {encoding.decode('latin-1')} is not taken"
                 raise _CallEndedError(StatusCode.UNIMPLEMENTED, why)
         if self._handler.request_streaming:

@@ -10,6 +10,7 @@ from h2.exceptions import DenialOfServiceError, FrameTooLargeError
 
 MAX_HEADER_BYTES = 64 << 10
 _MAX_FRAME_BYTES = 16 << 10  # what h2 announces
+_MAX_SETTINGS_BYTES = 1 << 10  # of a frame: h2 takes a millisecond for them
 _HEAD_BYTES = 9
 _PIECE_COST = 32  # about a millisecond
 _DATA, _HEADERS, _SETTINGS, _CONTINUATION, _ACK = 0, 1, 4, 9, 1
@@ -49,6 +50,8 @@ class H2Input(bytearray):
             self._header_bytes = length + (kind == _CONTINUATION and self._header_bytes)
             if self._header_bytes > MAX_HEADER_BYTES:
                 raise DenialOfServiceError("headers without end")
+        if kind == _SETTINGS and length > _MAX_SETTINGS_BYTES:
+            raise DenialOfServiceError("settings without end")
         if kind == _SETTINGS and flags & _ACK:
             return 1
         return _COSTS.get(kind, 1) + (length >> 10)

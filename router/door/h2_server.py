@@ -55,6 +55,7 @@ _MAX_WAITING_BYTES = 64 << 10  # of input, until its next turn
 # In small frames of input: what a call brings its connection, and what it costs if it is reset
 # before anything was sent. HEADERS cost 8.
 _OF_CALL, _OF_REFUSAL, _OF_RESET, _OF_SENT = 16, 8, 9, 3
+_KNOWN_SETTINGS = frozenset[int](SettingCodes)
 _REQUEST_WITHIN_S = 60.0
 _CLOSES_WITHIN_S = 5.0
 _KEEPALIVE, _GOING = b"keepaliv", b"go away "
@@ -90,10 +91,21 @@ class _H2(H2Connection):
         return super().open_inbound_streams
 
 
+class _ClientSettings(Settings):
+    """h2's, but bounded: what HTTP/2 knows alone, and no table of headers to search at length."""
+
+    def __setitem__(self, key: SettingCodes | int, value: int) -> None:
+        if key == SettingCodes.HEADER_TABLE_SIZE:
+            value = min(value, 4096)  # HTTP/2's default
+        if key in _KNOWN_SETTINGS:
+            super().__setitem__(key, value)
+
+
 def _new_h2() -> H2Connection:
     h2 = _H2(_CONFIG)
     h2.state_machine = _States()
     h2.local_settings = Settings(client=False, initial_values=_SETTINGS)
+    h2.remote_settings = _ClientSettings(client=True)
     h2.decoder.max_header_list_size = MAX_HEADER_BYTES
     h2.initiate_connection()
     h2.increment_flow_control_window(_WINDOW_BYTES)
@@ -160,7 +172,11 @@ class Connection(asyncio.Protocol):
 
     def _take_turn(self) -> bool:
         """Read a piece of the input. False: there is no more."""
-        self._is_waiting = self._is_open and self._receive() and self._is_open
+        try:
+            self._is_waiting = self._is_open and self._receive() and self._is_open
+        except BaseException:  # nobody knows what it has read
+            self.cut()
+            raise
         transport = self._transport
         if self._stopped_reading and not self._is_waiting and transport is not None:
             self._stopped_reading = False
@@ -213,7 +229,8 @@ class Connection(asyncio.Protocol):
         call.begin(headers, server.methods)
         if call.is_admitted and not call.is_open:
             self._callers_own[stream_id] = call
-        self._allowance.earn(_OF_CALL if call.is_admitted else _OF_REFUSAL)
+        is_refused = call.is_due or not call.is_admitted  # due: it has ended already
+        self._allowance.earn(_OF_REFUSAL if is_refused else _OF_CALL)
         return None
 
     def _on_data(self, event: DataReceived) -> None:
