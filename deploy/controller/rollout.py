@@ -33,8 +33,9 @@ A unit that the spec no longer asks for while another one serves is Replaced: it
 unit that the spec asks for comes.
 
 The former unit's record says that it goes (`Record.goes`) a look before it loses a worker. From
-then on nothing goes back. Requests only ever go to a unit that serves while the other one does not
-(`_to_live`), whatever shares the step has planned.
+then on nothing goes back, unless the coming unit is Stranded and the spec asks for another: then
+the former unit stays, if it still serves. Requests only ever go to a unit that serves while the
+other one does not (`_to_live`), whatever shares the step has planned.
 """
 
 from __future__ import annotations
@@ -301,7 +302,7 @@ class _Pair:
             reason = f"all pools are scaled to zero: unit {former.unit.code} goes"
             goes = replace(_leaving(former), record=replace(former.record, goes=True))
             return Step(State.RETIRING, reason, (goes, stays), ((code, 1.0),))
-        if former.record.goes:
+        if former.record.goes and not (difference(self.coming.unit, wanted) and self._can_return()):
             return self._let_go()
         if difference(self.coming.unit, wanted):
             asked = wanted if difference(former.unit, wanted) else former.unit
@@ -324,9 +325,8 @@ class _Pair:
             needed = max(least, size - rollout.max_unavailable - was.live)
             of_coming[name] = min(comes.live, needed)
         leaves = not any(of_coming.values())
-        kept = replace(
-            self.former.record, share=1.0, refused=refused, refused_why=why if refused else ""
-        )
+        kept = replace(self.former.record, share=1.0, goes=False)
+        kept = replace(kept, refused=refused, refused_why=why if refused else "")
         plans = (
             UnitPlan(self.former.unit.code, of_former, kept),
             UnitPlan(
@@ -415,6 +415,14 @@ class _Pair:
         if any(step.plans[0].sizes.values()):
             return step
         return replace(step, plans=(_leaving(self.former), step.plans[1]))
+
+    def _can_return(self) -> bool:
+        """Whether the former unit, which has begun to go, serves with the workers that it is to
+        keep, while the coming one does not serve."""
+        pools = self.former.pools.items()
+        kept = {name: replace(pool, live=min(pool.live, pool.size)) for name, pool in pools}
+        totals = self.now.totals
+        return replace(self.former, pools=kept).serves(totals) and not self.coming.serves(totals)
 
     def _both(self, state: State, reason: str, record: Record, *, keeps_former: bool) -> Step:
         """`record`: the coming unit's."""

@@ -343,6 +343,19 @@ def test_a_unit_that_dies_once_the_former_has_begun_to_go_says_so_and_stays(
     assert list(world.units) == ["xxxxx"]
 
 
+@pytest.mark.parametrize("wanted", [OLD, THIRD])
+def test_another_spec_ends_a_stranded_rollout_while_the_former_unit_serves(wanted: Unit) -> None:
+    world = gone_far()
+    world.units["xxxxx"].starts = False
+    assert {world.turn().state for _ in range(20)} == {State.STRANDED}
+    world.wanted = wanted
+    step = world.turn()
+    assert step.state is State.REPLACED
+    assert step.routes == (("bcdfg", 1.0), ("xxxxx", 0.0))
+    assert world.settle().state is State.SERVING
+    assert list(world.units) == [wanted.code]
+
+
 def test_a_further_change_replaces_the_unit_that_is_coming() -> None:
     world = changing(turns=10)
     assert set(world.units) == {"bcdfg", "hjkmn"}
@@ -495,8 +508,15 @@ def test_whatever_is_seen_requests_go_where_workers_are_and_nothing_goes_back_to
         assert {code for code, share in step.routes if share} <= serving
     former = staying[step.plans[0].code]
     if former.record.goes and not is_alone and any(now.totals.values()):
-        assert step.state in (State.RETIRING, State.STRANDED)
-        assert all(n <= former.pool(name).size for name, n in plans[former.unit.code].sizes.items())
+        keeps = all(
+            min(former.pool(n).size, former.pool(n).live) for n in now.totals if now.totals[n]
+        )
+        if serving == {former.unit.code} and keeps and step.plans[1].code != now.wanted.code:
+            assert step.state is State.REPLACED
+        else:
+            sizes = plans[former.unit.code].sizes
+            assert step.state in (State.RETIRING, State.STRANDED)
+            assert all(n <= former.pool(name).size for name, n in sizes.items())
     for code in serving if len(serving) == 1 else ():  # it keeps a worker of each pool
         for name, size in now.totals.items():
             assert plans[code].sizes[name] >= min(1, size, staying[code].pool(name).size)
@@ -532,6 +552,20 @@ def test_live_workers_are_never_fewer_than_promised_and_the_last_spec_comes_to_s
     world.settle()
     assert world.wanted is not None
     assert [each.unit for each in world.units.values()] == [world.wanted]
+
+
+@given(st.lists(st.tuples(specs, st.integers(0, 12)), max_size=6))
+@settings(max_examples=100, deadline=None)
+def test_a_stranded_rollout_ends_whatever_is_asked_for(events: list[tuple[Unit, int]]) -> None:
+    world = gone_far()
+    world.units["xxxxx"].starts = False
+    for spec, turns in events:
+        world.wanted = spec
+        for _ in range(turns):
+            world.turn()
+    world.wanted = unit("zzzzz")
+    world.settle()
+    assert list(world.units) == ["zzzzz"]
 
 
 @given(st.lists(st.tuples(specs, st.integers(0, 6)), min_size=1, max_size=8))
