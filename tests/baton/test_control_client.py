@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 
 import baton.control_client as control_module
@@ -17,7 +19,7 @@ def test_a_registry_whose_host_vanished_is_lost_within_two_pings_and_heard_again
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     quick = {"grpc.keepalive_time_ms", "grpc.keepalive_timeout_ms", "grpc.http2.ping_timeout_ms"}
-    options = [(name, 200 if name in quick else n) for name, n in control_module._CHANNEL_OPTIONS]
+    options = [(name, 500 if name in quick else n) for name, n in control_module._CHANNEL_OPTIONS]
     monkeypatch.setattr(control_module, "_CHANNEL_OPTIONS", options)
     with (
         SmallControl().serve() as address,
@@ -29,7 +31,11 @@ def test_a_registry_whose_host_vanished_is_lost_within_two_pings_and_heard_again
         then(Proxy.strand)
         with pytest.raises(UnavailableError):
             list(fleets)
-        assert len(control.fleet().workers) == 1
+        for _ in range(5):  # a busy machine may answer a ping of the new connection late, too
+            with contextlib.suppress(UnavailableError):
+                assert len(control.fleet().workers) == 1
+                return
+    pytest.fail("it is not heard again")
 
 
 def test_a_control_service_that_is_silent_is_unavailable() -> None:

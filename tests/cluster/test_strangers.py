@@ -113,7 +113,7 @@ def test_another_user_gets_nothing_of_baton_up_and_its_own_user_needs_no_more_th
         control = up.until_printed("control service at ").split()[3].rstrip(";")
         status, shown = run("status")
         assert status == 0, shown
-        (record,) = (Path(os.environ["XDG_RUNTIME_DIR"]) / "baton").iterdir()
+        record = Path(os.environ["XDG_RUNTIME_DIR"]) / "baton" / control.rpartition(":")[2]
         folder = Path(record.read_text())
         files = [folder, *folder.rglob("*"), record]
         assert not [each for each in files if each.stat().st_mode & 0o077]
