@@ -11,16 +11,16 @@ import threading
 import time
 
 RATE, PIECE = 4 << 20, 64 << 10  # bytes a second, and at once
-_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\x04\0\0\0\0\0"
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\x04\0\0\0\0\0"
 _RESET = b"\0\0\x04\x03\0\0\0\0\x01\0\0\0\x08"
-_CLOSED = _PREFACE + b"\0\0\x05\x01\x04\0\0\0\x01\x83\x86\x04\x01/" + _RESET  # a stream
+_CLOSED = PREFACE + b"\0\0\x05\x01\x04\0\0\0\x01\x83\x86\x04\x01/" + _RESET  # a stream
 _CHUNKED = b"POST %s HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
 FLOODS: dict[str, tuple[bytes, bytes]] = {  # what comes first, and again and again
-    "WINDOW_UPDATE": (_PREFACE, b"\0\0\x04\x08\0\0\0\0\0\0\0\0\x01"),
-    "unknown frames": (_PREFACE, b"\0\0\0\xfa\0\0\0\0\0"),
-    "PING": (_PREFACE, b"\0\0\x08\x06\0\0\0\0\0pingping"),
-    "PING answers": (_PREFACE, b"\0\0\x08\x06\x01\0\0\0\0pingping"),
-    "SETTINGS answers": (_PREFACE, b"\0\0\0\x04\x01\0\0\0\0"),
+    "WINDOW_UPDATE": (PREFACE, b"\0\0\x04\x08\0\0\0\0\0\0\0\0\x01"),
+    "unknown frames": (PREFACE, b"\0\0\0\xfa\0\0\0\0\0"),
+    "PING": (PREFACE, b"\0\0\x08\x06\0\0\0\0\0pingping"),
+    "PING answers": (PREFACE, b"\0\0\x08\x06\x01\0\0\0\0pingping"),
+    "SETTINGS answers": (PREFACE, b"\0\0\0\x04\x01\0\0\0\0"),
     "DATA, stream closed": (_CLOSED, b"\0\0\0\0\0\0\0\0\x01"),
     "RST, stream closed": (_CLOSED, _RESET),
     "chunks of a byte": (_CHUNKED % b"/v1/completions", b"1\r\nx\r\n"),

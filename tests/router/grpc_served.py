@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
+import grpc.aio
 from h2.config import H2Configuration
 from h2.connection import H2Connection
 from h2.events import (
@@ -117,6 +118,11 @@ class Served:
         self.server, self.service = server, service
         self.address = f"127.0.0.1:{server.port}"
 
+    async def feed(self) -> TokenFeed:
+        """Of the first call of Generate."""
+        await self.until(lambda: bool(self.service.feeds))
+        return self.service.feeds[0]
+
     async def until(self, condition: Callable[[], bool]) -> None:
         async with asyncio.timeout(10):
             while not condition():  # noqa: ASYNC110  whatever it is, it has no event
@@ -145,8 +151,35 @@ async def served(context: ssl.SSLContext | None = None, **limits: Any) -> AsyncI
     assert not server.connections
 
 
+def stub_of(channel: Any) -> Any:
+    return router_pb2_grpc.RouterServiceStub(channel)
+
+
+def channel_to(made: Served) -> grpc.aio.Channel:
+    options = [("grpc.use_local_subchannel_pool", 1)]
+    return grpc.aio.insecure_channel(made.address, options=options)
+
+
+@asynccontextmanager
+async def asked(**limits: Any) -> AsyncIterator[tuple[Served, Any]]:
+    """A server with grpcio's stub of it."""
+    async with served(**limits) as made, channel_to(made) as channel:
+        yield made, stub_of(channel)
+
+
+def tokenize(text: str) -> router_pb2.TokenizeRequest:
+    return router_pb2.TokenizeRequest(text=text)
+
+
 def framed(message: bytes, flag: int = 0) -> bytes:
     return struct.pack(">BI", flag, len(message)) + message
+
+
+def framed_text(text: str) -> bytes:
+    return framed(tokenize(text).SerializeToString())
+
+
+FOUR = framed_text("four")
 
 
 class RawClient:
@@ -190,6 +223,13 @@ class RawClient:
             for name, value in headers.items()
         }
         self.h2.send_headers(stream_id, list(fields.items()))
+        self.flush()
+        return stream_id
+
+    def ask(self, method: bytes = b"Generate", data: bytes = framed(b""), **headers: bytes) -> int:
+        """Send a whole request."""
+        stream_id = self.begin(method, **headers)
+        self.h2.send_data(stream_id, data, end_stream=True)
         self.flush()
         return stream_id
 

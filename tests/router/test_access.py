@@ -226,21 +226,31 @@ async def test_the_certificate_is_replaced_while_the_router_runs_and_streams_go_
     await site.d.check_empty()
 
 
-async def test_clients_without_a_certificate_of_theirs_are_left_outside(tmp_path: Path) -> None:
+async def test_clients_without_a_certificate_of_theirs_are_left_outside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whose authority may be replaced meanwhile."""
+    monkeypatch.setattr(access, "_LOOK_S", 0.01)
     authority, clients = Authority(tmp_path), Authority(tmp_path / "clients")
     settings = secured(tmp_path, authority, client_ca_file=str(clients.ca)) | {"health_port": 0}
     async with deployment(**settings) as d:
         site = Site(d, authority, tmp_path / "tokens")
         with pytest.raises(HandshakeError, match="a client's certificate"):
             await models_at(site)
-        for issuer, is_known in ((authority, False), (clients, True)):
+
+        def shown(issuer: Authority) -> Tls:
             own = issuer.issue("someone")
-            shown = Tls(str(authority.ca), str(own.certificate), str(own.key))
-            if is_known:
-                assert await models_at(site, tls=shown) == [MODEL]
-            else:
-                with pytest.raises(HandshakeError):
-                    await models_at(site, tls=shown)
+            return Tls(str(authority.ca), str(own.certificate), str(own.key))
+
+        assert await models_at(site, tls=shown(clients)) == [MODEL]
+        successor = Authority(tmp_path / "successor")
+        for unknown in (authority, successor):
+            with pytest.raises(HandshakeError):
+                await models_at(site, tls=shown(unknown))
+        swap(clients.ca, successor.ca.read_bytes())
+        await until_it_is_done(lambda: models_at(site, tls=shown(successor)))
+        with pytest.raises(HandshakeError):
+            await models_at(site, tls=shown(clients))
 
 
 async def test_probes_ask_health_in_plain_text_at_a_port_where_nothing_else_is(

@@ -180,10 +180,7 @@ async def test_a_client_that_leaves_too_much_unread_is_cut_off(request_id: str) 
     async with deployment(max_unread_bytes=30_000, resume_window_s=20.0) as d:
         request = ask_for(PROMPT, 400, request_id=request_id)
         async with RawClient.to(d.servers[0].address, window=100) as client:
-            stream = client.begin(b"Generate")
-            data = framed(request.SerializeToString())
-            client.h2.send_data(stream, data, end_stream=True)
-            client.flush()
+            stream = client.ask(data=framed(request.SerializeToString()))
             await d.until(lambda: bool(d.router.runs))
             log = next(iter(d.router.runs)).log
             await d.until(lambda: not log.num_readers)
