@@ -30,11 +30,10 @@ from tests.cluster.whole_cluster import (
 
 pytestmark = [
     pytest.mark.cluster,
-    pytest.mark.full,
     pytest.mark.timeout(2400),
     pytest.mark.skipif(not may_have_own_pids(), reason="no process may have pids of its own here"),
 ]
-_NUM_KILLS, _NUM_STREAMS = 50, 16
+_NUM_STREAMS = 16
 _FREE_WITHIN_S = 10.0
 
 
@@ -52,8 +51,9 @@ def streams_while(site: PodSite, fleet: Fleet, worker_id: str, then: Callable[[i
     assert answers == site.expected(asked, [20] * _NUM_STREAMS)
 
 
+@pytest.mark.parametrize("num_kills", [2, pytest.param(50, marks=pytest.mark.full)])
 def test_no_blocks_stay_in_quarantine_after_kills_over_tcp_among_pids_of_their_own(
-    tmp_path: Path,
+    tmp_path: Path, num_kills: int
 ) -> None:
     config = fake_cluster(tmp_path / "model")
     pools = config.pools | {"decode": dataclasses.replace(config.pools["decode"], replicas=1)}
@@ -81,7 +81,7 @@ def test_no_blocks_stay_in_quarantine_after_kills_over_tcp_among_pids_of_their_o
             wait_until(quarantined)  # its handoffs are given up
             os.kill(pid, signal.SIGCONT)
 
-        for number in range(_NUM_KILLS):
+        for number in range(num_kills):
             before, worker_id = site.all_live(), f"prefill-{number % 2}"
             streams_while(site, before, worker_id, kill)
             site.wait_for_recreated(before, worker_id)

@@ -5,7 +5,6 @@ Arguments: the check, and which libucp. Prints one line of JSON; see `test_trans
 
 from __future__ import annotations
 
-import asyncio
 import fcntl
 import json
 import multiprocessing
@@ -21,11 +20,9 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
-from transfer_sides import LocalSide, RemoteSide, Side, SideSpec
 from ways import runs_between
 
 from baton.config.transfer import TransferConfig
-from kv_transfer.process import ProcessIdentity
 from kv_transfer.transport import FlushResult, PutBatch
 from kv_transfer.ucx.transport import UcxTransport
 
@@ -167,50 +164,11 @@ def unread_bytes() -> int:
     return found
 
 
-async def until(true: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
-        while not true():  # noqa: ASYNC110 - no event
-            await asyncio.sleep(0.005)
-
-
-async def writers_killed_and_stopped() -> dict[str, Any]:
-    """What is in quarantine after each kill of a writer that has pushed half of its blocks, and
-    that has pids of its own as far as anyone here knows? And of one that is stopped and goes on?"""
-    transport, polls = UcxTransport(CONFIG), list[ProcessIdentity]()
-    side = Side(SideSpec("here", config=CONFIG), [transport], process_is_gone=polls.append)
-    here, found = LocalSide(side), []
-    for name in ("killed", "killed again", "stopped"):
-        there = RemoteSide(SideSpec(name, config=CONFIG), "forkserver")
-        lease = await here.call("grant", name, await there.call("ready"), [[1, 2], [1, 2]])
-        handoff = await there.call("open", lease)
-        await there.call("push", handoff, 0, [0, 1], [3, 4])
-        await there.call("flush", lease)
-        if name != "stopped":
-            there.kill()
-            there.reap()
-            await here.call("wait_for", "failed", name)
-        else:
-            os.kill(there.process.pid or 0, signal.SIGSTOP)
-            polls.clear()
-            await here.call("release", lease.lease_id)
-            await until(lambda: len(polls) >= 9)  # longer than for a lost one
-        quarantined = side.table.num_quarantined_blocks
-        is_revoked = transport.put_address != lease.ranks[0].put_address
-        if name == "stopped":
-            os.kill(there.process.pid or 0, signal.SIGCONT)
-        await here.call("wait_for", "quiescent", name)
-        found.append((quarantined, is_revoked, side.table.num_quarantined_blocks))
-        await here.call("check_integrity")
-        await there.close()
-    return {"found": found}
-
-
 def main(check: str) -> None:
     checks: dict[str, Callable[[], dict[str, Any]]] = {
         "flush": flushes_of_a_lost_peer,
         "connections": many_connections,
         "revoked": revoked_puts,
-        "kills": lambda: asyncio.run(writers_killed_and_stopped()),
     }
     print(json.dumps(checks[check]()), flush=True)
     os._exit(0)  # a progress thread may be held for good

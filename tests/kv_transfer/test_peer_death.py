@@ -210,12 +210,7 @@ def test_connections_that_come_and_go_leave_nothing_behind() -> None:
     assert found["last"] == found["first"]
 
 
-UCX_LIBRARIES = pytest.mark.parametrize(
-    "ucx_library", ["wheel", pytest.param("system", marks=needs_system_ucx)]
-)
-
-
-@UCX_LIBRARIES
+@pytest.mark.parametrize("ucx_library", ["wheel", pytest.param("system", marks=needs_system_ucx)])
 def test_bytes_that_wait_in_a_socket_never_land_once_puts_are_revoked(ucx_library: str) -> None:
     found = over_tcp("revoked", ucx_library)
     assert found["num_unread_bytes"] > 1000
@@ -223,12 +218,3 @@ def test_bytes_that_wait_in_a_socket_never_land_once_puts_are_revoked(ucx_librar
     assert error is not None
     assert not has_landed
     assert found["fresh"] == [None, True]
-
-
-@UCX_LIBRARIES
-def test_a_killed_writers_blocks_come_back_and_a_stopped_ones_when_it_goes_on(
-    ucx_library: str,
-) -> None:
-    killed, again, stopped = over_tcp("kills", ucx_library)["found"]
-    assert killed == again == [4, False, 0]
-    assert stopped == [4, False, 0]  # its puts were not revoked
