@@ -9,8 +9,8 @@ import asyncio
 import http.client
 import json
 import ssl
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -132,6 +132,10 @@ class Http:
             return Answer(response.status, named, text)
         finally:
             connection.close()
+
+
+Speaks = Callable[..., AbstractAsyncContextManager[tuple[Deployment, Http]]]
+"""`spoken` in a test's own folder: of a template, and a router's settings."""
 
 
 @asynccontextmanager

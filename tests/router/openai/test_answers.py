@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,22 +12,13 @@ import pytest
 from baton.errors import ConfigError
 from baton.v1 import router_pb2
 from tests.router.deployment import Deployment
-from tests.router.openai.spoken import CHAT, MARKS, Http, prompt_for, saying, spoken
+from tests.router.openai.spoken import CHAT, MARKS, Http, Speaks, prompt_for, saying
 
 CALLS = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
 
 
-@pytest.fixture
-async def door(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> AsyncIterator[tuple[Deployment, Http]]:
-    async with spoken(tmp_path, monkeypatch) as made:
-        yield made
-
-
-async def test_a_chat_is_answered_with_its_usage(door: tuple[Deployment, Http]) -> None:
-    _, http = door
+async def test_a_chat_is_answered_with_its_usage(http: Http) -> None:
     answer = (await http.chat("Hugo, the miller.", model="tiny")).json
     assert answer["object"] == "chat.completion"
     assert answer["model"] == "tiny"
@@ -45,10 +34,7 @@ async def test_a_chat_is_answered_with_its_usage(door: tuple[Deployment, Http]) 
     assert usage["prompt_tokens_details"] == {"cached_tokens": 0}
 
 
-async def test_a_streamed_chat_begins_with_its_role_and_ends_with_its_reason(
-    door: tuple[Deployment, Http],
-) -> None:
-    _, http = door
+async def test_a_streamed_chat_begins_with_its_role_and_ends_with_its_reason(http: Http) -> None:
     events = (await http.chat("wéll", stream=True)).events
     assert {event["object"] for event in events} == {"chat.completion.chunk"}
     assert len({event["id"] for event in events}) == 1
@@ -59,10 +45,7 @@ async def test_a_streamed_chat_begins_with_its_role_and_ends_with_its_reason(
     assert not any("usage" in event for event in events)
 
 
-async def test_a_stream_has_its_usage_where_that_is_asked_for(
-    door: tuple[Deployment, Http],
-) -> None:
-    _, http = door
+async def test_a_stream_has_its_usage_where_that_is_asked_for(http: Http) -> None:
     options = {"include_usage": True}
     *events, last = (await http.complete("abc", stream=True, stream_options=options)).events
     assert all(event["usage"] is None for event in events)
@@ -72,10 +55,7 @@ async def test_a_stream_has_its_usage_where_that_is_asked_for(
     assert (refused.status, refused.error["param"]) == (400, "stream_options")
 
 
-async def test_a_text_is_continued_as_one_document_and_as_a_stream(
-    door: tuple[Deployment, Http],
-) -> None:
-    _, http = door
+async def test_a_text_is_continued_as_one_document_and_as_a_stream(http: Http) -> None:
     answer = (await http.complete("and they sang")).json
     assert answer["object"] == "text_completion"
     assert answer["choices"][0]["text"] == "and they sang"
@@ -84,8 +64,7 @@ async def test_a_text_is_continued_as_one_document_and_as_a_stream(
     assert "".join(event["choices"][0]["text"] for event in events) == "and they sang"
 
 
-async def test_prompts_may_be_ids_and_several(door: tuple[Deployment, Http]) -> None:
-    _, http = door
+async def test_prompts_may_be_ids_and_several(http: Http) -> None:
     texts = ["one", "two"]
     ids = [list(prompt_for(text).encode()) for text in texts]
     several: tuple[Any, ...] = ([prompt_for(text) for text in texts], ids)
@@ -99,10 +78,7 @@ async def test_prompts_may_be_ids_and_several(door: tuple[Deployment, Http]) -> 
     assert one["choices"][0]["text"] == "one"
 
 
-async def test_choices_stream_together_each_under_its_number(
-    door: tuple[Deployment, Http],
-) -> None:
-    d, http = door
+async def test_choices_stream_together_each_under_its_number(d: Deployment, http: Http) -> None:
     events = (await http.chat("all of it", stream=True, n=3, seed=5)).events
     texts = {0: "", 1: "", 2: ""}
     for event in events:
@@ -113,10 +89,7 @@ async def test_choices_stream_together_each_under_its_number(
     assert seeds == {5, 6, 7}
 
 
-async def test_a_stop_string_ends_the_text_wherever_its_tokens_are_cut(
-    door: tuple[Deployment, Http],
-) -> None:
-    _, http = door
+async def test_a_stop_string_ends_the_text_wherever_its_tokens_are_cut(http: Http) -> None:
     for stop in ("END", ["never", "END"]):
         answer = (await http.chat("before END after", stop=stop)).json
         assert answer["choices"][0]["message"]["content"] == "before "
@@ -126,15 +99,13 @@ async def test_a_stop_string_ends_the_text_wherever_its_tokens_are_cut(
 
 
 @pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
-async def test_an_answer_ends_at_its_length(door: tuple[Deployment, Http], name: str) -> None:
-    _, http = door
+async def test_an_answer_ends_at_its_length(http: Http, name: str) -> None:
     answer = (await http.chat("much too long", **{name: 4})).json
     assert answer["choices"][0]["message"]["content"] == "much"
     assert answer["choices"][0]["finish_reason"] == "length"
 
 
-async def test_what_the_client_asks_for_reaches_the_worker(door: tuple[Deployment, Http]) -> None:
-    d, http = door
+async def test_what_the_client_asks_for_reaches_the_worker(d: Deployment, http: Http) -> None:
     asked = {
         "temperature": 0.5, "top_p": 0.75, "top_k": 7, "min_p": 0.25, "repetition_penalty": 1.5,
         "presence_penalty": 0.5, "frequency_penalty": -0.5, "max_tokens": 40, "min_tokens": 2,
@@ -151,10 +122,7 @@ async def test_what_the_client_asks_for_reaches_the_worker(door: tuple[Deploymen
     assert nulls.status == 200
 
 
-async def test_logprobs_come_with_the_tokens_that_they_are_of(
-    door: tuple[Deployment, Http],
-) -> None:
-    _, http = door
+async def test_logprobs_come_with_the_tokens_that_they_are_of(http: Http) -> None:
     asked = {"logprobs": True, "top_logprobs": 2}
     whole = (await http.chat("hi", **asked)).json["choices"][0]["logprobs"]["content"]
     assert [each["token"] for each in whole] == ["h", "i", "<end>"]
@@ -170,8 +138,7 @@ async def test_logprobs_come_with_the_tokens_that_they_are_of(
     assert alone[0]["top_logprobs"] == []
 
 
-async def test_a_completions_logprobs_are_columns(door: tuple[Deployment, Http]) -> None:
-    _, http = door
+async def test_a_completions_logprobs_are_columns(http: Http) -> None:
     columns = (await http.complete("hi", logprobs=1)).json["choices"][0]["logprobs"]
     assert columns["tokens"] == ["h", "i", "<end>"]
     assert columns["token_logprobs"] == [-0.25] * 3
@@ -184,9 +151,8 @@ async def test_a_completions_logprobs_are_columns(door: tuple[Deployment, Http])
 
 
 async def test_content_may_be_parts_of_text_and_developers_are_the_system(
-    door: tuple[Deployment, Http],
+    d: Deployment, http: Http
 ) -> None:
-    d, http = door
     parts = [{"type": "text", "text": "one"}, {"type": "text", "text": saying("yes")}]
     messages = [{"role": "developer", "content": "be brief"}, {"role": "user", "content": parts}]
     answer = await http.post("/v1/chat/completions", {"messages": messages})
@@ -196,10 +162,8 @@ async def test_content_may_be_parts_of_text_and_developers_are_the_system(
     assert prompt.startswith(f"<system>be brief<user>one\n{saying('yes')}")
 
 
-async def test_what_a_model_thinks_is_apart_from_its_answer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with spoken(tmp_path, monkeypatch, "{# <think> #}" + CHAT) as (_, http):
+async def test_what_a_model_thinks_is_apart_from_its_answer(speaks: Speaks) -> None:
+    async with speaks("{# <think> #}" + CHAT) as (_, http):
         said = "<think>\nhm</think>\n\nyes"
         message = (await http.chat(said)).json["choices"][0]["message"]
         assert (message["reasoning_content"], message["content"]) == ("\nhm", "yes")
@@ -216,10 +180,8 @@ async def test_what_a_model_thinks_is_apart_from_its_answer(
         assert own.error["param"] == "chat_template_kwargs"
 
 
-async def test_a_model_s_calls_come_as_calls(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with spoken(tmp_path, monkeypatch, MARKS["hermes"] + CHAT) as (_, http):
+async def test_a_model_s_calls_come_as_calls(speaks: Speaks) -> None:
+    async with speaks(MARKS["hermes"] + CHAT) as (_, http):
         choice = (await http.chat(f"Sure.\n{CALLS}\n{CALLS}", tools=TOOLS)).json["choices"][0]
         assert choice["finish_reason"] == "tool_calls"
         assert choice["message"]["content"] == "Sure."
@@ -245,10 +207,8 @@ async def check_streamed_call(answer: Any) -> None:
     assert answer.events[-1]["choices"][0]["finish_reason"] == "tool_calls"
 
 
-async def test_calls_and_their_results_go_back_into_the_template(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with spoken(tmp_path, monkeypatch, MARKS["mistral"] + CHAT) as (d, http):
+async def test_calls_and_their_results_go_back_into_the_template(speaks: Speaks) -> None:
+    async with speaks(MARKS["mistral"] + CHAT) as (d, http):
         said = '[TOOL_CALLS][{"name": "f", "arguments": {"a": 1}}]'
         message = (await http.chat(said, tools=TOOLS)).json["choices"][0]["message"]
         (call,) = message["tool_calls"]
@@ -269,9 +229,8 @@ async def test_calls_and_their_results_go_back_into_the_template(
 
 
 async def test_a_client_that_goes_ends_its_requests_unless_it_named_them(
-    door: tuple[Deployment, Http],
+    d: Deployment, http: Http
 ) -> None:
-    d, http = door
     worker = d.worker("d0")
     for fields, is_kept in (({}, False), ({"n": 2}, False), ({"request_id": "mine"}, True)):
         worker.may_decode.clear()
@@ -297,8 +256,7 @@ def body_of(fields: dict[str, Any]) -> bytes:
     return json.dumps({"prompt": prompt_for("a long story"), "stream": True} | fields).encode()
 
 
-async def test_a_request_id_is_echoed_and_names_the_request(door: tuple[Deployment, Http]) -> None:
-    d, http = door
+async def test_a_request_id_is_echoed_and_names_the_request(d: Deployment, http: Http) -> None:
     body = {"prompt": prompt_for("a")}
     for stream in (False, True):
         answer = await http.post(
@@ -314,8 +272,7 @@ async def test_a_request_id_is_echoed_and_names_the_request(door: tuple[Deployme
     assert other.headers["x-request-id"] == "mine"
 
 
-async def test_a_failure_within_a_stream_is_its_last_event(door: tuple[Deployment, Http]) -> None:
-    d, http = door
+async def test_a_failure_within_a_stream_is_its_last_event(d: Deployment, http: Http) -> None:
     d.worker("d0").may_decode.clear()
     answer = await http.complete("a story", stream=True, timeout_ms=500)
     assert answer.status == 200
@@ -325,9 +282,8 @@ async def test_a_failure_within_a_stream_is_its_last_event(door: tuple[Deploymen
 
 
 async def test_a_reader_that_is_slow_gets_everything_in_fewer_pieces(
-    door: tuple[Deployment, Http],
+    d: Deployment, http: Http
 ) -> None:
-    d, http = door
     text = "a long story, " * 60
     body = body_of(
         {"prompt": prompt_for(text), "logprobs": 20, "max_tokens": len(text), "timeout_ms": 20_000}
@@ -359,8 +315,7 @@ def read_all(sock: socket.socket) -> bytes:
     return b"".join(parts)
 
 
-async def test_grpc_has_the_same_chats_as_typed_messages(door: tuple[Deployment, Http]) -> None:
-    d, http = door
+async def test_grpc_has_the_same_chats_as_typed_messages(d: Deployment, http: Http) -> None:
     call = router_pb2.ToolCall(id="c1", name="f", arguments='{"a": 1}')
     chat = router_pb2.ChatMessages(
         messages=[
@@ -388,29 +343,26 @@ async def test_grpc_has_the_same_chats_as_typed_messages(door: tuple[Deployment,
 
 
 async def test_a_router_that_leaves_finishes_its_streams_and_takes_nothing_new(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    d: Deployment, http: Http
 ) -> None:
-    async with spoken(tmp_path, monkeypatch) as (d, http):
-        worker, server = d.worker("d0"), d.servers[0]
-        worker.may_decode.clear()
-        streaming = asyncio.create_task(http.chat("to the end", stream=True))
-        await d.until(lambda: any(run.task is not None for run in worker.runs.values()))
-        leaving = asyncio.create_task(server.stop(10.0))
-        await d.until(lambda: not server.http_app.is_ready)
-        refused = await http.chat("nothing new")
-        assert (refused.status, refused.headers["retry-after"]) == (503, "1")
-        assert (await http.call("GET", "/ready")).status == 503
-        worker.may_decode.set()
-        events = (await streaming).events
-        said = "".join(event["choices"][0]["delta"].get("content", "") for event in events)
-        assert said == "to the end"
-        await leaving
+    worker, server = d.worker("d0"), d.servers[0]
+    worker.may_decode.clear()
+    streaming = asyncio.create_task(http.chat("to the end", stream=True))
+    await d.until(lambda: any(run.task is not None for run in worker.runs.values()))
+    leaving = asyncio.create_task(server.stop(10.0))
+    await d.until(lambda: not server.http_app.is_ready)
+    refused = await http.chat("nothing new")
+    assert (refused.status, refused.headers["retry-after"]) == (503, "1")
+    assert (await http.call("GET", "/ready")).status == 503
+    worker.may_decode.set()
+    events = (await streaming).events
+    said = "".join(event["choices"][0]["delta"].get("content", "") for event in events)
+    assert said == "to the end"
+    await leaving
 
 
-async def test_routers_of_one_machine_may_share_the_port(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with spoken(tmp_path, monkeypatch, reuse_port=True) as (d, http):
+async def test_routers_of_one_machine_may_share_the_port(speaks: Speaks) -> None:
+    async with speaks(reuse_port=True) as (d, http):
         port = int(http.address.rpartition(":")[2])
         await d.add_router(http_port=port)
         for _ in range(4):

@@ -15,7 +15,8 @@ from baton.config.router import AuthConfig
 from baton.v1 import router_pb2
 from router.door.openai.bodies import ChatBody, CompletionBody, TokenizeBody, choices_of, parsed
 from tests.router.answers import field_at_fault, refusal
-from tests.router.openai.spoken import prompt_for, spoken
+from tests.router.deployment import Deployment
+from tests.router.openai.spoken import Http, Speaks, prompt_for
 from tests.router.openai.test_refusals import TOOL, USER
 from tests.router.secured import RED
 
@@ -33,38 +34,35 @@ def test_a_list_s_first_error_is_the_only_one() -> None:
         assert caught.value.error_count() <= 5, field  # one for each kind of a union; what lacks
 
 
-async def test_more_than_is_taken_is_refused_by_its_field(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with spoken(tmp_path, monkeypatch) as (d, http):
-        call = {"function": {"name": "f"}}
-        part = {"type": "text", "text": ""}
-        for path, body, param in (
-            (COMPLETIONS, {"prompt": [{}] * 500_000}, "prompt"),
-            (COMPLETIONS, {"prompt": ["x"] * 129}, "prompt"),
-            (CHAT, {"messages": [1] * 800_000}, "messages"),
-            (CHAT, {"messages": [USER] * 4097}, "messages"),
-            (CHAT, {"messages": [{**USER, "content": [part] * 4097}]}, "messages[0].content"),
-            (CHAT, {"messages": [{"role": "assistant", "tool_calls": [call] * 1025}]},
-             "messages[0].tool_calls"),
-            (CHAT, {"messages": [USER], "tools": [TOOL] * 1025}, "tools"),
-            (CHAT, {"messages": [USER], "chat_template_kwargs": {"a": [[]] * 500_000}},
-             "chat_template_kwargs"),
-        ):  # fmt: skip
-            answer = await http.post(path, body)
-            assert (answer.status, answer.error["param"]) == (400, param), answer.text
-            assert "more than 50,000" in answer.text or "at most" in answer.text
-        empty = router_pb2.GenerateRequest()
-        empty.chat.ParseFromString(b"\x0a\x00" * 200_000)
-        error = await refusal(d.client, empty)
-        assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
-        assert field_at_fault(error) == "chat.messages"
+async def test_more_than_is_taken_is_refused_by_its_field(d: Deployment, http: Http) -> None:
+    call = {"function": {"name": "f"}}
+    part = {"type": "text", "text": ""}
+    for path, body, param in (
+        (COMPLETIONS, {"prompt": [{}] * 500_000}, "prompt"),
+        (COMPLETIONS, {"prompt": ["x"] * 129}, "prompt"),
+        (CHAT, {"messages": [1] * 800_000}, "messages"),
+        (CHAT, {"messages": [USER] * 4097}, "messages"),
+        (CHAT, {"messages": [{**USER, "content": [part] * 4097}]}, "messages[0].content"),
+        (CHAT, {"messages": [{"role": "assistant", "tool_calls": [call] * 1025}]},
+         "messages[0].tool_calls"),
+        (CHAT, {"messages": [USER], "tools": [TOOL] * 1025}, "tools"),
+        (CHAT, {"messages": [USER], "chat_template_kwargs": {"a": [[]] * 500_000}},
+         "chat_template_kwargs"),
+    ):  # fmt: skip
+        answer = await http.post(path, body)
+        assert (answer.status, answer.error["param"]) == (400, param), answer.text
+        assert "more than 50,000" in answer.text or "at most" in answer.text
+    empty = router_pb2.GenerateRequest()
+    empty.chat.ParseFromString(b"\x0a\x00" * 200_000)
+    error = await refusal(d.client, empty)
+    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert field_at_fault(error) == "chat.messages"
 
 
 async def test_a_body_is_as_large_as_the_context_needs_or_the_setting_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    speaks: Speaks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with spoken(tmp_path, monkeypatch) as (d, http):
+    async with speaks() as (d, http):
         for context, limit in ((2048, 4 << 20), (200_000, 9_600_000), (10_000_000, 32 << 20)):
             monkeypatch.setattr(d.router.text, "max_model_len", context)
             description = (await http.call("GET", "/openapi.json")).json["info"]["description"]
@@ -72,7 +70,7 @@ async def test_a_body_is_as_large_as_the_context_needs_or_the_setting_says(
             answer = await http.call("POST", COMPLETIONS, b" " * (limit + 1))
             assert answer.status == 413
             assert f"more than {limit} bytes" in answer.text
-    async with spoken(tmp_path, monkeypatch, max_request_bytes=40_000) as (d, http):
+    async with speaks(max_request_bytes=40_000) as (d, http):
         assert (await http.post(COMPLETIONS, {"prompt": "x" * 40_000})).status == 413
         error = await refusal(d.client, router_pb2.GenerateRequest(text="x" * 40_000))
         assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -87,27 +85,24 @@ def test_choices_of_long_prompts_exist_one_at_a_time() -> None:
 
 
 async def test_large_requests_wait_in_the_tokenizer_s_line_and_small_ones_do_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    d: Deployment, http: Http
 ) -> None:
-    async with spoken(tmp_path, monkeypatch) as (d, http):
-        intake, gate = d.servers[0].intake, threading.Event()
-        holding = asyncio.create_task(intake.off_loop(gate.wait, None, 1))
-        large = [
-            asyncio.create_task(http.post(COMPLETIONS, {"prompt": "x" * 100_000})),
-            asyncio.create_task(refusal(d.client, router_pb2.GenerateRequest(text="x" * 100_000))),
-        ]
-        await d.until(lambda: intake.tokenizing.line.num_requests == 3)
-        assert (await http.post(COMPLETIONS, {"prompt": prompt_for("yes")})).status == 200
-        gate.set()
-        await holding
-        assert (await large[0]).status == 400
-        assert (await large[1]).code() is grpc.StatusCode.INVALID_ARGUMENT
+    intake, gate = d.servers[0].intake, threading.Event()
+    holding = asyncio.create_task(intake.off_loop(gate.wait, None, 1))
+    large = [
+        asyncio.create_task(http.post(COMPLETIONS, {"prompt": "x" * 100_000})),
+        asyncio.create_task(refusal(d.client, router_pb2.GenerateRequest(text="x" * 100_000))),
+    ]
+    await d.until(lambda: intake.tokenizing.line.num_requests == 3)
+    assert (await http.post(COMPLETIONS, {"prompt": prompt_for("yes")})).status == 200
+    gate.set()
+    await holding
+    assert (await large[0]).status == 400
+    assert (await large[1]).code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
-async def test_a_web_page_cannot_call_a_developer_s_loopback(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with spoken(tmp_path, monkeypatch, allowed_hosts=("LLM.test",)) as (_, http):
+async def test_a_web_page_cannot_call_a_developer_s_loopback(speaks: Speaks) -> None:
+    async with speaks(allowed_hosts=("LLM.test",)) as (_, http):
         for host in ("localhost", "LocalHost:8000", "127.0.0.1:1", "127.9.9.9", "[::1]:8000",
                      "llm.test:8000"):  # fmt: skip
             assert (await http.call("GET", "/health", headers={"host": host})).status == 200
@@ -124,12 +119,12 @@ async def test_a_web_page_cannot_call_a_developer_s_loopback(
 
 @pytest.mark.parametrize("is_open", [True, False])
 async def test_elsewhere_any_host_and_content_type_is_served(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_open: bool
+    speaks: Speaks, tmp_path: Path, is_open: bool
 ) -> None:
     (tmp_path / "tokens.yaml").write_text(f"red: {RED}\n")
     tokens = AuthConfig(str(tmp_path / "tokens.yaml"))
     changes = {"host": "0.0.0.0"} if is_open else {"auth": tokens}
-    async with spoken(tmp_path, monkeypatch, **changes) as (_, http):
+    async with speaks(**changes) as (_, http):
         headers = {"authorization": f"Bearer {RED}", "host": "llm.test", "Content-Type": "x/y"}
         answer = await http.call("POST", CHAT, {"messages": []}, headers)
         assert answer.error["param"] == "messages"

@@ -10,59 +10,49 @@ import pytest
 
 from baton.config.router import AuthConfig
 from tests.certificates import Authority
-from tests.router.deployment import deployment
-from tests.router.openai.spoken import CHAT, TURN, Http, saying, spoken
+from tests.router.deployment import Deployment, deployment
+from tests.router.openai.spoken import CHAT, TURN, Http, Speaks, saying
 from tests.router.secured import BLUE, RED, secured
 
 
-async def test_the_model_is_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with spoken(tmp_path, monkeypatch) as (_, http):
-        listed = (await http.call("GET", "/v1/models")).json
-        assert listed["object"] == "list"
-        (model,) = listed["data"]
-        assert (model["id"], model["object"], model["max_model_len"]) == ("tiny", "model", 2048)
-        assert (await http.call("GET", "/v1/models/tiny")).json == model
-        other = await http.call("GET", "/v1/models/a/b")
-        assert (other.status, other.error["code"]) == (404, "model_not_found")
+async def test_the_model_is_listed(http: Http) -> None:
+    listed = (await http.call("GET", "/v1/models")).json
+    assert listed["object"] == "list"
+    (model,) = listed["data"]
+    assert (model["id"], model["object"], model["max_model_len"]) == ("tiny", "model", 2048)
+    assert (await http.call("GET", "/v1/models/tiny")).json == model
+    other = await http.call("GET", "/v1/models/a/b")
+    assert (other.status, other.error["code"]) == (404, "model_not_found")
 
 
-async def test_prompts_and_chats_are_tokenized(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with spoken(tmp_path, monkeypatch) as (_, http):
-        text = (await http.post("/tokenize", {"prompt": "abc"})).json
-        assert text == {"count": 3, "max_model_len": 2048, "tokens": [97, 98, 99]}
-        messages = [{"role": "user", "content": "a"}, {"role": "tool", "content": "b"}]
-        chat = (await http.post("/tokenize", {"model": "tiny", "messages": messages})).json
-        assert bytes(chat["tokens"]).decode() == f"<user>a<tool>b{TURN}"
-        for body, param in (
-            ({}, "prompt"),
-            ({"prompt": "a", "messages": []}, "prompt"),
-            ({"prompt": ""}, "prompt"),
-            ({"messages": [{"role": "x", "content": ""}]}, "messages[0].role"),
-        ):
-            answer = await http.post("/tokenize", body)
-            assert (answer.status, answer.error["param"]) == (400, param)
+async def test_prompts_and_chats_are_tokenized(http: Http) -> None:
+    text = (await http.post("/tokenize", {"prompt": "abc"})).json
+    assert text == {"count": 3, "max_model_len": 2048, "tokens": [97, 98, 99]}
+    messages = [{"role": "user", "content": "a"}, {"role": "tool", "content": "b"}]
+    chat = (await http.post("/tokenize", {"model": "tiny", "messages": messages})).json
+    assert bytes(chat["tokens"]).decode() == f"<user>a<tool>b{TURN}"
+    for body, param in (
+        ({}, "prompt"),
+        ({"prompt": "a", "messages": []}, "prompt"),
+        ({"prompt": ""}, "prompt"),
+        ({"messages": [{"role": "x", "content": ""}]}, "messages[0].role"),
+    ):
+        answer = await http.post("/tokenize", body)
+        assert (answer.status, answer.error["param"]) == (400, param)
 
 
-async def test_embeddings_are_not_implemented(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with spoken(tmp_path, monkeypatch) as (_, http):
-        answer = await http.post("/v1/embeddings", {"input": "x"})
-        assert (answer.status, answer.error["code"]) == (501, "not_implemented")
+async def test_embeddings_are_not_implemented(http: Http) -> None:
+    answer = await http.post("/v1/embeddings", {"input": "x"})
+    assert (answer.status, answer.error["code"]) == (501, "not_implemented")
 
 
-async def test_the_document_names_every_endpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with spoken(tmp_path, monkeypatch) as (d, http):
-        document = (await http.call("GET", "/openapi.json")).json
-        paths = {route.path.replace(":path", "") for route in d.servers[0].http_app.routes}
-        assert document["paths"].keys() == paths
-        body = document["components"]["schemas"]["ChatBody"]
-        assert body["required"] == ["messages"]
-        assert {"tools", "stream_options", "seed", "top_k"} <= body["properties"].keys()
+async def test_the_document_names_every_endpoint(d: Deployment, http: Http) -> None:
+    document = (await http.call("GET", "/openapi.json")).json
+    paths = {route.path.replace(":path", "") for route in d.servers[0].http_app.routes}
+    assert document["paths"].keys() == paths
+    body = document["components"]["schemas"]["ChatBody"]
+    assert body["required"] == ["messages"]
+    assert {"tools", "stream_options", "seed", "top_k"} <= body["properties"].keys()
 
 
 async def test_a_router_is_ready_while_it_serves_and_healthy_before(
@@ -80,12 +70,10 @@ async def test_a_router_is_ready_while_it_serves_and_healthy_before(
         assert models["data"][0]["id"] == "tiny"
 
 
-async def test_two_tenants_are_told_apart_by_their_keys(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_two_tenants_are_told_apart_by_their_keys(speaks: Speaks, tmp_path: Path) -> None:
     tokens = tmp_path / "tokens.yaml"
     tokens.write_text(f"red: {RED}\nblue: {BLUE}\n")
-    async with spoken(tmp_path, monkeypatch, auth=AuthConfig(str(tokens))) as (d, http):
+    async with speaks(auth=AuthConfig(str(tokens))) as (d, http):
         messages = [{"role": "user", "content": saying("yes")}]
         body = {"messages": messages, "request_id": "same"}
         red, blue = ({"authorization": f"Bearer {token}"} for token in (RED, BLUE))
@@ -105,19 +93,17 @@ async def test_two_tenants_are_told_apart_by_their_keys(
             assert (await http.call("GET", path)).status == 200
 
 
-async def test_browsers_of_listed_origins_alone_may_call(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_browsers_of_listed_origins_alone_may_call(speaks: Speaks) -> None:
     asks = {
         "origin": "https://chat.example",
         "access-control-request-method": "POST",
         "access-control-request-headers": "authorization,content-type",
     }
     path, allowed = "/v1/chat/completions", "access-control-allow-origin"
-    async with spoken(tmp_path, monkeypatch) as (_, http):
+    async with speaks() as (_, http):
         assert allowed not in (await http.call("OPTIONS", path, headers=asks)).headers
     origins = ("https://chat.example",)
-    async with spoken(tmp_path, monkeypatch, http_origins=origins) as (_, http):
+    async with speaks(http_origins=origins) as (_, http):
         answer = await http.call("OPTIONS", path, headers=asks)
         assert (answer.status, answer.headers[allowed]) == (200, origins[0])
         said = await http.post(path, {"messages": []}, origin=origins[0])
@@ -127,11 +113,11 @@ async def test_browsers_of_listed_origins_alone_may_call(
 
 
 async def test_the_same_certificate_serves_http_and_changes_while_it_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    speaks: Speaks, tmp_path: Path
 ) -> None:
     authority = Authority(tmp_path)
     settings = {"tls": secured(tmp_path, authority)["tls"]}
-    async with spoken(tmp_path, monkeypatch, CHAT, **settings) as (_, http):
+    async with speaks(CHAT, **settings) as (_, http):
         http.tls = ssl.create_default_context(cafile=str(authority.ca))
         assert (await http.chat("yes")).status == 200
         other = Authority(tmp_path / "other")
