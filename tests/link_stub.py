@@ -9,7 +9,7 @@ from typing import Any
 from baton.identity.identity import Identity
 from baton.link.frames import LinkError, Method
 from baton.link.router_end import Call, Link, ask_once
-from baton.link.worker_end import LinkServer, Served
+from baton.link.worker_end import CallContext, LinkServer, Served
 from baton.v1 import worker_pb2
 from tests.identities import OPERATOR, ROUTER, WORKER
 
@@ -104,6 +104,15 @@ async def books_at(address: str) -> worker_pb2.CheckIntegrityResponse:
     books: worker_pb2.CheckIntegrityResponse
     books = await ask_once(address, OPERATOR, Method.CHECK_INTEGRITY, request, 10.0)
     return books
+
+
+ASK = worker_pb2.AttachRequest(request_id="r")
+
+
+async def attached(
+    request: worker_pb2.AttachRequest, context: CallContext
+) -> worker_pb2.AttachResponse:
+    return worker_pb2.AttachResponse(spec=worker_pb2.RequestSpec(request_id=request.request_id))
 
 
 class WorkerPort:

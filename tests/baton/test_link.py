@@ -23,10 +23,8 @@ from baton.status import abort, from_rpc_error
 from baton.unfinished import Unfinished
 from baton.v1 import worker_pb2
 from tests.identities import ROUTER
-from tests.link_stub import LinkStub, WorkerPort
+from tests.link_stub import ASK, LinkStub, WorkerPort, attached
 from tests.router.proxy import Proxy
-
-ASK = worker_pb2.AttachRequest(request_id="r")
 
 
 @asynccontextmanager
@@ -44,12 +42,6 @@ async def port(methods: Mapping[Method, Served]) -> AsyncIterator[str]:
     """The address of one."""
     async with served(methods) as one:
         yield one.address
-
-
-async def attached(
-    request: worker_pb2.AttachRequest, context: CallContext
-) -> worker_pb2.AttachResponse:
-    return worker_pb2.AttachResponse(spec=worker_pb2.RequestSpec(request_id=request.request_id))
 
 
 async def connect(address: str, keepalive_s: float = 5.0) -> Link:

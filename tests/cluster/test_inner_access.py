@@ -26,26 +26,19 @@ from baton.identity.keys import ROLES, Role
 from baton.link import frames
 from baton.link.frames import NONCE_BYTES, Hello, Kind, LinkError, Method
 from baton.link.router_end import Link, ask_once
-from baton.link.worker_end import CallContext, answers
-from baton.v1 import control_pb2, control_pb2_grpc, worker_pb2
+from baton.link.worker_end import answers
+from baton.v1 import control_pb2, control_pb2_grpc
 from cluster.registry.control_access import CALLERS, control_server, listen_at
 from cluster.registry.control_service import Changes, serve
 from tests.certificates import Authority, certified, link_folder
 from tests.cluster.attacker import SERVICE, own, refusal
 from tests.cluster.test_control_service import make_registry
 from tests.identities import OPERATOR, ROUTER, WORKER, identity
-from tests.link_stub import WorkerPort
+from tests.link_stub import ASK, WorkerPort, attached
 from tests.router.proxy import Proxy
 
-ASK = worker_pb2.AttachRequest(request_id="r")
 NAME = "decode-0/7"
 HEADER = struct.Struct("<IBI")
-
-
-async def attached(
-    request: worker_pb2.AttachRequest, context: CallContext
-) -> worker_pb2.AttachResponse:
-    return worker_pb2.AttachResponse(spec=worker_pb2.RequestSpec(request_id=request.request_id))
 
 
 @contextlib.asynccontextmanager

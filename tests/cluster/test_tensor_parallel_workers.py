@@ -48,21 +48,17 @@ def write_config(folder: Path, prefill_tp: int, decode_tp: int) -> Path:
 
 
 async def books_cover_a_rank_above_0(fleet: Fleet, worker_id: str) -> None:
+    async def problems() -> list[str]:
+        books = await asyncio.to_thread(books_of, fleet.control, fleet.address(worker_id))
+        return list(books.problems)
+
     (rank1,) = psutil.Process(fleet.processes[worker_id].pid).children()
-    assert (
-        list((await asyncio.to_thread(books_of, fleet.control, fleet.address(worker_id))).problems)
-        == []
-    )
+    assert not await problems()
     rank1.suspend()
-    (problem,) = (
-        await asyncio.to_thread(books_of, fleet.control, fleet.address(worker_id))
-    ).problems
+    (problem,) = await problems()
     assert problem.startswith("rank 1: it did not answer")
     rank1.resume()
-    assert (
-        list((await asyncio.to_thread(books_of, fleet.control, fleet.address(worker_id))).problems)
-        == []
-    )
+    assert not await problems()
 
 
 async def a_dead_rank_takes_its_replica_down(fleet: Fleet, worker_id: str) -> None:

@@ -343,19 +343,6 @@ def test_a_unit_that_dies_once_the_former_has_begun_to_go_says_so_and_stays(
     assert list(world.units) == ["xxxxx"]
 
 
-@pytest.mark.parametrize("wanted", [OLD, THIRD])
-def test_another_spec_ends_a_stranded_rollout_while_the_former_unit_serves(wanted: Unit) -> None:
-    world = gone_far()
-    world.units["xxxxx"].starts = False
-    assert {world.turn().state for _ in range(20)} == {State.STRANDED}
-    world.wanted = wanted
-    step = world.turn()
-    assert step.state is State.REPLACED
-    assert step.routes == (("bcdfg", 1.0), ("xxxxx", 0.0))
-    assert world.settle().state is State.SERVING
-    assert list(world.units) == [wanted.code]
-
-
 def test_a_further_change_replaces_the_unit_that_is_coming() -> None:
     world = changing(turns=10)
     assert set(world.units) == {"bcdfg", "hjkmn"}
