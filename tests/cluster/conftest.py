@@ -124,12 +124,13 @@ class DecodeLink:
         self._changed = asyncio.Condition()
         self._reader: asyncio.Task[None] | None = None
 
-    async def open(self) -> None:
+    async def open(self) -> DecodeLink:
         self._call = self.stub.session()
         await self._call.write(
             worker_pb2.SessionRequest(open=worker_pb2.OpenSession(router_id=self.router_id))
         )
         self._reader = asyncio.create_task(self._read())
+        return self
 
     async def close(self) -> None:
         if self._reader is not None:
@@ -365,8 +366,7 @@ async def pair(kit: Kit) -> AsyncIterator[Pair]:
         running_worker("prefill-0", Role.PREFILL) as prefill,
         running_worker("decode-0", Role.DECODE) as decode,
     ):
-        link = DecodeLink(decode.address, "router-a")
-        await link.open()
+        link = await DecodeLink(decode.address, "router-a").open()
         router = MiniRouter(prefill.address, link)
         yield Pair(prefill, decode, link, router)
         await router.close()

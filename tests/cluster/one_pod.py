@@ -59,8 +59,7 @@ async def streaming(
     monkeypatch.setenv("NODE_NAME", "node-a")
     (config := folder / "cluster.yaml").write_text(CONFIG)
     async with started(config) as fleet:
-        link = kit.decode_link(fleet.address("decode-0"), "router-a")
-        await link.open()
+        link = await kit.decode_link(fleet.address("decode-0"), "router-a").open()
         spec = kit.make_spec("last", 60)
         spec.sampling.max_tokens = num_tokens
         await link.reserve(spec)

@@ -30,8 +30,7 @@ def submission_of(wire: worker_pb2.RequestSpec) -> Submission:
 
 async def test_a_draining_worker_refuses_finishes_and_leaves(kit: Any) -> None:
     async with kit.running_worker("decode-8", Role.DECODE) as worker:
-        link = kit.decode_link(worker.address, "router-a")
-        await link.open()
+        link = await kit.decode_link(worker.address, "router-a").open()
         spec = kit.make_spec("last", 60)
         spec.sampling.max_tokens = 500
         await link.reserve(spec)
@@ -71,8 +70,7 @@ async def test_a_lease_that_is_served_already_is_refused_as_such_also_while_drai
         kit.running_worker("prefill-0", Role.PREFILL) as prefill,
         kit.running_worker("decode-0", Role.DECODE) as decode,
     ):
-        link = kit.decode_link(decode.address, "router-a")
-        await link.open()
+        link = await kit.decode_link(decode.address, "router-a").open()
         router = kit.mini_router(prefill.address, link)
         spec = kit.make_spec("x")
         lease = Lease.from_proto(await router.reserve(spec, prefill.info().ref))
@@ -145,8 +143,7 @@ async def test_a_drain_under_way_keeps_its_time_where_it_is_asked_for_again_with
     engine = dataclasses.replace(kit.engine, fake=slow)
     settings = WorkerSettings(heartbeat_s=0.05, metrics_port=None, drain_timeout_s=0.2)
     async with kit.running_worker("decode-9", Role.DECODE, engine, settings=settings) as worker:
-        link = kit.decode_link(worker.address, "router-a")
-        await link.open()
+        link = await kit.decode_link(worker.address, "router-a").open()
         spec = kit.make_spec("long", 60)
         spec.sampling.max_tokens = 200
         await link.reserve(spec)

@@ -202,8 +202,7 @@ async def test_a_worker_that_cannot_take_in_a_steps_events_ends_with_the_error_n
     async with serving(kit, Role.DECODE) as served:
         await served.worker.ready.wait()
         getattr(served.worker, part).on_events = fails
-        link = kit.decode_link(served.worker.address, "router-a")
-        await link.open()
+        link = await kit.decode_link(served.worker.address, "router-a").open()
         await link.reserve(kit.make_spec("any"))
         with pytest.raises(WorkerFailedError, match=r"_dispatch.* failed: ArithmeticError\("):
             await asyncio.wait_for(served.left, 10)

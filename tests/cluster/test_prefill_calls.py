@@ -99,8 +99,7 @@ async def test_a_mixed_worker_serves_both_roles(kit: Any) -> None:
         kit.running_worker("mixed-1", Role.MIXED) as second,
     ):
         for prefill, decode in ((first, second), (second, first)):
-            link = kit.decode_link(decode.address, "router-a")
-            await link.open()
+            link = await kit.decode_link(decode.address, "router-a").open()
             router = kit.mini_router(prefill.address, link)
             spec = kit.make_spec(f"to-{decode.info().ref.worker_id}", 80)
             assert await router.generate(spec, prefill.info().ref) == kit.oracle.tokens(spec)
@@ -155,8 +154,7 @@ async def test_a_second_attempt_gets_other_blocks_than_those_a_late_writer_still
         running_worker("prefill-1", Role.PREFILL) as sound,
         running_worker("decode-0", Role.DECODE, SMALL) as decode,
     ):
-        link = DecodeLink(decode.address, "router-a")
-        await link.open()
+        link = await DecodeLink(decode.address, "router-a").open()
         first_router, router = MiniRouter(lost.address, link), MiniRouter(sound.address, link)
         first, second = (make_spec("retried", 60, attempt=attempt) for attempt in (1, 2))
         given_up = await first_router.reserve(first, lost.info().ref)

@@ -201,8 +201,7 @@ async def test_an_orphan_runs_on_and_whoever_attaches_gets_everything_once(
     await pair.router.hand_off(spec, await pair.router.reserve(spec, pair.writer))
     await pair.link.until(lambda: len(pair.link.of("orphan").tokens) > 5)
     await pair.link.close()
-    other = kit.decode_link(pair.decode.address, "router-b")
-    await other.open()
+    other = await kit.decode_link(pair.decode.address, "router-b").open()
     ask = worker_pb2.AttachRequest(router_id="router-b", request_id="orphan", tenant="tenant")
     answer = await other.stub.attach(ask)
     assert answer.spec == spec
@@ -237,8 +236,7 @@ async def test_an_orphan_nobody_claims_is_aborted_in_time(kit: Any) -> None:
     async with kit.running_worker(
         "decode-9", Role.DECODE, decode=DecodeConfig(orphan_ttl_s=0.3)
     ) as worker:
-        link = kit.decode_link(worker.address, "router-a")
-        await link.open()
+        link = await kit.decode_link(worker.address, "router-a").open()
         spec = kit.make_spec("forgotten", 60)
         spec.sampling.max_tokens = 3900
         await link.reserve(spec)

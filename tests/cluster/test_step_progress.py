@@ -79,8 +79,7 @@ async def test_work_never_done_before_is_not_hung_and_work_that_was_is_found_hun
         running_worker("prefill-0", Role.PREFILL, TIMED) as prefill,
         running_worker("decode-0", Role.DECODE, TIMED) as decode,
     ):
-        link = DecodeLink(decode.address, "router-a")
-        await link.open()
+        link = await DecodeLink(decode.address, "router-a").open()
         router = MiniRouter(prefill.address, link)
 
         # A prefill worker's first prompt: steps that only opened handoffs came before it.

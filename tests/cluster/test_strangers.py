@@ -77,8 +77,7 @@ async def test_a_stranger_at_a_worker_and_the_control_service_is_refused_everyth
             serve(registry, Changes(), f"{host}:0", OPERATOR) as control,
             kit.running_worker("decode-0", Role.DECODE, host=host) as worker,
         ):
-            link = kit.decode_link(worker.address, "router-a")
-            await link.open()
+            link = await kit.decode_link(worker.address, "router-a").open()
             spec = kit.make_spec("victim", 60)
             spec.sampling.max_tokens = 400
             await link.reserve(spec)

@@ -85,8 +85,7 @@ async def test_unequal_widths_hand_over_the_oracles_tokens_and_a_dead_rank_takes
     async with started(write_config(tmp_path, prefill_tp, decode_tp)) as fleet:
         ranks = descendants() - before
         assert len(ranks) >= prefill_tp + decode_tp
-        link = kit.decode_link(fleet.address("decode-0"), "router-a")
-        await link.open()
+        link = await kit.decode_link(fleet.address("decode-0"), "router-a").open()
         router = kit.mini_router(fleet.address("prefill-0"), link)
         for length in (1, 8, 70):
             prompt = np.random.default_rng(length).integers(0, families.VOCAB, length)

@@ -63,8 +63,7 @@ async def test_probes_learn_whether_it_serves_and_nothing_else(kit: Any) -> None
         with contextlib.suppress(ConnectionError):
             assert await asyncio.wait_for(reader.read(), 10) == b""
         writer.close()
-        link = kit.decode_link(worker.address, "router-a")
-        await link.open()
+        link = await kit.decode_link(worker.address, "router-a").open()
         spec = kit.make_spec("last", 60)
         spec.sampling.max_tokens = 500
         await link.reserve(spec)

@@ -52,8 +52,7 @@ async def test_two_and_two_workers_hand_off_over_ucx_with_the_oracles_tokens(
 ) -> None:
     async def run(number: int) -> None:
         prefill, decode = f"prefill-{number % 2}", f"decode-{number // 2 % 2}"
-        link = kit.decode_link(fleet.address(decode), f"router-{number}")
-        await link.open()
+        link = await kit.decode_link(fleet.address(decode), f"router-{number}").open()
         router = kit.mini_router(fleet.address(prefill), link)
         spec = kit.make_spec(f"r{number}", 30 + 40 * number)
         assert await router.generate(spec, fleet.ref(prefill)) == kit.oracle.tokens(spec)
@@ -100,8 +99,7 @@ async def test_workers_serve_on_while_the_registry_is_gone_and_come_back_to_it(
         await fleet.until(lambda seen: [w.state for w in seen.workers] == [live])
         address = fleet.address("decode-0")
     try:
-        link = kit.decode_link(address, "router-a")
-        await link.open()
+        link = await kit.decode_link(address, "router-a").open()
         spec = kit.make_spec("alone", 60)
         await link.reserve(spec)
         await link.until(lambda: link.of("alone").finished)
@@ -129,8 +127,7 @@ async def test_a_drain_needs_no_registry_what_runs_finishes_and_the_worker_leave
             stack.push_async_callback(fleet.end)
             await fleet.start("decode", 0)
             await fleet.until(lambda seen: _states(seen) == [control_pb2.WORKER_STATE_LIVE])
-            link = kit.decode_link(fleet.address("decode-0"), "router-a")
-            await link.open()
+            link = await kit.decode_link(fleet.address("decode-0"), "router-a").open()
             stack.push_async_callback(link.close)
             spec = kit.make_spec("last", 60)
             spec.sampling.max_tokens = 1000  # three seconds and more

@@ -14,8 +14,7 @@ from tests.cluster.conftest import DecodeLink, MiniRouter, Pair, nothing_held, r
 @contextlib.asynccontextmanager
 async def linked(worker: Worker, router_id: str = "router-a/1") -> AsyncIterator[DecodeLink]:
     """A router's session with a decode worker."""
-    link = DecodeLink(worker.address, router_id)
-    await link.open()
+    link = await DecodeLink(worker.address, router_id).open()
     yield link
     await link.close()
 

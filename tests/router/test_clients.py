@@ -9,7 +9,6 @@ import weakref
 import grpc
 import grpc.aio
 import pytest
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.v1 import common_pb2, router_pb2, worker_pb2
 from tests.router.answers import (
@@ -390,22 +389,3 @@ async def test_an_adopted_request_survives_its_decode_worker() -> None:
         assert seen.ids + rest.ids == expected(PROMPT, 20)
         assert len(rest.migrated) == 1
         d.servers.pop(0)
-
-
-async def test_a_draining_router_finishes_what_runs_and_takes_nothing_new() -> None:
-    async with deployment() as d:
-        d.worker("d0").may_decode.clear()
-        asking = asyncio.create_task(d.client.ask(ask_for(PROMPT)))
-        await d.until(lambda: bool(d.worker("d0").runs))
-        stopping = asyncio.create_task(d.servers[0].stop(10.0))
-        health = health_pb2_grpc.HealthStub(d.client.channel)
-        watching = health.Watch(health_pb2.HealthCheckRequest())
-        async for check in watching:
-            if check.status == health_pb2.HealthCheckResponse.NOT_SERVING:
-                break
-        watching.cancel()
-        error = await refusal(d.client, ask_for("later"))
-        assert error.code() is grpc.StatusCode.UNAVAILABLE
-        d.worker("d0").may_decode.set()
-        assert_whole(await asking, PROMPT)
-        await stopping

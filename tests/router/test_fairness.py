@@ -19,6 +19,7 @@ from baton.errors import OverloadedError
 from baton.status import from_rpc_error
 from router import router
 from router.fleet.fleet import Fleet, ReportedLoad
+from router.placement.admission import Admission
 from router.placement.fairness import SWEEP_ABOVE, FairLine, FairShare
 from router.placement.placement import earliest_first_token_s
 from router.placement.ticket import Ticket
@@ -44,16 +45,21 @@ Request = tuple[str, int, int]
 """Its tenant, priority and tokens."""
 
 
+def full() -> tuple[ManualClock, Fleet, Admission]:
+    """A worker of each role, neither with room."""
+    clock = ManualClock(100.0)
+    fleet = fleet_of(facts("p0", True, False), facts("d0", False, True), clock=clock)
+    fleet.arrays.max_running[:] = 0
+    return clock, fleet, admission_of(fleet, clock)
+
+
 async def served_order(requests: list[Request]) -> list[str]:
     return [tenant for tenant, _, _ in await served(requests)]
 
 
 async def served(requests: list[Request], **grants: int) -> list[Request]:
     """Requests in the order in which they leave a line of one slot."""
-    clock = ManualClock(100.0)
-    fleet = fleet_of(facts("p0", True, False), facts("d0", False, True), clock=clock)
-    admission = admission_of(fleet, clock)
-    fleet.arrays.max_running[:] = 0
+    _, fleet, admission = full()
     order: list[Request] = []
 
     async def one(ticket: Ticket, request: Request) -> None:
@@ -108,10 +114,7 @@ async def test_a_tenant_pays_for_long_answers_as_they_come() -> None:
 
 
 async def test_those_in_line_are_tried_in_the_order_of_what_their_tenants_owe_by_then() -> None:
-    clock = ManualClock(100.0)
-    fleet = fleet_of(facts("p0", True, False), facts("d0", False, True), clock=clock)
-    admission = admission_of(fleet, clock)
-    fleet.arrays.max_running[:] = 0
+    clock, fleet, admission = full()
     tenants = ("long", "short", "none")
     waiting = [in_line(admission, prompt(10), 4, tenant=tenant) for tenant in tenants]
     await rounds(admission, clock, 0.25)
@@ -125,10 +128,7 @@ async def test_those_in_line_are_tried_in_the_order_of_what_their_tenants_owe_by
 
 
 async def test_an_answer_s_tokens_are_paid_once_by_who_comes_before_and_after_them() -> None:
-    clock = ManualClock(100.0)
-    fleet = fleet_of(facts("p0", True, False), facts("d0", False, True), clock=clock)
-    admission = admission_of(fleet, clock)
-    fleet.arrays.max_running[:] = 0
+    _, fleet, admission = full()
     tickets = [admission.ticket(prompt(10), 4, tenant="long")]
     waiting = [asyncio.create_task(place(admission, tickets[0]))]
     await asyncio.sleep(0)
@@ -146,12 +146,8 @@ async def test_an_answer_s_tokens_are_paid_once_by_who_comes_before_and_after_th
 
 
 async def test_what_is_refused_costs_its_tenant_nothing() -> None:
-    clock = ManualClock(100.0)
-    fleet = fleet_of(facts("p0", True, False), facts("d0", False, True), clock=clock)
-    prefill = entry_of(fleet, "p0")
-    fleet.report(prefill, ReportedLoad(prefill_tokens_per_s=100.0))
-    admission = admission_of(fleet, clock)
-    fleet.arrays.max_running[:] = 0
+    clock, fleet, admission = full()
+    fleet.report(entry_of(fleet, "p0"), ReportedLoad(prefill_tokens_per_s=100.0))
     first = in_line(admission, prompt(10), 4, 0, "other")
     await asyncio.sleep(0)
     before = admission.ticket(prompt(10), 4, 0, "hasty").rank[1]
