@@ -203,8 +203,7 @@ def test_broken_frames_harm_no_other_connection(frames: list[tuple[int, int, byt
         async with port({Method.ATTACH: answers(attached)}) as address:
             good = LinkStub(address)
             assert (await good.attach(ASK)).spec.request_id == "r"
-            host, _, number = address.rpartition(":")
-            _, stranger = await asyncio.open_connection(host, int(number))
+            _, stranger = await asyncio.open_connection(*address.split(":"))
             router = (await connect(address))._transport
             assert router is not None
             for kind, call, payload in frames:

@@ -57,8 +57,7 @@ async def test_probes_learn_whether_it_serves_and_nothing_else(kit: Any) -> None
         assert await asyncio.to_thread(probe, "/live") == (200, b"")
         for path in ("/", "/metrics", "/live/", "/live?verbose"):
             assert await asyncio.to_thread(probe, path) == (404, b"")
-        host, _, port = worker.health_address.rpartition(":")
-        reader, writer = await asyncio.open_connection(host, int(port))
+        reader, writer = await asyncio.open_connection(*worker.health_address.split(":"))
         writer.write(b"GET /live HTTP/1.1\r\n" + b"a: b\r\n" * 1000)
         with contextlib.suppress(ConnectionError):
             assert await asyncio.wait_for(reader.read(), 10) == b""

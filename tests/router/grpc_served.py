@@ -195,8 +195,7 @@ class RawClient:
     @classmethod
     @asynccontextmanager
     async def to(cls, address: str, window: int | None = None) -> AsyncIterator[RawClient]:
-        host, _, port = address.rpartition(":")
-        client = cls(*await asyncio.open_connection(host, int(port)))
+        client = cls(*await asyncio.open_connection(*address.split(":")))
         if window is not None:
             client.h2.local_settings.initial_window_size = window
             client.h2.local_settings.acknowledge()

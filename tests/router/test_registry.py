@@ -18,6 +18,16 @@ from tests.router.deployment import QUICK, Context, Registry
 from tests.router.proxy import Proxy
 
 
+@asynccontextmanager
+async def running(work: Coroutine[None, None, None]) -> AsyncIterator[None]:
+    task = asyncio.create_task(work)
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.wait({task})
+
+
 class MoodyRegistry(Registry):
     """Refuses to report the fleet while `refuses` is set."""
 
@@ -47,8 +57,7 @@ async def test_a_registry_that_does_not_answer_is_logged_once_and_again_when_it_
         num_lost += 1
 
     watch = FleetWatch(RegistryAccess(registry.address, QUICK, ROUTER), lambda *report: None, lost)
-    running = asyncio.create_task(watch.run())
-    try:
+    async with running(watch.run()):
         for losses in (0, 1):
             async with asyncio.timeout(10):
                 refused = registry.num_refused
@@ -63,10 +72,7 @@ async def test_a_registry_that_does_not_answer_is_logged_once_and_again_when_it_
         of = f"registry {registry.address}"
         refusal, back = ("WARNING", f"{of}: UNAVAILABLE: not yet"), ("INFO", f"{of}: connected")
         assert said[:4] == [refusal, back] * 2
-    finally:
-        running.cancel()
-        await asyncio.wait({running})
-        await registry.stop()
+    await registry.stop()
 
 
 CONFIG = replace(QUICK, keepalive_s=0.2, registry_silence_s=0.3)
@@ -82,16 +88,6 @@ async def registry_behind_proxy() -> AsyncIterator[tuple[Registry, Proxy]]:
     finally:
         await proxy.close()
         await registry.stop()
-
-
-@asynccontextmanager
-async def running(work: Coroutine[None, None, None]) -> AsyncIterator[None]:
-    task = asyncio.create_task(work)
-    try:
-        yield
-    finally:
-        task.cancel()
-        await asyncio.wait({task})
 
 
 async def until(condition: Callable[[], bool]) -> None:

@@ -18,6 +18,7 @@ from deploy.controller.manifests.identity import role_certificates
 from tests.certificates import Authority
 from tests.deploy.controller.clusters import OWNER, group_of, ray_of, routers_of, spec_of
 from tests.deploy.controller.scripted_api import kube_of, scripted
+from tests.deploy.controller.test_router_access import secrets_mounted
 from tests.deploy.controller.written import Server
 from tests.deploy.schemas import check_kubernetes
 
@@ -73,11 +74,7 @@ def test_a_pod_has_its_own_roles_identity_alone_where_its_process_looks_for_it(
     pods = {"operator": head, "worker": group_of(ray, "decode")["template"]["spec"],
             "router": routers_of(spec)["spec"]["template"]["spec"]}  # fmt: skip
     for role, pod in pods.items():
-        volumes = [each["secret"] for each in pod["volumes"] if "secret" in each]
-        assert volumes == [{"secretName": secret.format(role), "defaultMode": 0o440}]
-        (container,) = pod["containers"]
-        (mount,) = [it for it in container["volumeMounts"] if it["name"] == "identity"]
-        assert (mount["mountPath"], mount["readOnly"]) == (f"/etc/baton/identity/{role}", True)
+        assert secrets_mounted(pod) == {f"/etc/baton/identity/{role}": secret.format(role)}
     asked = head["containers"][0]["readinessProbe"]
     assert ("grpc" in asked) == (tls is None), "kubelet has no certificate"
     for role in ROLES:

@@ -72,11 +72,10 @@ def test_probes_which_speak_no_tls_ask_at_a_port_that_serves_health_alone(
         assert asked <= {port["containerPort"] for port in container["ports"]}
 
 
-def test_without_tls_and_tokens_the_routers_identity_alone_is_mounted() -> None:
+def test_without_tls_and_tokens_routers_ask_for_neither() -> None:
     spec = spec_of()
     settings = router_settings(spec)
     assert (settings.tls, settings.auth) == (None, None)
-    assert secrets_mounted(pod_of(spec)) == {"/etc/baton/identity/router": "main-identity-router"}
     assert router_certificate(OWNER, spec.router) is None
 
 

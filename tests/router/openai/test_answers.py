@@ -234,8 +234,7 @@ async def test_a_client_that_goes_ends_its_requests_unless_it_named_them(
     worker = d.worker("d0")
     for fields, is_kept in (({}, False), ({"n": 2}, False), ({"request_id": "mine"}, True)):
         worker.may_decode.clear()
-        host, _, port = http.address.rpartition(":")
-        _, writer = await asyncio.open_connection(host, int(port))
+        _, writer = await asyncio.open_connection(*http.address.split(":"))
         body = body_of(fields)
         writer.write(
             b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"

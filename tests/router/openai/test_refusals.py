@@ -187,8 +187,7 @@ HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: appli
 
 async def raw(http: Http, *parts: bytes) -> bytes:
     """What comes back until the connection is closed."""
-    host, _, port = http.address.rpartition(":")
-    reader, writer = await asyncio.open_connection(host, int(port))
+    reader, writer = await asyncio.open_connection(*http.address.split(":"))
     try:
         for part in parts:
             writer.write(part)
