@@ -9,9 +9,7 @@ import threading
 import grpc
 import grpc.aio
 import pytest
-from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_status import rpc_status
 
 from baton.v1 import common_pb2, router_pb2
 from router.request.alarm import Alarm
@@ -72,24 +70,6 @@ async def test_an_unreadable_message_is_the_caller_s_mistake_and_harms_no_one(
         ours = [record for record in traces if record.name.startswith(("router", "baton"))]
         assert not ours, "nothing is logged as a fault of the router's"
         assert not [trace for trace in traces if "servicer method" in trace.getMessage()]
-
-
-async def test_a_full_queue_refuses_with_the_time_to_wait() -> None:
-    async with deployment(max_queue=1, overload_retry_s=1.5) as d:
-        d.worker("d0").faults.reject = []
-        d.router.fleet.arrays.max_running[:] = 0  # no room anywhere
-        waiting = asyncio.create_task(d.client.ask(ask_for(PROMPT)))
-        await d.until(lambda: len(d.router.admission) == 1)
-        error = await refusal(d.client, ask_for(PROMPT))
-        assert error_reason(error) == "OVERLOADED"
-        status = rpc_status.from_call(error)  # type: ignore[arg-type]
-        assert status is not None
-        retry = error_details_pb2.RetryInfo()
-        assert any(detail.Unpack(retry) for detail in status.details)
-        assert retry.retry_delay.ToMilliseconds() == 1500
-        d.router.fleet.arrays.max_running[:] = 8
-        d.router.admission.kick()
-        assert_whole(await waiting, PROMPT)
 
 
 @pytest.mark.parametrize(("prefill", "decode", "missing"), [(1, 0, "decode"), (0, 1, "prefill")])
