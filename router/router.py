@@ -18,6 +18,7 @@ from contextlib import AsyncExitStack
 from functools import partial
 
 from baton.clock import Clock, Timer
+from baton.config.router import TenantLimits
 from baton.errors import AlreadyExistsError, NotFoundError, ShuttingDownError
 from baton.v1 import control_pb2, router_pb2
 from router.fleet.fleet import Fleet
@@ -38,7 +39,7 @@ from router.request.output import Finished, FinishReason, OutputReader
 from router.request.request_run import SHUTTING_DOWN, RequestRun
 from router.request.run_parts import Arrival, RunParts, ServedModel, Sought, key_of, wire_id
 from router.request.search import is_kept
-from router.request.validate import ParsedRequest, RequestLimits, body_digest
+from router.request.validate import NO_LIMITS, ParsedRequest, RequestLimits, body_digest
 
 log = logging.getLogger(__name__)
 
@@ -299,7 +300,7 @@ class Router:
         longest = self.fleet.kinds.longest_request
         return self.text.max_model_len if longest in (None, NO_BOUND) else longest
 
-    def request_limits(self) -> RequestLimits:
+    def request_limits(self, tenant: TenantLimits = NO_LIMITS) -> RequestLimits:
         decodes = [entry.facts for entry in self.fleet if entry.facts.can_decode]
         longest = max(decodes, key=lambda facts: facts.longest_request, default=None)
         by_memory = longest is not None and longest.is_bound_by_memory
@@ -307,6 +308,7 @@ class Router:
             max_model_len=self.max_model_len() or NO_BOUND,
             model_context=self.text.max_model_len if by_memory else None,
             model_names=(self.model.name,),
+            tenant=tenant,
         )
 
     def report(self) -> control_pb2.ReportRouterRequest:

@@ -28,17 +28,15 @@ class Gate:
         """`intake` None: messages are as large as the server takes, and read at once."""
         self._callers, self._intake = callers, intake
 
-    def admitted(self, path: str, metadata: Iterable[tuple[str, str | bytes]]) -> str | None:
-        """The caller's tenant; None: any. Raises UnauthenticatedError."""
-        if self._callers is None or self.is_open(path):
-            return None
-        return self._callers.tenant_of(metadata)
-
     def is_open(self, path: str) -> bool:
         return path.startswith(_HEALTH)
 
-    def max_bytes(self, path: str) -> int | None:
-        if self.is_open(path):
+    def admitted(self, metadata: Iterable[tuple[str, str | bytes]]) -> str | None:
+        """The caller's tenant; None: any. Raises UnauthenticatedError."""
+        return None if self._callers is None else self._callers.tenant_of(metadata)
+
+    def max_bytes(self, is_open: bool) -> int | None:
+        if is_open:
             return _MAX_HEALTH_BYTES
         return None if self._intake is None else self._intake.door.max_request_bytes
 

@@ -105,11 +105,16 @@ class _CallEndedError(Exception):
 
 def _message(deserialize: Any, data: bytes) -> Any:
     """Raises InvalidRequestError."""
-    check_message(data, deserialize.__self__.DESCRIPTOR)
     try:
         return deserialize(data)
     except DecodeError as error:
         raise InvalidRequestError(f"unreadable message: {error}") from error
+
+
+def _large_message(deserialize: Any, data: bytes) -> Any:
+    """Raises InvalidRequestError."""
+    check_message(data, deserialize.__self__.DESCRIPTOR)
+    return _message(deserialize, data)
 
 
 class Feed(ABC):
@@ -153,13 +158,13 @@ class Methods:
 class Admission(Protocol):
     """Who may call what."""
 
-    def admitted(self, path: str, metadata: Iterable[tuple[str, str | bytes]]) -> str | None:
-        """The caller's tenant; None: any. Raises UnauthenticatedError."""
-
     def is_open(self, path: str) -> bool:
         """Whether anyone may call it."""
 
-    def max_bytes(self, path: str) -> int | None:
+    def admitted(self, metadata: Iterable[tuple[str, str | bytes]]) -> str | None:
+        """The tenant of who calls what is not open; None: any. Raises UnauthenticatedError."""
+
+    def max_bytes(self, is_open: bool) -> int | None:
         """Of a message that comes in; None: as many as the server takes."""
 
     async def off_loop(self, work: Callable[[], T], tenant: str | None, num_bytes: int) -> T:
@@ -265,13 +270,13 @@ class Call:
                 raise _CallEndedError(StatusCode.INTERNAL, "grpc-timeout cannot be read")
             left_s = int(found[1]) * _UNITS_S[found[2]]
             self._timer = self._loop.call_later(left_s, self._on_deadline)
-        metadata = metadata_of(headers)
-        self.tenant = self._admission.admitted(path, metadata)
         self.is_open = self._admission.is_open(path)
+        if not self.is_open:
+            self.tenant = self._admission.admitted(metadata_of(headers))
         self._handler = methods.find(wire_path)
         if self._handler is None:
             raise _CallEndedError(StatusCode.UNIMPLEMENTED, "Method not found!")
-        most = self._admission.max_bytes(path)
+        most = self._admission.max_bytes(self.is_open)
         if most is not None:
             self._max_received = min(most, self._max_bytes)
         encoding = fields.get(b"grpc-encoding", b"identity")
@@ -364,10 +369,11 @@ class Call:
     async def _read(self, data: bytes) -> Any:
         """Raises InvalidRequestError, PermissionDeniedError, and what `off_loop` does."""
         assert self._handler is not None
-        reading = functools.partial(_message, self._handler.request_deserializer, data)
+        deserialize = self._handler.request_deserializer
         if len(data) <= AT_ONCE_BYTES:
-            message = reading()
+            message = _message(deserialize, data)
         else:
+            reading = functools.partial(_large_message, deserialize, data)
             message = await self._admission.off_loop(reading, self.tenant, len(data))
         self._admission.confine(message, self.tenant)
         return message

@@ -11,7 +11,6 @@ is only being tokenized. A request that the router named is aborted at once, at 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
@@ -174,7 +173,7 @@ class Intake:
     async def _read(self, router: Router, request: router_pb2.GenerateRequest) -> ParsedRequest:
         model = router.text
         own = self.callers.limits_of(request.tenant) if self.callers else router.config.limits
-        limits = dataclasses.replace(router.request_limits(), tenant=own)
+        limits = router.request_limits(own)
         has_ids = request.HasField("token_ids")
         is_small = request.ByteSize() <= (IDS_AT_ONCE_BYTES if has_ids else TEXT_AT_ONCE_BYTES)
         # A template and a grammar are programs: no length says what they cost.
