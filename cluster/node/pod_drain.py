@@ -205,7 +205,7 @@ class WorkerDrain:
         except ConnectionRefusedError:
             return f"its process ends (before: {self._ran})" if self._ran else "it ends"
         except (LinkError, OSError, TimeoutError) as error:
-            return f"no answer: {error}"
+            return f"no answer: {error}" if str(error) else "no answer"
         self._ran = (
             f"{load.num_running} running, {load.num_waiting} waiting, "
             f"{load.num_reserved} whose KV is in transfer"
