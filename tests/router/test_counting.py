@@ -34,12 +34,20 @@ def test_too_many_values_name_the_member_that_holds_them(item: str) -> None:
         check_json(many.encode())
 
 
+def test_token_ids_are_too_many_beyond_300_000() -> None:
+    check_json(json.dumps({"prompt": [1234567] * 299_000}).encode())
+    with pytest.raises(InvalidRequestError, match=r"^prompt: more than 50,000 values"):
+        check_json(json.dumps({"prompt": [1234567] * 301_000}).encode())
+
+
 def test_what_clients_send_passes() -> None:
     schema = {"type": "object", "properties": {f"p{n}": {"type": "string"} for n in range(50)}}
     for body in (
         {"prompt": ['{"a": [1, 2, 3]}, ' * 1700] * 128},
         {"messages": [{"role": "user", "content": "\\ é\n" * 200}] * 4096},
-        {"prompt": [list(range(2000))] * 128, "tools": [{"parameters": schema}] * 40},
+        {"prompt": [list(range(2000))] * 128},
+        {"messages": [{"role": "user"}] * 4096, "tools": [{"parameters": schema}] * 40},
+        {"prompt": list(range(1 << 18))},
     ):
         check_json(json.dumps(body).encode())
     request = router_pb2.GenerateRequest()
