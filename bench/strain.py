@@ -35,6 +35,7 @@ import uvloop
 from baton.config.cluster import ClusterConfig, ControlConfig, PoolConfig
 from baton.config.engine import EngineConfig, FakeEngineConfig
 from baton.config.router import RouterConfig
+from baton.interpreter import share_interpreter
 from baton.v1 import router_pb2, router_pb2_grpc
 from bench.clients import GrpcClient, Load, run
 from bench.floods import FLOODS
@@ -256,7 +257,9 @@ BODIES = {
     "nothing": b"",
     "prompt: [{},": full('{"prompt": [', "{}"),
     "prompt: [[],": full('{"prompt": [', "[]"),
-    "prompt: 380,000 ids": full('{"prompt": [', "1234567"),
+    "prompt: 375,000 ids": full('{"prompt": [', "1234567"),
+    "prompt: 273,000 ids": full('{"prompt": [', "1234567   "),
+    "stop: 36,000 strings": full('{"prompt": "", "stop": [', f'"{"a" * 80}"'),
     "prompt: escapes": full('{"prompt": "', "\\n" * 500, '"}'),
     "messages: [1,": full('{"messages": [', "1"),
     "template's variables": full('{"messages": [], "chat_template_kwargs": {"a": [', "[]", "]}}"),
@@ -370,6 +373,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.strain")
     parser.add_argument("--rounds", type=int, default=3)
     rounds = parser.parse_args().rounds
+    share_interpreter()  # else the clients' own threads make each other wait
     os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
     head = describe(f"python -m bench.strain --rounds {rounds}")
     with local.up(tenants_cluster(), on_progress=progress) as cluster:

@@ -14,8 +14,8 @@ import uvloop
 from baton.config.cluster import ClusterConfig, load_config
 from baton.config.router import RouterConfig
 from baton.errors import ConfigError
-from baton.heap import freeze_heap
 from baton.identity.identity import open_identity
+from baton.interpreter import freeze_heap, share_interpreter
 from router.door.access import Callers
 from router.door.door import Door
 from router.door.listening import split_address
@@ -41,6 +41,7 @@ async def serve(config: ClusterConfig, control: str, listen: str) -> int:
 
     A second signal cuts the drain short. Returns the exit status: 1 after a fault.
     """
+    share_interpreter()
     own = open_identity(config.internal, "router")
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # clients' connections are files

@@ -23,6 +23,7 @@ from multiprocessing.connection import Connection
 import uvloop
 
 from baton.config.transfer import TransferConfig
+from baton.interpreter import share_interpreter
 from cluster.preflight.machine import Check, Wanted, failure, ok, warning
 from engine.api import LocalDeviceMemory
 from kv_transfer.errors import TransferError
@@ -44,7 +45,6 @@ from kv_transfer.ucx.transport import UcxTransport
 
 _BLOCK_SIZE = 16
 _FINGERPRINT = b"lone"
-_SWITCH_INTERVAL_S = 0.0002  # as in a worker's process
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class LoneRank:
     """Memory, sink, lease table and exporter. Create it on a running event loop."""
 
     def __init__(self, name: str, shape: MemoryShape, config: TransferConfig) -> None:
-        sys.setswitchinterval(_SWITCH_INTERVAL_S)
+        share_interpreter()
         self.on_admitted: Callable[[], None] = lambda: None
         """Called on the event loop when a handoff has arrived."""
         tensor = TensorSpec("kv", 1, shape.block_bytes // _BLOCK_SIZE // 2, "bfloat16")

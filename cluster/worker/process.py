@@ -11,7 +11,6 @@ import dataclasses
 import logging
 import os
 import socket
-import sys
 import threading
 import time
 import traceback
@@ -24,6 +23,7 @@ from typing import Any
 
 import uvloop
 
+from baton.interpreter import share_interpreter
 from cluster.errors import one_line
 from cluster.node.pod import Pod
 from cluster.worker.config import (
@@ -79,11 +79,6 @@ def set_up_logging(level: str, file: Path | None = None) -> None:
     logging.basicConfig(level=level.upper(), format=_LOG_FORMAT, force=True, filename=file)
 
 
-# The engine's thread, the event loop and gRPC's threads share the GIL. A token passes all three,
-# and each pass may cost one interval. The default of 5 ms would be several decode steps.
-_SWITCH_INTERVAL_S = 0.0002
-
-
 async def serve_worker(
     config: WorkerConfig,
     position: RankPosition,
@@ -95,7 +90,7 @@ async def serve_worker(
 
     The worker owns the event loop: an error in a callback of Baton's code fails the worker.
     """
-    sys.setswitchinterval(_SWITCH_INTERVAL_S)
+    share_interpreter()
     rank = await asyncio.to_thread(build_rank, config, position, on_fatal)
     try:
         worker = Worker(config, rank)

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, cast
 from baton.config.engine import AUTO, Dtype, EngineConfig
 from baton.control_client import ControlClient
 from baton.errors import NotFoundError, UnavailableError
-from baton.heap import freeze_heap
 from baton.identity.identity import open_identity
+from baton.interpreter import freeze_heap
 from cluster.worker.config import RankPosition, WorkerConfig
 from engine.api import ModelSpec, Runner
 from engine.build import (

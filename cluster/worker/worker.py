@@ -24,8 +24,8 @@ from typing import Any
 
 from baton.clock import LoopClock
 from baton.errors import OtherModelError
-from baton.heap import freeze_heap
 from baton.identity.identity import open_identity
+from baton.interpreter import freeze_heap
 from baton.link.frames import link_name
 from baton.link.worker_end import LinkServer
 from baton.model_folder import find_text_files

@@ -156,25 +156,25 @@ class Admission:
             raise self._full()
         session = (tenant, session_id) if session_id else None
         ticket = Ticket(rank, prompt, max_new_tokens, max_new_tokens, tenant, priority)
-        ticket.session, ticket.overtaken, ticket.charged = session, overtaken, charged
+        ticket.session, ticket.charged = session, charged
         ticket.deadline_s, ticket.uncached_tokens = deadline_s, len(prompt)
         self._shares.charge(tenant, ticket.charged)
         return ticket
 
-    def _overtaken(self, tenant: str, priority: int) -> list[Ticket]:
-        """A tenant's requests in line that a new one of this priority goes before."""
+    def _overtaken(self, tenant: str, priority: int, before: float = math.inf) -> list[Ticket]:
+        """A tenant's requests in line, of those that arrived `before`, that one of this priority
+        goes before."""
         if priority >= self._least_urgent:
             return []
-        own = (ticket for ticket in self._waiting if ticket.tenant == tenant)
+        own = (t for t in self._waiting if t.tenant == tenant and t.rank[2] < before)
         return [t for t in own if t.priority > priority and not t.was_placed]
 
     def _put_back(self, tickets: Sequence[Ticket], work: int) -> None:
-        """Let those of them that are still in line wait for so much more work."""
-        waiting = [t for t in tickets if t.answer is not None and not t.was_placed]
-        for ticket in waiting:
+        """Let them wait for so much more work."""
+        for ticket in tickets:
             urgency, stamp, arrival = ticket.rank
             ticket.rank = (urgency, stamp + work, arrival)
-        if waiting:
+        if tickets:
             self._waiting.sort(key=lambda ticket: ticket.rank)
 
     def emitted(self, tenant: str, num_before: int, num_after: int) -> None:
@@ -248,8 +248,9 @@ class Admission:
     def _refund(self, ticket: Ticket) -> None:
         if not ticket.was_placed:
             self._shares.refund(ticket.tenant, ticket.charged)
-            self._put_back(ticket.overtaken, -ticket.charged)
-            ticket.overtaken = ()
+            overtaken = self._overtaken(ticket.tenant, ticket.priority, ticket.rank[2])
+            self._put_back(overtaken, -ticket.charged)
+            ticket.charged = 0
 
     def _refuse(self, ticket: Ticket, error: BatonError) -> None:
         self._remove(ticket)
@@ -366,7 +367,7 @@ class Admission:
         return min(POLL_S, float(min(holds[holds > 0], default=POLL_S)))
 
     def _book(self, ticket: Ticket, placement: Placement, now: float) -> Placed:
-        ticket.was_placed, ticket.overtaken = True, ()
+        ticket.was_placed = True
         self._shares.served(ticket.rank[1])
         return self._placing.book(ticket, placement, now)
 

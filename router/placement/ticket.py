@@ -74,8 +74,6 @@ class Ticket:
     tenant: str = field(compare=False, default="")
     priority: int = field(compare=False, default=0)
     """Among its tenant's own requests, lowest first."""
-    overtaken: Sequence[Ticket] = field(compare=False, default=())
-    """Its tenant's requests that were in line and wait for this one too."""
     session: tuple[str, str] | None = field(compare=False, default=None)
     """Its tenant and session id; None: it is of no session."""
     charged: int = field(compare=False, default=0)

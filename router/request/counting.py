@@ -17,7 +17,7 @@ from baton.errors import InvalidRequestError
 AT_ONCE_BYTES = 32 << 10
 """What has no more is read on the event loop, and not counted."""
 MAX_VALUES = 50_000
-"""Of JSON, where whole numbers in a row count as an eighth each; fields of a protobuf message."""
+"""Of JSON, where whole numbers in a row count as a sixth each; fields of a protobuf message."""
 
 _KINDS = bytes.maketrans(b"0123456789{.eE[:", b"0000000000vvvvww")
 
@@ -27,7 +27,7 @@ def check_json(data: bytes, field: str | None = None) -> None:
     holds them."""
     if len(data) <= AT_ONCE_BYTES:
         return
-    left, depth, text, member = MAX_VALUES * 8, 0, b"", ""
+    left, depth, text, member = MAX_VALUES * 6, 0, b"", ""
     bare = data.replace(b"\\\\", b"").replace(b'\\"', b"")
     for number, piece in enumerate(bare.split(b'"', 2 * MAX_VALUES)):
         if number % 2:
@@ -42,10 +42,10 @@ def check_json(data: bytes, field: str | None = None) -> None:
 
 
 def _cost(kinds: bytes) -> int:
-    """In eighths of a value. A list costs the garbage collector, a key a hash; no token id has
+    """In sixths of a value. A list costs the garbage collector, a key a hash; no token id has
     eight digits."""
-    cost = 8 * (kinds.count(b"v") + kinds.count(b",") + kinds.count(b"00000000"))
-    return cost + 16 * kinds.count(b"w") - 7 * kinds.count(b"0,")
+    cost = 6 * (kinds.count(b"v") + kinds.count(b",") + kinds.count(b"00000000"))
+    return cost + 12 * kinds.count(b"w") - 5 * kinds.count(b"0,")
 
 
 def check_message(data: bytes, kind: Descriptor) -> None:

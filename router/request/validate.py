@@ -8,7 +8,8 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Callable, Collection
+from array import array
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -167,6 +168,7 @@ def encode_prompt(
     """Token ids of a request's prompt, [num_prompt_tokens] uint32, in the vocabulary and at least
     one; read-only."""
     kind = request.WhichOneof("prompt")
+    ids: Sequence[int]
     if request.ByteSize() > limits.max_bytes:  # seconds and gigabytes to tokenize, for nothing
         raise InvalidRequestError(
             f"the request has {request.ByteSize()} bytes; at most {limits.max_bytes} are taken for"
@@ -186,12 +188,12 @@ def encode_prompt(
         ids = model.encode(request.text)
     else:
         assert isinstance(request, router_pb2.GenerateRequest)
-        if len(request.token_ids.ids) >= limits.max_model_len:  # a list of millions takes long
-            raise _too_long("prompt", len(request.token_ids.ids), 1, limits)
-        ids = list(request.token_ids.ids)
+        ids = request.token_ids.ids
+    if isinstance(request, router_pb2.GenerateRequest) and len(ids) >= limits.max_model_len:
+        raise _too_long("prompt", len(ids), 1, limits)
     if not ids:
         raise InvalidRequestError(f"{kind}: the prompt is empty", field=kind)
-    token_ids = np.array(ids, dtype=np.uint32)
+    token_ids = np.array(array("I", ids))  # a third of the time that a list takes NumPy
     token_ids.flags.writeable = False
     outside = np.flatnonzero(token_ids >= model.vocab_size)
     if len(outside):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import json
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +15,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from baton.errors import ConfigError, InvalidRequestError
+from router.text.token_search import TokenSearch
 
 # Unicode noncharacters: never part of a text that is meant for interchange.
 _MARKS = [chr(code) for code in range(0xFDD0, 0xFDF0)]
@@ -99,8 +99,7 @@ class ChatTemplate:
         except _REFUSALS as error:
             raise ConfigError(f"chat template: cannot be compiled: {error!r}") from error
         self._special_tokens = dict(special_tokens)
-        longest_first = sorted((t for t in guarded_tokens if len(t) > 1), key=len, reverse=True)
-        self._guarded = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+        self._guarded = TokenSearch([token for token in guarded_tokens if len(token) > 1])
 
     def render(self, conversation: Conversation) -> tuple[str, str | None]:
         """The text up to where the assistant begins, and the mark in it (None: no mark was needed).
@@ -133,7 +132,7 @@ class ChatTemplate:
         return text, mark
 
     def _choose_mark(self, texts: Sequence[str]) -> str | None:
-        if not any(self._guarded.search(text) for text in texts):
+        if not any(self._guarded.first(text) for text in texts):
             return None
         for mark in _MARKS:
             if not any(mark in text for text in texts):
@@ -160,7 +159,7 @@ class ChatTemplate:
         """Break every special token after its first character; tokens may overlap."""
         start = 0
         pieces = []
-        while match := self._guarded.search(content, start):
+        while match := self._guarded.first(content, start):
             pieces.append(content[start : match.start() + 1])
             start = match.start() + 1
         pieces.append(content[start:])

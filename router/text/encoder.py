@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import functools
 import json
-import re
 import sys
 import threading
 from collections import OrderedDict
 
 from tokenizers import AddedToken, Tokenizer
+
+from router.text.token_search import TokenSearch
 
 CACHE_BYTES = 64 << 20
 STAND_IN = "\ufdef"  # a Unicode noncharacter: not part of a text that is meant for interchange
@@ -58,8 +59,11 @@ def _encoded(tokenizer: Tokenizer, text: str, add_special_tokens: bool = False) 
     not, and takes a third of the time; but it wakes a thread, for which a short text does not pay.
     """
     if len(text) <= _SHORT_CHARS:
-        return list(tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
-    return list(tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
+        encoding = tokenizer.encode(text, add_special_tokens=add_special_tokens)
+    else:
+        encoding = tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
+    ids: list[int] = encoding.ids  # a new one each time
+    return ids
 
 
 class _StandIns:
@@ -103,8 +107,7 @@ class SegmentEncoder:
         self._literal.encode_special_tokens = True
         self._added = tokenizer.get_added_tokens_decoder()
         self._ids = {t.content: token_id for token_id, t in self._added.items() if t.special}
-        longest_first = sorted(self._ids, key=len, reverse=True)
-        self._special = re.compile(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})")
+        self._special = TokenSearch(self._ids)
         self._segmentable = _is_segmentable(tokenizer)
         self._cache = _SegmentCache(cache_bytes)
         self._prefix, self._suffix = self._surroundings()

@@ -27,9 +27,11 @@ def test_what_stands_in_texts_does_not_count(texts: list[str], is_ascii: bool) -
         check_json(json.dumps(body, ensure_ascii=is_ascii).encode())
 
 
-@pytest.mark.parametrize("item", ["{}", "[]", '""', "1.5", '{"a":1}', "9" * 20, "true", "[1,2]"])
+@pytest.mark.parametrize(
+    "item", ["{}", "[]", '""', "1.5", '{"a":1}', "9" * 20, "true", "[1,2]", "1234567"]
+)
 def test_too_many_values_name_the_member_that_holds_them(item: str) -> None:
-    many = f'{{"model":"x","prompt":[{",".join([item] * 150_000)}],"n":1}}'
+    many = f'{{"model":"x","prompt":[{",".join([item] * 301_000)}],"n":1}}'
     with pytest.raises(InvalidRequestError, match=r"^prompt: more than 50,000 values"):
         check_json(many.encode())
 
@@ -39,7 +41,9 @@ def test_what_clients_send_passes() -> None:
     for body in (
         {"prompt": ['{"a": [1, 2, 3]}, ' * 1700] * 128},
         {"messages": [{"role": "user", "content": "\\ é\n" * 200}] * 4096},
-        {"prompt": [list(range(2000))] * 128, "tools": [{"parameters": schema}] * 40},
+        {"prompt": [list(range(2000))] * 128},
+        {"messages": [{"role": "user"}] * 4096, "tools": [{"parameters": schema}] * 40},
+        {"prompt": [1234567] * 299_000},
     ):
         check_json(json.dumps(body).encode())
     request = router_pb2.GenerateRequest()

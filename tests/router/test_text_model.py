@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import tracemalloc
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from hypothesis import given, settings
@@ -13,8 +15,9 @@ from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
 from baton.errors import ConfigError, InvalidRequestError
-from router.text import Conversation, TextModel, chat_template
+from router.text import Conversation, TextModel, chat_template, token_search
 from router.text.encoder import SegmentEncoder
+from router.text.token_search import TokenSearch
 from tests.baton.small_hub import fill_cache
 from tests.router.text_fixtures import (
     CHAT_TOKENS,
@@ -47,6 +50,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pair]:
     return result
 
 
+SPECIAL = ["<s>", "</s>", "<", "<|a|>", "<|ab|>", "<|ab", "[1]", "[12]", "|>", "a.b", "é" * 300]
 DEEP = '{"a": ' * 100_000
 RECURSIVE = "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}"
 
@@ -79,6 +83,19 @@ def test_a_chat_is_encoded_as_transformers_does(
     turns = [said(roles[index % 2], content) for index, content in enumerate(contents)]
     expected = reference.apply_chat_template(turns, add_generation_prompt=True, return_dict=False)
     assert model.encode_chat(Conversation(turns)) == expected
+
+
+@given(
+    tokens=st.lists(st.sampled_from(SPECIAL), unique=True),
+    text=st.lists(st.sampled_from([*SPECIAL, "a", "|", "[1", "/"])).map("".join),
+    chars_at_once=st.sampled_from([1, 2, 5, 64]),
+)
+def test_special_tokens_are_found_a_part_of_the_text_at_a_time(
+    tokens: list[str], text: str, chars_at_once: int
+) -> None:
+    any_of_them = "|".join(map(re.escape, sorted(tokens, key=len, reverse=True)))
+    with mock.patch.object(token_search, "_CHARS_AT_ONCE", chars_at_once):
+        assert TokenSearch(tokens).split(text) == re.split(f"({any_of_them or '(?!)'})", text)
 
 
 @pytest.mark.parametrize("kind", KINDS)
