@@ -48,20 +48,18 @@ class ControlClient(contextlib.AbstractContextManager["ControlClient"]):
         address: str = DEFAULT_ADDRESS,
         *,
         call_timeout_s: float = _CALL_TIMEOUT_S,
-        identity: Identity | None = None,
+        identity: Identity | str | None = None,
     ) -> None:
-        """`identity`: who calls. None: the operator, as `operator_of` finds it; raises ConfigError
-        where it does not."""
+        """`identity`: who calls; or else the operator, as `operator_of` finds it in this folder.
+        Raises ConfigError where it does not."""
         self.address, self._call_timeout_s = address, call_timeout_s
-        self._identity = operator_of(address) if identity is None else identity
+        own = identity if isinstance(identity, Identity) else operator_of(address, identity)
+        self._identity = own
         self._opening, self._certificate = threading.Lock(), self._certificate_now()
         self._channel = self._open()
 
-    def _open(self) -> grpc.Channel:
-        channel: grpc.Channel = control_channel(
-            grpc, self.address, _CHANNEL_OPTIONS, self._identity
-        )
-        return channel
+    def _open(self) -> Any:
+        return control_channel(grpc, self.address, _CHANNEL_OPTIONS, self._identity)
 
     def _certificate_now(self) -> object:
         return None if self._identity.tls is None else self._identity.tls.now

@@ -11,7 +11,6 @@ from baton import render
 from baton.config.cluster import ClusterConfig, load_config
 from baton.control_client import ControlClient
 from baton.errors import BatonError, DeadlineError, NotFoundError
-from baton.identity.identity import operator_of
 from baton.v1 import control_pb2
 from cli.progress import Steps
 from cli.status import Fleet
@@ -21,14 +20,9 @@ _SERVING = (control_pb2.WORKER_STATE_LIVE, control_pb2.WORKER_STATE_SUSPECT)
 _FAILED_STARTS = 2  # a first one may be bad luck
 
 
-def opened(control: str, identity: str | None) -> ControlClient:
-    """Raises ConfigError where there is no operator's identity for it."""
-    return ControlClient(control, identity=operator_of(control, identity))
-
-
 def scale(arguments: argparse.Namespace) -> int:
     pool, replicas = arguments.pool, arguments.replicas
-    with opened(arguments.control, arguments.identity) as control:
+    with ControlClient(arguments.control, identity=arguments.identity) as control:
         known = [entry.name for entry in control.fleet().pools]
         if pool not in known:
             raise NotFoundError(f"no pool {pool!r}; there are: {', '.join(known) or 'none'}")
@@ -60,7 +54,7 @@ def roles(arguments: argparse.Namespace) -> int:
     are."""
     pool, prefill, decode = arguments.pool, arguments.prefill, arguments.decode
     plan = RolePlan(prefill, decode)
-    with opened(arguments.control, arguments.identity) as control:
+    with ControlClient(arguments.control, identity=arguments.identity) as control:
         num_there = sum(
             worker.info.pool == pool and worker.state in _SERVING
             for worker in control.fleet().workers
@@ -75,7 +69,7 @@ def roles(arguments: argparse.Namespace) -> int:
 
 def drain(arguments: argparse.Namespace) -> int:
     name = arguments.worker
-    with opened(arguments.control, arguments.identity) as control:
+    with ControlClient(arguments.control, identity=arguments.identity) as control:
         here = _incarnations(control.fleet())
         if name not in here:
             raise NotFoundError(f"no worker {name!r}; there are: {', '.join(here) or 'none'}")

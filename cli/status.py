@@ -23,7 +23,6 @@ from rich.text import Text
 from baton import render
 from baton.control_client import NOTHING_SEEN, ControlClient, seen_by_clients
 from baton.errors import BatonError
-from baton.identity.identity import operator_of
 from baton.v1 import common_pb2, control_pb2, worker_pb2
 from cluster.registry.pairing import unpaired
 
@@ -61,8 +60,7 @@ class Fleets(contextlib.AbstractContextManager["Fleets"]):
         """`control`: address of a control service. `reached`: addresses of units by code, where
         those of the list lead nowhere from here. A unit that it lacks counts as silent.
         `identity`: the folder that the command names."""
-        self._control, self._reached = control, dict(reached or {})
-        self._folder = identity
+        self._control, self._reached, self._identity = control, dict(reached or {}), identity
         self._clients: dict[str, ControlClient] = {}
 
     def read(self) -> list[UnitFleet]:
@@ -116,8 +114,8 @@ class Fleets(contextlib.AbstractContextManager["Fleets"]):
     def _client(self, address: str) -> ControlClient:
         if address not in self._clients:
             timeout_s = {"call_timeout_s": _ANSWER_S} if address != self._control else {}
-            own = operator_of(address, self._folder)
-            self._clients[address] = ControlClient(address, identity=own, **timeout_s)
+            client = ControlClient(address, identity=self._identity, **timeout_s)
+            self._clients[address] = client
         return self._clients[address]
 
 

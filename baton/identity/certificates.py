@@ -9,7 +9,7 @@ clients check DNS names alone, so the operator's, which control services show, h
 from __future__ import annotations
 
 import ssl
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,9 +34,6 @@ class Held:
     pair: tuple[bytes, bytes]
     """The key, and its certificate."""
 
-    def of_server(self) -> grpc.ServerCertificateConfiguration:
-        return grpc.ssl_server_certificate_configuration([self.pair], self.authority)
-
 
 class Certificates:
     """Own a role's certificate and key. Any thread may use it."""
@@ -49,17 +46,16 @@ class Certificates:
     @property
     def now(self) -> Held:
         """As the files are now. Where they cannot be read, as they were, and the log says so."""
-        self._reread.look()
-        return self._reread.value
+        return self._reread.now
 
     def server_credentials(self) -> grpc.ServerCredentials:
         """For a port that only holders of a certificate may use."""
-        held = self.now
 
         def fetch() -> grpc.ServerCertificateConfiguration:
-            return self.now.of_server()
+            held = self.now
+            return grpc.ssl_server_certificate_configuration([held.pair], held.authority)
 
-        return grpc.dynamic_ssl_server_credentials(held.of_server(), fetch, True)
+        return grpc.dynamic_ssl_server_credentials(fetch(), fetch, True)
 
     def channel(self, module: Any, address: str, options: Iterable[Any]) -> Any:
         """A channel to a control service, of `grpc` or `grpc.aio`, by today's certificate."""
@@ -68,16 +64,15 @@ class Certificates:
         return module.secure_channel(address, credentials, options=(*options, *_OPERATOR))
 
 
-def roles_in(names: Iterable[str]) -> list[Role]:
+def roles_in(uris: Collection[str]) -> list[Role]:
     """Those that a certificate's alternative names give."""
-    uris = set(names)
     return [role for role in ROLES if f"baton:{role}" in uris]
 
 
 def roles_of(transport: Any) -> list[Role]:
     """The roles of a TLS connection's other side."""
     names = (transport.get_extra_info("peercert") or {}).get("subjectAltName", ())
-    return roles_in(value for kind, value in names if kind == "URI")
+    return roles_in([value for kind, value in names if kind == "URI"])
 
 
 def _read(folder: Path, role: Role) -> Held:

@@ -166,7 +166,7 @@ class ControlGuard(grpc.aio.ServerInterceptor):
         allowed, keys = self._allowed.get(name, ()), self._identity.keys
         if keys is None:
             uris = context.auth_context().get("peer_uri", ())
-            _check_role(name, roles_in(uri.decode() for uri in uris), allowed)
+            _check_role(name, roles_in([uri.decode() for uri in uris]), allowed)
             return lambda message: message
         said = next((value for key, value in details.invocation_metadata if key == _KEY), b"")
         stamp, rest = said[: _STAMP.size], said[_STAMP.size :]

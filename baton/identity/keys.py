@@ -77,12 +77,7 @@ class Keys:
         none."""
         files = [folder / name for name in (KEY_FILE, PUBLIC_FILE)]
         reread = Reread(lambda: files, lambda: _read(folder, role))
-
-        def known() -> _Known:
-            reread.look()
-            return reread.value
-
-        return cls(role, known)
+        return cls(role, lambda: reread.now)
 
     def sign(self, purpose: str, parts: Iterable[bytes]) -> bytes:
         return self._known().private.sign(_message(purpose, parts))

@@ -18,7 +18,7 @@ _Stamp = tuple[tuple[str, int, int, int], ...]
 
 
 class Reread(Generic[T]):
-    """Own what some files say. Any thread may read `value`, and `look`."""
+    """Own what some files say. Any thread may use it."""
 
     def __init__(self, files: Callable[[], Iterable[Path]], read: Callable[[], T]) -> None:
         """`files`: those that `read` reads. Raises ConfigError when they cannot be read."""
@@ -32,6 +32,12 @@ class Reread(Generic[T]):
         the log says so."""
         with self._looking:
             self._look()
+
+    @property
+    def now(self) -> T:
+        """`value`, after a look."""
+        self.look()
+        return self.value
 
     def _look(self) -> None:
         stamp = self._stamp()

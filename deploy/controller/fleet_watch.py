@@ -29,7 +29,6 @@ class _Followed:
     """One control service's stream."""
 
     cluster: Key
-    identity: Identity | None
     client: ControlClient
     stopping: threading.Event = field(default_factory=threading.Event)
     heard: Heard = NOTHING_HEARD
@@ -46,15 +45,13 @@ class FleetWatch:
         """By address."""
 
     def follow(self, cluster: Key, identity: Identity | None, addresses: Collection[str]) -> None:
-        """The cluster's control services, and no others of it; none without an identity. Another
-        identity makes other connections."""
+        """The cluster's control services, and no others of it; none without an identity."""
         wanted = set(addresses) if identity is not None else set[str]()
         with self._lock:
-            there = {name: it for name, it in self._followed.items() if it.cluster == cluster}
-            known = {name for name, it in there.items() if it.identity is identity}
-            ended = [self._followed.pop(name) for name in there if name not in known & wanted]
+            known = {name for name, each in self._followed.items() if each.cluster == cluster}
+            ended = [self._followed.pop(address) for address in known - wanted]
             begun = {
-                address: _Followed(cluster, identity, ControlClient(address, identity=identity))
+                address: _Followed(cluster, ControlClient(address, identity=identity))
                 for address in wanted - known
             }
             self._followed |= begun

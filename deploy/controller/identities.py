@@ -44,7 +44,7 @@ class Identities:
         self._kube, self._applied = kube, applied
         self._folder = Path(tempfile.mkdtemp(prefix="baton-identities-"))
         weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
-        self._held: dict[Key, tuple[Files, Identity]] = {}
+        self._held: dict[Key, Identity] = {}
 
     def keep(self, cluster: Object, owner: Owner, spec: ServingClusterSpec) -> Identity | None:
         """Keep the Secrets of keys. Returns the operator's identity; None while there is no Secret
@@ -88,13 +88,12 @@ class Identities:
         return {name: base64.b64decode(text) for name, text in data.items()}
 
     def _opened(self, cluster: Key, kind: Literal["keys", "tls"], files: Files) -> Identity:
-        """The same one while the files are: a connection keeps the certificate that it has."""
-        before, identity = self._held.get(cluster, (None, None))
-        if before != files or identity is None:
-            folder = self._folder / str(cluster)
-            (folder / "operator").mkdir(parents=True, exist_ok=True)
-            for name, content in files.items():
-                (folder / "operator" / name).write_bytes(content)
-            identity = open_identity(InternalConfig(kind, str(folder)), "operator")
-            self._held[cluster] = files, identity
-        return identity
+        """Always the same one, which reads its files again. Raises ConfigError."""
+        folder = self._folder / str(cluster)
+        (folder / "operator").mkdir(parents=True, exist_ok=True)
+        for name, content in files.items():
+            file = folder / "operator" / name
+            if not file.exists() or file.read_bytes() != content:
+                file.write_bytes(content)
+        checked = open_identity(InternalConfig(kind, str(folder)), "operator")
+        return self._held.setdefault(cluster, checked)
