@@ -47,7 +47,6 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--pod-monitor-label", action="append", default=[], metavar="NAME=VALUE", type=_label
     )
-    parser.add_argument("--no-network-policies", action="store_true")
     parser.add_argument("--health-port", type=int, default=8081, metavar="PORT")
     parser.add_argument("--log-level", default="info")
     return parser.parse_args()
@@ -104,7 +103,6 @@ def main() -> None:
         options.ray_version,
         os.environ.get("POD_NAMESPACE"),
         PodMonitors(interval, dict(options.pod_monitor_label)) if interval else None,
-        not options.no_network_policies,
     )
     settings = ControllerSettings(
         lease=Key(options.lease_namespace, "baton-controller"),

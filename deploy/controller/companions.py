@@ -63,7 +63,7 @@ def companions(
     certificates = {owner.router_name: router_certificate(owner, router)}
     certificates |= role_certificates(owner, view.spec)
     return [
-        *(_wanted(NETWORK_POLICIES, each) for each in policies if release.has_network_policies),
+        *(_wanted(NETWORK_POLICIES, each) for each in policies),
         *(_wanted(budgets.resource, budget) for budget in (router_budget(owner, budgets), *pools)),
         Companion(GRPC_ROUTES, key, route),
         Companion(INGRESSES, key, ingress(owner, view.spec) if router.has_ingress else None),

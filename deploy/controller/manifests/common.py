@@ -62,7 +62,6 @@ class Release:
     """Where the operator's pods are; None: not in the cluster, or not known."""
     pod_monitors: PodMonitors | None = None
     """None: no PodMonitors are made."""
-    has_network_policies: bool = True
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,6 @@ SWITCHES: Mapping[str, Sequence[Values]] = {
                 {"serviceAccount": {"name": "other", "annotations": {"a": "b"}}}),
     "rbac": ({}, {"rbac": {"create": False}}),
     "crds": ({}, {"crds": {"upgrade": False}}),
-    "policies": ({}, {"networkPolicies": {"enabled": False}}),
     "cluster": (
         {},
         {"cluster": {"enabled": True, "spec": ON}},

@@ -230,8 +230,6 @@ def test_a_port_is_open_to_whom_it_is_meant_for(
     ray["metadata"]["uid"] = "uid-of-ray"
     unit = UnitView(UnitPlan("2x4bz", {}, Record()), ray, NOTHING_HEARD, {})
     assert _may(dataclasses.replace(view, units=[unit]), pod, namespace, to, port) is may
-    open_to_all = dataclasses.replace(RELEASE, has_network_policies=False)
-    assert not [kind for kind, _ in made(view, open_to_all) if kind == "NetworkPolicy"]
 
 
 def test_where_namespaces_do_not_carry_their_names_the_operator_is_still_let_in() -> None:
