@@ -14,9 +14,11 @@ of one pointer, `$id`s beside `$ref`s, `%lark` blocks.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Iterator, Mapping
+from graphlib import CycleError, TopologicalSorter
 from typing import Any
 from urllib.parse import unquote
 
@@ -60,29 +62,27 @@ class _Graph:
         for node, nodes in after.items():
             for to in nodes:
                 before[to].add(node)
-        below = self._chains(after, before)
-        above = {} if len(below) == len(after) else self._chains(before, after)
-        chain = sum(self._weight(node) for node in after.keys() - below.keys() - above.keys())
-        chain += max(below.values(), default=0) + max(above.values(), default=0)
+        below, above = self._chains(after), self._chains(before)
+        cyclic = after.keys() - below.keys() - above.keys()
+        chain = sum(map(self._weight, cyclic)) + max(below.values(), default=0)
+        chain += max(above.values(), default=0) if cyclic else 0
         if chain > MAX_CHAIN:
             raise ChainError(
                 f"its rules or definitions lead to one another in a chain of {chain}; at most"
                 f" {MAX_CHAIN} are taken"
             )
 
-    def _chains(
-        self, after: Mapping[object, set[object]], before: Mapping[object, set[object]]
-    ) -> dict[object, int]:
+    def _chains(self, after: Mapping[object, set[object]]) -> dict[object, int]:
         """The longest chain from each node that leads to no cycle."""
         chains: dict[object, int] = {}
-        num_open = {node: len(to) for node, to in after.items()}
-        ready = [node for node, count in num_open.items() if not count]
-        for node in ready:
-            chains[node] = self._weight(node) + max((chains[to] for to in after[node]), default=0)
-            for other in before[node]:
-                num_open[other] -= 1
-                if not num_open[other]:
-                    ready.append(other)
+        sorter = TopologicalSorter(after)
+        with contextlib.suppress(CycleError):
+            sorter.prepare()
+        while ready := sorter.get_ready():
+            for node in ready:
+                longest = max((chains[to] for to in after[node]), default=0)
+                chains[node] = self._weight(node) + longest
+            sorter.done(*ready)
         return chains
 
     def _weight(self, node: object) -> int:

@@ -1,4 +1,4 @@
-"""Files that hold keys and tokens: who else may read them."""
+"""Files that hold keys and tokens: written for their owner, and who else may read them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,12 @@ import os
 import stat
 from collections.abc import Iterable
 from pathlib import Path
+
+
+def write_secret(path: Path, data: bytes) -> None:
+    """Only the owner may read it, from its first byte on."""
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+        file.write(data)
 
 
 def open_to_others(paths: Iterable[Path]) -> list[str]:

@@ -61,12 +61,12 @@ def _wanted(config: ClusterConfig) -> list[_Wanted]:
     """Raises ConfigError when workers would have to share a port."""
     router, control, worker = config.router, config.control, config.worker
     num_workers = sum(pool.replicas for pool in config.pools.values())
-    of_workers = {
-        "worker.port": worker.port,
-        "worker.metrics_port": worker.metrics_port,
-        "worker.health_port": worker.health_port,
-    }
-    for key, port in of_workers.items():
+    of_workers = (
+        ("worker.port", _WORKERS_HOST, worker.port),
+        ("worker.metrics_port", worker.metrics_host or _WORKERS_HOST, worker.metrics_port),
+        ("worker.health_port", _WORKERS_HOST, worker.health_port),
+    )
+    for key, _, port in of_workers:
         if port and num_workers > 1:
             raise ConfigError(
                 f"{key}: {num_workers} workers on one machine cannot share port {port}; "
@@ -79,8 +79,7 @@ def _wanted(config: ClusterConfig) -> list[_Wanted]:
         ("router.http_port", router.host, router.http_port, router.reuse_port),
         ("router.metrics_port", router.metrics_host, router.metrics_port, False),
         ("router.health_port", router.host, router.health_port, router.reuse_port),
-        ("worker.port", _WORKERS_HOST, worker.port, False),
-        ("worker.metrics_port", worker.metrics_host or _WORKERS_HOST, worker.metrics_port, False),
+        *((*each, False) for each in of_workers),
     )
     return [
         _Wanted(key, host, port, may_share)

@@ -14,6 +14,7 @@ from baton.config.internal import InternalConfig
 from baton.errors import ConfigError
 from baton.identity.certificates import Certificates
 from baton.identity.keys import ROLES, Keys, Role, make_root, role_files
+from baton.secret_files import write_secret
 
 log = logging.getLogger(__name__)
 
@@ -47,17 +48,11 @@ def make_keys(folder: Path) -> None:
     """Make a root, and the keys of every role, in a folder that only its owner may read."""
     root = make_root()
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    _write(folder / "root.key", root)
+    write_secret(folder / "root.key", root)
     for role in ROLES:
         (folder / role).mkdir(mode=0o700, exist_ok=True)
         for name, data in role_files(root, role).items():
-            _write(folder / role / name, data)
-
-
-def _write(path: Path, data: bytes) -> None:
-    """Only the owner may read it, from its first byte on."""
-    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-        file.write(data)
+            write_secret(folder / role / name, data)
 
 
 # --- what `baton up` leaves for the user's other commands -----------------------------------------
@@ -79,7 +74,7 @@ def recorded(address: str, config: InternalConfig) -> Iterator[None]:
     record, text = _record(address), OFF if config.identity == "off" else str(config.path)
     try:
         record.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _write(record, text.encode())
+        write_secret(record, text.encode())
     except OSError as error:
         log.warning("other commands need --identity %s: %s", text, error)
     try:

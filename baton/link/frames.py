@@ -242,10 +242,6 @@ class Frames(asyncio.Protocol, ABC):
             transport.abort()
             self._on_lost(why)
 
-    def _is_known(self, longest_bytes: int = MAX_FRAME_BYTES) -> None:
-        """It is known who is there, and how long a frame of it may be."""
-        self._longest_bytes = longest_bytes
-
     def _on_tick(self) -> None:
         """Twice in `keepalive_s`. Silence is counted in ticks: a process that stood still has seen
         one of them."""

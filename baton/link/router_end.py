@@ -15,6 +15,7 @@ from baton.identity.identity import Identity
 from baton.link.frames import (
     AS_CALLER,
     AS_WORKER,
+    MAX_FRAME_BYTES,
     MESSAGES,
     NO_CALL,
     NONCE_BYTES,
@@ -161,7 +162,7 @@ class Link(Frames):
         if kind == Kind.WELCOME:
             if not self._has_proved:
                 return self._leave("it does not prove that it is a worker of this cluster")
-            self._is_known()
+            self._longest_bytes = MAX_FRAME_BYTES
             self._welcomed.set_result(None)
         return None
 

@@ -8,7 +8,7 @@ import logging
 import os
 import socket
 import ssl
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -100,52 +100,45 @@ class LinkServer:
     def __init__(self, methods: Mapping[Method, Served], identity: Identity, name: str) -> None:
         """`identity`: the worker's. `name`: its `link_name`."""
         self._methods, self.identity, self.name = methods, identity, name
-        self._server: asyncio.Server | None = None
         self.is_stopped = False
         self.unfinished = Unfinished(_UNFINISHED_BYTES)
-        self._accepting: asyncio.Task[None] | None = None  # where there is TLS
-        self._arriving: set[asyncio.Task[None]] = set()
+        self._arriving: set[asyncio.Task[None]] = set()  # and the one that takes them in
         self._links: set[_ServedLink] = set()
         self._refusals = Refusals(log)
 
     async def start(self, host: str, port: int) -> int:
         """Listen; the port. Raises OSError."""
-        loop = asyncio.get_running_loop()
-        if self.identity.tls is None:
-            self._server = await loop.create_server(self._accept, host.strip("[]"), port)
-            number: int = self._server.sockets[0].getsockname()[1]
-            return number
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listening = socket.create_server((host.strip("[]"), port), family=family)
         listening.setblocking(False)
-        self._accepting = loop.create_task(self._accept_all(listening))
-        self._accepting.add_done_callback(lambda _: listening.close())
-        number = listening.getsockname()[1]
+        accepting = self._begin(self._accept_all(listening))
+        accepting.add_done_callback(lambda _: listening.close())
+        number: int = listening.getsockname()[1]
         return number
 
-    def _accept(self) -> asyncio.Protocol:
-        return _ServedLink(self)
+    def _begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._arriving.add(task)
+        task.add_done_callback(self._arriving.discard)
+        return task
 
     async def _accept_all(self, listening: socket.socket) -> None:
-        """Take connections in with the certificate of the moment."""
-        loop = asyncio.get_running_loop()
+        """Take connections in, where there is TLS with the certificate of the moment."""
         while True:
             try:
-                arrived, peer = await loop.sock_accept(listening)
+                arrived, peer = await asyncio.get_running_loop().sock_accept(listening)
             except OSError as error:  # too many open files, say
                 log.error("no connection can be taken: %s", error)
                 await asyncio.sleep(_ACCEPT_AGAIN_S)
                 continue
-            task = loop.create_task(self._take_in(arrived, peer[0]))
-            self._arriving.add(task)
-            task.add_done_callback(self._arriving.discard)
+            self._begin(self._take_in(arrived, peer[0]))
 
     async def _take_in(self, arrived: socket.socket, host: str) -> None:
-        assert self.identity.tls is not None
-        loop, context = asyncio.get_running_loop(), self.identity.tls.now.server
+        loop, tls = asyncio.get_running_loop(), self.identity.tls
+        context = None if tls is None else tls.now.server
         try:
             async with asyncio.timeout(HELLO_WITHIN_S):
-                await loop.connect_accepted_socket(self._accept, arrived, ssl=context)
+                await loop.connect_accepted_socket(lambda: _ServedLink(self), arrived, ssl=context)
         except ssl.SSLError as error:
             self.tell_refusal(host, str(error))
         except (OSError, TimeoutError) as error:
@@ -163,8 +156,6 @@ class LinkServer:
         """Let what is unsent go out, then cut every connection, and wait until its calls have
         ended."""
         self.is_stopped = True
-        if self._server is not None:
-            self._server.close()
         if self._links:
             sent = [asyncio.ensure_future(link.room(0)) for link in self._links]
             _, late = await asyncio.wait(sent, timeout=_LAST_WITHIN_S)
@@ -173,7 +164,7 @@ class LinkServer:
         tasks = [task for link in list(self._links) for task in link.end()]
         for link in list(self._links):
             link.close("the worker stops")
-        tasks += [*self._arriving, *([self._accepting] if self._accepting is not None else [])]
+        tasks += self._arriving
         for task in tasks:
             task.cancel()
         if tasks:
@@ -189,14 +180,13 @@ class _ServedLink(Frames):
         self._hello = self._nonce = b""
         self._roles: Collection[str] = ()
         """The caller's; empty until they are known."""
-        self._limit: asyncio.TimerHandle | None = None
         self._calls: dict[int, tuple[asyncio.Task[None], asyncio.Queue[Any], type[Message]]] = {}
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         self._server._links.add(self)
         loop, why = asyncio.get_running_loop(), f"no proof within {HELLO_WITHIN_S:g} s"
-        self._limit = loop.call_later(HELLO_WITHIN_S, self._refuse, why)
+        loop.call_later(HELLO_WITHIN_S, self._refuse, why)
         if self._server.is_stopped:  # accepted just before
             self.close("the worker stops")
 
@@ -235,15 +225,14 @@ class _ServedLink(Frames):
         if not any(role in callers for role in roles for callers in CALLERS.values()):
             return self._refuse(f"its certificate names no role: {roles}")
         self._roles = roles
-        self._end_limit()
-        self._is_known(_MAX_FRAME_BYTES)
+        self._longest_bytes = _MAX_FRAME_BYTES
         self._keepalive_s = max(0.05, Hello.read(self._hello).keepalive_s)
         self._on_tick()
         return self._send(Kind.WELCOME)
 
     def _refuse(self, why: str) -> None:
-        """Say why, here and there, and close."""
-        if self._transport is None:
+        """Say why to a stranger, here and there, and close."""
+        if self._transport is None or self._roles:
             return
         host = (self._transport.get_extra_info("peername") or ("?",))[0]
         self._server.tell_refusal(host, why)
@@ -256,10 +245,6 @@ class _ServedLink(Frames):
         if self.is_open and not self._roles and not self._server.is_stopped:
             return self._refuse(why)
         return super().close(why)
-
-    def _end_limit(self) -> None:
-        if self._limit is not None:
-            self._limit.cancel()
 
     # --- calls ---------------------------------------------------------------------------------
 
@@ -326,7 +311,6 @@ class _ServedLink(Frames):
         return self._send(Kind.END, call, bytes((error.code().value[0],)) + status)
 
     def _on_lost(self, why: str) -> None:
-        self._end_limit()
         self._server._links.discard(self)
         self.end()
 

@@ -41,7 +41,7 @@ from baton.errors import BatonError, ConfigError, DeadlineError, UnavailableErro
 from baton.grpc_options import DIRECT
 from baton.identity.identity import Identity, make_keys, open_identity, recorded
 from baton.native_build import NativeBuildError, build
-from baton.secret_files import open_to_others
+from baton.secret_files import open_to_others, write_secret
 from baton.v1 import control_pb2
 from cluster.errors import one_line
 from cluster.local.process_tree import (
@@ -133,8 +133,8 @@ def up(
             run_dir = Path(tempfile.mkdtemp(prefix="baton-"))
             stack.push(partial(_clear_away, run_dir))
         _close_to_others(run_dir)
-        secrets = [] if config.internal.folder is None else config.internal.path.glob("*/*.key")
-        for warning in open_to_others([*config.router.secret_files, *secrets]):
+        keys = [] if config.internal.folder is None else config.internal.path.glob("*/*.key")
+        for warning in open_to_others([*config.router.secret_files, *keys]):
             on_progress(f"warning: {warning}")
         config = with_own_keys(config, run_dir)
         own = open_identity(config.internal, "operator")
@@ -303,8 +303,7 @@ def start_ray(
 
 def _own_token(file: Path) -> dict[str, str]:
     """Draw a token; return what makes Ray ask for it."""
-    with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as opened:
-        opened.write(secrets.token_hex(32))
+    write_secret(file, secrets.token_hex(32).encode())
     return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(file)}
 
 
