@@ -9,6 +9,7 @@ TLS the certificates say who it is.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import logging
 import os
 import struct
@@ -43,6 +44,7 @@ _KEY = "baton-identity-bin"
 _CALL, _ANSWER = "baton control call", "baton control answer"
 _STAMP = struct.Struct(">Q16s")  # nanoseconds since 1970, nonce
 _OPEN = "/grpc.health.v1."
+Seal = Callable[[bytes], bytes]
 
 
 def _parts(path: str, role: str, stamp: bytes, body: bytes) -> tuple[bytes, ...]:
@@ -103,29 +105,27 @@ class _SignedChannel:
         def call(request: Any = None, **options: Any) -> Any:
             body = b"" if sends_stream else request_serializer(request)
             metadata, nonce = signed_metadata(self._keys, path, body, time.time_ns())
-            checked = _Answers(self._keys, nonce, response_deserializer)
+            checked = _opening(self._keys, nonce, response_deserializer)
             begin = make(path, request_serializer if sends_stream else bytes, checked, **more)
             return begin(request if sends_stream else body, metadata=metadata, **options)
 
         return call
 
 
-class _Answers:
-    """Reads one call's answers. A None, gRPC gives to an asyncio caller and makes an INTERNAL for
-    another one."""
+def _opening(keys: Keys, nonce: bytes, read: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+    """What reads one call's answers. A None, gRPC gives to an asyncio caller and makes an INTERNAL
+    for another one."""
+    numbers = itertools.count(1)
 
-    def __init__(self, keys: Keys, nonce: bytes, read: Callable[[bytes], Any]) -> None:
-        self._keys, self._nonce, self._read = keys, nonce, read
-        self._number = 0
-
-    def __call__(self, data: bytes) -> Any:
+    def opened(data: bytes) -> Any:
         signature, message = data[:SIGNATURE_BYTES], data[SIGNATURE_BYTES:]
-        self._number += 1
-        parts = _numbered(self._nonce, self._number, message)
-        if not self._keys.verify(("operator",), _ANSWER, parts, signature):
+        parts = _numbered(nonce, next(numbers), message)
+        if not keys.verify(("operator",), _ANSWER, parts, signature):
             log.error("an answer is not signed by this cluster's operator: %d bytes", len(data))
             return None
-        return self._read(message)
+        return read(message)
+
+    return opened
 
 
 # --- the service's side ---------------------------------------------------------------------------
@@ -152,7 +152,7 @@ class ControlGuard(grpc.aio.ServerInterceptor):
             return handler
         return _guarded(handler, partial(self._take_in, details))
 
-    async def _take_in(self, details: Any, body: bytes, context: Any) -> Callable[[bytes], bytes]:
+    async def _take_in(self, details: Any, body: bytes, context: Any) -> Seal:
         """Return what the answer's messages go through, or end the call."""
         try:
             return self._checked(details, body, context)
@@ -161,7 +161,7 @@ class ControlGuard(grpc.aio.ServerInterceptor):
             self._refusals.tell(f"a call of {name}", peer, error.message)
             await status.abort(context, error)
 
-    def _checked(self, details: Any, body: bytes, context: Any) -> Callable[[bytes], bytes]:
+    def _checked(self, details: Any, body: bytes, context: Any) -> Seal:
         name = details.method.rpartition("/")[2]
         allowed, keys = self._allowed.get(name, ()), self._identity.keys
         if keys is None:
@@ -176,7 +176,7 @@ class ControlGuard(grpc.aio.ServerInterceptor):
             raise UnauthenticatedError("it is not signed with a key of this cluster")
         self._remember(*_STAMP.unpack(stamp))
         _check_role(name, [role], allowed)
-        return _Sealed(keys, stamp[-16:])
+        return _sealing(keys, stamp[-16:])
 
     def _remember(self, sent_ns: int, nonce: bytes) -> None:
         """Refuse a call that is dated wrong or was taken before."""
@@ -204,21 +204,13 @@ def _check_role(name: str, roles: Collection[str], allowed: Collection[str]) -> 
         raise PermissionDeniedError(f"the caller is {who}, and {name} is for {wanted} alone")
 
 
-class _Sealed:
-    """Puts the operator's signature before each message of one call's answer."""
-
-    def __init__(self, keys: Keys, nonce: bytes) -> None:
-        self._keys, self._nonce, self._number = keys, nonce, 0
-
-    def __call__(self, message: bytes) -> bytes:
-        self._number += 1
-        return self._keys.sign(_ANSWER, _numbered(self._nonce, self._number, message)) + message
+def _sealing(keys: Keys, nonce: bytes) -> Seal:
+    """What puts the operator's signature before each message of one call's answer."""
+    numbers = itertools.count(1)
+    return lambda message: keys.sign(_ANSWER, _numbered(nonce, next(numbers), message)) + message
 
 
-TakeIn = Callable[[bytes, Any], Awaitable[Callable[[bytes], bytes]]]
-
-
-def _guarded(handler: Any, take_in: TakeIn) -> Any:
+def _guarded(handler: Any, take_in: Callable[[bytes, Any], Awaitable[Seal]]) -> Any:
     """The same handler behind `take_in`, which sees a request's bytes before they are read."""
     sends_stream, gets_stream = handler.request_streaming, handler.response_streaming
     kind = f"{'stream' if sends_stream else 'unary'}_{'stream' if gets_stream else 'unary'}"
@@ -228,7 +220,7 @@ def _guarded(handler: Any, take_in: TakeIn) -> Any:
         handler.response_serializer,
     )
 
-    async def taken(request: Any, context: Any) -> tuple[Any, Callable[[bytes], bytes]]:
+    async def taken(request: Any, context: Any) -> tuple[Any, Seal]:
         sealed = await take_in(b"" if sends_stream else request, context)
         return (request if sends_stream else read(request)), sealed
 

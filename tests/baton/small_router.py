@@ -21,7 +21,7 @@ from baton import status
 from baton.config.internal import InternalConfig
 from baton.errors import BatonError, NotFoundError
 from baton.grpc_options import accepts_pings
-from baton.identity.control_calls import _KEY, _Sealed
+from baton.identity.control_calls import _KEY, _sealing
 from baton.identity.identity import recorded
 from baton.v1 import (
     common_pb2,
@@ -202,7 +202,7 @@ class SignsAnswers(grpc.ServerInterceptor):
         if said is None:
             return handler
         assert OPERATOR.keys is not None
-        write, sealed = handler.response_serializer, _Sealed(OPERATOR.keys, said[8:24])
+        write, sealed = handler.response_serializer, _sealing(OPERATOR.keys, said[8:24])
         return handler._replace(response_serializer=lambda message: sealed(write(message)))
 
 
