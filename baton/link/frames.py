@@ -11,6 +11,7 @@ from typing import Any
 
 import grpc
 from google.protobuf.message import DecodeError, Message
+from google.rpc import status_pb2
 
 from baton.errors import BatonError
 from baton.identity.keys import Role
@@ -128,6 +129,12 @@ class LinkError(Exception):
     def __init__(self, code: grpc.StatusCode, details: str, status: bytes = b"") -> None:
         super().__init__(f"{code.name}: {details}")
         self._code, self._details, self._status = code, details, status
+
+    def to_bytes(self) -> bytes:
+        """As END carries it: the code and a google.rpc.Status."""
+        code = self._code.value[0]
+        plain = status_pb2.Status(code=code, message=self._details)
+        return bytes((code,)) + (self._status or plain.SerializeToString())
 
     def code(self) -> grpc.StatusCode:
         return self._code

@@ -14,7 +14,6 @@ from typing import Any, NoReturn
 
 import grpc
 from google.protobuf.message import Message
-from google.rpc import status_pb2
 
 from baton.grpc_options import WORKER_MESSAGE_BYTES
 from baton.identity.certificates import roles_of
@@ -57,10 +56,7 @@ class CallContext:
         details: str = "",
         trailing_metadata: tuple[tuple[str, bytes], ...] = (),
     ) -> NoReturn:
-        status = dict(trailing_metadata).get(DETAILS_KEY)
-        if status is None:
-            status = status_pb2.Status(code=code.value[0], message=details).SerializeToString()
-        raise LinkError(code, details, status)
+        raise LinkError(code, details, dict(trailing_metadata).get(DETAILS_KEY, b""))
 
 
 Handler = Callable[[AsyncIterator[Any], CallContext], AsyncIterator[Message]]
@@ -302,13 +298,7 @@ class _ServedLink(Frames):
                 self._end_call(call, error)
 
     def _end_call(self, call: int, error: LinkError | None) -> None:
-        if error is None:
-            return self._send(Kind.END, call, bytes((0,)))
-        status = dict(error.trailing_metadata()).get(DETAILS_KEY)
-        if status is None:
-            code = error.code().value[0]
-            status = status_pb2.Status(code=code, message=error.details()).SerializeToString()
-        return self._send(Kind.END, call, bytes((error.code().value[0],)) + status)
+        self._send(Kind.END, call, bytes((0,)) if error is None else error.to_bytes())
 
     def _on_lost(self, why: str) -> None:
         self._server._links.discard(self)
