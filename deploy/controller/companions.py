@@ -60,17 +60,13 @@ def companions(
     monitor = None if monitors is None else pod_monitor(owner, monitors, router.auth)
     policies = network_policies(owner, operator_namespace)
     policies += [unit_policy(owner, ray) for ray in view.ray_clusters]
-    certificates = {owner.router_name: router_certificate(owner, router)}
-    certificates |= role_certificates(owner, view.spec)
     return [
         *(_wanted(NETWORK_POLICIES, each) for each in policies),
         *(_wanted(budgets.resource, budget) for budget in (router_budget(owner, budgets), *pools)),
         Companion(GRPC_ROUTES, key, route),
         Companion(INGRESSES, key, ingress(owner, view.spec) if router.has_ingress else None),
-        *(
-            Companion(CERTIFICATES, Key(owner.namespace, name), certificate)
-            for name, certificate in certificates.items()
-        ),
+        Companion(CERTIFICATES, key, router_certificate(owner, router)),
+        *(_wanted(CERTIFICATES, each) for each in role_certificates(owner, view.spec)),
         Companion(POD_MONITORS, Key(owner.namespace, owner.name), monitor),
     ]
 

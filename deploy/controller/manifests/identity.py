@@ -37,14 +37,14 @@ def keys_secret(owner: Owner, of: str, files: Mapping[str, bytes]) -> Object:
     return manifest("v1", "Secret", metadata, type="Opaque", data=data)
 
 
-def role_certificates(owner: Owner, spec: ServingClusterSpec) -> dict[str, Object | None]:
-    """What cert-manager is asked to keep, by name; None where no issuer is named."""
-    issuer = None if spec.internal_tls is None else spec.internal_tls.issuer_ref
-    made: dict[str, Object | None] = {}
+def role_certificates(owner: Owner, spec: ServingClusterSpec) -> list[Object]:
+    """What cert-manager is asked to keep: where an issuer is named, which no edit changes."""
+    if spec.internal_tls is None or (issuer := spec.internal_tls.issuer_ref) is None:
+        return []
+    made, usages = [], ("server auth", "client auth")
     for role in ROLES:
-        metadata = owner.metadata(f"{owner.name}-internal-{role}", "identity")
-        made[metadata["name"]] = None if issuer is None else issued_certificate(
-            metadata, issuer, identity_secret(owner, spec, role), ["server auth", "client auth"],
-            uris=[f"baton:{role}"], dnsNames=[f"baton-{role}"],
-        )  # fmt: skip
+        name = identity_secret(owner, spec, role)
+        names = {"uris": [f"baton:{role}"], "dnsNames": [f"baton-{role}"]}
+        metadata = owner.metadata(name, "identity")
+        made.append(issued_certificate(metadata, issuer, name, usages, **names))
     return made

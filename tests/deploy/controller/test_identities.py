@@ -77,12 +77,12 @@ def test_a_pod_has_its_own_roles_identity_alone_where_its_process_looks_for_it(
         assert secrets_mounted(pod) == {f"/etc/baton/identity/{role}": secret.format(role)}
     asked = head["containers"][0]["readinessProbe"]
     assert ("grpc" in asked) == (tls is None), "kubelet has no certificate"
-    for role in ROLES:
-        made = role_certificates(OWNER, spec)[f"main-internal-{role}"]
-        assert (made is None) == (tls is not ISSUED)
-        if made is not None:
-            names = {"uris": [f"baton:{role}"], "dnsNames": [f"baton-{role}"]}
-            assert made["spec"].items() >= (names | {"secretName": secret.format(role)}).items()
+    issued = role_certificates(OWNER, spec)
+    assert len(issued) == (3 if tls is ISSUED else 0)
+    for role, made in zip(ROLES, issued, strict=False):
+        assert made["metadata"]["name"] == f"main-internal-{role}"
+        names = {"uris": [f"baton:{role}"], "dnsNames": [f"baton-{role}"]}
+        assert made["spec"].items() >= (names | {"secretName": secret.format(role)}).items()
 
 
 def test_the_operator_shows_the_certificate_that_the_secret_holds(tmp_path: Path) -> None:
