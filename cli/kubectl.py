@@ -128,9 +128,8 @@ def heads(cluster: Mapping[str, Any]) -> dict[str, Target]:
 
 def identity_secret(cluster: Mapping[str, Any]) -> str:
     """Which Secret holds the operator's identity at the cluster's control service."""
-    name, tls = cluster["metadata"]["name"], cluster["spec"].get("internalTLS")
-    prefix = f"{name}-identity" if tls is None else tls.get("secretPrefix") or f"{name}-internal"
-    return f"{prefix}-operator"
+    kind = "identity" if cluster["spec"].get("internalTLS") is None else "internal"
+    return f"{cluster['metadata']['name']}-{kind}-operator"
 
 
 # --- kubectl --------------------------------------------------------------------------------------

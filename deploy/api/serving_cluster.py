@@ -127,22 +127,12 @@ class IssuerRef(Checked):
 
 @dataclass(frozen=True)
 class InternalTls(Checked):
-    """The certificates of the cluster's own processes. Exactly one of `secretPrefix` and
-    `issuerRef`."""
+    """The certificates of the cluster's own processes: Secrets `<cluster>-internal-router`,
+    `-worker` and `-operator`, each with tls.crt, tls.key and ca.crt. A certificate names its role
+    by the URI `baton:<role>` and the DNS name `baton-<role>`."""
 
-    secret_prefix: str | None = bounded(None, max_size=200, pattern=OBJECT_NAME)
-    """Secrets `<prefix>-router`, `-worker` and `-operator`, each with tls.crt, tls.key and ca.crt.
-    A certificate names its role by the URI `baton:<role>` and the DNS name `baton-<role>`."""
     issuer_ref: IssuerRef | None = None
-    """Who issues them, by cert-manager."""
-
-    rules = (
-        Rule(
-            "has(self.secretPrefix) != has(self.issuerRef)",
-            "secretPrefix must be given, or issuerRef: exactly one of them",
-            lambda tls: (tls.secret_prefix is None) != (tls.issuer_ref is None),
-        ),
-    )
+    """Who issues them, by cert-manager. None: somebody else keeps the Secrets."""
 
 
 @dataclass(frozen=True)

@@ -18,11 +18,8 @@ from deploy.controller.manifests.common import (
 
 
 def identity_secret(owner: Owner, spec: ServingClusterSpec, role: Role) -> str:
-    """Its name: given, or that of what the issuer signs or the operator makes."""
-    tls = spec.internal_tls
-    if tls is None:
-        return f"{owner.name}-identity-{role}"
-    return f"{tls.secret_prefix or f'{owner.name}-internal'}-{role}"
+    """Its name: of the keys that the operator makes, or of a certificate."""
+    return f"{owner.name}-{'identity' if spec.internal_tls is None else 'internal'}-{role}"
 
 
 def identity_of(owner: Owner, spec: ServingClusterSpec, role: Role) -> tuple[str, str, str]:

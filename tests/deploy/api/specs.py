@@ -83,7 +83,7 @@ BAD_CLUSTERS = [
     ("pools.decode.replicas", 3, "spec.pools.decode.replicas"),
     ("router.replicas", 0, "spec.router.replicas"),
     ("router.tls", {}, "spec.router.tls.secretName"),
-    ("internalTLS", {}, "spec.internalTLS.secretPrefix"),
+    ("internalTLS", {"issuerRef": {}}, "spec.internalTLS.issuerRef.name"),
     ("router.gateway", "public", "spec.router.hostname"),
     ("router.ingress", {"className": "nginx"}, "spec.router.ingress"),
     ("router", {"hostname": "a.b", "gateway": "edge", "ingress": {}}, "spec.router.ingress"),

@@ -159,7 +159,7 @@ CHANGES = [
     (WorkerPoolSpec, POOL, "replicas", 3, None),
     (WorkerPoolSpec, POOL, "scaling.mode", "planner", None),
     (ServingClusterSpec, CLUSTER, "pools.decode.role", "mixed", "role"),
-    (ServingClusterSpec, CLUSTER, "internalTLS", {"secretPrefix": "inside"}, "internalTLS"),
+    (ServingClusterSpec, CLUSTER, "internalTLS", {}, "internalTLS"),
     (ServingClusterSpec, CLUSTER, "pools.decode.initialReplicas", 3, None),
     (ServingClusterSpec, CLUSTER, "pools.other", {"role": "mixed"}, None),
     (ServingClusterSpec, CLUSTER, "pools.prefill", None, None),

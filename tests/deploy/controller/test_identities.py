@@ -22,7 +22,7 @@ from tests.deploy.controller.test_router_access import secrets_mounted
 from tests.deploy.controller.written import Server
 from tests.deploy.schemas import check_kubernetes
 
-GIVEN, ISSUED = {"secretPrefix": "given"}, {"issuerRef": {"name": "inside"}}
+ISSUED = {"issuerRef": {"name": "inside"}}
 
 
 def written(epoch: str) -> dict[str, dict[str, Any]]:
@@ -62,13 +62,13 @@ def test_from_epoch_to_epoch_everybody_knows_everybody_and_from_the_second_on_no
 
 @pytest.mark.parametrize(
     ("tls", "secret"),
-    [(None, "main-identity-{}"), (GIVEN, "given-{}"), (ISSUED, "main-internal-{}")],
+    [(None, "main-identity-{}"), ({}, "main-internal-{}"), (ISSUED, "main-internal-{}")],
 )
 def test_a_pod_has_its_own_roles_identity_alone_where_its_process_looks_for_it(
     tls: dict[str, Any] | None, secret: str
 ) -> None:
     spec = spec_of(internalTLS=tls)
-    assert cluster_config(OWNER, spec, {}).internal.identity == ("tls" if tls else "keys")
+    assert cluster_config(OWNER, spec, {}).internal.identity == ("keys" if tls is None else "tls")
     ray = ray_of(spec)
     head = ray["spec"]["headGroupSpec"]["template"]["spec"]
     pods = {"operator": head, "worker": group_of(ray, "decode")["template"]["spec"],
@@ -93,8 +93,8 @@ def test_the_operator_shows_the_certificate_that_the_secret_holds(tmp_path: Path
         kube = kube_of(running)
         identities = Identities(kube, Applied(kube, {}))
         metadata = {"name": OWNER.name, "namespace": OWNER.namespace}
-        look = lambda: identities.keep({"metadata": metadata}, OWNER, spec_of(internalTLS=GIVEN))  # noqa: E731
-        server.refuses["GET", "given-operator"] = (404, "NotFound")
+        look = lambda: identities.keep({"metadata": metadata}, OWNER, spec_of(internalTLS={}))  # noqa: E731
+        server.refuses["GET", "main-internal-operator"] = (404, "NotFound")
         assert look() is None
         server.refuses.clear()
         server.secret = {name: path.read_bytes() for name, path in files.items()}
@@ -103,5 +103,7 @@ def test_the_operator_shows_the_certificate_that_the_secret_holds(tmp_path: Path
         assert first.tls is not None
         assert look() is first
         server.secret = server.secret | {"tls.key": b"none"}
-        with pytest.raises(ConfigError, match=r"internalTLS: Secret models/given-operator: "):
+        with pytest.raises(
+            ConfigError, match=r"internalTLS: Secret models/main-internal-operator: "
+        ):
             look()

@@ -162,9 +162,9 @@ def test_who_may_not_read_the_operators_identity_is_told_so(folder: Path, capsys
     told = capsys.readouterr().err
     assert "secrets is forbidden" in told
     assert NEEDED in told
-    for tls, name in (({"secretPrefix": "a"}, "a"), ({"issuerRef": {}}, "default-internal")):
-        there = cluster("default") | {"spec": {"internalTLS": tls}}
-        assert identity_secret(there) == f"{name}-operator"
+    assert identity_secret(cluster("default")) == "default-identity-operator"
+    by_tls = cluster("default") | {"spec": {"internalTLS": {}}}
+    assert identity_secret(by_tls) == "default-internal-operator"
 
 
 def test_routers_that_serve_by_tls_are_asked_by_tls(folder: Path, capsys: Capture) -> None:
