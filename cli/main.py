@@ -126,9 +126,8 @@ def _hint(error: BatonError, arguments: argparse.Namespace) -> str:
     if arguments.command in ("up", "demo", "deploy"):
         return ""
     asks_control = arguments.command in ("status", "top", "scale", "roles", "drain")
-    hint = _IDENTITY_HINT if asks_control else _ACCESS_HINTS.get(type(error), "")
-    if hint and type(error) in _ACCESS_HINTS:
-        return hint
+    if hint := _ACCESS_HINTS.get(type(error)):
+        return _IDENTITY_HINT if asks_control else hint
     if isinstance(error, UnavailableError):
         if arguments.unreachable:
             return str(arguments.unreachable)

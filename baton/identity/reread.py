@@ -31,29 +31,27 @@ class Reread(Generic[T]):
         """Read the files again when they have changed. If one cannot be read nothing changes, and
         the log says so."""
         with self._looking:
-            self._look()
+            if (stamp := self._stamp()) == self._seen:
+                return
+            value, problem = self.value, ""
+            try:
+                value = self._read()
+            except ConfigError as error:
+                problem = error.message
+            if self._stamp() != stamp:
+                return  # half of it may be older than the rest: the next look sees them all
+            self._seen, self.value = stamp, value
+            if problem:  # once
+                log.error("what was read before stays in force: %s", problem)
+            else:
+                folders = {str(Path(name).parent) for name, *_ in stamp}
+                log.info("read again: %s", ", ".join(sorted(folders)))
 
     @property
     def now(self) -> T:
         """`value`, after a look."""
         self.look()
         return self.value
-
-    def _look(self) -> None:
-        stamp = self._stamp()
-        if stamp == self._seen:
-            return
-        try:
-            value = self._read()
-        except ConfigError as error:
-            if self._stamp() == stamp:
-                self._seen = stamp  # logged once
-                log.error("what was read before stays in force: %s", error.message)
-            return
-        if self._stamp() != stamp:
-            return  # half of it may be older than the rest: the next look sees them all
-        self._seen, self.value = stamp, value
-        log.info("read again: %s", ", ".join(sorted({str(Path(each[0]).parent) for each in stamp})))
 
     def _stamp(self) -> _Stamp:
         return tuple(map(_stamp_of, self._files()))

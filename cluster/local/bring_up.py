@@ -68,7 +68,6 @@ _RAY_GONE_S = 8.0
 _RAY_HEART = ("gcs_server", "raylet")  # without either of them Ray ends the rest
 _LOOK_S = 1.0
 _OBJECT_STORE_BYTES = 80 << 20  # the data plane never uses it
-_SOCKET = "ray/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store.1"
 
 
 @dataclass(frozen=True)
@@ -257,15 +256,10 @@ def start_ray(
     stack: contextlib.ExitStack, reaper: Reaper, run_dir: Path, num_gpus: int | None = None
 ) -> set[Process]:
     """Start Ray and return its root processes. Its session, and the token without which nobody is
-    served there, are in `run_dir`. Raises ConfigError, UnavailableError.
+    served there, are in `run_dir`. Raises UnavailableError.
 
     `num_gpus`: the number of GPUs that Ray offers; None: as many as it finds.
     """
-    if len(os.fsencode(run_dir)) > (longest := 107 - len(f"/{_SOCKET}")):  # Linux's limit is 107
-        raise ConfigError(
-            f"{run_dir} is too long for Ray's sockets, which takes folders of {longest} bytes: set "
-            "TMPDIR to a shorter one"
-        )
     # Ray listens on all addresses but where its node's is the loopback.
     os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
