@@ -101,7 +101,14 @@ def test_the_operator_shows_the_certificate_that_the_secret_holds(tmp_path: Path
         first = look()
         assert first is not None
         assert first.tls is not None
+        held = first.tls.now
+        pair = authority.issue("renewed", host="baton:operator")
+        server.secret |= {
+            "tls.crt": pair.certificate.read_bytes(),
+            "tls.key": pair.key.read_bytes(),
+        }
         assert look() is first
+        assert first.tls.now.pair != held.pair
         server.secret = server.secret | {"tls.key": b"none"}
         with pytest.raises(
             ConfigError, match=r"internalTLS: Secret models/main-internal-operator: "
