@@ -31,7 +31,9 @@ class NoSessionError(LookupError):
 
 
 def _num_bytes(logprobs: TokenLogprobs | None) -> int:
-    return 0 if logprobs is None else _TOKEN_BYTES * (4 + 4 * len(logprobs.top))
+    if logprobs is None:
+        return 0
+    return _TOKEN_BYTES * (4 + 4 * len(logprobs.top)) + sum(map(_num_bytes, logprobs.prompt))
 
 
 @dataclass(frozen=True)

@@ -32,16 +32,28 @@ def check_sampling(params: SamplingParams, vocab_size: int) -> None:
     for field in ("top_p", "repetition_penalty"):
         if getattr(params, field) == 0:
             raise InvalidRequestError(field, f"{field} must be greater than 0")
-    if params.logprobs is not None and not 0 <= params.logprobs <= vocab_size:
-        raise InvalidRequestError(
-            "logprobs", f"logprobs is {params.logprobs}, not in [0, {vocab_size}]"
-        )
-    outside = [token for token in params.stop_token_ids if not 0 <= token < vocab_size]
-    if outside:
-        raise InvalidRequestError(
-            "stop_token_ids",
-            f"stop token id {min(outside)} is outside the vocabulary of {vocab_size}",
-        )
+    for field in ("logprobs", "prompt_logprobs"):
+        value = getattr(params, field)
+        if value is not None and not 0 <= value <= vocab_size:
+            raise InvalidRequestError(field, f"{field} is {value}, not in [0, {vocab_size}]")
+    _check_token_ids(params, vocab_size)
+
+
+def _check_token_ids(params: SamplingParams, vocab_size: int) -> None:
+    allowed = int.from_bytes(params.allowed_tokens, "little").bit_length()
+    for field, ids in (
+        ("stop_token_ids", params.stop_token_ids),
+        ("logit_bias", [token for token, _ in params.logit_bias]),
+        ("bad_words", [token for word in params.bad_words for token in word or (-1,)]),
+        ("allowed_tokens", [allowed - 1] if params.allowed_tokens else []),
+    ):
+        outside = [token for token in ids if not 0 <= token < vocab_size]
+        if outside:
+            raise InvalidRequestError(
+                field, f"{field}: {outside[0]} is outside the vocabulary of {vocab_size}"
+            )
+    if not all(math.isfinite(bias) for _, bias in params.logit_bias):
+        raise InvalidRequestError("logit_bias", "logit_bias: one is not finite")
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from engine.request import (
     RequestSpec,
     ReservedEvent,
     SampledToken,
+    Scores,
     StepPlan,
 )
 from kv_transfer.block_hash import BlockHash
@@ -138,13 +139,14 @@ class Runner(Protocol):
         plan: StepPlan,
         specs: dict[RequestId, RequestSpec],
         masks: ComputeMasks | None = None,
+        scores: Scores | None = None,
     ) -> list[SampledToken]:
         """One sampled token for each of the plan's sequences with `samples`, in order.
 
         Passes the plan's sink messages to this rank's KvSink first. Calls `layer_done` after each
-        layer and `step_done` at the end. `specs` has every request that samples. If its sampling
-        uses earlier tokens (penalties), `token_ids` are all tokens known now. `masks`: what rows
-        with a constraint may sample, computed while the device runs the model.
+        layer and `step_done` at the end. `specs` has every request that samples, with all tokens
+        known now if sampling uses earlier ones. `masks`: what rows with a constraint may sample,
+        computed while the device runs the model. `scores` is filled.
         """
 
     def close(self) -> None: ...

@@ -216,18 +216,19 @@ class Constraints:
             return None
         ids = [seq.request_id for seq in plan.seqs if seq.samples]
         rows = [
-            (row, self._followed[id_], _output(specs[id_]))
+            (row, self._followed[id_], specs[id_])
             for row, id_ in enumerate(ids)
             if specs[id_].grammar is not None
         ]
         return partial(self._compute, rows) if rows else None
 
-    def _compute(self, wanted: Sequence[tuple[int, _Followed, npt.NDArray[np.uint32]]]) -> Masks:
+    def _compute(self, wanted: Sequence[tuple[int, _Followed, RequestSpec]]) -> Masks:
         bits = self._of_model().new_masks(len(wanted))
         rows, faults = list[int](), dict[int, str]()
-        for row, followed, output in wanted:
+        for row, followed, spec in wanted:
             mask = bits[len(rows)]
-            problem = followed.read(output) or followed.mask_into(mask)
+            problem = followed.read(_output(spec)) or followed.mask_into(mask)
+            problem = problem or _narrow(mask, spec)
             if problem is None:
                 rows.append(row)
             else:
@@ -238,6 +239,16 @@ class Constraints:
         if self._compiler is None:
             raise InvalidRequestError("grammar", "this engine has no tokenizer for constraints")
         return self._compiler
+
+
+def _narrow(mask: npt.NDArray[np.uint8], spec: RequestSpec) -> str | None:
+    """Take away what the request itself does not allow. What is wrong, if nothing is left."""
+    if allowed := spec.sampling.allowed_tokens:
+        mask[: len(allowed)] &= np.frombuffer(allowed, np.uint8)[: len(mask)]
+        mask[len(allowed) :] = 0
+    for token in spec.sampling.ends_of_bad_words(_output(spec)):
+        mask[token // 8] &= 0xFF ^ 1 << token % 8
+    return None if mask.any() else "no token that the request allows continues the output"
 
 
 def _output(spec: RequestSpec) -> npt.NDArray[Any]:

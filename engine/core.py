@@ -25,6 +25,7 @@ from engine.request import (
     ReservedEvent,
     SampledToken,
     SamplingParams,
+    Scores,
     StepPlan,
 )
 from engine.scheduler import Scheduler
@@ -136,20 +137,21 @@ class EngineCore:
     def step(self) -> list[EngineEvent]:
         messages, self._sink_messages = tuple(self._sink_messages), []
         plan = self._scheduler.plan(messages)
-        sampled = self._run(plan)
-        committed = self._scheduler.commit(plan, sampled)
+        scores: Scores = {}
+        sampled = self._run(plan, scores)
+        committed = self._scheduler.commit(plan, sampled, scores)
         events = [*self._scheduler.take_events(), *committed]
         self._constraints.close_ended(events)
         return [*events, *self._kv.events.take()]
 
-    def _run(self, plan: StepPlan) -> list[SampledToken]:
+    def _run(self, plan: StepPlan, scores: Scores) -> list[SampledToken]:
         if not plan.seqs and not plan.sink_messages:
             return []
         self._predicted_step_s = self._rates.predict(plan)
         started_at = self._clock()
         specs = self._scheduler.specs(plan)
         masks = self._constraints.masks(plan, specs)
-        sampled = self._runner.run(plan, specs, masks)
+        sampled = self._runner.run(plan, specs, masks, scores)
         ended_at = self._clock()
         self._rates.learn(plan, ended_at - started_at, ended_at)
         self._num_steps += 1

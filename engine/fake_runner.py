@@ -29,6 +29,7 @@ from engine.request import (
     SampledToken,
     SamplingParams,
     ScheduledSeq,
+    Scores,
     StepPlan,
     TokenLogprobs,
 )
@@ -125,8 +126,10 @@ class FakeRunner:
         plan: StepPlan,
         specs: dict[RequestId, RequestSpec],
         masks: ComputeMasks | None = None,
+        scores: Scores | None = None,
     ) -> list[SampledToken]:
-        """Ranks above 0 may pass no specs: they compute and sample nothing."""
+        """Ranks above 0 may pass no specs: they compute and sample nothing. There are no logits:
+        nothing is scored, nor are biases added or allowed tokens looked at."""
         for payload in plan.sink_messages:
             self._sink.message(payload)
         if plan.seqs:
@@ -186,7 +189,7 @@ class FakeRunner:
         state = mix(digest)
         if sampling.temperature > 0:
             state = mix(state ^ mix(sampling.seed) ^ mix(mix(index)))
-        forbidden = sampling.forbidden(index, self._model.eos_token_ids)
+        forbidden = spec.forbidden(index, self._model.eos_token_ids)
         token = state % self._model.vocab_size
         if len(forbidden) < self._model.vocab_size:  # a token's choices are never all forbidden
             while token in forbidden:

@@ -147,14 +147,18 @@ class KvCache:
     def num_blocks_of(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
-    def open(self, tokens: TokenIds, scope: CacheScope, max_tokens: int) -> RequestBlocks:
-        """`max_tokens`: the most that the request can ever hold, prompt and output."""
+    def open(
+        self, tokens: TokenIds, scope: CacheScope, max_tokens: int, *, is_shared: bool = True
+    ) -> RequestBlocks:
+        """`max_tokens`: the most that the request can ever hold, prompt and output. `is_shared`
+        False: its blocks have no part in the prefix cache."""
+        is_shared &= self._prefix_cache
         hashes: list[BlockHash] = []
-        if self._prefix_cache:
+        if is_shared:
             hashes = split_hashes(chain_hashes(self._root, scope, tokens, self.block_size))
         capacity = self.num_blocks_of(max_tokens)
         tables = [np.zeros(capacity, np.int32) for _ in self.pools]
-        return RequestBlocks(scope, hashes, tables)
+        return RequestBlocks(scope, hashes, tables, is_shared)
 
     def will_push(self, blocks: RequestBlocks, num_receiver_blocks: int, num_tokens: int) -> None:
         """Pushes read the prompt's blocks behind the receiver's: keep those until `free`."""
@@ -283,7 +287,7 @@ class KvCache:
         """The KV of the leading `num_computed` of `tokens` exists: share it, and release what
         windows left."""
         num_full = num_computed // self.block_size
-        if self._prefix_cache and num_full > blocks.num_stored:
+        if blocks.is_shared and num_full > blocks.num_stored:
             self._extend_hashes(blocks, tokens, num_full)
             self._store(blocks, num_full)
         for g in self._windowed:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from engine.request import FinishReason, HandoffId, RequestId, RequestSpec
+from engine.request import FinishReason, HandoffId, RequestId, RequestSpec, Scored, TokenLogprobs
 from engine.request_blocks import RequestBlocks
 from kv_transfer.block_hash import TokenIds
 
@@ -45,6 +45,7 @@ class LiveRequest:
     num_cached_tokens: int = 0  # of the first placement
     num_pushed_blocks: int = 0
     started_at: float | None = None
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # of the steps so far
     _tokens: TokenIds = field(init=False)
 
     def __post_init__(self) -> None:
@@ -77,12 +78,20 @@ class LiveRequest:
         """Everything known, prompt and output: uint32 [num_tokens], a view."""
         return self._tokens[: self.num_tokens]
 
+    def scored_after(self, start: int, end: int) -> Scored | None:
+        """The prompt's tokens after each of these, if it is asked how likely they are."""
+        num_top, num_prompt = self.spec.sampling.prompt_logprobs, self.spec.num_prompt_tokens
+        if num_top is None or self.num_tokens > num_prompt:
+            return None
+        return Scored(self._tokens[start + 1 : min(end + 1, num_prompt)], num_top)
+
     def tokens_between(self, start: int, end: int) -> TokenIds:
         return self._tokens[start:end]
 
     def current_spec(self) -> RequestSpec:
         """The spec from which a runner samples the next token."""
-        if self.spec.sampling.has_penalties or self.spec.grammar is not None:
+        sampling = self.spec.sampling
+        if sampling.has_penalties or sampling.bad_words or self.spec.grammar is not None:
             return replace(self.spec, token_ids=self.tokens)
         return self.spec
 

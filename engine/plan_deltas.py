@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from engine.request import BlockPush, RequestId, ScheduledSeq, StepPlan
+from engine.request import BlockPush, RequestId, ScheduledSeq, Scored, StepPlan
 
 Int32s = npt.NDArray[np.int32]
 
@@ -46,6 +46,7 @@ class PlanDelta:
     """Its position in the plan before; new ones are numbered from that plan's end."""
     starts: Int32s
     samples: npt.NDArray[np.bool_]
+    scores: npt.NDArray[np.bool_]
     token_counts: Int32s
     token_ids: npt.NDArray[np.uint32]
     """[sum of token_counts]."""
@@ -115,6 +116,7 @@ class PlanEncoder:
             np.array(which, np.int32),
             np.array([seq.start for seq in plan.seqs], np.int32),
             np.array([seq.samples for seq in plan.seqs], np.bool_),
+            np.array([seq.scored is not None for seq in plan.seqs], np.bool_),
             np.array([len(seq.token_ids) for seq in plan.seqs], np.int32),
             _flat([seq.token_ids for seq in plan.seqs], np.uint32),
             np.array(lengths, np.int32),
@@ -151,7 +153,8 @@ class PlanDecoder:
                 each.tables[group][delta.changed_at[part]] = delta.changed_to[part]
             tables = tuple(each.tables)
             start, samples = int(delta.starts[i]), bool(delta.samples[i])
-            seqs.append(ScheduledSeq(each.request_id, tokens[i], start, tables, samples))
+            scored = Scored(tokens[i][:0], 0) if delta.scores[i] else None  # rank 0 knows which
+            seqs.append(ScheduledSeq(each.request_id, tokens[i], start, tables, samples, scored))
         return StepPlan(
             delta.step, tuple(seqs), delta.pushes, delta.sink_messages, delta.num_tokens
         )

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
-from typing import NewType
+from functools import cached_property
+from typing import Any, NamedTuple, NewType
 
 import numpy as np
+import numpy.typing as npt
 
 from kv_transfer.block_hash import SHARED_BY_ALL, BlockHash, CacheScope, TokenIds
 from kv_transfer.layout import BlockId
@@ -32,9 +34,17 @@ class SamplingParams:
     min_tokens: int = 0
     logprobs: int | None = None
     """None: no log-probabilities; n: the sampled token's and the n likeliest."""
+    prompt_logprobs: int | None = None
+    """The same of the prompt's tokens, beside `logprobs`; it then shares no cached blocks."""
     ignore_eos: bool = False
     seed: int = 0
     stop_token_ids: frozenset[int] = frozenset()
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """(token id, what is added to its logit), each id once."""
+    allowed_tokens: bytes = b""
+    """Bit t % 8 of byte t // 8: whether token t may be sampled. Empty: all may."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Token ids whose last one may not follow the others in the output."""
 
     @property
     def has_penalties(self) -> bool:
@@ -45,12 +55,19 @@ class SamplingParams:
             or self.frequency_penalty != 0.0
         )
 
-    def forbidden(self, index: int, eos_token_ids: frozenset[int]) -> frozenset[int]:
-        """Tokens that must not be output token `index`: before `min_tokens`, all that would end
-        it."""
-        if index >= self.min_tokens:
+    @cached_property
+    def biases(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
+        """`logit_bias` as columns: ids and values."""
+        ids, values = [t for t, _ in self.logit_bias], [bias for _, bias in self.logit_bias]
+        return np.array(ids, np.int64), np.array(values, np.float32)
+
+    def ends_of_bad_words(self, output: npt.NDArray[Any]) -> frozenset[int]:
+        """The tokens that would complete a bad word after this output."""
+        if not self.bad_words:
             return frozenset()
-        return self.stop_token_ids | (frozenset() if self.ignore_eos else eos_token_ids)
+        tail = tuple(output[-max(map(len, self.bad_words)) :].tolist())
+        ends = (w[-1] for w in self.bad_words if tail[len(tail) - len(w) + 1 :] == w[:-1])
+        return frozenset(ends)
 
 
 @dataclass(frozen=True)
@@ -74,6 +91,15 @@ class RequestSpec:
     @property
     def num_emitted_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
+
+    def forbidden(self, index: int, eos_token_ids: frozenset[int]) -> frozenset[int]:
+        """Tokens that must not be output token `index`: what ends a bad word and, before
+        `min_tokens`, the output. `token_ids` are complete if there are bad words."""
+        sampling, denied = self.sampling, frozenset[int]()
+        if index < sampling.min_tokens:
+            ends = frozenset() if sampling.ignore_eos else eos_token_ids
+            denied = sampling.stop_token_ids | ends
+        return denied | sampling.ends_of_bad_words(self.token_ids[self.num_prompt_tokens :])
 
 
 class FinishReason(enum.Enum):
@@ -170,6 +196,13 @@ EngineEvent = (
 # --- what a step asks of every rank -------------------------------------------------------------
 
 
+class Scored(NamedTuple):
+    """Tokens of a prompt, each to be given its log-probability with the likeliest instead."""
+
+    token_ids: TokenIds
+    num_top: int
+
+
 @dataclass(frozen=True)
 class ScheduledSeq:
     """One request's part of a step.
@@ -183,6 +216,11 @@ class ScheduledSeq:
     start: int  # position of the first one: tokens before it are in the KV cache
     block_tables: tuple[np.ndarray, ...]  # per layer group, int32 [num_blocks]
     samples: bool  # the step reaches the end of what is known: a token is sampled
+    scored: Scored | None = None
+
+
+Scores = dict[RequestId, list[TokenLogprobs]]
+"""Log-probabilities of what a step's sequences name as `scored`."""
 
 
 @dataclass(frozen=True)

@@ -44,6 +44,7 @@ class RequestBlocks:
     scope: CacheScope
     hashes: list[BlockHash]  # of the full blocks whose tokens are known
     tables: list[npt.NDArray[np.int32]]  # per group, [most blocks the request can ever have]
+    is_shared: bool  # by the prefix cache
     num_blocks: int = 0  # entries in use, the same in every group
     num_stored: int = 0  # leading blocks that are named, or were when a window left them
     first_live: list[int] = field(default_factory=list)  # per group

@@ -1,7 +1,8 @@
 """Choose the next token of each sequence from its logits.
 
-For one row: a constraint's mask, penalties and forbidden stop ids change the logits; temperature
-scales them; top-k, then top-p, and min-p drop unlikely tokens; noise decides (`sampling_noise`).
+For one row: a constraint's mask, the request's allowed and forbidden tokens, its biases, then
+penalties change the logits, as in vLLM; temperature scales them; top-k, then top-p, and min-p drop
+unlikely tokens; noise decides (`sampling_noise`).
 Rows never influence each other, so a request gets the same token alone and in any batch.
 """
 
@@ -15,12 +16,11 @@ import numpy as np
 import torch
 
 from engine import triton_available
-from engine.constraints import ComputeMasks, Masks
+from engine.constraints import ComputeMasks
 from engine.request import RequestId, RequestSpec, SampledToken, ScheduledSeq, TokenLogprobs
 from engine.sampling_noise import gumbel_noise, noise_of_tokens
 from engine.sampling_rows import (
     Draws,
-    Forbidden,
     Penalties,
     Row,
     SamplingRows,
@@ -28,6 +28,7 @@ from engine.sampling_rows import (
     is_limited,
 )
 from engine.step_batch import to_device, to_device_together
+from kv_transfer.block_hash import TokenIds
 
 _CHUNK_ELEMENTS = 1 << 17  # logits whose noise a CPU draws at once: what stays in a core's cache
 
@@ -46,12 +47,16 @@ class Sampler:
         masks: ComputeMasks | None = None,
     ) -> list[SampledToken]:
         """`logits`: [n, vocab_size] of the n sequences that sample, in order, on any device.
-        `specs` has each of them. `token_ids` must be complete where there are penalties. Rows of
-        `masks` are changed in place, so their log-probabilities are those of allowed tokens."""
+        `specs` has each of them, complete where there are penalties or bad words. Rows of `masks`
+        are changed in place, so their log-probabilities are those of allowed tokens."""
         if masks is None:
             return self._sample(logits, seqs, specs)
         computed = masks()
-        _mask(logits, computed)
+        arrays, on_cpu = (np.array(computed.rows, np.int64), computed.bits), logits.is_cpu
+        moved = (
+            map(torch.from_numpy, arrays) if on_cpu else to_device_together(arrays, logits.device)
+        )
+        _mask(logits, *moved)
         answer = self._sample(logits, seqs, specs)
         for row, fault in computed.faults.items():
             answer[row] = replace(answer[row], fault=fault)
@@ -64,10 +69,10 @@ class Sampler:
         specs: dict[RequestId, RequestSpec],
     ) -> list[SampledToken]:
         rows = [_row(seq, specs[seq.request_id]) for seq in seqs]
-        forbidden = [row.params.forbidden(row.index, self._eos_token_ids) for row in rows]
+        forbidden = [row.spec.forbidden(row.index, self._eos_token_ids) for row in rows]
         if any(forbidden) or not all(row.takes_likeliest for row in rows):
             wanted = SamplingRows.of(rows, forbidden, logits.shape[1], logits.device)
-            adjusted = _penalise(_forbid(logits.float(), wanted.forbidden), wanted.penalties)
+            adjusted = _penalise(_limit(logits.float(), wanted), wanted.penalties)
             chosen, ties = _choose(adjusted, wanted)
         else:
             adjusted, chosen, ties = logits, _likeliest(logits), []
@@ -89,28 +94,27 @@ def _row(seq: ScheduledSeq, spec: RequestSpec) -> Row:
 
 
 @torch.inference_mode()  # as the logits were made
-def _mask(logits: torch.Tensor, masks: Masks) -> None:
-    """Set the probability of what a constraint does not allow to 0, in place."""
+def _mask(logits: torch.Tensor, rows: torch.Tensor, bits: torch.Tensor) -> None:
+    """Set the probability of what these rows do not allow to 0, in place. `bits` as in `Masks`."""
     if logits.device.type == "cpu":  # row by row, in a core's cache
-        for row, packed in zip(masks.rows, masks.bits):
+        for row, packed in zip(rows.numpy(), bits.numpy()):
             denied = np.unpackbits(~packed, count=logits.shape[1], bitorder="little").view(bool)
             logits[row].masked_fill_(torch.from_numpy(denied), -torch.inf)
         return
-    arrays = np.array(masks.rows, np.int64), masks.bits
-    rows, bits = to_device_together(arrays, logits.device)
     shifts = torch.arange(8, dtype=torch.uint8, device=logits.device)
     allowed = (bits[:, :, None] >> shifts & 1).flatten(1)[:, : logits.shape[1]]
     logits[rows] = logits[rows].masked_fill_(allowed == 0, -torch.inf)
 
 
-def _forbid(logits: torch.Tensor, forbidden: Forbidden) -> torch.Tensor:
-    """Set the probability of these ids to 0."""
-    if not len(forbidden.rows):
+def _limit(logits: torch.Tensor, wanted: SamplingRows) -> torch.Tensor:
+    """Set the probability of what a request does not allow to 0, and add its biases."""
+    biases = wanted.biases
+    if not (len(wanted.limited) or len(biases.rows)):
         return logits
     logits = logits.clone()
-    # On the device: of the host, it would be copied in, and the host would wait.
-    logits[forbidden.rows, forbidden.token_ids] = logits.new_full((), -torch.inf)
-    return logits
+    if len(wanted.limited):
+        _mask(logits, wanted.limited, wanted.allowed)
+    return logits.index_put_((biases.rows, biases.token_ids), biases.values, accumulate=True)
 
 
 def _penalise(logits: torch.Tensor, penalties: Penalties) -> torch.Tensor:
@@ -273,13 +277,9 @@ def _read_back(
         found = torch.cat([chosen, *ties]).tolist()
         return [SampledToken(token) for token in found[: len(rows)]], found[len(rows) :]
     where = to_device(np.array(asked, np.int64), logits.device)
-    logprobs = logits[where].float().log_softmax(-1)
-    of_sampled = logprobs.gather(-1, chosen[where, None])
-    ranks = (logprobs > of_sampled).sum(-1, keepdim=True).add(1)
     most = max(rows[i].params.logprobs or 0 for i in asked)
-    top = logprobs.topk(most, dim=-1)
-    parts = [part.double() for part in (of_sampled, ranks, top.values, top.indices)]
-    values = torch.cat([chosen.double(), *ties, torch.cat(parts, 1).flatten()]).tolist()
+    known = _columns(logits[where], chosen[where], most)
+    values = torch.cat([chosen.double(), *ties, known.flatten()]).tolist()
     width = 2 + 2 * most
     start = len(values) - width * len(asked)
     of_row = {
@@ -288,6 +288,21 @@ def _read_back(
     }
     answer = [SampledToken(int(values[i]), of_row.get(i)) for i in range(len(rows))]
     return answer, values[len(rows) : start]
+
+
+def _columns(logits: torch.Tensor, chosen: torch.Tensor, num_top: int) -> torch.Tensor:
+    """A row for each of n chosen tokens, as `_token_logprobs` reads it: float64."""
+    logprobs = logits.float().log_softmax(-1)
+    of_chosen = logprobs.gather(-1, chosen[:, None])
+    ranks = (logprobs > of_chosen).sum(-1, keepdim=True).add(1)
+    top = logprobs.topk(num_top, dim=-1)
+    return torch.cat([p.double() for p in (of_chosen, ranks, top.values, top.indices)], 1)
+
+
+def logprobs_of(logits: torch.Tensor, token_ids: TokenIds, num_top: int) -> Iterator[TokenLogprobs]:
+    """Of given tokens, one for each row of `logits`, with the `num_top` likeliest."""
+    chosen = to_device(token_ids.astype(np.int64), logits.device)
+    return (_token_logprobs(row, num_top) for row in _columns(logits, chosen, num_top).tolist())
 
 
 def _token_logprobs(row: list[float], num_top: int) -> TokenLogprobs:

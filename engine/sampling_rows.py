@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -41,7 +42,9 @@ class Row:
     @property
     def takes_likeliest(self) -> bool:
         """Whether the row takes the likeliest token of its logits, apart from forbidden ones."""
-        return self.is_greedy and not self.params.has_penalties
+        params = self.params
+        changed = params.has_penalties or params.logit_bias or params.allowed_tokens
+        return self.is_greedy and not changed
 
 
 @dataclass(frozen=True)
@@ -89,11 +92,13 @@ class Penalties:
 
 
 @dataclass(frozen=True)
-class Forbidden:
-    """Tokens that must not be sampled: int64 [n] each."""
+class Biases:
+    """What is added to logits, by row and token: [n] each."""
 
     rows: torch.Tensor
     token_ids: torch.Tensor
+    values: torch.Tensor
+    """float32; -inf forbids the token. Of two for the same token the sum counts."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +110,11 @@ class SamplingRows:
     those with a top-k or top-p limit come first."""
     num_few: int
     penalties: Penalties
-    forbidden: Forbidden
+    biases: Biases
+    limited: torch.Tensor
+    """int64 [n]: rows that may sample some tokens only."""
+    allowed: torch.Tensor
+    """uint8 [n, vocab_size / 8, rounded up]: which, as in `Masks`."""
 
     @property
     def few(self) -> Draws:
@@ -128,15 +137,20 @@ class SamplingRows:
         most = min(_FEW_TOKENS, vocab_size)
         few = [i for i in drawn if 0 < rows[i].params.top_k <= most]
         many = sorted(set(drawn) - set(few), key=lambda i: not is_limited(rows[i].params))
-        draws = _draw_columns(rows, few + many, vocab_size)
-        penalties = _penalty_columns(rows)
-        pairs = _forbidden_pairs(forbidden, vocab_size)
-        moved = to_device_together([*draws, *penalties, *pairs], device)
+        parts = (
+            _draw_columns(rows, few + many, vocab_size),
+            _penalty_columns(rows),
+            _bias_columns(rows, forbidden, vocab_size),
+            _allowed_rows(rows, vocab_size),
+        )
+        moved = iter(to_device_together([column for part in parts for column in part], device))
+        draws, penalties, biases, allowed = (islice(moved, len(part)) for part in parts)
         return cls(
-            Draws([rows[i].params for i in few + many], few + many, *moved[: len(draws)]),
+            Draws([rows[i].params for i in few + many], few + many, *draws),
             len(few),
-            Penalties(*moved[len(draws) : -len(pairs)]),
-            Forbidden(*moved[-len(pairs) :]),
+            Penalties(*penalties),
+            Biases(*biases),
+            *allowed,
         )
 
 
@@ -187,14 +201,31 @@ def _penalty_columns(rows: Sequence[Row]) -> list[Array]:
     ]
 
 
-def _forbidden_pairs(forbidden: Sequence[frozenset[int]], vocab_size: int) -> list[Array]:
+def _bias_columns(
+    rows: Sequence[Row], forbidden: Sequence[frozenset[int]], vocab_size: int
+) -> list[Array]:
     """Keep at least one token of each row allowed."""
-    pairs = []
-    for row, ids in enumerate(forbidden):
-        inside = [token for token in ids if token < vocab_size]
-        if len(inside) < vocab_size:
-            pairs += [(row, token) for token in inside]
-    return list(np.array(pairs, np.int64).reshape(-1, 2).T)
+    found = [(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.float32))]
+    for index, (row, ids) in enumerate(zip(rows, forbidden)):
+        if ids:
+            allowed = int.from_bytes(row.params.allowed_tokens, "little") or (1 << vocab_size) - 1
+            inside = np.array([token for token in ids if allowed >> token & 1], np.int64)
+            if len(inside) < allowed.bit_count():
+                values = np.full(len(inside), -np.inf, np.float32)
+                found.append((np.full(len(inside), index), inside, values))
+        if row.params.logit_bias:
+            tokens, values = row.params.biases
+            found.append((np.full(len(tokens), index), tokens, values))
+    return [np.concatenate(column) for column in zip(*found)]
+
+
+def _allowed_rows(rows: Sequence[Row], vocab_size: int) -> list[Array]:
+    where = [i for i, row in enumerate(rows) if row.params.allowed_tokens]
+    bits = np.zeros((len(where), -(-vocab_size // 8)), np.uint8)
+    for made, i in zip(bits, where):
+        packed = np.frombuffer(rows[i].params.allowed_tokens, np.uint8)
+        made[: len(packed)] = packed
+    return [np.array(where, np.int64), bits]
 
 
 def _column(values: Sequence[float] | Array, dtype: npt.DTypeLike = np.float32) -> Array:

@@ -23,6 +23,7 @@ from __future__ import annotations
 import bisect
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from engine.admission import Limits, check_spec
 from engine.errors import InvalidRequestError, UnknownRequestError
@@ -41,6 +42,7 @@ from engine.request import (
     RequestSpec,
     ReservedEvent,
     SampledToken,
+    Scores,
     StepPlan,
     TokenEvent,
 )
@@ -195,7 +197,9 @@ class Scheduler:
         self._num_steps += 1
         return draft.plan(self._num_steps, sink_messages)
 
-    def commit(self, plan: StepPlan, sampled: Sequence[SampledToken]) -> list[EngineEvent]:
+    def commit(
+        self, plan: StepPlan, sampled: Sequence[SampledToken], scores: Scores
+    ) -> list[EngineEvent]:
         """Record a step that has run. `sampled` has a token for each sequence that samples."""
         events: list[EngineEvent] = []
         tokens = iter(sampled)
@@ -207,8 +211,15 @@ class Scheduler:
             became_full = request.num_computed_tokens % block_size < num_new
             if became_full or self._kv.has_windows:
                 self._kv.computed(request.blocks, request.tokens, request.num_computed_tokens)
+            if seq.scored is not None:
+                scored = scores.get(seq.request_id, [])
+                request.prompt_logprobs = request.prompt_logprobs[: seq.start] + scored
             if seq.samples:
-                events.append(self._sampled(request, next(tokens)))
+                token = next(tokens)
+                if seq.scored is not None and token.logprobs is not None:
+                    logprobs = replace(token.logprobs, prompt=tuple(request.prompt_logprobs))
+                    token = replace(token, logprobs=logprobs)
+                events.append(self._sampled(request, token))
         return events
 
     def specs(self, plan: StepPlan) -> dict[RequestId, RequestSpec]:
@@ -314,7 +325,8 @@ class Scheduler:
             raise InvalidRequestError("request_id", f"{spec.request_id} runs here already")
         max_len = check_spec(spec, self._limits, prefill_only=export is not None)
         most_tokens = max_len if export is None else len(spec.token_ids) + 1
-        blocks = self._kv.open(spec.token_ids, spec.scope, most_tokens)
+        is_shared = spec.sampling.prompt_logprobs is None
+        blocks = self._kv.open(spec.token_ids, spec.scope, most_tokens, is_shared=is_shared)
         self._num_arrived += 1
         return LiveRequest(spec, self._num_arrived, self._clock(), max_len, blocks, export)
 

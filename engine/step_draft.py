@@ -77,7 +77,8 @@ class StepDraft:
             self._work.add_prompt(num_new, start)
             self.limit_prompts()
         tokens, tables = request.tokens_between(start, end), request.blocks.views
-        self._seqs.append(ScheduledSeq(request.request_id, tokens, start, tables, samples))
+        scored = request.scored_after(start, end)
+        self._seqs.append(ScheduledSeq(request.request_id, tokens, start, tables, samples, scored))
         if request.export is not None:
             num_complete = self._kv.num_blocks_of(end) if samples else end // self._kv.block_size
             self._pushes += block_pushes(

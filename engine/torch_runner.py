@@ -25,14 +25,20 @@ from engine.request import (
     RequestSpec,
     SampledToken,
     ScheduledSeq,
+    Scored,
+    Scores,
     StepPlan,
+    TokenLogprobs,
 )
+from engine.sampler import logprobs_of
 from engine.step_batch import pack
 from engine.tp import TpGroup
 from engine.weights import Checkpoint
 from kv_transfer.layout import RegionLayout
 
 log = logging.getLogger(__name__)
+
+_SCORED_ROWS = 64
 
 SampleFn = Callable[
     [torch.Tensor, Sequence[ScheduledSeq], dict[RequestId, RequestSpec], ComputeMasks | None],
@@ -78,11 +84,12 @@ class TorchRunner:
         plan: StepPlan,
         specs: dict[RequestId, RequestSpec],
         masks: ComputeMasks | None = None,
+        scores: Scores | None = None,
     ) -> list[SampledToken]:
         """Run the plan on all ranks and sample. Raises TpPeerError when a rank is lost."""
         if self._tp is not None:
             self._tp.send_plan(plan)
-        logits = self.run_step(plan)
+        logits = self.run_step(plan, scores)
         if logits is None:
             return []
         return self._sample(logits, [seq for seq in plan.seqs if seq.samples], specs, masks)
@@ -93,12 +100,13 @@ class TorchRunner:
         return self._tp.receive_plan()
 
     @torch.inference_mode()
-    def run_step(self, plan: StepPlan) -> torch.Tensor | None:
-        """Run this rank's part of a step. Returns the sampling sequences' logits, on rank 0."""
+    def run_step(self, plan: StepPlan, scores: Scores | None = None) -> torch.Tensor | None:
+        """Run this rank's part of a step. Returns the sampling sequences' logits, on rank 0, and
+        fills `scores`."""
         self._take_over_threads()
         for message in plan.sink_messages:
             self._sink.message(message)
-        logits = self._forward(plan) if plan.seqs else None
+        logits = self._forward(plan, {} if scores is None else scores) if plan.seqs else None
         is_read_back = any(seq.samples for seq in plan.seqs) or not plan.seqs
         self._pushes.finish(is_read_back=is_read_back)
         self._sink.step_done()
@@ -113,7 +121,7 @@ class TorchRunner:
         log.info("computing with %d threads instead of %d", wanted, torch.get_num_threads())
         torch.set_num_threads(wanted)
 
-    def _forward(self, plan: StepPlan) -> torch.Tensor | None:
+    def _forward(self, plan: StepPlan, scores: Scores) -> torch.Tensor | None:
         if self._graphs is not None:
             hidden = self._graphs.hidden(plan)
             if hidden is not None:
@@ -121,9 +129,23 @@ class TorchRunner:
         batch = pack(plan.seqs, self._kv.layout.block_size, self._device)
 
         hidden = self._decoder.forward(batch, self._kv, self._pushes.of_step(plan.pushes))
+        for seq, start in zip(plan.seqs, batch.query_starts):
+            if seq.scored is not None:
+                rows = hidden[start : start + len(seq.token_ids)]
+                scores[seq.request_id] = self._score(rows, seq.scored)
         if not len(batch.sample_rows):
             return None
         return self._decoder.logits(hidden[batch.sample_rows])
+
+    def _score(self, hidden: torch.Tensor, scored: Scored) -> list[TokenLogprobs]:
+        """By slices: the logits of a whole chunk could take gigabytes."""
+        found: list[TokenLogprobs] = []
+        for start in range(0, len(hidden), _SCORED_ROWS):
+            logits = self._decoder.logits(hidden[start : start + _SCORED_ROWS])
+            token_ids = scored.token_ids[start : start + _SCORED_ROWS]
+            if logits is not None:  # as it is on ranks above 0, which compute their part of it
+                found += logprobs_of(logits[: len(token_ids)], token_ids, scored.num_top)
+        return found
 
     def close(self) -> None:
         self._pushes.close()

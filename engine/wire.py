@@ -10,7 +10,7 @@ import numpy as np
 from baton.errors import InvalidRequestError
 from baton.v1 import common_pb2, worker_pb2
 from engine.request import FinishReason, RequestId, RequestSpec, SamplingParams
-from kv_transfer.block_hash import CacheScope
+from kv_transfer.block_hash import CacheScope, TokenIds
 
 _TOKEN_BYTES = 4
 
@@ -27,11 +27,7 @@ def read_spec(message: worker_pb2.RequestSpec) -> RequestSpec:
     """The engine's request, under its attempt's id. Raises InvalidRequestError with the field."""
     if not message.request_id:
         raise InvalidRequestError("an empty request_id", field="request_id")
-    if len(message.token_ids) % _TOKEN_BYTES:
-        raise InvalidRequestError(
-            "token_ids: not a whole number of little-endian uint32", field="token_ids"
-        )
-    token_ids = np.frombuffer(message.token_ids, dtype="<u4").astype(np.uint32)
+    token_ids = _read_ids(message.token_ids, "token_ids")
     if not 0 < message.num_prompt_tokens <= len(token_ids):
         raise InvalidRequestError(
             f"num_prompt_tokens: {message.num_prompt_tokens} of {len(token_ids)} token ids",
@@ -61,9 +57,20 @@ def attempt_key(request_id: str, attempt: int) -> RequestId:
 def read_sampling(message: worker_pb2.RequestSpec) -> SamplingParams:
     """Unset fields take the engine's defaults; the engine checks the values."""
     present = {field.name: value for field, value in message.sampling.ListFields()}
+    present["logit_bias"] = tuple(sorted(message.sampling.logit_bias.items()))
     return SamplingParams(
-        **present, seed=message.seed, stop_token_ids=frozenset(message.stop_token_ids)
+        **present,
+        seed=message.seed,
+        stop_token_ids=frozenset(message.stop_token_ids),
+        allowed_tokens=message.allowed_tokens,
+        bad_words=tuple(tuple(_read_ids(word, "bad_words").tolist()) for word in message.bad_words),
     )
+
+
+def _read_ids(data: bytes, field: str) -> TokenIds:
+    if len(data) % _TOKEN_BYTES:
+        raise InvalidRequestError(f"{field}: no whole number of little-endian uint32", field=field)
+    return np.frombuffer(data, dtype="<u4").astype(np.uint32)
 
 
 def finish_reason_to_proto(reason: FinishReason | None) -> common_pb2.FinishReason.ValueType:

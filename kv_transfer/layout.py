@@ -42,6 +42,7 @@ class TokenLogprobs:
     logprob: float
     rank: int  # 1 is the likeliest
     top: tuple[tuple[int, float], ...] = ()  # (token id, logprob), likeliest first
+    prompt: tuple[TokenLogprobs, ...] = ()  # with the first token: of the prompt's after its first
 
 
 @dataclass(frozen=True)

@@ -210,6 +210,7 @@ def logprobs_to_proto(logprobs: TokenLogprobs | None) -> common_pb2.Logprobs | N
         logprob=logprobs.logprob,
         rank=logprobs.rank,
         top=[common_pb2.TokenLogprob(id=token, logprob=value) for token, value in logprobs.top],
+        prompt=filter(None, map(logprobs_to_proto, logprobs.prompt)),
     )
 
 
@@ -217,9 +218,9 @@ def logprobs_from_proto(message: common_pb2.Logprobs) -> TokenLogprobs | None:
     """None for an unset message, whose rank is 0."""
     if message.rank == 0:
         return None
-    return TokenLogprobs(
-        message.logprob, message.rank, tuple((t.id, t.logprob) for t in message.top)
-    )
+    top = tuple((each.id, each.logprob) for each in message.top)
+    prompt = tuple(filter(None, map(logprobs_from_proto, message.prompt)))
+    return TokenLogprobs(message.logprob, message.rank, top, prompt)
 
 
 @dataclass(frozen=True)

@@ -24,27 +24,31 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15\x62\x61ton/v1/common.proto\x12\x08\x62\x61ton.v1\"\xd2\x03\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x02H\x03\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x05 \x01(\x02H\x04\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x06 \x01(\x02H\x05\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x07 \x01(\x02H\x06\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x08 \x01(\rH\x07\x88\x01\x01\x12\x17\n\nmin_tokens\x18\t \x01(\rH\x08\x88\x01\x01\x12\x15\n\x08logprobs\x18\n \x01(\rH\t\x88\x01\x01\x12\x17\n\nignore_eos\x18\x0b \x01(\x08H\n\x88\x01\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\r\n\x0b_max_tokensB\r\n\x0b_min_tokensB\x0b\n\t_logprobsB\r\n\x0b_ignore_eos\"+\n\x0cTokenLogprob\x12\n\n\x02id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"N\n\x08Logprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12#\n\x03top\x18\x03 \x03(\x0b\x32\x16.baton.v1.TokenLogprob\"`\n\x0fProcessIdentity\x12\x0f\n\x07\x62oot_id\x18\x01 \x01(\t\x12\x15\n\rpid_namespace\x18\x02 \x01(\x04\x12\x0b\n\x03pid\x18\x03 \x01(\r\x12\x18\n\x10start_time_ticks\x18\x04 \x01(\x04\"d\n\x0bRankAddress\x12\x0f\n\x07tp_rank\x18\x01 \x01(\r\x12\x18\n\x10transfer_address\x18\x02 \x01(\x0c\x12*\n\x07process\x18\x03 \x01(\x0b\x32\x19.baton.v1.ProcessIdentity\"Y\n\tWorkerRef\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12$\n\x05ranks\x18\x03 \x03(\x0b\x32\x15.baton.v1.RankAddress*\x93\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x19\n\x15\x46INISH_REASON_ABORTED\x10\x03\x12\x17\n\x13\x46INISH_REASON_ERROR\x10\x04*q\n\nWorkerRole\x12\x1b\n\x17WORKER_ROLE_UNSPECIFIED\x10\x00\x12\x17\n\x13WORKER_ROLE_PREFILL\x10\x01\x12\x16\n\x12WORKER_ROLE_DECODE\x10\x02\x12\x15\n\x11WORKER_ROLE_MIXED\x10\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15\x62\x61ton/v1/common.proto\x12\x08\x62\x61ton.v1\"\xf3\x04\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x02H\x03\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x05 \x01(\x02H\x04\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x06 \x01(\x02H\x05\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x07 \x01(\x02H\x06\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x08 \x01(\rH\x07\x88\x01\x01\x12\x17\n\nmin_tokens\x18\t \x01(\rH\x08\x88\x01\x01\x12\x15\n\x08logprobs\x18\n \x01(\rH\t\x88\x01\x01\x12\x17\n\nignore_eos\x18\x0b \x01(\x08H\n\x88\x01\x01\x12;\n\nlogit_bias\x18\x0c \x03(\x0b\x32\'.baton.v1.SamplingParams.LogitBiasEntry\x12\x1c\n\x0fprompt_logprobs\x18\r \x01(\rH\x0b\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\r\n\x0b_max_tokensB\r\n\x0b_min_tokensB\x0b\n\t_logprobsB\r\n\x0b_ignore_eosB\x12\n\x10_prompt_logprobs\"+\n\x0cTokenLogprob\x12\n\n\x02id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"r\n\x08Logprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12#\n\x03top\x18\x03 \x03(\x0b\x32\x16.baton.v1.TokenLogprob\x12\"\n\x06prompt\x18\x04 \x03(\x0b\x32\x12.baton.v1.Logprobs\"`\n\x0fProcessIdentity\x12\x0f\n\x07\x62oot_id\x18\x01 \x01(\t\x12\x15\n\rpid_namespace\x18\x02 \x01(\x04\x12\x0b\n\x03pid\x18\x03 \x01(\r\x12\x18\n\x10start_time_ticks\x18\x04 \x01(\x04\"d\n\x0bRankAddress\x12\x0f\n\x07tp_rank\x18\x01 \x01(\r\x12\x18\n\x10transfer_address\x18\x02 \x01(\x0c\x12*\n\x07process\x18\x03 \x01(\x0b\x32\x19.baton.v1.ProcessIdentity\"Y\n\tWorkerRef\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\x12$\n\x05ranks\x18\x03 \x03(\x0b\x32\x15.baton.v1.RankAddress*\x93\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x19\n\x15\x46INISH_REASON_ABORTED\x10\x03\x12\x17\n\x13\x46INISH_REASON_ERROR\x10\x04*q\n\nWorkerRole\x12\x1b\n\x17WORKER_ROLE_UNSPECIFIED\x10\x00\x12\x17\n\x13WORKER_ROLE_PREFILL\x10\x01\x12\x16\n\x12WORKER_ROLE_DECODE\x10\x02\x12\x15\n\x11WORKER_ROLE_MIXED\x10\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'baton.v1.common_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_FINISHREASON']._serialized_start=921
-  _globals['_FINISHREASON']._serialized_end=1068
-  _globals['_WORKERROLE']._serialized_start=1070
-  _globals['_WORKERROLE']._serialized_end=1183
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._loaded_options = None
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_options = b'8\001'
+  _globals['_FINISHREASON']._serialized_start=1118
+  _globals['_FINISHREASON']._serialized_end=1265
+  _globals['_WORKERROLE']._serialized_start=1267
+  _globals['_WORKERROLE']._serialized_end=1380
   _globals['_SAMPLINGPARAMS']._serialized_start=36
-  _globals['_SAMPLINGPARAMS']._serialized_end=502
-  _globals['_TOKENLOGPROB']._serialized_start=504
-  _globals['_TOKENLOGPROB']._serialized_end=547
-  _globals['_LOGPROBS']._serialized_start=549
-  _globals['_LOGPROBS']._serialized_end=627
-  _globals['_PROCESSIDENTITY']._serialized_start=629
-  _globals['_PROCESSIDENTITY']._serialized_end=725
-  _globals['_RANKADDRESS']._serialized_start=727
-  _globals['_RANKADDRESS']._serialized_end=827
-  _globals['_WORKERREF']._serialized_start=829
-  _globals['_WORKERREF']._serialized_end=918
+  _globals['_SAMPLINGPARAMS']._serialized_end=663
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=425
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=473
+  _globals['_TOKENLOGPROB']._serialized_start=665
+  _globals['_TOKENLOGPROB']._serialized_end=708
+  _globals['_LOGPROBS']._serialized_start=710
+  _globals['_LOGPROBS']._serialized_end=824
+  _globals['_PROCESSIDENTITY']._serialized_start=826
+  _globals['_PROCESSIDENTITY']._serialized_end=922
+  _globals['_RANKADDRESS']._serialized_start=924
+  _globals['_RANKADDRESS']._serialized_end=1024
+  _globals['_WORKERREF']._serialized_start=1026
+  _globals['_WORKERREF']._serialized_end=1115
 # @@protoc_insertion_point(module_scope)

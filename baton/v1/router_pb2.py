@@ -26,7 +26,7 @@ from baton.v1 import common_pb2 as baton_dot_v1_dot_common__pb2
 from baton.v1 import control_pb2 as baton_dot_v1_dot_control__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15\x62\x61ton/v1/router.proto\x12\x08\x62\x61ton.v1\x1a\x15\x62\x61ton/v1/common.proto\x1a\x16\x62\x61ton/v1/control.proto\"%\n\x0b\x43ontentPart\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x42\x06\n\x04part\"7\n\x08ToolCall\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x11\n\targuments\x18\x03 \x01(\t\"\xab\x01\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12$\n\x05parts\x18\x03 \x03(\x0b\x32\x15.baton.v1.ContentPart\x12&\n\ntool_calls\x18\x04 \x03(\x0b\x32\x12.baton.v1.ToolCall\x12\x14\n\x0ctool_call_id\x18\x05 \x01(\t\x12\x19\n\x11reasoning_content\x18\x06 \x01(\t\"=\n\x04Tool\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\t\x12\x12\n\nparameters\x18\x03 \x01(\t\"\x9d\x01\n\x0c\x43hatMessages\x12\'\n\x08messages\x18\x01 \x03(\x0b\x32\x15.baton.v1.ChatMessage\x12\x1d\n\x05tools\x18\x02 \x03(\x0b\x32\x0e.baton.v1.Tool\x12\x1a\n\x12template_arguments\x18\x03 \x01(\t\x12)\n\x0btool_choice\x18\x04 \x01(\x0b\x32\x14.baton.v1.ToolChoice\"-\n\nToolChoice\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x11\n\tis_single\x18\x02 \x01(\x08\"\x0c\n\nJsonObject\"\x17\n\x06\x43hoice\x12\r\n\x05texts\x18\x01 \x03(\t\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xd0\x05\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12&\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x16.baton.v1.ChatMessagesH\x00\x12\'\n\ttoken_ids\x18\x05 \x01(\x0b\x32\x12.baton.v1.TokenIdsH\x00\x12*\n\x08sampling\x18\x06 \x01(\x0b\x32\x18.baton.v1.SamplingParams\x12\x11\n\x04seed\x18\x07 \x01(\x04H\x02\x88\x01\x01\x12\x0c\n\x04stop\x18\x08 \x03(\t\x12\x16\n\x0estop_token_ids\x18\t \x03(\r\x12\x15\n\x0bjson_schema\x18\n \x01(\tH\x01\x12\x0f\n\x05regex\x18\x0b \x01(\tH\x01\x12\x11\n\x07grammar\x18\x0c \x01(\tH\x01\x12+\n\x0bjson_object\x18\x17 \x01(\x0b\x32\x14.baton.v1.JsonObjectH\x01\x12\"\n\x06\x63hoice\x18\x18 \x01(\x0b\x32\x10.baton.v1.ChoiceH\x01\x12\x10\n\x08priority\x18\r \x01(\x05\x12\x17\n\ntimeout_ms\x18\x0e \x01(\rH\x03\x88\x01\x01\x12\x1b\n\x0ettft_target_ms\x18\x0f \x01(\rH\x04\x88\x01\x01\x12\x1a\n\ritl_target_ms\x18\x10 \x01(\rH\x05\x88\x01\x01\x12\x0e\n\x06tenant\x18\x11 \x01(\t\x12\x12\n\ncache_salt\x18\x12 \x01(\t\x12\x12\n\nsession_id\x18\x13 \x01(\t\x12\x1e\n\x11resume_from_index\x18\x14 \x01(\rH\x06\x88\x01\x01\x12\x13\n\x0btraceparent\x18\x15 \x01(\t\x12\x0c\n\x04unit\x18\x16 \x01(\tB\x08\n\x06promptB\x0c\n\nconstraintB\x07\n\x05_seedB\r\n\x0b_timeout_msB\x11\n\x0f_ttft_target_msB\x10\n\x0e_itl_target_msB\x14\n\x12_resume_from_index\"\xe8\x01\n\x06Routed\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04seed\x18\x02 \x01(\x04\x12\x16\n\x0eprefill_worker\x18\x03 \x01(\t\x12\x15\n\rdecode_worker\x18\x04 \x01(\t\x12\x0e\n\x06reason\x18\x05 \x01(\t\x12\x19\n\x11num_prompt_tokens\x18\x06 \x01(\r\x12!\n\x19num_cached_tokens_prefill\x18\x07 \x01(\r\x12 \n\x18num_cached_tokens_decode\x18\x08 \x01(\r\x12\x0f\n\x07\x61ttempt\x18\t \x01(\r\x12\x0c\n\x04unit\x18\n \x01(\t\"7\n\tPrefilled\x12\x0f\n\x07ttft_ms\x18\x01 \x01(\x02\x12\x19\n\x11num_cached_tokens\x18\x02 \x01(\r\"A\n\tHandedOff\x12\x10\n\x08kv_bytes\x18\x01 \x01(\x04\x12\x0e\n\x06put_ms\x18\x02 \x01(\x02\x12\x12\n\nexposed_ms\x18\x03 \x01(\x02\"X\n\x06Tokens\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0b\n\x03ids\x18\x02 \x03(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12$\n\x08logprobs\x18\x04 \x03(\x0b\x32\x12.baton.v1.Logprobs\".\n\x08Migrated\x12\x12\n\nfrom_index\x18\x01 \x01(\r\x12\x0e\n\x06reason\x18\x02 \x01(\t\"X\n\x05Usage\x12\x19\n\x11num_prompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11num_output_tokens\x18\x02 \x01(\r\x12\x19\n\x11num_cached_tokens\x18\x03 \x01(\r\"\xbc\x01\n\x07Timings\x12\x10\n\x08queue_ms\x18\x01 \x01(\x02\x12\x0f\n\x07ttft_ms\x18\x02 \x01(\x02\x12\x0e\n\x06itl_ms\x18\x03 \x01(\x02\x12\x0e\n\x06\x65\x32\x65_ms\x18\x04 \x01(\x02\x12\x13\n\x0btokenize_ms\x18\x05 \x01(\x02\x12\x12\n\nreserve_ms\x18\x06 \x01(\x02\x12\x12\n\nprefill_ms\x18\x07 \x01(\x02\x12\x17\n\x0fsecond_token_ms\x18\x08 \x01(\x02\x12\x18\n\x10prefill_queue_ms\x18\t \x01(\x02\"\x84\x01\n\x08\x46inished\x12&\n\x06reason\x18\x01 \x01(\x0e\x32\x16.baton.v1.FinishReason\x12\x1e\n\x05usage\x18\x02 \x01(\x0b\x32\x0f.baton.v1.Usage\x12\"\n\x07timings\x18\x03 \x01(\x0b\x32\x11.baton.v1.Timings\x12\x0c\n\x04stop\x18\x04 \x01(\t\"\x88\x02\n\x10GenerateResponse\x12\"\n\x06routed\x18\x01 \x01(\x0b\x32\x10.baton.v1.RoutedH\x00\x12(\n\tprefilled\x18\x02 \x01(\x0b\x32\x13.baton.v1.PrefilledH\x00\x12)\n\nhanded_off\x18\x03 \x01(\x0b\x32\x13.baton.v1.HandedOffH\x00\x12\"\n\x06tokens\x18\x04 \x01(\x0b\x32\x10.baton.v1.TokensH\x00\x12&\n\x08migrated\x18\x05 \x01(\x0b\x32\x12.baton.v1.MigratedH\x00\x12&\n\x08\x66inished\x18\x06 \x01(\x0b\x32\x12.baton.v1.FinishedH\x00\x42\x07\n\x05\x65vent\"2\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\"\x0f\n\rAbortResponse\"\x13\n\x11ListModelsRequest\"@\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\x12\x12\n\nvocab_size\x18\x03 \x01(\r\"5\n\x12ListModelsResponse\x12\x1f\n\x06models\x18\x01 \x03(\x0b\x32\x0f.baton.v1.Model\"r\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12&\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x16.baton.v1.ChatMessagesH\x00\x12\x0e\n\x06tenant\x18\x04 \x01(\tB\x08\n\x06prompt\"\x1f\n\x10TokenizeResponse\x12\x0b\n\x03ids\x18\x01 \x03(\r\"A\n\x13\x45xplainRouteRequest\x12*\n\x07request\x18\x01 \x01(\x0b\x32\x19.baton.v1.GenerateRequest\"\xe3\x01\n\x0eRouteCandidate\x12\x16\n\x0eprefill_worker\x18\x01 \x01(\t\x12\x15\n\rdecode_worker\x18\x02 \x01(\t\x12\x0f\n\x07\x63ost_ms\x18\x03 \x01(\x02\x12\x10\n\x08queue_ms\x18\x04 \x01(\x02\x12\x12\n\nprefill_ms\x18\x05 \x01(\x02\x12\x13\n\x0btransfer_ms\x18\x06 \x01(\x02\x12\x11\n\tdecode_ms\x18\x07 \x01(\x02\x12!\n\x19num_cached_tokens_prefill\x18\x08 \x01(\r\x12 \n\x18num_cached_tokens_decode\x18\t \x01(\r\"R\n\x14\x45xplainRouteResponse\x12,\n\ncandidates\x18\x01 \x03(\x0b\x32\x18.baton.v1.RouteCandidate\x12\x0c\n\x04unit\x18\x02 \x01(\t\" \n\x1eRouterServiceWatchFleetRequest\"N\n\x1fRouterServiceWatchFleetResponse\x12+\n\x05\x66leet\x18\x01 \x01(\x0b\x32\x1c.baton.v1.WatchFleetResponse2\xce\x03\n\rRouterService\x12\x43\n\x08Generate\x12\x19.baton.v1.GenerateRequest\x1a\x1a.baton.v1.GenerateResponse0\x01\x12\x38\n\x05\x41\x62ort\x12\x16.baton.v1.AbortRequest\x1a\x17.baton.v1.AbortResponse\x12G\n\nListModels\x12\x1b.baton.v1.ListModelsRequest\x1a\x1c.baton.v1.ListModelsResponse\x12\x41\n\x08Tokenize\x12\x19.baton.v1.TokenizeRequest\x1a\x1a.baton.v1.TokenizeResponse\x12M\n\x0c\x45xplainRoute\x12\x1d.baton.v1.ExplainRouteRequest\x1a\x1e.baton.v1.ExplainRouteResponse\x12\x63\n\nWatchFleet\x12(.baton.v1.RouterServiceWatchFleetRequest\x1a).baton.v1.RouterServiceWatchFleetResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15\x62\x61ton/v1/router.proto\x12\x08\x62\x61ton.v1\x1a\x15\x62\x61ton/v1/common.proto\x1a\x16\x62\x61ton/v1/control.proto\"%\n\x0b\x43ontentPart\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x42\x06\n\x04part\"7\n\x08ToolCall\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x11\n\targuments\x18\x03 \x01(\t\"\xab\x01\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12$\n\x05parts\x18\x03 \x03(\x0b\x32\x15.baton.v1.ContentPart\x12&\n\ntool_calls\x18\x04 \x03(\x0b\x32\x12.baton.v1.ToolCall\x12\x14\n\x0ctool_call_id\x18\x05 \x01(\t\x12\x19\n\x11reasoning_content\x18\x06 \x01(\t\"=\n\x04Tool\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\t\x12\x12\n\nparameters\x18\x03 \x01(\t\"\x9d\x01\n\x0c\x43hatMessages\x12\'\n\x08messages\x18\x01 \x03(\x0b\x32\x15.baton.v1.ChatMessage\x12\x1d\n\x05tools\x18\x02 \x03(\x0b\x32\x0e.baton.v1.Tool\x12\x1a\n\x12template_arguments\x18\x03 \x01(\t\x12)\n\x0btool_choice\x18\x04 \x01(\x0b\x32\x14.baton.v1.ToolChoice\"-\n\nToolChoice\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x11\n\tis_single\x18\x02 \x01(\x08\"\x0c\n\nJsonObject\"\x17\n\x06\x43hoice\x12\r\n\x05texts\x18\x01 \x03(\t\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\x92\x06\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12&\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x16.baton.v1.ChatMessagesH\x00\x12\'\n\ttoken_ids\x18\x05 \x01(\x0b\x32\x12.baton.v1.TokenIdsH\x00\x12*\n\x08sampling\x18\x06 \x01(\x0b\x32\x18.baton.v1.SamplingParams\x12\x11\n\x04seed\x18\x07 \x01(\x04H\x02\x88\x01\x01\x12\x0c\n\x04stop\x18\x08 \x03(\t\x12\x16\n\x0estop_token_ids\x18\t \x03(\r\x12\x15\n\x0bjson_schema\x18\n \x01(\tH\x01\x12\x0f\n\x05regex\x18\x0b \x01(\tH\x01\x12\x11\n\x07grammar\x18\x0c \x01(\tH\x01\x12+\n\x0bjson_object\x18\x17 \x01(\x0b\x32\x14.baton.v1.JsonObjectH\x01\x12\"\n\x06\x63hoice\x18\x18 \x01(\x0b\x32\x10.baton.v1.ChoiceH\x01\x12\x10\n\x08priority\x18\r \x01(\x05\x12\x17\n\ntimeout_ms\x18\x0e \x01(\rH\x03\x88\x01\x01\x12\x1b\n\x0ettft_target_ms\x18\x0f \x01(\rH\x04\x88\x01\x01\x12\x1a\n\ritl_target_ms\x18\x10 \x01(\rH\x05\x88\x01\x01\x12\x0e\n\x06tenant\x18\x11 \x01(\t\x12\x12\n\ncache_salt\x18\x12 \x01(\t\x12\x12\n\nsession_id\x18\x13 \x01(\t\x12\x1e\n\x11resume_from_index\x18\x14 \x01(\rH\x06\x88\x01\x01\x12\x13\n\x0btraceparent\x18\x15 \x01(\t\x12\x0c\n\x04unit\x18\x16 \x01(\t\x12\x11\n\tbad_words\x18\x19 \x03(\t\x12-\n\x11\x61llowed_token_ids\x18\x1a \x01(\x0b\x32\x12.baton.v1.TokenIdsB\x08\n\x06promptB\x0c\n\nconstraintB\x07\n\x05_seedB\r\n\x0b_timeout_msB\x11\n\x0f_ttft_target_msB\x10\n\x0e_itl_target_msB\x14\n\x12_resume_from_index\"\xe8\x01\n\x06Routed\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04seed\x18\x02 \x01(\x04\x12\x16\n\x0eprefill_worker\x18\x03 \x01(\t\x12\x15\n\rdecode_worker\x18\x04 \x01(\t\x12\x0e\n\x06reason\x18\x05 \x01(\t\x12\x19\n\x11num_prompt_tokens\x18\x06 \x01(\r\x12!\n\x19num_cached_tokens_prefill\x18\x07 \x01(\r\x12 \n\x18num_cached_tokens_decode\x18\x08 \x01(\r\x12\x0f\n\x07\x61ttempt\x18\t \x01(\r\x12\x0c\n\x04unit\x18\n \x01(\t\"7\n\tPrefilled\x12\x0f\n\x07ttft_ms\x18\x01 \x01(\x02\x12\x19\n\x11num_cached_tokens\x18\x02 \x01(\r\"A\n\tHandedOff\x12\x10\n\x08kv_bytes\x18\x01 \x01(\x04\x12\x0e\n\x06put_ms\x18\x02 \x01(\x02\x12\x12\n\nexposed_ms\x18\x03 \x01(\x02\"X\n\x06Tokens\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0b\n\x03ids\x18\x02 \x03(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12$\n\x08logprobs\x18\x04 \x03(\x0b\x32\x12.baton.v1.Logprobs\".\n\x08Migrated\x12\x12\n\nfrom_index\x18\x01 \x01(\r\x12\x0e\n\x06reason\x18\x02 \x01(\t\"X\n\x05Usage\x12\x19\n\x11num_prompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11num_output_tokens\x18\x02 \x01(\r\x12\x19\n\x11num_cached_tokens\x18\x03 \x01(\r\"\xbc\x01\n\x07Timings\x12\x10\n\x08queue_ms\x18\x01 \x01(\x02\x12\x0f\n\x07ttft_ms\x18\x02 \x01(\x02\x12\x0e\n\x06itl_ms\x18\x03 \x01(\x02\x12\x0e\n\x06\x65\x32\x65_ms\x18\x04 \x01(\x02\x12\x13\n\x0btokenize_ms\x18\x05 \x01(\x02\x12\x12\n\nreserve_ms\x18\x06 \x01(\x02\x12\x12\n\nprefill_ms\x18\x07 \x01(\x02\x12\x17\n\x0fsecond_token_ms\x18\x08 \x01(\x02\x12\x18\n\x10prefill_queue_ms\x18\t \x01(\x02\"\x84\x01\n\x08\x46inished\x12&\n\x06reason\x18\x01 \x01(\x0e\x32\x16.baton.v1.FinishReason\x12\x1e\n\x05usage\x18\x02 \x01(\x0b\x32\x0f.baton.v1.Usage\x12\"\n\x07timings\x18\x03 \x01(\x0b\x32\x11.baton.v1.Timings\x12\x0c\n\x04stop\x18\x04 \x01(\t\"\x88\x02\n\x10GenerateResponse\x12\"\n\x06routed\x18\x01 \x01(\x0b\x32\x10.baton.v1.RoutedH\x00\x12(\n\tprefilled\x18\x02 \x01(\x0b\x32\x13.baton.v1.PrefilledH\x00\x12)\n\nhanded_off\x18\x03 \x01(\x0b\x32\x13.baton.v1.HandedOffH\x00\x12\"\n\x06tokens\x18\x04 \x01(\x0b\x32\x10.baton.v1.TokensH\x00\x12&\n\x08migrated\x18\x05 \x01(\x0b\x32\x12.baton.v1.MigratedH\x00\x12&\n\x08\x66inished\x18\x06 \x01(\x0b\x32\x12.baton.v1.FinishedH\x00\x42\x07\n\x05\x65vent\"2\n\x0c\x41\x62ortRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\"\x0f\n\rAbortResponse\"\x13\n\x11ListModelsRequest\"@\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\x12\x12\n\nvocab_size\x18\x03 \x01(\r\"5\n\x12ListModelsResponse\x12\x1f\n\x06models\x18\x01 \x03(\x0b\x32\x0f.baton.v1.Model\"r\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12&\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x16.baton.v1.ChatMessagesH\x00\x12\x0e\n\x06tenant\x18\x04 \x01(\tB\x08\n\x06prompt\"\x1f\n\x10TokenizeResponse\x12\x0b\n\x03ids\x18\x01 \x03(\r\"A\n\x13\x45xplainRouteRequest\x12*\n\x07request\x18\x01 \x01(\x0b\x32\x19.baton.v1.GenerateRequest\"\xe3\x01\n\x0eRouteCandidate\x12\x16\n\x0eprefill_worker\x18\x01 \x01(\t\x12\x15\n\rdecode_worker\x18\x02 \x01(\t\x12\x0f\n\x07\x63ost_ms\x18\x03 \x01(\x02\x12\x10\n\x08queue_ms\x18\x04 \x01(\x02\x12\x12\n\nprefill_ms\x18\x05 \x01(\x02\x12\x13\n\x0btransfer_ms\x18\x06 \x01(\x02\x12\x11\n\tdecode_ms\x18\x07 \x01(\x02\x12!\n\x19num_cached_tokens_prefill\x18\x08 \x01(\r\x12 \n\x18num_cached_tokens_decode\x18\t \x01(\r\"R\n\x14\x45xplainRouteResponse\x12,\n\ncandidates\x18\x01 \x03(\x0b\x32\x18.baton.v1.RouteCandidate\x12\x0c\n\x04unit\x18\x02 \x01(\t\" \n\x1eRouterServiceWatchFleetRequest\"N\n\x1fRouterServiceWatchFleetResponse\x12+\n\x05\x66leet\x18\x01 \x01(\x0b\x32\x1c.baton.v1.WatchFleetResponse2\xce\x03\n\rRouterService\x12\x43\n\x08Generate\x12\x19.baton.v1.GenerateRequest\x1a\x1a.baton.v1.GenerateResponse0\x01\x12\x38\n\x05\x41\x62ort\x12\x16.baton.v1.AbortRequest\x1a\x17.baton.v1.AbortResponse\x12G\n\nListModels\x12\x1b.baton.v1.ListModelsRequest\x1a\x1c.baton.v1.ListModelsResponse\x12\x41\n\x08Tokenize\x12\x19.baton.v1.TokenizeRequest\x1a\x1a.baton.v1.TokenizeResponse\x12M\n\x0c\x45xplainRoute\x12\x1d.baton.v1.ExplainRouteRequest\x1a\x1e.baton.v1.ExplainRouteResponse\x12\x63\n\nWatchFleet\x12(.baton.v1.RouterServiceWatchFleetRequest\x1a).baton.v1.RouterServiceWatchFleetResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -52,49 +52,49 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TOKENIDS']._serialized_start=661
   _globals['_TOKENIDS']._serialized_end=684
   _globals['_GENERATEREQUEST']._serialized_start=687
-  _globals['_GENERATEREQUEST']._serialized_end=1407
-  _globals['_ROUTED']._serialized_start=1410
-  _globals['_ROUTED']._serialized_end=1642
-  _globals['_PREFILLED']._serialized_start=1644
-  _globals['_PREFILLED']._serialized_end=1699
-  _globals['_HANDEDOFF']._serialized_start=1701
-  _globals['_HANDEDOFF']._serialized_end=1766
-  _globals['_TOKENS']._serialized_start=1768
-  _globals['_TOKENS']._serialized_end=1856
-  _globals['_MIGRATED']._serialized_start=1858
-  _globals['_MIGRATED']._serialized_end=1904
-  _globals['_USAGE']._serialized_start=1906
-  _globals['_USAGE']._serialized_end=1994
-  _globals['_TIMINGS']._serialized_start=1997
-  _globals['_TIMINGS']._serialized_end=2185
-  _globals['_FINISHED']._serialized_start=2188
-  _globals['_FINISHED']._serialized_end=2320
-  _globals['_GENERATERESPONSE']._serialized_start=2323
-  _globals['_GENERATERESPONSE']._serialized_end=2587
-  _globals['_ABORTREQUEST']._serialized_start=2589
-  _globals['_ABORTREQUEST']._serialized_end=2639
-  _globals['_ABORTRESPONSE']._serialized_start=2641
-  _globals['_ABORTRESPONSE']._serialized_end=2656
-  _globals['_LISTMODELSREQUEST']._serialized_start=2658
-  _globals['_LISTMODELSREQUEST']._serialized_end=2677
-  _globals['_MODEL']._serialized_start=2679
-  _globals['_MODEL']._serialized_end=2743
-  _globals['_LISTMODELSRESPONSE']._serialized_start=2745
-  _globals['_LISTMODELSRESPONSE']._serialized_end=2798
-  _globals['_TOKENIZEREQUEST']._serialized_start=2800
-  _globals['_TOKENIZEREQUEST']._serialized_end=2914
-  _globals['_TOKENIZERESPONSE']._serialized_start=2916
-  _globals['_TOKENIZERESPONSE']._serialized_end=2947
-  _globals['_EXPLAINROUTEREQUEST']._serialized_start=2949
-  _globals['_EXPLAINROUTEREQUEST']._serialized_end=3014
-  _globals['_ROUTECANDIDATE']._serialized_start=3017
-  _globals['_ROUTECANDIDATE']._serialized_end=3244
-  _globals['_EXPLAINROUTERESPONSE']._serialized_start=3246
-  _globals['_EXPLAINROUTERESPONSE']._serialized_end=3328
-  _globals['_ROUTERSERVICEWATCHFLEETREQUEST']._serialized_start=3330
-  _globals['_ROUTERSERVICEWATCHFLEETREQUEST']._serialized_end=3362
-  _globals['_ROUTERSERVICEWATCHFLEETRESPONSE']._serialized_start=3364
-  _globals['_ROUTERSERVICEWATCHFLEETRESPONSE']._serialized_end=3442
-  _globals['_ROUTERSERVICE']._serialized_start=3445
-  _globals['_ROUTERSERVICE']._serialized_end=3907
+  _globals['_GENERATEREQUEST']._serialized_end=1473
+  _globals['_ROUTED']._serialized_start=1476
+  _globals['_ROUTED']._serialized_end=1708
+  _globals['_PREFILLED']._serialized_start=1710
+  _globals['_PREFILLED']._serialized_end=1765
+  _globals['_HANDEDOFF']._serialized_start=1767
+  _globals['_HANDEDOFF']._serialized_end=1832
+  _globals['_TOKENS']._serialized_start=1834
+  _globals['_TOKENS']._serialized_end=1922
+  _globals['_MIGRATED']._serialized_start=1924
+  _globals['_MIGRATED']._serialized_end=1970
+  _globals['_USAGE']._serialized_start=1972
+  _globals['_USAGE']._serialized_end=2060
+  _globals['_TIMINGS']._serialized_start=2063
+  _globals['_TIMINGS']._serialized_end=2251
+  _globals['_FINISHED']._serialized_start=2254
+  _globals['_FINISHED']._serialized_end=2386
+  _globals['_GENERATERESPONSE']._serialized_start=2389
+  _globals['_GENERATERESPONSE']._serialized_end=2653
+  _globals['_ABORTREQUEST']._serialized_start=2655
+  _globals['_ABORTREQUEST']._serialized_end=2705
+  _globals['_ABORTRESPONSE']._serialized_start=2707
+  _globals['_ABORTRESPONSE']._serialized_end=2722
+  _globals['_LISTMODELSREQUEST']._serialized_start=2724
+  _globals['_LISTMODELSREQUEST']._serialized_end=2743
+  _globals['_MODEL']._serialized_start=2745
+  _globals['_MODEL']._serialized_end=2809
+  _globals['_LISTMODELSRESPONSE']._serialized_start=2811
+  _globals['_LISTMODELSRESPONSE']._serialized_end=2864
+  _globals['_TOKENIZEREQUEST']._serialized_start=2866
+  _globals['_TOKENIZEREQUEST']._serialized_end=2980
+  _globals['_TOKENIZERESPONSE']._serialized_start=2982
+  _globals['_TOKENIZERESPONSE']._serialized_end=3013
+  _globals['_EXPLAINROUTEREQUEST']._serialized_start=3015
+  _globals['_EXPLAINROUTEREQUEST']._serialized_end=3080
+  _globals['_ROUTECANDIDATE']._serialized_start=3083
+  _globals['_ROUTECANDIDATE']._serialized_end=3310
+  _globals['_EXPLAINROUTERESPONSE']._serialized_start=3312
+  _globals['_EXPLAINROUTERESPONSE']._serialized_end=3394
+  _globals['_ROUTERSERVICEWATCHFLEETREQUEST']._serialized_start=3396
+  _globals['_ROUTERSERVICEWATCHFLEETREQUEST']._serialized_end=3428
+  _globals['_ROUTERSERVICEWATCHFLEETRESPONSE']._serialized_start=3430
+  _globals['_ROUTERSERVICEWATCHFLEETRESPONSE']._serialized_end=3508
+  _globals['_ROUTERSERVICE']._serialized_start=3511
+  _globals['_ROUTERSERVICE']._serialized_end=3973
 # @@protoc_insertion_point(module_scope)

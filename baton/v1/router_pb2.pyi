@@ -283,6 +283,8 @@ class GenerateRequest(_message.Message):
     RESUME_FROM_INDEX_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     UNIT_FIELD_NUMBER: _builtins.int
+    BAD_WORDS_FIELD_NUMBER: _builtins.int
+    ALLOWED_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Drawn by the router when empty. Scoped to the tenant."""
     model: _builtins.str
@@ -335,6 +337,16 @@ class GenerateRequest(_message.Message):
     def json_object(self) -> Global___JsonObject: ...
     @_builtins.property
     def choice(self) -> Global___Choice: ...
+    @_builtins.property
+    def bad_words(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Texts that the output must not contain, as the tokenizer splits them, with and without a space in
+        front. Another split of the same text is not found.
+        """
+
+    @_builtins.property
+    def allowed_token_ids(self) -> Global___TokenIds:
+        """The only tokens that are sampled; absent: any."""
+
     def __init__(
         self,
         *,
@@ -362,10 +374,12 @@ class GenerateRequest(_message.Message):
         resume_from_index: _builtins.int | None = ...,
         traceparent: _builtins.str = ...,
         unit: _builtins.str = ...,
+        bad_words: _abc.Iterable[_builtins.str] | None = ...,
+        allowed_token_ids: Global___TokenIds | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_itl_target_ms", b"_itl_target_ms", "_resume_from_index", b"_resume_from_index", "_seed", b"_seed", "_timeout_ms", b"_timeout_ms", "_ttft_target_ms", b"_ttft_target_ms", "chat", b"chat", "choice", b"choice", "constraint", b"constraint", "grammar", b"grammar", "itl_target_ms", b"itl_target_ms", "json_object", b"json_object", "json_schema", b"json_schema", "prompt", b"prompt", "regex", b"regex", "resume_from_index", b"resume_from_index", "sampling", b"sampling", "seed", b"seed", "text", b"text", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "ttft_target_ms", b"ttft_target_ms"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_itl_target_ms", b"_itl_target_ms", "_resume_from_index", b"_resume_from_index", "_seed", b"_seed", "_timeout_ms", b"_timeout_ms", "_ttft_target_ms", b"_ttft_target_ms", "allowed_token_ids", b"allowed_token_ids", "chat", b"chat", "choice", b"choice", "constraint", b"constraint", "grammar", b"grammar", "itl_target_ms", b"itl_target_ms", "json_object", b"json_object", "json_schema", b"json_schema", "prompt", b"prompt", "regex", b"regex", "resume_from_index", b"resume_from_index", "sampling", b"sampling", "seed", b"seed", "text", b"text", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "ttft_target_ms", b"ttft_target_ms"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_itl_target_ms", b"_itl_target_ms", "_resume_from_index", b"_resume_from_index", "_seed", b"_seed", "_timeout_ms", b"_timeout_ms", "_ttft_target_ms", b"_ttft_target_ms", "cache_salt", b"cache_salt", "chat", b"chat", "choice", b"choice", "constraint", b"constraint", "grammar", b"grammar", "itl_target_ms", b"itl_target_ms", "json_object", b"json_object", "json_schema", b"json_schema", "model", b"model", "priority", b"priority", "prompt", b"prompt", "regex", b"regex", "request_id", b"request_id", "resume_from_index", b"resume_from_index", "sampling", b"sampling", "seed", b"seed", "session_id", b"session_id", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "tenant", b"tenant", "text", b"text", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "traceparent", b"traceparent", "ttft_target_ms", b"ttft_target_ms", "unit", b"unit"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_itl_target_ms", b"_itl_target_ms", "_resume_from_index", b"_resume_from_index", "_seed", b"_seed", "_timeout_ms", b"_timeout_ms", "_ttft_target_ms", b"_ttft_target_ms", "allowed_token_ids", b"allowed_token_ids", "bad_words", b"bad_words", "cache_salt", b"cache_salt", "chat", b"chat", "choice", b"choice", "constraint", b"constraint", "grammar", b"grammar", "itl_target_ms", b"itl_target_ms", "json_object", b"json_object", "json_schema", b"json_schema", "model", b"model", "priority", b"priority", "prompt", b"prompt", "regex", b"regex", "request_id", b"request_id", "resume_from_index", b"resume_from_index", "sampling", b"sampling", "seed", b"seed", "session_id", b"session_id", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "tenant", b"tenant", "text", b"text", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "traceparent", b"traceparent", "ttft_target_ms", b"ttft_target_ms", "unit", b"unit"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__itl_target_ms: _TypeAlias = _typing.Literal["itl_target_ms"]  # noqa: Y015
     _WhichOneofArgType__itl_target_ms: _TypeAlias = _typing.Literal["_itl_target_ms", b"_itl_target_ms"]  # noqa: Y015

@@ -140,6 +140,8 @@ class RequestSpec(_message.Message):
     KV_FINGERPRINT_FIELD_NUMBER: _builtins.int
     NUM_PUBLIC_TOKENS_FIELD_NUMBER: _builtins.int
     GRAMMAR_FIELD_NUMBER: _builtins.int
+    ALLOWED_TOKENS_FIELD_NUMBER: _builtins.int
+    BAD_WORDS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     body_digest: _builtins.bytes
     """Two requests of one id and one digest are the same request."""
@@ -164,10 +166,16 @@ class RequestSpec(_message.Message):
     """
     grammar: _builtins.str
     """What the output must be: a grammar that llguidance reads. Empty: anything."""
+    allowed_tokens: _builtins.bytes
+    """Bit t % 8 of byte t / 8: whether token t may be sampled. Empty: all may."""
     @_builtins.property
     def sampling(self) -> _common_pb2.SamplingParams: ...
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def bad_words(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """Little-endian uint32: sequences whose last token may not follow the others in the output."""
+
     def __init__(
         self,
         *,
@@ -187,10 +195,12 @@ class RequestSpec(_message.Message):
         kv_fingerprint: _builtins.bytes = ...,
         num_public_tokens: _builtins.int = ...,
         grammar: _builtins.str = ...,
+        allowed_tokens: _builtins.bytes = ...,
+        bad_words: _abc.Iterable[_builtins.bytes] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_timeout_ms", b"_timeout_ms", "sampling", b"sampling", "timeout_ms", b"timeout_ms"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_timeout_ms", b"_timeout_ms", "attempt", b"attempt", "body_digest", b"body_digest", "cache_salt", b"cache_salt", "grammar", b"grammar", "kv_fingerprint", b"kv_fingerprint", "num_prompt_tokens", b"num_prompt_tokens", "num_public_tokens", b"num_public_tokens", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "tenant", b"tenant", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_timeout_ms", b"_timeout_ms", "allowed_tokens", b"allowed_tokens", "attempt", b"attempt", "bad_words", b"bad_words", "body_digest", b"body_digest", "cache_salt", b"cache_salt", "grammar", b"grammar", "kv_fingerprint", b"kv_fingerprint", "num_prompt_tokens", b"num_prompt_tokens", "num_public_tokens", b"num_public_tokens", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "tenant", b"tenant", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__timeout_ms: _TypeAlias = _typing.Literal["timeout_ms"]  # noqa: Y015
     _WhichOneofArgType__timeout_ms: _TypeAlias = _typing.Literal["_timeout_ms", b"_timeout_ms"]  # noqa: Y015

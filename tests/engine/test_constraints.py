@@ -203,16 +203,15 @@ def test_a_resumed_request_goes_on_from_the_tokens_that_were_emitted(core: Engin
     spec = asked("whole", GRAMMARS["schema"], temperature=0.9, seed=5)
     whole = answers(core, spec)["whole"]
     for emitted in (1, 2, len(whole) // 2, len(whole) - 1):
-        known = np.concatenate([spec.token_ids, np.array(whole[:emitted], np.uint32)])
-        again = replace(spec, request_id=RequestId(f"{emitted}"), token_ids=known)
-        core.add(again)
-        rest = [
-            event.token.token_id
-            for _ in iter(core.has_work, False)
-            for event in core.step()
-            if isinstance(event, TokenEvent)
-        ]
-        assert rest == whole[emitted:]
+        assert continued(core, spec, whole[:emitted]) == whole[emitted:]
+
+
+def continued(core: EngineCore, spec: RequestSpec, emitted: Sequence[int]) -> list[int]:
+    """What follows on the tokens of an earlier attempt."""
+    known = np.concatenate([spec.token_ids, np.array(emitted, np.uint32)])
+    core.add(replace(spec, request_id=RequestId(f"{len(emitted)}"), token_ids=known))
+    steps = (core.step() for _ in iter(core.has_work, False))
+    return [e.token.token_id for events in steps for e in events if isinstance(e, TokenEvent)]
 
 
 def test_log_probabilities_are_those_of_allowed_tokens(core: EngineCore) -> None:
@@ -282,6 +281,30 @@ def test_no_mask_allows_a_token_that_breaks_the_schema(wanted: Any, seed: int) -
     for name, ids in streams.tokens.items():
         assert streams.finished[name] is FinishReason.STOP
         jsonschema.validate(json.loads(text().decode(ids)), wanted)
+
+
+# --- what the request itself does not allow -------------------------------------------------------
+
+
+def test_bad_words_hold_whatever_interrupts_a_request(core: EngineCore) -> None:
+    spec = asked("free", None, "Once upon a time", temperature=0.9, seed=0)
+    words = (tuple(answers(core, spec)["free"][3:6]),)
+    sampling = replace(spec.sampling, bad_words=words)
+    spec = replace(spec, request_id=RequestId("whole"), sampling=sampling)
+    whole = answers(core, spec)["whole"]
+    assert words[0] not in zip(whole, whole[1:], whole[2:])
+    for emitted in (1, 4, 5, len(whole) - 1):  # as after a handoff, or at another worker
+        assert continued(core, spec, whole[:emitted]) == whole[emitted:]
+
+
+def test_what_both_a_grammar_and_the_request_allow_is_said(core: EngineCore) -> None:
+    free = answers(core, asked("free", GRAMMARS["choice"]))["free"]
+    less = answers(core, asked("less", GRAMMARS["choice"], bad_words=((free[0],),)))["less"]
+    assert_fits("choice", less)
+    assert less[0] != free[0]
+    core.add(asked("none", GRAMMARS["choice"], allowed_tokens=b"\x01"))
+    (ended,) = (event for event in core.step() if isinstance(event, FinishedEvent))
+    assert "the request allows" in ended.message
 
 
 # --- from one worker to another -------------------------------------------------------------------
@@ -393,7 +416,7 @@ def test_a_prefill_whose_constraint_fails_stays_pinned_until_it_is_released() ->
     spec = spec_of("x", prompt, SamplingParams(), grammar=GRAMMARS["regex"])
     wire.begin(spec)
     scheduler = prefill.core._scheduler
-    (event,) = scheduler.commit(scheduler.plan(), [SampledToken(0, fault="why")])
+    (event,) = scheduler.commit(scheduler.plan(), [SampledToken(0, fault="why")], {})
     assert event == FinishedEvent(spec.request_id, FinishReason.ERROR, "why")
     assert prefill.core.load().num_exporting == 1
     prefill.core.release(spec.request_id)

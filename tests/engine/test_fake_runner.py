@@ -117,7 +117,7 @@ def test_any_tensor_parallel_width_gives_the_same_tokens(size: int) -> None:
     followers = [runner(rank) for rank in range(1, size)]
 
     class Rank0(FakeRunner):
-        def run(self, plan: StepPlan, specs: object, masks: object) -> list[object]:  # type: ignore[override]
+        def run(self, plan: StepPlan, specs: object, *rest: object) -> list[object]:  # type: ignore[override]
             threads = [threading.Thread(target=f.run, args=(plan, {})) for f in followers]
             for thread in threads:
                 thread.start()

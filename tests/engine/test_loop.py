@@ -97,7 +97,7 @@ class BrokenRunner:
         self.model, self.num_blocks = engine.model, 400
         self.entered, self.go = entered, go
 
-    def run(self, plan: StepPlan, specs: object, masks: object) -> list[SampledToken]:
+    def run(self, plan: StepPlan, specs: object, *rest: object) -> list[SampledToken]:
         self.entered.set()
         assert self.go.wait(WAIT_S)
         raise OSError("the device is gone")

@@ -115,6 +115,42 @@ def test_penalties_agree_with_a_naive_reference(
     assert scores[crowd[1].token_id] == pytest.approx(max(scores), abs=1e-5)
 
 
+@given(
+    output=st.lists(st.integers(0, 9), max_size=6),
+    biases=st.dictionaries(st.integers(0, 9), st.floats(-100, 100, width=32)),
+    allowed=st.frozensets(st.integers(0, 9)),
+    bad_words=st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=3).map(tuple), max_size=6),
+)
+@settings(max_examples=150, deadline=None)
+def test_biases_allowed_tokens_and_bad_words_agree_with_a_naive_reference(
+    output: list[int],
+    biases: dict[int, float],
+    allowed: frozenset[int],
+    bad_words: list[tuple[int, ...]],
+) -> None:
+    params = SamplingParams(
+        temperature=0.0,
+        presence_penalty=1.5,
+        logit_bias=tuple(biases.items()),
+        allowed_tokens=sum(1 << t for t in allowed).to_bytes(2, "little") if allowed else b"",
+        bad_words=tuple(bad_words),
+        logprobs=0,
+    )
+    row = random_logits(1, 10, seed=len(output))[0]
+    said = "".join(map(str, output))
+    ends = {w[-1] for w in bad_words if said.endswith("".join(map(str, w[:-1])))}
+    left = (allowed or set(range(10))) - ends or allowed or set(range(10))  # never none
+    scores = {t: row[t].item() + biases.get(t, 0.0) - 1.5 * (t in output) for t in left}
+    crowd = sample(row.expand(3, -1), [GREEDY, params, GREEDY], [([1], []), ([1], output)] * 2)
+    assert scores[crowd[1].token_id] == pytest.approx(max(scores.values()), abs=1e-4)
+    assert crowd[0].token_id == crowd[2].token_id == row.argmax()
+    (drawn,) = sample(row[None], [replace(params, temperature=2.0, top_k=5)], [([1], output)])
+    assert drawn.token_id in left
+    known = crowd[1].logprobs  # of the model, before all of this
+    assert known is not None
+    assert known.logprob == pytest.approx(row.log_softmax(-1)[crowd[1].token_id].item(), abs=1e-5)
+
+
 # --- minimum length, log-probabilities ----------------------------------------------------------
 
 
@@ -170,9 +206,16 @@ def test_logprobs_are_those_of_the_model_before_temperature_and_penalties() -> N
         ("min_tokens", 17),
         ("logprobs", -1),
         ("logprobs", 101),
+        ("prompt_logprobs", 101),
         ("seed", -1),
         ("seed", 2**64),
         ("stop_token_ids", frozenset({100})),
+        ("logit_bias", ((100, 1.0),)),
+        ("logit_bias", ((1, math.nan),)),
+        ("bad_words", ((1, 100),)),
+        ("bad_words", ((),)),
+        ("allowed_tokens", bytes(9)),
+        ("allowed_tokens", bytes(12) + b"\x10"),
     ],
 )
 def test_an_impossible_value_is_refused_by_its_field(field: str, value: object) -> None:
@@ -219,6 +262,8 @@ def test_a_steps_rows_go_to_the_device_in_one_copy_and_come_back_in_one() -> Non
         SamplingParams(seed=4, min_p=0.05),
         SamplingParams(seed=5, repetition_penalty=1.3, frequency_penalty=0.5),
         SamplingParams(seed=6, min_tokens=9, stop_token_ids=frozenset({7, 8})),
+        SamplingParams(seed=7, logit_bias=((5, 2.0),), bad_words=((4, 5, 9),)),
+        SamplingParams(seed=8, allowed_tokens=b"\xff", top_k=3),
     ]
     logits, histories = random_logits(len(params), 5000), [([1, 2, 3], [4, 4, 5])] * len(params)
     with Copies() as copies:

@@ -47,6 +47,7 @@ def test_unset_sampling_fields_take_the_engines_defaults_and_zeros_are_kept() ->
         ({"num_prompt_tokens": 0}, "num_prompt_tokens"),
         ({"token_ids": b""}, "num_prompt_tokens"),
         ({"num_public_tokens": 2}, "num_public_tokens"),
+        ({"bad_words": [b"abc"]}, "bad_words"),
     ],
 )
 def test_what_cannot_be_read_is_refused_by_name(changes: dict[str, object], named: str) -> None:
