@@ -61,6 +61,9 @@ class GenerateOptions(TypedDict, total=False):
     seed: int
     stop: Sequence[str]
     stop_token_ids: Sequence[int]
+    logit_bias: Mapping[int, float]
+    allowed_token_ids: Sequence[int]
+    bad_words: Sequence[str]
     priority: int
     timeout_s: float
     tenant: str
@@ -74,7 +77,7 @@ class GenerateOptions(TypedDict, total=False):
 
 
 _SAMPLING_FIELDS = frozenset(common_pb2.SamplingParams.DESCRIPTOR.fields_by_name)
-_LISTS = frozenset({"stop", "stop_token_ids"})
+_LISTS = frozenset({"stop", "stop_token_ids", "bad_words"})
 _REQUEST_FIELDS = frozenset(GenerateOptions.__annotations__) - _SAMPLING_FIELDS - _LISTS
 _LONGEST_TIMEOUT_S = (2**32 - 1) / 1e3
 
@@ -113,6 +116,11 @@ def _set_option(request: router_pb2.GenerateRequest, name: str, value: object) -
     try:
         if name == "timeout_s":
             request.timeout_ms = _timeout_ms(value)
+        elif name == "logit_bias":
+            getattr(request.sampling, name).update(value)
+        elif name == "allowed_token_ids":
+            getattr(request, name).ids.extend(value)
+            request.allowed_token_ids.SetInParent()
         elif name in _SAMPLING_FIELDS:
             setattr(request.sampling, name, value)
         elif name in _LISTS:

@@ -660,6 +660,8 @@ class RequestRun:
             traceparent=arrival.traceparent,
             kv_fingerprint=decode.facts.kv_fingerprint,
             grammar="" if parsed.constraint is None else parsed.constraint.grammar,
+            allowed_tokens=parsed.allowed_tokens,
+            bad_words=parsed.bad_words,
         )
 
     def _sampling(self, decode: WorkerEntry) -> common_pb2.SamplingParams:

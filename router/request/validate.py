@@ -9,7 +9,7 @@ import hashlib
 import math
 import re
 from array import array
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -25,8 +25,10 @@ from router.text import SamplingDefaults, TextModel
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:@/+=-]{1,128}")
 MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS = 16, 64
+MAX_BAD_WORDS, _MAX_BIASES = 128, 1024
 _MAX_STOP_CHARS = 256
 _MAX_LOGPROBS = 20
+_MAX_PROMPT_LOGPROBS = 1 << 16  # of a request: they come in one message
 _MAX_NAME_CHARS = 128
 _MAX_BYTES_PER_TOKEN = 64  # of a whole message, for every token of the context: no text needs it
 # What a client may change when it comes back for a request that runs.
@@ -91,6 +93,9 @@ class ParsedRequest:
     body_digest: bytes
     """Equal for two requests that ask for the same, seed aside (see `is_same_as`)."""
     constraint: Constraint | None = None
+    allowed_tokens: bytes = b""
+    bad_words: tuple[bytes, ...] = ()
+    """Both as workers are told them."""
 
     def is_same_as(self, body_digest: bytes, seed: int) -> bool:
         """Whether this is the request that runs under its id with that digest and effective seed.
@@ -112,6 +117,7 @@ def parse_generate(
     check_names(request, limits)
     _check_stop(request, model.vocab_size)
     _check_sampling(request.sampling)
+    _check_biases(request.sampling.logit_bias, model.vocab_size)
     token_ids = encode_prompt(request, model, limits)
     sampling = _fill_in(request.sampling, model.sampling_defaults, len(token_ids), limits)
     ends = set(request.stop_token_ids)
@@ -138,6 +144,8 @@ def parse_generate(
         is_chat=request.WhichOneof("prompt") == "chat",
         body_digest=body_digest(request),
         constraint=constraint_of(request, model, sampling, token_ids),
+        allowed_tokens=_allowed_tokens(request, model.vocab_size),
+        bad_words=_bad_words(request, model),
     )
 
 
@@ -198,12 +206,13 @@ def encode_prompt(
     outside = np.flatnonzero(token_ids >= model.vocab_size)
     if len(outside):
         position = int(outside[0])
-        raise InvalidRequestError(
-            f"{kind}: token id {token_ids[position]} at position {position} is outside the "
-            f"vocabulary of {model.vocab_size}",
-            field=f"token_ids.ids[{position}]" if kind == "token_ids" else kind,
-        )
+        problem = f"{token_ids[position]} is outside the vocabulary of {model.vocab_size}"
+        raise _wrong(f"token_ids.ids[{position}]" if kind == "token_ids" else kind, problem)
     return token_ids
+
+
+def _wrong(field: str, problem: str) -> InvalidRequestError:
+    return InvalidRequestError(f"{field}: {problem}", field=field)
 
 
 # --- names --------------------------------------------------------------------------------------
@@ -219,19 +228,14 @@ def _check_model_name(name: str, limits: RequestLimits) -> None:
 def check_names(request: router_pb2.GenerateRequest, limits: RequestLimits) -> None:
     _check_model_name(request.model, limits)
     if request.request_id and not _REQUEST_ID.fullmatch(request.request_id):
-        raise InvalidRequestError(
-            "request_id: 1 to 128 characters, letters, digits and . _ : @ / + = - only",
-            field="request_id",
-        )
+        raise _wrong("request_id", "1 to 128 characters, letters, digits and . _ : @ / + = - only")
     for name in ("tenant", "session_id", "cache_salt", "traceparent"):
         _check_name(name, getattr(request, name))
     for name in ("timeout_ms", "ttft_target_ms", "itl_target_ms"):
         if request.HasField(name) and getattr(request, name) == 0:  # type: ignore[arg-type]
-            raise InvalidRequestError(f"{name}: must be at least 1", field=name)
+            raise _wrong(name, "must be at least 1")
     if request.HasField("resume_from_index") and not request.request_id:
-        raise InvalidRequestError(
-            "resume_from_index: only with the request_id to resume", field="request_id"
-        )
+        raise _wrong("request_id", "resume_from_index is only with the request_id to resume")
 
 
 def check_tokenize_names(request: router_pb2.TokenizeRequest, limits: RequestLimits) -> None:
@@ -241,32 +245,24 @@ def check_tokenize_names(request: router_pb2.TokenizeRequest, limits: RequestLim
 
 def _check_name(field: str, value: str) -> None:
     if len(value) > _MAX_NAME_CHARS:
-        raise InvalidRequestError(f"{field}: longer than {_MAX_NAME_CHARS} characters", field=field)
+        raise _wrong(field, f"longer than {_MAX_NAME_CHARS} characters")
     if any(ord(char) < 0x20 for char in value):
-        raise InvalidRequestError(f"{field}: control characters are not allowed", field=field)
+        raise _wrong(field, "control characters are not allowed")
 
 
 def _check_stop(request: router_pb2.GenerateRequest, vocab_size: int) -> None:
     if len(request.stop) > MAX_STOP_STRINGS:
-        raise InvalidRequestError(
-            f"stop: {len(request.stop)} strings; at most {MAX_STOP_STRINGS} are taken",
-            field="stop",
-        )
+        raise _wrong("stop", f"{len(request.stop)} strings; at most {MAX_STOP_STRINGS} are taken")
     for index, stop in enumerate(request.stop):
         if not stop or len(stop) > _MAX_STOP_CHARS:
             problem = "is empty" if not stop else f"exceeds {_MAX_STOP_CHARS} characters"
             raise InvalidRequestError(f"stop: string {index} {problem}", field=f"stop[{index}]")
     if len(request.stop_token_ids) > MAX_STOP_TOKEN_IDS:
-        raise InvalidRequestError(
-            f"stop_token_ids: at most {MAX_STOP_TOKEN_IDS} are taken",
-            field="stop_token_ids",
-        )
+        raise _wrong("stop_token_ids", f"at most {MAX_STOP_TOKEN_IDS} are taken")
     for index, token_id in enumerate(request.stop_token_ids):
         if token_id >= vocab_size:
-            raise InvalidRequestError(
-                f"stop_token_ids: {token_id} is outside the vocabulary of {vocab_size}",
-                field=f"stop_token_ids[{index}]",
-            )
+            problem = f"{token_id} is outside the vocabulary of {vocab_size}"
+            raise _wrong(f"stop_token_ids[{index}]", problem)
 
 
 # --- sampling -----------------------------------------------------------------------------------
@@ -289,19 +285,54 @@ def _check_sampling(sampling: common_pb2.SamplingParams) -> None:
             continue
         value = getattr(sampling, name)
         if not math.isfinite(value) or not is_valid(value):
-            raise InvalidRequestError(
-                f"sampling.{name}: must be {meaning}, not {value:g}", field=f"sampling.{name}"
-            )
-    if sampling.logprobs > _MAX_LOGPROBS:
-        raise InvalidRequestError(
-            f"sampling.logprobs: at most {_MAX_LOGPROBS}, not {sampling.logprobs}",
-            field="sampling.logprobs",
-        )
+            raise _wrong(f"sampling.{name}", f"must be {meaning}, not {value:g}")
+    for name in ("logprobs", "prompt_logprobs"):
+        if (wanted := getattr(sampling, name)) > _MAX_LOGPROBS:
+            raise _wrong(f"sampling.{name}", f"at most {_MAX_LOGPROBS}, not {wanted}")
     if sampling.HasField("max_tokens") and sampling.min_tokens > sampling.max_tokens:
-        raise InvalidRequestError(
-            f"sampling.min_tokens: {sampling.min_tokens} exceeds max_tokens {sampling.max_tokens}",
-            field="sampling.min_tokens",
-        )
+        problem = f"{sampling.min_tokens} exceeds max_tokens {sampling.max_tokens}"
+        raise _wrong("sampling.min_tokens", problem)
+
+
+def _check_biases(biases: Mapping[int, float], vocab_size: int) -> None:
+    if len(biases) > _MAX_BIASES:
+        raise _wrong("sampling.logit_bias", f"at most {_MAX_BIASES} are taken")
+    for token_id, bias in biases.items():
+        field = f"sampling.logit_bias[{token_id}]"
+        if token_id >= vocab_size:
+            raise _wrong(field, f"outside the vocabulary of {vocab_size}")
+        if not -100 <= bias <= 100:
+            raise _wrong(field, f"must be between -100 and 100, not {bias:g}")
+
+
+def _allowed_tokens(request: router_pb2.GenerateRequest, vocab_size: int) -> bytes:
+    """A bit for each token of the vocabulary; empty where the request names none."""
+    if not request.HasField("allowed_token_ids"):
+        return b""
+    ids = np.array(request.allowed_token_ids.ids, np.int64)
+    if not len(ids):
+        raise _wrong("allowed_token_ids", "the list is empty: nothing could be sampled")
+    if ids.max() >= vocab_size:
+        raise _wrong("allowed_token_ids", f"{ids.max()} is outside the vocabulary of {vocab_size}")
+    allowed = np.zeros(vocab_size, bool)
+    allowed[ids] = True
+    return np.packbits(allowed, bitorder="little").tobytes()
+
+
+def _bad_words(request: router_pb2.GenerateRequest, model: TextModel) -> tuple[bytes, ...]:
+    """The ids of each text at the beginning of a line and after a space, as in vLLM."""
+    if len(request.bad_words) > MAX_BAD_WORDS:
+        raise _wrong("bad_words", f"at most {MAX_BAD_WORDS} are taken")
+    found = dict[bytes, None]()
+    for index, word in enumerate(request.bad_words):
+        if not word.strip() or len(word) > _MAX_STOP_CHARS:
+            raise _wrong(f"bad_words[{index}]", f"1 to {_MAX_STOP_CHARS} characters, not all space")
+        for text in (word.lstrip(), " " + word.lstrip()):
+            ids = np.array(model.encode_within(text), "<u4")
+            if not len(ids) or ids.max() >= model.vocab_size:
+                raise _wrong(f"bad_words[{index}]", "the model has no tokens for it")
+            found[ids.tobytes()] = None
+    return tuple(found)
 
 
 def _fill_in(
@@ -323,7 +354,7 @@ def _fill_in(
             raise _too_long(name, num_prompt_tokens, wanted, limits)
         if wanted > largest:
             problem = f"{wanted} exceeds the {largest} that this tenant may ask for"
-            raise InvalidRequestError(f"{name}: {problem}", field=name)
+            raise _wrong(name, problem)
     most = min(room, largest, limits.tenant.default_max_tokens or room)
     sampling = common_pb2.SamplingParams(
         temperature=defaults.temperature,
@@ -338,6 +369,11 @@ def _fill_in(
         ignore_eos=False,
     )
     sampling.MergeFrom(asked)
+    if sampling.HasField("prompt_logprobs"):
+        sampling.logprobs = asked.logprobs  # they come with it
+        if num_prompt_tokens * (1 + sampling.prompt_logprobs) > _MAX_PROMPT_LOGPROBS:
+            problem = f"more than {_MAX_PROMPT_LOGPROBS} in all, of {num_prompt_tokens} tokens"
+            raise _wrong("sampling.prompt_logprobs", problem)
     return sampling
 
 

@@ -99,6 +99,11 @@ class TextModel:
         Special tokens written in the text are parsed as such."""
         return self._encoder.encode(text)
 
+    def encode_within(self, text: str) -> list[int]:
+        """A part of a text, without the special tokens that begin or end one."""
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
     @property
     def _markers(self) -> frozenset[str]:
         """Special tokens that an answer's text keeps, since they say what it is."""

@@ -236,6 +236,33 @@ async def test_the_openai_client_gets_the_calls_that_it_demands(served: Served) 
     await served.openai(work)
 
 
+async def test_biases_allowed_tokens_and_bad_words_are_kept_through_the_door(
+    served: Served,
+) -> None:
+    text = served.text
+    wanted, *others = text.encode_within(" owl fox tree")
+
+    def work(chats: Any) -> None:
+        def said(**extra: Any) -> str:
+            messages = [{"role": "user", "content": QUESTION}]
+            asked = {"model": "demo", "messages": messages, "max_tokens": 24, "temperature": 0}
+            return str(chats.create(**asked, extra_body=extra).choices[0].message.content)
+
+        free = said()
+        word = next(each for each in free.split() if each.isalpha() and len(each) > 3)
+        assert word not in said(bad_words=[word])
+        assert said(logit_bias={str(text.encode_within(free)[0]): -100}) != free
+        assert said(logit_bias={str(wanted): 100}) == text.decode([wanted] * 24)
+        allowed = "".join(text.decode([each]) for each in others)
+        assert set(said(allowed_token_ids=others)) <= set(allowed)
+
+    await served.openai(work)
+    sampling: dict[str, Any] = {"temperature": 0.9, "seed": 4, "logit_bias": {wanted: 15.0}}
+    far, near = [await said(each, served, **sampling) for each in (served.far, served.near)]
+    assert far.ids == near.ids
+    assert wanted in far.ids
+
+
 # --- a fault, which is last -----------------------------------------------------------------------
 
 

@@ -7,13 +7,16 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
+import grpc.aio
 import numpy as np
+import openai
 import pytest
 import pytest_asyncio
 import torch
 
 from baton.client import AsyncClient
 from baton.client.events import FinishReason, Logprobs
+from baton.v1 import common_pb2, router_pb2, router_pb2_grpc
 from engine.request import SampledToken, SamplingParams
 from tests.engine import families
 from tests.engine.driving import random_prompt
@@ -177,6 +180,40 @@ async def test_logprobs_come_only_when_they_are_asked_for(path: WholePath) -> No
         answer = await ask(router, PROMPT, logprobs=0)
         assert [len(entry.top) for entry in answer.logprobs] == [0] * 12
         assert all(entry.logprob < 0 and entry.rank == 1 for entry in answer.logprobs)
+
+
+async def test_a_prompt_s_logprobs_are_those_of_transformers_and_share_no_cache(
+    path: WholePath,
+) -> None:
+    prompt = random_prompt(83, families.VOCAB, 77)
+    with torch.inference_mode():
+        rows = oracle_model("llama")(torch.tensor([prompt])).logits[0].float().log_softmax(-1)
+    expected = rows[:-1].gather(1, torch.tensor(prompt[1:])[:, None])[:, 0].tolist()
+    request = router_pb2.GenerateRequest(
+        token_ids=router_pb2.TokenIds(ids=prompt),
+        sampling=common_pb2.SamplingParams(prompt_logprobs=2, max_tokens=3),
+    )
+    for address in path.addresses:
+        async with grpc.aio.insecure_channel(address) as channel:
+            responses = router_pb2_grpc.RouterServiceStub(channel).Generate(request)
+            found = [known async for each in responses for known in each.tokens.logprobs]
+        assert [len(known.prompt) for known in found] == [82, 0, 0]
+        assert [known.logprob for known in found[0].prompt] == pytest.approx(expected, abs=1e-4)
+    cached = [(await ask(path.far, prompt)).num_cached_tokens for _ in range(2)]
+    assert cached == [0, 80]
+    async with openai.AsyncOpenAI(base_url=path.far_over_http.url, api_key="any") as client:
+        answer = await client.completions.create(
+            model="", prompt=prompt, echo=True, logprobs=3, max_tokens=0,
+            extra_body={"prompt_logprobs": 2},
+        )  # fmt: skip
+    choice, usage = answer.choices[0], answer.usage
+    assert (usage.completion_tokens, usage.prompt_tokens_details.cached_tokens) == (0, 0)
+    assert choice.text == text_of(prompt)
+    assert choice.logprobs.token_logprobs == [None, *(pytest.approx(p, abs=1e-4) for p in expected)]
+    assert [len(each or ()) >= 3 for each in choice.logprobs.top_logprobs] == [False] + [True] * 82
+    for token, logprob, told in zip(prompt[1:], expected, choice.prompt_logprobs[1:], strict=True):
+        assert told[str(token)]["logprob"] == pytest.approx(logprob, abs=1e-4)
+        assert sorted(each["rank"] for each in told.values())[:2] == [1, 2]
 
 
 # --- ends ---------------------------------------------------------------------------------------

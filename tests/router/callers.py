@@ -113,8 +113,10 @@ class HttpCaller:
     """It never asks twice of its own accord."""
 
     def __init__(self, address: str) -> None:
-        url = f"http://{address}/v1"
-        self._client = openai.AsyncOpenAI(base_url=url, api_key="any", max_retries=0, timeout=60)
+        self.url = f"http://{address}/v1"
+        self._client = openai.AsyncOpenAI(
+            base_url=self.url, api_key="any", max_retries=0, timeout=60
+        )
 
     async def close(self) -> None:
         await self._client.close()

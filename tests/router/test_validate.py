@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from baton.errors import BatonError, InvalidRequestError, NoCapacityError, NotFoundError
@@ -30,7 +32,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> TextModel:
     return load_text(write_model(folder, byte_level_tokenizer(), generation=generation))
 
 
-def sampled(**values: float) -> Callable[[GenerateRequest], None]:
+def sampled(**values: Any) -> Callable[[GenerateRequest], None]:
     return lambda request: request.sampling.MergeFrom(SamplingParams(**values))
 
 
@@ -71,6 +73,16 @@ def chat(*messages: tuple[str, str]) -> ChatMessages:
         (sampled(max_tokens=4, min_tokens=5), "sampling.min_tokens"),
         (sampled(min_tokens=64), "sampling.min_tokens"),
         (sampled(logprobs=21), "sampling.logprobs"),
+        (sampled(prompt_logprobs=21), "sampling.prompt_logprobs"),
+        (sampled(logit_bias={420: 1.0}), "sampling.logit_bias[420]"),
+        (sampled(logit_bias={7: 100.5}), "sampling.logit_bias[7]"),
+        (sampled(logit_bias={7: float("nan")}), "sampling.logit_bias[7]"),
+        (sampled(logit_bias=dict.fromkeys(range(1025), 1.0)), "sampling.logit_bias"),
+        (changed(allowed_token_ids=TokenIds()), "allowed_token_ids"),
+        (changed(allowed_token_ids=TokenIds(ids=[1, 420])), "allowed_token_ids"),
+        (changed(bad_words=["fox", " "]), "bad_words[1]"),
+        (changed(bad_words=["x" * 257]), "bad_words[0]"),
+        (changed(bad_words=["x"] * 129), "bad_words"),
         (changed(stop=["ok", ""]), "stop[1]"),
         (changed(stop=["x" * 257]), "stop[0]"),
         (changed(stop=["x"] * 17), "stop"),
@@ -122,9 +134,9 @@ def test_defaults_are_the_models_and_max_tokens_fills_the_context(model: TextMod
     unset = {
         field.name
         for field in SamplingParams.DESCRIPTOR.fields
-        if not sampling.HasField(field.name)
+        if field.has_presence and not sampling.HasField(field.name)
     }
-    assert unset == {"logprobs"}
+    assert unset == {"logprobs", "prompt_logprobs"}
     assert parsed.stop_token_ids == tuple(sorted(model.eos_token_ids))
     assert parsed.seed is None
     assert parsed.resume_from_index is None
@@ -147,6 +159,16 @@ def test_ignoring_the_end_of_sequence_keeps_the_requests_own_stop_ids(model: Tex
         text="a", stop_token_ids=[9, 7], sampling=SamplingParams(ignore_eos=True)
     )
     assert parse_generate(request, model, LIMITS).stop_token_ids == (7, 9)
+
+
+def test_workers_are_told_what_may_be_sampled_as_bits_and_sequences(model: TextModel) -> None:
+    ids = TokenIds(ids=[9, 0, 419, 9])
+    request = GenerateRequest(text="a", allowed_token_ids=ids, bad_words=["fox", " fox", "the owl"])
+    parsed = parse_generate(request, model, LIMITS)
+    bits = np.unpackbits(np.frombuffer(parsed.allowed_tokens, np.uint8), bitorder="little")
+    assert np.flatnonzero(bits).tolist() == [0, 9, 419]
+    words = [model.decode(np.frombuffer(word, "<u4").tolist()) for word in parsed.bad_words]
+    assert words == ["fox", " fox", "the owl", " the owl"]
 
 
 def test_the_longest_prompt_leaves_room_for_one_token(model: TextModel) -> None:

@@ -24,6 +24,7 @@ from baton.v1 import router_pb2
 from router.door.intake import Intake
 from router.door.openai.bodies import ChatBody, CompletionBody
 from router.door.openai.choices import ChatChoice, Choice, Delta, TextChoice, usage_of
+from router.door.openai.echo import EchoChoice
 from router.door.openai.errors import shape_of
 from router.request.output import Event
 
@@ -110,6 +111,8 @@ class Answering:
         body = self._asked.body
         if isinstance(body, ChatBody):
             return ChatChoice(index, opened, body)
+        if body.echo or body.prompt_logprobs is not None:
+            return EchoChoice(index, opened, body)
         return TextChoice(index, opened, body.logprobs is not None)
 
     # --- one document --------------------------------------------------------------------------

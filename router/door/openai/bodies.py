@@ -17,7 +17,7 @@ from baton.errors import InvalidRequestError
 from baton.v1 import common_pb2, router_pb2
 from router.request.chat import MAX_CALLS, MAX_MESSAGES, MAX_PARTS, MAX_TOOLS
 from router.request.counting import check_json
-from router.request.validate import MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
+from router.request.validate import MAX_BAD_WORDS, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
 
 MAX_CHOICES = 128
 _OF_64_BITS = (1 << 64) - 1
@@ -129,7 +129,9 @@ class _Body(_Part):
     max_tokens: int | None = _UINT32
     min_tokens: int | None = _UINT32
     ignore_eos: bool | None = None
-    logit_bias: dict[str, Any] | None = None
+    logit_bias: dict[str, float] | None = None
+    allowed_token_ids: Annotated[list[int], _FAIL_FAST] | None = None
+    bad_words: Annotated[list[str], _at_most(MAX_BAD_WORDS)] | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     # Baton's own, as in `GenerateRequest`.
@@ -143,7 +145,7 @@ class _Body(_Part):
     cache_salt: str | None = None
     session_id: str | None = None
 
-    unserved: ClassVar[tuple[str, ...]] = ("logit_bias",)
+    unserved: ClassVar[tuple[str, ...]] = ()
 
     @property
     def num_choices(self) -> int:
@@ -180,8 +182,22 @@ class _Body(_Part):
             made.seed = self.seed & _OF_64_BITS
         if self.request_id:  # it may come again, of which HTTP does not tell
             made.resume_from_index = 0
+        self._limit_tokens(made)
         self._constrain(made)
         return made
+
+    def _limit_tokens(self, made: router_pb2.GenerateRequest) -> None:
+        for token, bias in (self.logit_bias or {}).items():
+            if not (token.isdecimal() and len(token) <= 10 and int(token) < 1 << 32):
+                raise InvalidRequestError(f"logit_bias: {token!r} is no id", field="logit_bias")
+            made.sampling.logit_bias[int(token)] = bias
+        made.bad_words.extend(self.bad_words or ())
+        if self.allowed_token_ids is not None:
+            made.allowed_token_ids.SetInParent()
+            try:
+                made.allowed_token_ids.ids.extend(self.allowed_token_ids)
+            except ValueError:
+                raise _out_of_range("allowed_token_ids") from None
 
     def _sampling(self) -> common_pb2.SamplingParams:
         sampling = common_pb2.SamplingParams()
@@ -233,7 +249,7 @@ class ChatBody(_Body):
     modalities: Annotated[list[str], _FAIL_FAST] | None = None
     audio: dict[str, Any] | None = None
 
-    unserved: ClassVar[tuple[str, ...]] = ("logit_bias", "functions", "function_call", "audio")
+    unserved: ClassVar[tuple[str, ...]] = ("functions", "function_call", "audio")
 
     @property
     def calls_tools(self) -> bool:
@@ -279,10 +295,11 @@ class CompletionBody(_Body):
     )
     logprobs: int | None = Field(default=None, ge=0, le=(1 << 32) - 1)
     echo: bool | None = None
+    prompt_logprobs: int | None = _UINT32
     suffix: str | None = None
     best_of: int | None = None
 
-    unserved: ClassVar[tuple[str, ...]] = ("logit_bias", "echo", "suffix")
+    unserved: ClassVar[tuple[str, ...]] = ("suffix",)
 
     def requests(self) -> list[router_pb2.GenerateRequest]:
         if self.best_of not in (None, self.num_choices):
@@ -290,6 +307,11 @@ class CompletionBody(_Body):
         base = self.request()
         if self.logprobs is not None:
             base.sampling.logprobs = self.logprobs
+        of_prompt = [self.prompt_logprobs, self.logprobs if self.echo else None]
+        if wanted := [each for each in of_prompt if each is not None]:
+            base.sampling.prompt_logprobs = max(wanted)
+        if self.echo and self.max_tokens == 0:  # the first token is computed, and left out
+            base.sampling.max_tokens = 1
         prompts = _prompts(self.prompt)
         if len(prompts) * self.num_choices > MAX_CHOICES:
             raise InvalidRequestError(

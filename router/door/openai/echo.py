@@ -1,0 +1,66 @@
+"""A completion's choice that tells of its prompt: `echo` and `prompt_logprobs`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from baton.v1 import common_pb2
+from router.door.intake import Ended, Opened
+from router.door.openai.bodies import CompletionBody
+from router.door.openai.choices import Delta, TextChoice
+from router.request.output import Event, Finished, FinishReason, TokenRun
+
+
+class EchoChoice(TextChoice):
+    """With `echo`, text and log-probabilities begin with the prompt's. `prompt_logprobs` are as
+    vLLM has them. Of `max_tokens: 0` nothing follows."""
+
+    def __init__(self, index: int, opened: Opened | Ended, body: CompletionBody) -> None:
+        super().__init__(index, opened, body.logprobs is not None)
+        self._body = body
+        self._prompt = opened.parsed.token_ids.tolist() if isinstance(opened, Opened) else []
+        self._told: Delta = {}
+
+    def take(self, events: Sequence[Event]) -> list[Delta]:
+        made: list[Delta] = []
+        for event in events:
+            if isinstance(event, TokenRun) and event.index == 0 and event.ids:
+                made += self._of_prompt(event.logprobs[0].prompt if event.logprobs else ())
+            if self._body.max_tokens != 0:
+                made += super().take([event])
+            elif isinstance(event, Finished):  # the one token that was computed is left out
+                event = replace(event, reason=FinishReason.LENGTH, num_output_tokens=0)
+                made += super().take([event])
+        return made
+
+    def whole(self) -> Delta:
+        return super().whole() | self._told
+
+    def _of_prompt(self, known: Sequence[common_pb2.Logprobs]) -> list[Delta]:
+        assert self._model is not None, "it has a token"
+        unknown = common_pb2.Logprobs()  # nothing comes before the first token
+        known = [*known, *[unknown] * (len(self._prompt) - 1 - len(known))]
+        if self._body.prompt_logprobs is not None:
+            ranked = map(self._ranked, self._prompt[1:], known)
+            self._told = {"prompt_logprobs": [None, *ranked]}
+        if not self._body.echo:
+            return []
+        run = TokenRun(0, self._prompt, self._model.decode(self._prompt), [unknown, *known])
+        made = self._tokens(run)
+        for name in ("token_logprobs", "top_logprobs") if self._has_logprobs else ():
+            self._logprobs[0][name] = made[0]["logprobs"][name][0] = None
+        return [each | self._told for each in made]
+
+    def _ranked(self, token_id: int, known: common_pb2.Logprobs) -> Delta:
+        assert self._model is not None, "it has a token"
+        ranked = {each.id: (rank, each.logprob) for rank, each in enumerate(known.top, 1)}
+        ranked[token_id] = known.rank, known.logprob
+        return {
+            str(each): {
+                "logprob": logprob,
+                "rank": rank,
+                "decoded_token": self._model.token_text(each).decode(errors="replace"),
+            }
+            for each, (rank, logprob) in ranked.items()
+        }
