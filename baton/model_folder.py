@@ -49,7 +49,7 @@ def with_model_folder(config: ClusterConfig, announce: Report, detail: Report) -
         return config
     folder = _fetched(config.model, config.model_revision, announce, detail)
     return dataclasses.replace(
-        config, model=folder, model_revision=None, served_model_name=config.model_name
+        config, model=folder, model_revision=None, served_model_name=config.model_names
     )
 
 

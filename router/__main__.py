@@ -45,7 +45,7 @@ async def serve(config: ClusterConfig, control: str, listen: str) -> int:
     own = open_identity(config.internal, "router")
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # clients' connections are files
-    door = Door(config.router, control, config.model_name, own)
+    door = Door(config.router, control, config.model_names, own)
     server = RouterServer(door, config.router, listen)
     operators = operator_port(config.router, door, server.intake.callers)
     signals: asyncio.Queue[int] = asyncio.Queue()

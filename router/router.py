@@ -307,7 +307,7 @@ class Router:
         return RequestLimits(
             max_model_len=self.max_model_len() or NO_BOUND,
             model_context=self.text.max_model_len if by_memory else None,
-            model_names=(self.model.name,),
+            model_names={self.model.name, *self.model.names},
             tenant=tenant,
         )
 

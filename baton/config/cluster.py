@@ -98,8 +98,9 @@ class ClusterConfig:
     tokenizer: str | None = None
     """A folder or a name on the hub with tokenizer and chat template, for a model whose files hold
     none. None: the model's."""
-    served_model_name: str | None = None
-    """What clients call the model; None: the last part of `model`."""
+    served_model_name: str | tuple[str, ...] | None = None
+    """What clients call the model: a name, or several, of which answers have the first. None: the
+    last part of `model`."""
     unit: str = ""
     """The code of this cluster in routers, statuses and logs, where several versions of a model
     serve, each as a cluster of its own."""
@@ -180,9 +181,15 @@ class ClusterConfig:
                 raise ValueError(f"{name} must be above {other} ({bound_s:g}), not {seconds:g}")
 
     @property
-    def model_name(self) -> str:
+    def model_names(self) -> tuple[str, ...]:
         """What clients call the model."""
-        return self.served_model_name or Path(self.model).name
+        named = self.served_model_name or Path(self.model).name
+        return (named,) if isinstance(named, str) else named
+
+    @property
+    def model_name(self) -> str:
+        """What answers call the model."""
+        return self.model_names[0]
 
     def pool_engine(self, pool: str, *, source: str = "configuration") -> EngineConfig:
         """The engine settings of a pool: the cluster's with the pool's own over them.

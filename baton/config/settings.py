@@ -132,8 +132,10 @@ class _Reader:
         if origin in (types.UnionType, typing.Union):
             if value is None and type(None) in arguments:
                 return None
-            (kind,) = (argument for argument in arguments if argument is not type(None))
-            return self._convert(kind, value, key)
+            kinds = [argument for argument in arguments if argument is not type(None)]
+            if len(kinds) > 1 and isinstance(value, list | tuple):
+                kinds = [each for each in kinds if typing.get_origin(each) is tuple]
+            return self._convert(kinds[0], value, key)
         if origin is typing.Literal:
             if value not in arguments:
                 raise self._error(key, _one_of(value, [str(choice) for choice in arguments]))

@@ -79,6 +79,7 @@ class ChatMessage(_message.Message):
     TOOL_CALLS_FIELD_NUMBER: _builtins.int
     TOOL_CALL_ID_FIELD_NUMBER: _builtins.int
     REASONING_CONTENT_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
     role: _builtins.str
     """"system", "user", "assistant" or "tool"."""
     content: _builtins.str
@@ -86,6 +87,8 @@ class ChatMessage(_message.Message):
     """Of a tool: the call that it answers."""
     reasoning_content: _builtins.str
     """Of an assistant: what it thought before its answer. Templates decide whether the model sees it."""
+    name: _builtins.str
+    """Of who speaks, for templates that read it; a tool's is otherwise its call's."""
     @_builtins.property
     def parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___ContentPart]:
         """In place of content. Texts are joined by line breaks."""
@@ -103,10 +106,11 @@ class ChatMessage(_message.Message):
         tool_calls: _abc.Iterable[Global___ToolCall] | None = ...,
         tool_call_id: _builtins.str = ...,
         reasoning_content: _builtins.str = ...,
+        name: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "parts", b"parts", "reasoning_content", b"reasoning_content", "role", b"role", "tool_call_id", b"tool_call_id", "tool_calls", b"tool_calls"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "name", b"name", "parts", b"parts", "reasoning_content", b"reasoning_content", "role", b"role", "tool_call_id", b"tool_call_id", "tool_calls", b"tool_calls"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -148,8 +152,14 @@ class ChatMessages(_message.Message):
     TOOLS_FIELD_NUMBER: _builtins.int
     TEMPLATE_ARGUMENTS_FIELD_NUMBER: _builtins.int
     TOOL_CHOICE_FIELD_NUMBER: _builtins.int
+    CONTINUE_FINAL_MESSAGE_FIELD_NUMBER: _builtins.int
+    OMIT_GENERATION_PROMPT_FIELD_NUMBER: _builtins.int
     template_arguments: _builtins.str
     """A JSON object: further variables of the chat template."""
+    continue_final_message: _builtins.bool
+    """The text ends with the last message's, whose turn stays open: the answer continues it."""
+    omit_generation_prompt: _builtins.bool
+    """The text does not open the assistant's turn."""
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]: ...
     @_builtins.property
@@ -165,10 +175,12 @@ class ChatMessages(_message.Message):
         tools: _abc.Iterable[Global___Tool] | None = ...,
         template_arguments: _builtins.str = ...,
         tool_choice: Global___ToolChoice | None = ...,
+        continue_final_message: _builtins.bool = ...,
+        omit_generation_prompt: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["tool_choice", b"tool_choice"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["messages", b"messages", "template_arguments", b"template_arguments", "tool_choice", b"tool_choice", "tools", b"tools"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["continue_final_message", b"continue_final_message", "messages", b"messages", "omit_generation_prompt", b"omit_generation_prompt", "template_arguments", b"template_arguments", "tool_choice", b"tool_choice", "tools", b"tools"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -285,6 +297,10 @@ class GenerateRequest(_message.Message):
     UNIT_FIELD_NUMBER: _builtins.int
     BAD_WORDS_FIELD_NUMBER: _builtins.int
     ALLOWED_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    OMIT_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
+    TRUNCATE_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    INCLUDE_STOP_STR_IN_OUTPUT_FIELD_NUMBER: _builtins.int
+    SHOW_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Drawn by the router when empty. Scoped to the tenant."""
     model: _builtins.str
@@ -296,7 +312,7 @@ class GenerateRequest(_message.Message):
     regex: _builtins.str
     """The whole output matches it."""
     grammar: _builtins.str
-    """In Lark's notation, as llguidance reads it; its rule `start`."""
+    """In Lark's notation, as llguidance reads it; its rule `start`. Or in GBNF; its rule `root`."""
     priority: _builtins.int
     """Among the tenant's own requests: lower goes first. Others' wait for it only as far as the operator
     grants (most_urgent_priority).
@@ -323,6 +339,14 @@ class GenerateRequest(_message.Message):
     traceparent: _builtins.str
     unit: _builtins.str
     """On a reconnect: as Routed named it. NOT_RESUMABLE where that unit, or its model, is served no more."""
+    omit_special_tokens: _builtins.bool
+    """Of a text: without the special tokens that the tokenizer puts around one."""
+    truncate_prompt_tokens: _builtins.int
+    """Only so many of the prompt's last tokens are kept; 0: all."""
+    include_stop_str_in_output: _builtins.bool
+    """The text ends with the stop string, or the text of the stop id, that ended it."""
+    show_special_tokens: _builtins.bool
+    """The text has the names of special tokens."""
     @_builtins.property
     def chat(self) -> Global___ChatMessages: ...
     @_builtins.property
@@ -376,10 +400,14 @@ class GenerateRequest(_message.Message):
         unit: _builtins.str = ...,
         bad_words: _abc.Iterable[_builtins.str] | None = ...,
         allowed_token_ids: Global___TokenIds | None = ...,
+        omit_special_tokens: _builtins.bool = ...,
+        truncate_prompt_tokens: _builtins.int = ...,
+        include_stop_str_in_output: _builtins.bool = ...,
+        show_special_tokens: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_itl_target_ms", b"_itl_target_ms", "_resume_from_index", b"_resume_from_index", "_seed", b"_seed", "_timeout_ms", b"_timeout_ms", "_ttft_target_ms", b"_ttft_target_ms", "allowed_token_ids", b"allowed_token_ids", "chat", b"chat", "choice", b"choice", "constraint", b"constraint", "grammar", b"grammar", "itl_target_ms", b"itl_target_ms", "json_object", b"json_object", "json_schema", b"json_schema", "prompt", b"prompt", "regex", b"regex", "resume_from_index", b"resume_from_index", "sampling", b"sampling", "seed", b"seed", "text", b"text", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "ttft_target_ms", b"ttft_target_ms"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_itl_target_ms", b"_itl_target_ms", "_resume_from_index", b"_resume_from_index", "_seed", b"_seed", "_timeout_ms", b"_timeout_ms", "_ttft_target_ms", b"_ttft_target_ms", "allowed_token_ids", b"allowed_token_ids", "bad_words", b"bad_words", "cache_salt", b"cache_salt", "chat", b"chat", "choice", b"choice", "constraint", b"constraint", "grammar", b"grammar", "itl_target_ms", b"itl_target_ms", "json_object", b"json_object", "json_schema", b"json_schema", "model", b"model", "priority", b"priority", "prompt", b"prompt", "regex", b"regex", "request_id", b"request_id", "resume_from_index", b"resume_from_index", "sampling", b"sampling", "seed", b"seed", "session_id", b"session_id", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "tenant", b"tenant", "text", b"text", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "traceparent", b"traceparent", "ttft_target_ms", b"ttft_target_ms", "unit", b"unit"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_itl_target_ms", b"_itl_target_ms", "_resume_from_index", b"_resume_from_index", "_seed", b"_seed", "_timeout_ms", b"_timeout_ms", "_ttft_target_ms", b"_ttft_target_ms", "allowed_token_ids", b"allowed_token_ids", "bad_words", b"bad_words", "cache_salt", b"cache_salt", "chat", b"chat", "choice", b"choice", "constraint", b"constraint", "grammar", b"grammar", "include_stop_str_in_output", b"include_stop_str_in_output", "itl_target_ms", b"itl_target_ms", "json_object", b"json_object", "json_schema", b"json_schema", "model", b"model", "omit_special_tokens", b"omit_special_tokens", "priority", b"priority", "prompt", b"prompt", "regex", b"regex", "request_id", b"request_id", "resume_from_index", b"resume_from_index", "sampling", b"sampling", "seed", b"seed", "session_id", b"session_id", "show_special_tokens", b"show_special_tokens", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "tenant", b"tenant", "text", b"text", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "traceparent", b"traceparent", "truncate_prompt_tokens", b"truncate_prompt_tokens", "ttft_target_ms", b"ttft_target_ms", "unit", b"unit"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__itl_target_ms: _TypeAlias = _typing.Literal["itl_target_ms"]  # noqa: Y015
     _WhichOneofArgType__itl_target_ms: _TypeAlias = _typing.Literal["_itl_target_ms", b"_itl_target_ms"]  # noqa: Y015
@@ -826,10 +854,12 @@ class TokenizeRequest(_message.Message):
     TEXT_FIELD_NUMBER: _builtins.int
     CHAT_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
+    OMIT_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     text: _builtins.str
     tenant: _builtins.str
     """Whose share of the tokenizer it takes."""
+    omit_special_tokens: _builtins.bool
     @_builtins.property
     def chat(self) -> Global___ChatMessages: ...
     def __init__(
@@ -839,10 +869,11 @@ class TokenizeRequest(_message.Message):
         text: _builtins.str = ...,
         chat: Global___ChatMessages | None = ...,
         tenant: _builtins.str = ...,
+        omit_special_tokens: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "prompt", b"prompt", "text", b"text"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "model", b"model", "prompt", b"prompt", "tenant", b"tenant", "text", b"text"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "model", b"model", "omit_special_tokens", b"omit_special_tokens", "prompt", b"prompt", "tenant", b"tenant", "text", b"text"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "chat"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015

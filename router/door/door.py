@@ -51,15 +51,16 @@ class Door:
         self,
         config: RouterConfig,
         control_address: str,
-        model_name: str,
+        model_names: tuple[str, ...],
         own: Identity,
         *,
         read: Callable[[RegistryAccess], Awaitable[ReadTokenizer]] = read_tokenizer,
         clock: Clock | None = None,
         rng: random.Random | None = None,
     ) -> None:
-        """`own`: who this process is inside. `read`: the tokenizer of the unit of a registry."""
-        self.config, self.model_name, self.clock = config, model_name, clock or LoopClock()
+        """`model_names`: what clients call the model; answers have the first. `own`: who this
+        process is inside. `read`: the tokenizer of the unit of a registry."""
+        self.config, self.model_names, self.clock = config, model_names, clock or LoopClock()
         self._own = own
         self.metrics = RouterMetrics()
         self.num_waiting = 0
@@ -322,7 +323,8 @@ class Door:
         finally:
             reports.cancel()
             await asyncio.wait({reports})
-        model = ServedModel(self.model_name, tokenizer.text, tokenizer.model_fingerprint, key.code)
+        read = tokenizer.text, tokenizer.model_fingerprint
+        model = ServedModel(self.model_names[0], *read, key.code, self.model_names)
         return Router(
             registry,
             model,

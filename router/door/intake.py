@@ -96,7 +96,7 @@ class Intake:
         self.door, self.callers = door, callers
         self.tokenizing = Tokenizing(door.config)
         self.arriving = Arriving()
-        self._of_names = RequestLimits(NO_BOUND, model_names=(door.model_name,))
+        self._of_names = RequestLimits(NO_BOUND, model_names=door.model_names)
 
     def close(self) -> None:
         self.tokenizing.close()

@@ -115,7 +115,7 @@ def _refuse(request: Request, error: Exception) -> Response:
 def seen(door: Door) -> dict[str, Any]:
     """What the page shows now."""
     return {
-        "model": door.model_name,
+        "model": door.model_names[0],
         "units": [_unit(router) for router in door.routers],
         "ttft": _buckets(door.metrics.ttft),
         "itl": _buckets(door.metrics.itl),

@@ -44,6 +44,8 @@ class RouterMetrics:
         )
         self.failures = counter("baton_attempt_failures", "Failed attempts by cause", ["failure"])
         self.migrations = counter("baton_migrations", "Requests moved after a token")
+        self._ignored = counter("baton_ignored_fields", "Fields that nobody knows", ["field"])
+        self._ignored_names = set[str]()
         self.tokens = counter("baton_output_tokens", "Tokens emitted")
         self.arrivals = counter("baton_arrivals", "Requests that came in")
         self.prompt_tokens = counter("baton_prompt_tokens", "Prompt tokens taken in")
@@ -67,6 +69,13 @@ class RouterMetrics:
             "Median gap between a request's tokens",
             buckets=(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0),
         )
+
+    def saw_ignored(self, fields: Sequence[str]) -> None:
+        """Count the first 64 names each."""
+        for name in fields:
+            if len(self._ignored_names) < 64:
+                self._ignored_names.add(name)
+            self._ignored.labels(name if name in self._ignored_names else "other").inc()
 
     def measure(self, gauges: Sequence[Gauges]) -> None:
         """Set the gauges to the sums over the units' routers."""

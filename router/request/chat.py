@@ -27,7 +27,10 @@ def conversation_of(chat: router_pb2.ChatMessages) -> Conversation:
         messages.append(_message(message, field, names))
         names.update((call.id, call.name) for call in message.tool_calls if call.id)
     arguments = _object(chat.template_arguments, "chat.template_arguments")
-    return Conversation(messages, [_tool(*each) for each in enumerate(chat.tools)], arguments)
+    tools = [_tool(*each) for each in enumerate(chat.tools)]
+    continues = chat.continue_final_message
+    opens = not (continues or chat.omit_generation_prompt)
+    return Conversation(messages, tools, arguments, continues, opens)
 
 
 def _message(message: router_pb2.ChatMessage, field: str, names: dict[str, str]) -> dict[str, Any]:
@@ -49,10 +52,10 @@ def _message(message: router_pb2.ChatMessage, field: str, names: dict[str, str])
         ]
     if message.role == "tool":
         made["tool_call_id"] = message.tool_call_id
-        if name := names.get(message.tool_call_id):
-            made["name"] = name
     elif message.tool_call_id:
         raise InvalidRequestError("chat: tool_call_id is a tool's", field=f"{field}.tool_call_id")
+    if name := message.name or names.get(message.tool_call_id):
+        made["name"] = name
     if message.reasoning_content:
         made["reasoning_content"] = message.reasoning_content
     return made

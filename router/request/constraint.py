@@ -16,6 +16,7 @@ from router.text.grammar import (
     Calls,
     GrammarError,
     Part,
+    in_lark,
     of_choice,
     of_lark,
     of_regex,
@@ -42,7 +43,7 @@ _BODIES: dict[str, Callable[[router_pb2.GenerateRequest], Part]] = {
     "json_schema": lambda request: of_schema(request.json_schema),
     "json_object": lambda request: of_schema(_ANY_OBJECT),
     "regex": lambda request: of_regex(request.regex),
-    "grammar": lambda request: of_lark(request.grammar + _UNFORCED),
+    "grammar": lambda request: of_lark(in_lark(request.grammar) + _UNFORCED),
     "choice": lambda request: of_choice(request.choice.texts),
 }
 

@@ -55,9 +55,12 @@ class RequestOutput:
         parsed = arrival.parsed
         self._ends = frozenset(parsed.stop_token_ids)
         self._detokenizer = Detokenizer(
-            parts.model.text.new_decoder(after_text=not parsed.is_chat),
+            parts.model.text.new_decoder(
+                after_text=parsed.continues_text, shows_special=parsed.shows_special
+            ),
             parsed.stop,
             min_tokens=parsed.sampling.min_tokens,
+            includes_stop=parsed.includes_stop,
         )
         self._booking: Booking | None = None
         self._routed: router_pb2.Routed | None = None
@@ -172,7 +175,7 @@ class RequestOutput:
         for position, token_id in enumerate(ids):
             ends = finished is FinishReason.STOP and position == len(ids) - 1
             log.ids.append(token_id)
-            if ends and token_id in self._ends:
+            if ends and token_id in self._ends and not self._arrival.parsed.includes_stop:
                 log.texts.append("")  # what ends the text is no part of it
                 continue
             emitted = self._detokenizer.push(token_id)

@@ -32,12 +32,14 @@ class ServedModel:
     """The model that a router serves for its life, with its tokenizer."""
 
     name: str
-    """What clients call it."""
+    """What answers call it."""
     text: TextModel
     fingerprint: bytes = b""
     """Of weights and configuration. Empty: the worker that sent its tokenizer has none."""
     code: str = ""
     """Of the unit that serves it."""
+    names: tuple[str, ...] = ()
+    """That clients may call it, `name` among them; empty: that alone."""
 
     @property
     def unit(self) -> str:

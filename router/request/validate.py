@@ -90,6 +90,9 @@ class ParsedRequest:
     session_id: str
     resume_from_index: int | None
     is_chat: bool
+    continues_text: bool
+    includes_stop: bool
+    shows_special: bool
     body_digest: bytes
     """Equal for two requests that ask for the same, seed aside (see `is_same_as`)."""
     constraint: Constraint | None = None
@@ -141,7 +144,10 @@ def parse_generate(
         itl_target_s=_seconds(request, "itl_target_ms"),
         session_id=request.session_id,
         resume_from_index=index,
-        is_chat=request.WhichOneof("prompt") == "chat",
+        is_chat=request.HasField("chat"),
+        continues_text=not request.HasField("chat") or request.chat.continue_final_message,
+        includes_stop=request.include_stop_str_in_output,
+        shows_special=request.show_special_tokens,
         body_digest=body_digest(request),
         constraint=constraint_of(request, model, sampling, token_ids),
         allowed_tokens=_allowed_tokens(request, model.vocab_size),
@@ -193,10 +199,11 @@ def encode_prompt(
     elif kind == "text":
         if not request.text:
             raise InvalidRequestError("text: the prompt is empty", field="text")
-        ids = model.encode(request.text)
+        ids = model.encode(request.text, is_bare=request.omit_special_tokens)
     else:
         assert isinstance(request, router_pb2.GenerateRequest)
         ids = request.token_ids.ids
+    ids = ids[-getattr(request, "truncate_prompt_tokens", 0) :]
     if isinstance(request, router_pb2.GenerateRequest) and len(ids) >= limits.max_model_len:
         raise _too_long("prompt", len(ids), 1, limits)
     if not ids:

@@ -19,6 +19,7 @@ from router.text.token_search import TokenSearch
 
 # Unicode noncharacters: never part of a text that is meant for interchange.
 _MARKS = [chr(code) for code in range(0xFDD0, 0xFDF0)]
+_CUT = "\ufffe "  # a noncharacter too; templates that strip a text take the space
 _MAX_CHARS = 256 << 20  # of a chat's text
 # What a template does to messages it was not written for, however it is raised.
 _REFUSALS = (
@@ -41,9 +42,11 @@ class Conversation:
     tools: Sequence[Mapping[str, Any]] = ()
     arguments: Mapping[str, Any] = field(default_factory=dict)
     """Further variables of the template."""
+    continue_final_message: bool = False
+    add_generation_prompt: bool = True
 
 
-_OWN_ARGUMENTS = {"messages", "tools", "documents", "add_generation_prompt"}
+_OWN_ARGUMENTS = {"messages", "tools", "add_generation_prompt"}
 
 
 class _GenerationBlock(Extension):
@@ -102,7 +105,7 @@ class ChatTemplate:
         self._guarded = TokenSearch([token for token in guarded_tokens if len(token) > 1])
 
     def render(self, conversation: Conversation) -> tuple[str, str | None]:
-        """The text up to where the assistant begins, and the mark in it (None: no mark was needed).
+        """The text up to where the assistant goes on, and the mark in it (None: none was needed).
 
         Raises InvalidRequestError when the template refuses the messages.
         """
@@ -112,8 +115,14 @@ class ChatTemplate:
                 f"template_arguments: {min(own)} is the router's to give",
                 field="chat.template_arguments",
             )
+        messages = conversation.messages
+        if conversation.continue_final_message:
+            *before, last = messages
+            messages = [*before, {**last, "content": last["content"] + _CUT}]
         values = {
-            "messages": conversation.messages,
+            "documents": None,
+            "add_generation_prompt": conversation.add_generation_prompt,
+            "messages": messages,
             "tools": conversation.tools or None,
             **conversation.arguments,
         }
@@ -121,10 +130,8 @@ class ChatTemplate:
         if mark is not None:
             values = self._guard_all(values, mark)
         try:
-            pieces = self._template.generate(
-                documents=None, add_generation_prompt=True, **self._special_tokens, **values
-            )
-            text = "".join(_bounded(pieces))
+            text = "".join(_bounded(self._template.generate(**self._special_tokens, **values)))
+            text = _up_to_cut(text) if conversation.continue_final_message else text
         except _REFUSALS as error:
             raise InvalidRequestError(
                 f"the model's chat template refuses these messages: {error}", field="chat"
@@ -164,6 +171,14 @@ class ChatTemplate:
             start = match.start() + 1
         pieces.append(content[start:])
         return mark.join(pieces)
+
+
+def _up_to_cut(text: str) -> str:
+    """As transformers does: where the template strips the last message, its end is stripped."""
+    before, found, after = text.rpartition(_CUT.strip())
+    if not found:
+        raise jinja2.TemplateError("it does not show the final message, which is to be continued")
+    return before if after.startswith(" ") else before.rstrip()
 
 
 def _bounded(pieces: Iterator[str]) -> Iterator[str]:

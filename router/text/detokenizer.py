@@ -9,6 +9,7 @@ from __future__ import annotations
 import codecs
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from tokenizers import Tokenizer
@@ -44,7 +45,8 @@ class StopScanner:
     Knuth-Morris-Pratt on every stop string at once: amortised O(stop strings) a character.
     """
 
-    def __init__(self, stop: Sequence[str]) -> None:
+    def __init__(self, stop: Sequence[str], includes_stop: bool = False) -> None:
+        self._includes_stop = includes_stop
         self._patterns = [(pattern, _borders(pattern)) for pattern in stop]
         self._matched = [0] * len(self._patterns)
         self._held = ""
@@ -63,7 +65,8 @@ class StopScanner:
             found = self._advance(text[position])
             if found is not None and may_stop:
                 self._stopped, self._held = found, ""
-                return Scanned(text[: position + 1 - len(found)], found)
+                end = position + 1 - (0 if self._includes_stop else len(found))
+                return Scanned(text[:end], found)
         cut = len(text) - max(self._matched)
         self._held = text[cut:]
         return Scanned(text[:cut], None)
@@ -140,8 +143,8 @@ class WindowDecoder:
 
     MAX_PENDING = 16  # a character never takes more tokens
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Tokenizer, shows_special: bool = False) -> None:
+        self._decode = partial(tokenizer.decode, skip_special_tokens=not shows_special)
         self._context: list[int] = []  # tokens whose text is out, there for the rules that join
         self._pending: list[int] = []
 
@@ -160,8 +163,8 @@ class WindowDecoder:
         return text
 
     def _new_text(self) -> str:
-        before: str = self._tokenizer.decode(self._context) if self._context else ""
-        whole: str = self._tokenizer.decode(self._context + self._pending)
+        before: str = self._decode(self._context) if self._context else ""
+        whole: str = self._decode(self._context + self._pending)
         return whole[len(before) :]
 
 
@@ -169,11 +172,17 @@ class Detokenizer:
     """The text of one answer: whole characters only, and nothing of a stop string."""
 
     def __init__(
-        self, decoder: TextDecoder, stop: Sequence[str] = (), *, min_tokens: int = 0
+        self,
+        decoder: TextDecoder,
+        stop: Sequence[str] = (),
+        *,
+        min_tokens: int = 0,
+        includes_stop: bool = False,
     ) -> None:
-        """`min_tokens`: no stop string, as no stop id, ends the text within that many tokens."""
+        """`min_tokens`: no stop string, as no stop id, ends the text within that many tokens.
+        `includes_stop`: the text ends with the stop string, not before it."""
         self._decoder = decoder
-        self._scanner = StopScanner(stop)
+        self._scanner = StopScanner(stop, includes_stop)
         self._min_tokens, self._num_tokens = min_tokens, 0
 
     def push(self, token_id: int) -> Scanned:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -50,6 +51,20 @@ def of_regex(regex: str) -> Part:
 
 def of_lark(grammar: str) -> Part:
     return _checked({"lark_grammar": grammar})
+
+
+def in_lark(grammar: str) -> str:
+    """From GBNF; what is none, as it is."""
+    if not re.search(r"^[ \t]*[\w-]+[ \t]*::=", grammar, re.MULTILINE):
+        return grammar
+    from llguidance.gbnf_to_lark import gbnf_to_lark
+
+    try:  # its time grows with the number of rules times the length
+        if grammar.count("::=") > 200 or len(grammar) > 64 << 10 or re.search(r"\\[uU]0", grammar):
+            raise ValueError(r"too long, or with \u0, in place of which the character is taken")
+        return str(gbnf_to_lark(grammar)).removeprefix("%llguidance {}\n")
+    except Exception as error:  # the library raises no narrower class
+        raise GrammarError(short(f"GBNF: {error}")) from error
 
 
 def of_choice(texts: Sequence[str]) -> Part:

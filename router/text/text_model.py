@@ -94,10 +94,10 @@ class TextModel:
         own = None if eos_token is None else tokenizer.token_to_id(eos_token)
         self.eos_token_ids = _token_ids(eos) | (frozenset() if own is None else {own})
 
-    def encode(self, text: str) -> list[int]:
-        """A plain prompt as the model's tokenizer encodes it, its own special tokens included.
-        Special tokens written in the text are parsed as such."""
-        return self._encoder.encode(text)
+    def encode(self, text: str, *, is_bare: bool = False) -> list[int]:
+        """A plain prompt as the model's tokenizer encodes it; its own special tokens are included,
+        unless `is_bare`. Special tokens written in the text are parsed as such."""
+        return self._encoder.encode_rendered(text, None) if is_bare else self._encoder.encode(text)
 
     def encode_within(self, text: str) -> list[int]:
         """A part of a text, without the special tokens that begin or end one."""
@@ -153,12 +153,16 @@ class TextModel:
         decoder = self.new_decoder()
         return "".join(map(decoder.push, token_ids)) + decoder.finish()
 
-    def new_decoder(self, *, after_text: bool = False) -> TextDecoder:
-        """`after_text=True` where the answer continues a plain text prompt: tokenizers of the
-        SentencePiece kind otherwise drop the space at its beginning."""
+    def new_decoder(self, *, after_text: bool = False, shows_special: bool = False) -> TextDecoder:
+        """`after_text=True` where the answer continues a text: tokenizers of the SentencePiece kind
+        otherwise drop the space at its beginning. `shows_special`: special tokens are text."""
         if self._token_bytes is None:
-            return WindowDecoder(self._tokenizer)
-        return BytesDecoder(self._token_bytes, after_text=after_text)
+            return WindowDecoder(self._tokenizer, shows_special)
+        token_bytes = self._token_bytes
+        if shows_special:
+            names = self._encoder.special_tokens
+            token_bytes = TokenBytes(self._tokenizer, token_bytes.rules, shown=names)
+        return BytesDecoder(token_bytes, after_text=after_text)
 
 
 def _read_tokenizer(path: Path) -> Tokenizer:

@@ -238,12 +238,12 @@ def test_a_relative_model_folder_is_the_one_beside_its_file(
         (tmp_path / place).mkdir(parents=True)
     monkeypatch.chdir(tmp_path / "elsewhere")  # which has one of the same name
     file = tmp_path / "cluster.yaml"
-    file.write_text("model: weights\nserved_model_name: mine\ntokenizer: weights\n")
+    file.write_text("model: weights\nserved_model_name: [mine, other]\ntokenizer: weights\n")
     config = load_config(file)
     assert config.tokenizer == str(tmp_path / "weights")
     assert config.with_absolute_folders() == config
     assert config.model == str(tmp_path / "weights")
-    assert config.model_name == "mine"
+    assert (config.model_name, config.model_names) == ("mine", ("mine", "other"))
 
 
 @pytest.mark.parametrize(

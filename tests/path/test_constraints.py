@@ -104,7 +104,7 @@ async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Serv
         routers, clients, urls = [], [], []
         for local_prefill in ("never", "always"):
             routing = RouterConfig(http_port=0, local_prefill=local_prefill, tool_calls="hermes")
-            door = Door(routing, fleet.control, "demo", ROUTER)
+            door = Door(routing, fleet.control, ("demo",), ROUTER)
             server = RouterServer(door, routing, "127.0.0.1:0")
             await server.start()
             stack.push_async_callback(server.stop, 0.0)

@@ -52,7 +52,7 @@ async def two_block_sizes(
     async with contextlib.AsyncExitStack() as stack:
         fleet = await stack.enter_async_context(started(path))
         routing = RouterConfig(http_port=0, local_prefill="never")
-        door = Door(routing, fleet.control, "one", ROUTER)
+        door = Door(routing, fleet.control, ("one",), ROUTER)
         server = RouterServer(door, routing, "127.0.0.1:0")
         await server.start()
         router = await door.main_router()

@@ -45,7 +45,7 @@ PREFILL, DECODE, MIXED = (
     common_pb2.WORKER_ROLE_DECODE,
     common_pb2.WORKER_ROLE_MIXED,
 )
-EOS = 256
+EOS, ALIAS = 256, "alias"
 QUICK = RouterConfig(
     http_port=None,
     keepalive_s=0.3,
@@ -228,7 +228,7 @@ class Deployment:
         door = Door(
             config,
             self.registry.address,
-            MODEL,
+            (MODEL, ALIAS),
             self.router_identity,
             read=reading(self.registry, self.text_model),
             clock=self.clock,

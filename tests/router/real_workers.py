@@ -70,7 +70,7 @@ async def router_over(
     registry.workers = list(workers)  # type: ignore[arg-type]
     await registry.start()
     read = reading(registry)
-    door = Door(config, registry.address, "fake", ROUTER, read=read, rng=random.Random(0))
+    door = Door(config, registry.address, ("fake",), ROUTER, read=read, rng=random.Random(0))
     server = RouterServer(door, config, "127.0.0.1:0")
     await server.start()
     router = await door.main_router()

@@ -125,7 +125,7 @@ async def unit(code: str, folder: Path, shift: int = 0, step_s: float = 0.0) -> 
 async def door_at(
     control: str, config: RouterConfig = CONFIG
 ) -> AsyncIterator[tuple[Door, Client]]:
-    door = Door(config, control, "fake", ROUTER)
+    door = Door(config, control, ("fake",), ROUTER)
     server = RouterServer(door, config, "127.0.0.1:0")
     await server.start()
     client = Client(server.address)

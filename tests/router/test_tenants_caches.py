@@ -69,7 +69,7 @@ class Letters:
     def __init__(self, has_template: bool = True) -> None:
         self._has_template = has_template
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, is_bare: bool = False) -> list[int]:
         return list(text.encode())
 
     def encode_chat(self, conversation: Conversation) -> list[int]:

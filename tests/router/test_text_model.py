@@ -73,16 +73,17 @@ def test_a_plain_prompt_is_encoded_as_transformers_does(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@given(contents=st.lists(st.text(max_size=30), min_size=1, max_size=4))
+@given(contents=st.lists(st.text(max_size=30), min_size=1, max_size=4), continues=st.booleans())
 @settings(deadline=None)
 def test_a_chat_is_encoded_as_transformers_does(
-    pairs: dict[str, Pair], kind: str, contents: list[str]
+    pairs: dict[str, Pair], kind: str, contents: list[str], continues: bool
 ) -> None:
     model, reference = pairs[kind]
     roles = ["user", "assistant"]
     turns = [said(roles[index % 2], content) for index, content in enumerate(contents)]
-    expected = reference.apply_chat_template(turns, add_generation_prompt=True, return_dict=False)
-    assert model.encode_chat(Conversation(turns)) == expected
+    how = {"add_generation_prompt": not continues, "continue_final_message": continues}
+    expected = reference.apply_chat_template(turns, **how, return_dict=False)
+    assert model.encode_chat(Conversation(turns, **how)) == expected
 
 
 @given(

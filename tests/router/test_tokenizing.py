@@ -32,7 +32,7 @@ class SlowModel(TextModel):
     gate: threading.Event
     num_encoding = num_encoded = 0
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, is_bare: bool = False) -> list[int]:
         self.num_encoding += 1
         assert self.gate.wait(30)
         self.num_encoded += 1

@@ -83,7 +83,7 @@ def control() -> Iterator[str]:
 @asynccontextmanager
 async def router_at(control: str) -> AsyncIterator[RouterServer]:
     config = replace(QUICK, http_port=0, keepalive_s=2.0)
-    server = RouterServer(Door(config, control, MODEL, ROUTER), config, "127.0.0.1:0")
+    server = RouterServer(Door(config, control, (MODEL,), ROUTER), config, "127.0.0.1:0")
     await server.start()
     try:
         router = await server.door.main_router()

@@ -45,6 +45,7 @@ class Asked:
     request_id: str
     """What the answer and the log call it."""
     renamed: Mapping[str, str]
+    headers: Mapping[str, str]
 
     @property
     def is_chat(self) -> bool:
@@ -61,7 +62,7 @@ class Answering:
             "id": f"{'chatcmpl' if asked.is_chat else 'cmpl'}-{asked.request_id}",
             "object": "chat.completion" if asked.is_chat else "text_completion",
             "created": int(time.time()),
-            "model": body.model or intake.door.model_name,
+            "model": intake.door.model_names[0],
         }
         if body.stream and asked.is_chat:
             self._head["object"] += ".chunk"
@@ -94,8 +95,7 @@ class Answering:
             if body.stream:
                 await self._stream(choices, send)
             else:
-                whole = JSONResponse(await self._whole(choices))
-                whole.headers["x-request-id"] = self._asked.request_id
+                whole = JSONResponse(await self._whole(choices), headers=self._asked.headers)
                 await whole(scope, receive, send)
 
     async def _check_tools(self) -> None:
@@ -113,7 +113,7 @@ class Answering:
             return ChatChoice(index, opened, body)
         if body.echo or body.prompt_logprobs is not None:
             return EchoChoice(index, opened, body)
-        return TextChoice(index, opened, body.logprobs is not None)
+        return TextChoice(index, opened, body)
 
     # --- one document --------------------------------------------------------------------------
 
@@ -123,9 +123,11 @@ class Answering:
                 choice.take(events)
 
         await _all(*(run(choice) for choice in choices))
+        made = [choice.whole() | choice.own_ids() for choice in choices]
         return {
             **self._head,
-            "choices": [choice.whole() for choice in choices],
+            **self._beside(made[0]),
+            "choices": made,
             "usage": usage_of(choices, self._asked.body.num_choices),
         }
 
@@ -133,7 +135,7 @@ class Answering:
 
     async def _stream(self, choices: Sequence[Choice], send: Send) -> None:
         first = await choices[0].events()
-        headers = {**_STREAM_HEADERS, "x-request-id": self._asked.request_id}
+        headers = {**_STREAM_HEADERS, **self._asked.headers}
         raw = [(name.encode(), value.encode()) for name, value in headers.items()]
         await send({"type": "http.response.start", "status": 200, "headers": raw})
 
@@ -162,7 +164,15 @@ class Answering:
         await write(last, more=False)
 
     def _line(self, choice: Delta) -> bytes:
+        if beside := self._beside(choice):
+            usage = {"usage": None} if self._asked.body.includes_usage else {}
+            return _event({**self._head, "choices": [choice], **usage, **beside})
         return self._before + _json(choice) + self._after
+
+    def _beside(self, choice: Delta) -> Delta:
+        """Take out of a choice what stands beside the choices: in vLLM a chat's prompt does."""
+        names = ("usage", "prompt_token_ids") if self._asked.is_chat else ("usage",)
+        return {name: choice.pop(name) for name in names if name in choice}
 
 
 def _event(value: Any) -> bytes:

@@ -25,10 +25,12 @@ from router.door.access import Callers
 from router.door.gate import confine
 from router.door.intake import Intake, pieces
 from router.door.listening import is_loopback
+from router.door.openai import bodies
 from router.door.openai.answering import Answering, Asked
 from router.door.openai.bodies import ChatBody, CompletionBody, TokenizeBody, choices_of, parsed
 from router.door.openai.document import openapi
 from router.door.openai.errors import response_to, shape
+from router.door.openai.fields import ignored
 from router.door.openai.guard import Guard
 from router.request.counting import AT_ONCE_BYTES
 from router.router import Router
@@ -128,13 +130,18 @@ class OpenAiApp:
         body, made = await self._read(request, tenant, kind)
         if body.request_id:
             request.state.request_id = body.request_id
+        headers = {"x-request-id": request.state.request_id}
+        if names := ignored(body.model_extra, bodies.SERVED):
+            self._intake.door.metrics.saw_ignored(names)
+            headers["x-baton-ignored-fields"] = ", ".join(names)
         traceparent = request.headers.get("traceparent", "")
         for each in made:
             each.traceparent = traceparent if len(traceparent) <= _MAX_TRACE_CHARS else ""
             confine(each, tenant)
         renamed = self._renamed(request, body)
         each_choice = choices_of(made, body.num_choices)
-        return Answering(self._intake, Asked(body, each_choice, request.state.request_id, renamed))
+        asked = Asked(body, each_choice, request.state.request_id, renamed, headers)
+        return Answering(self._intake, asked)
 
     async def _embeddings(self, request: Request) -> Response:
         self._tenant(request)
@@ -144,20 +151,22 @@ class OpenAiApp:
 
     async def _models(self, request: Request) -> Response:
         self._tenant(request)
-        return JSONResponse({"object": "list", "data": [self._entry()]})
+        names = self._intake.door.model_names
+        return JSONResponse({"object": "list", "data": [self._entry(name) for name in names]})
 
     async def _model(self, request: Request) -> Response:
         self._tenant(request)
-        name, served = request.path_params["name"], self._intake.door.model_name
-        if name != served:
-            raise NotFoundError(f"unknown model {name!r}; served here: {served}", field="model")
-        return JSONResponse(self._entry())
+        name, served = request.path_params["name"], self._intake.door.model_names
+        if name not in served:
+            problem = f"unknown model {name!r}; served here: {', '.join(served)}"
+            raise NotFoundError(problem, field="model")
+        return JSONResponse(self._entry(name))
 
-    def _entry(self) -> dict[str, object]:
+    def _entry(self, name: str) -> dict[str, object]:
         """At once, also while there are no workers yet."""
         lengths = [router.max_model_len() for router in self._intake.door.routers]
         return {
-            "id": self._intake.door.model_name,
+            "id": name,
             "object": "model",
             "created": self._created,
             "owned_by": "baton",
@@ -236,8 +245,8 @@ class OpenAiApp:
         renamed = dict(_RENAMED.get(request.url.path, {}))
         if isinstance(body, ChatBody) and body.max_completion_tokens is not None:
             renamed["max_tokens"] = "max_completion_tokens"
-        if body.structured_outputs is not None:
-            renamed["response_format"] = "structured_outputs"
+        for name in body.constraints:
+            renamed["response_format"] = renamed["structured_outputs"] = name
         request.state.renamed = renamed
         return renamed
 
@@ -282,6 +291,6 @@ def _cors(config: RouterConfig) -> list[Middleware]:
             allow_origins=config.http_origins,
             allow_methods=["GET", "POST"],
             allow_headers=["*"],
-            expose_headers=["X-Request-Id", "Retry-After"],
+            expose_headers=["X-Request-Id", "X-Baton-Ignored-Fields", "Retry-After"],
         )
     ]

@@ -1,20 +1,21 @@
 """OpenAI's request bodies, and the `GenerateRequest`s that they become.
 
-Shapes are checked here; what values mean is checked where gRPC's requests are. Fields that nobody
-knows are ignored. Fields that would change the answer and cannot be served are refused by name.
+Shapes are checked here; what values mean is checked where gRPC's requests are. What becomes of
+fields that no body has is in `fields.py`.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 import pydantic_core
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from baton.errors import InvalidRequestError
 from baton.v1 import common_pb2, router_pb2
+from router.door.openai.fields import ignored
 from router.request.chat import MAX_CALLS, MAX_MESSAGES, MAX_PARTS, MAX_TOOLS
 from router.request.counting import check_json
 from router.request.validate import MAX_BAD_WORDS, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
@@ -28,8 +29,15 @@ _SAMPLING = (
 )
 _PLAIN = (
     *("request_id", "priority", "timeout_ms", "ttft_target_ms", "itl_target_ms", "tenant"),
-    *("cache_salt", "session_id"),
+    *("cache_salt", "session_id", "truncate_prompt_tokens", "include_stop_str_in_output"),
 )
+_CONSTRAINTS = {
+    **{f"guided_{name}": name for name in ("json", "regex", "choice", "grammar")},
+    **{"json_schema": "json", "regex": "regex", "ebnf": "grammar"},
+}
+"""What older releases of vLLM, and SGLang, call those of `structured_outputs`."""
+
+_KINDS = ("str", "int", "float", "bool", "dict", "list")  # as pydantic names those of a union
 
 _FAIL_FAST = Field(fail_fast=True)
 
@@ -37,6 +45,11 @@ _FAIL_FAST = Field(fail_fast=True)
 def _at_most(count: int) -> Any:
     """Of a list: how long it may be. Its first item that is wrong is the only one that is told."""
     return Field(max_length=count, fail_fast=True)
+
+
+Int = Annotated[  # 16.0 is one, too
+    int, BeforeValidator(lambda x: int(x) if isinstance(x, float) and x.is_integer() else x)
+]
 
 
 class _Part(BaseModel):
@@ -75,10 +88,13 @@ class Message(_Part):
     tool_calls: Annotated[list[ToolCall], _at_most(MAX_CALLS)] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None  # what vLLM calls it
+    name: str | None = None
 
 
 class StreamOptions(_Part):
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
 
 
 class JsonSchema(_Part):
@@ -89,15 +105,34 @@ class ResponseFormat(_Part):
     type: str
     json_schema: JsonSchema | None = None
 
+    def constraint(self) -> tuple[str, Any]:
+        schema = self.json_schema and self.json_schema.json_schema
+        if self.type == "json_object":
+            return self.type, True
+        if self.type == "json_schema" and schema is not None:
+            return "json", schema
+        problem = f"the type {self.type!r} is unknown, or needs json_schema.schema"
+        raise InvalidRequestError(f"response_format: {problem}", field="response_format")
+
 
 class StructuredOutputs(_Part):
     """As vLLM has it; one of them."""
 
+    model_config = ConfigDict(extra="allow")
     json_schema: dict[str, Any] | str | None = Field(default=None, alias="json")
     regex: str | None = None
     choice: Annotated[list[str], _FAIL_FAST] | None = None
     grammar: str | None = None
     json_object: bool | None = None
+
+    def constraint(self) -> tuple[str, Any]:
+        known = [info.alias or name for name, info in type(self).model_fields.items()]
+        dumped = self.model_dump(by_alias=True, exclude_none=True)
+        given = [(name, value) for name, value in dumped.items() if value is not False]
+        if len(given) != 1 or given[0][0] not in known:
+            problem = f"structured_outputs: one constraint, of {', '.join(known)}"
+            raise InvalidRequestError(problem, field="structured_outputs")
+        return given[0]
 
 
 class NamedFunction(_Part):
@@ -109,43 +144,87 @@ class NamedTool(_Part):
     function: NamedFunction
 
 
+class AllowedTools(_Part):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], _at_most(MAX_TOOLS)]
+
+
+class AllowedToolsChoice(_Part):
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
+class _Templated(_Part):
+    """What the chat template reads beside messages and tools."""
+
+    model_config = ConfigDict(extra="allow")
+    chat_template_kwargs: dict[str, Any] | None = None
+    documents: Annotated[list[dict[str, Any]], _FAIL_FAST] | None = None
+    reasoning_effort: str | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+
+    def chat(self, messages: list[Message], tools: list[Tool] | None) -> router_pb2.ChatMessages:
+        effort = self.reasoning_effort
+        given: dict[str, Any] = {} if self.documents is None else {"documents": self.documents}
+        if effort is not None:  # as vLLM has it
+            given |= {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+        chat = chat_of(messages, tools, given | (self.chat_template_kwargs or {}))
+        chat.continue_final_message = bool(self.continue_final_message)
+        chat.omit_generation_prompt = self.add_generation_prompt is False
+        if self.continue_final_message and self.add_generation_prompt:
+            field = "continue_final_message"
+            raise InvalidRequestError(f"{field}: not with add_generation_prompt", field=field)
+        return chat
+
+
 class _Body(_Part):
     """What every body that asks for an answer may have."""
 
+    model_config = ConfigDict(extra="allow")
     model: str | None = None
-    n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
+    n: Int | None = Field(default=None, ge=1, le=MAX_CHOICES)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     stop: str | Annotated[list[str], _at_most(MAX_STOP_STRINGS)] | None = None
-    stop_token_ids: Annotated[list[int], _at_most(MAX_STOP_TOKEN_IDS)] | None = None
-    seed: int | None = Field(default=None, ge=-(1 << 63), le=_OF_64_BITS)
+    stop_token_ids: Annotated[list[Int], _at_most(MAX_STOP_TOKEN_IDS)] | None = None
+    seed: Int | None = Field(default=None, ge=-(1 << 63), le=_OF_64_BITS)
     temperature: float | None = None
     top_p: float | None = None
-    top_k: int | None = Field(default=None, ge=-1, le=(1 << 32) - 1)
+    top_k: Int | None = Field(default=None, ge=-1, le=(1 << 32) - 1)
     min_p: float | None = None
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    max_tokens: int | None = _UINT32
-    min_tokens: int | None = _UINT32
+    max_tokens: Int | None = _UINT32
+    min_tokens: Int | None = _UINT32
     ignore_eos: bool | None = None
     logit_bias: dict[str, float] | None = None
     allowed_token_ids: Annotated[list[int], _FAIL_FAST] | None = None
     bad_words: Annotated[list[str], _at_most(MAX_BAD_WORDS)] | None = None
+    truncate_prompt_tokens: Int | None = Field(default=None, ge=1, le=(1 << 32) - 1)
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    return_token_ids: bool | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: Annotated[list[str], _FAIL_FAST] | None = None
+    guided_grammar: str | None = None
+    json_schema: dict[str, Any] | str | None = None
+    regex: str | None = None
+    ebnf: str | None = None
     # Baton's own, as in `GenerateRequest`.
     request_id: str | None = None
     # Lower goes first, as in vLLM.
-    priority: int | None = Field(default=None, ge=-(1 << 31), lt=1 << 31)
-    timeout_ms: int | None = _UINT32
-    ttft_target_ms: int | None = _UINT32
-    itl_target_ms: int | None = _UINT32
+    priority: Int | None = Field(default=None, ge=-(1 << 31), lt=1 << 31)
+    timeout_ms: Int | None = _UINT32
+    ttft_target_ms: Int | None = _UINT32
+    itl_target_ms: Int | None = _UINT32
     tenant: str | None = None
     cache_salt: str | None = None
     session_id: str | None = None
-
-    unserved: ClassVar[tuple[str, ...]] = ()
 
     @property
     def num_choices(self) -> int:
@@ -155,15 +234,20 @@ class _Body(_Part):
     def includes_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
 
+    @property
+    def constraints(self) -> list[str]:
+        """The fields that say what its answer must be: at most one, if it is right."""
+        named = [*_CONSTRAINTS, "structured_outputs", "response_format"]
+        if self.response_format is not None and self.response_format.type == "text":
+            named.pop()
+        return [name for name in named if getattr(self, name) is not None]
+
     @abstractmethod
     def requests(self) -> list[router_pb2.GenerateRequest]:
         """One for each prompt, whatever the number of choices (see `choices_of`)."""
 
     def request(self) -> router_pb2.GenerateRequest:
         """Without its prompt."""
-        for name in self.unserved:
-            if getattr(self, name):
-                raise InvalidRequestError(f"{name}: not supported by this release", field=name)
         if self.stream_options is not None and not self.stream:
             raise InvalidRequestError(
                 "stream_options: only with stream: true", field="stream_options"
@@ -171,6 +255,7 @@ class _Body(_Part):
         made = router_pb2.GenerateRequest(
             model=self.model or "", stop=_listed(self.stop), sampling=self._sampling()
         )
+        made.show_special_tokens = self.skip_special_tokens is False
         for name in _PLAIN:
             if (value := getattr(self, name)) is not None:
                 setattr(made, name, value)
@@ -203,65 +288,58 @@ class _Body(_Part):
         sampling = common_pb2.SamplingParams()
         for name in _SAMPLING:
             value = getattr(self, name)
-            if value is not None and not (name == "top_k" and value == -1):  # all, in vLLM
-                setattr(sampling, name, value)
+            if value is not None:
+                setattr(sampling, name, 0 if name == "top_k" and value == -1 else value)  # all
         return sampling
 
     def _constrain(self, made: router_pb2.GenerateRequest) -> None:
-        wanted, other = self.response_format, self.structured_outputs
-        if other is not None:
-            if len(other.model_dump(exclude_none=True)) != 1 or wanted is not None:
-                known = ", ".join(
-                    info.alias or name for name, info in StructuredOutputs.model_fields.items()
-                )
-                raise InvalidRequestError(
-                    f"structured_outputs: one constraint, of {known}", field="structured_outputs"
-                )
-            _structure(made, other)
-        if wanted is None or wanted.type == "text":
+        named = self.constraints
+        if len(named) > 1:
+            problem = f"{named[1]}: not beside {named[0]}; one constraint is taken"
+            raise InvalidRequestError(problem, field=named[1])
+        if not named:
             return
-        if wanted.type == "json_object":
+        value, kind = getattr(self, named[0]), _CONSTRAINTS.get(named[0])
+        if kind is None:
+            kind, value = value.constraint()
+        if kind == "json":
+            made.json_schema = value if isinstance(value, str) else _json(value)
+        elif kind == "choice":
+            made.choice.texts.extend(value)
+            made.choice.SetInParent()
+        elif kind == "json_object":
             made.json_object.SetInParent()
-        elif wanted.type == "json_schema":
-            schema = wanted.json_schema
-            if schema is None or schema.json_schema is None:
-                raise InvalidRequestError(
-                    "response_format: json_schema.schema is missing", field="response_format"
-                )
-            made.json_schema = _json(schema.json_schema)
         else:
-            raise InvalidRequestError(
-                f"response_format: unknown type {wanted.type!r}", field="response_format"
-            )
+            setattr(made, kind, value)
 
 
-class ChatBody(_Body):
+class ChatBody(_Body, _Templated):
     messages: Annotated[list[Message], _at_most(MAX_MESSAGES)]
-    max_completion_tokens: int | None = _UINT32
+    max_completion_tokens: Int | None = _UINT32
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(default=None, ge=0, le=(1 << 32) - 1)
+    top_logprobs: Int | None = Field(default=None, ge=0, le=(1 << 32) - 1)
     tools: Annotated[list[Tool], _at_most(MAX_TOOLS)] | None = None
-    tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
+    tool_choice: Literal["auto", "none", "required"] | NamedTool | AllowedToolsChoice | None = None
     parallel_tool_calls: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    functions: list[Any] | None = None
-    function_call: Any = None
-    modalities: Annotated[list[str], _FAIL_FAST] | None = None
-    audio: dict[str, Any] | None = None
-
-    unserved: ClassVar[tuple[str, ...]] = ("functions", "function_call", "audio")
 
     @property
     def calls_tools(self) -> bool:
-        return bool(self.tools) and self.tool_choice != "none"
+        return bool(self.offered)
+
+    @property
+    def offered(self) -> list[Tool]:
+        """The tools that its answer may call; the model sees no others."""
+        tools, choice = self.tools or [], self.tool_choice
+        if isinstance(choice, AllowedToolsChoice):
+            names = {each.function.name for each in choice.allowed_tools.tools}
+            return [tool for tool in tools if tool.function.name in names]
+        return [] if choice == "none" else tools
 
     @property
     def tool_names(self) -> frozenset[str]:
-        return frozenset(tool.function.name for tool in self.tools or ())
+        return frozenset(tool.function.name for tool in self.offered)
 
     def requests(self) -> list[router_pb2.GenerateRequest]:
-        if self.modalities and self.modalities != ["text"]:
-            raise InvalidRequestError("modalities: text only", field="modalities")
         self._check_tool_choice()
         made = self.request()
         if self.max_completion_tokens is not None:
@@ -272,17 +350,19 @@ class ChatBody(_Body):
             raise InvalidRequestError(
                 "top_logprobs: only with logprobs: true", field="top_logprobs"
             )
-        tools = self.tools if self.calls_tools else None
-        made.chat.CopyFrom(chat_of(self.messages, tools, self.chat_template_kwargs))
-        if isinstance(self.tool_choice, NamedTool):
-            made.chat.tool_choice.name = self.tool_choice.function.name
-        elif self.tool_choice == "required":
+        made.chat.CopyFrom(self.chat(self.messages, self.offered))
+        choice = self.tool_choice
+        if isinstance(choice, AllowedToolsChoice):
+            choice = choice.allowed_tools.mode
+        if isinstance(choice, NamedTool):
+            made.chat.tool_choice.name = choice.function.name
+        elif choice == "required":
             made.chat.tool_choice.SetInParent()
             made.chat.tool_choice.is_single = self.parallel_tool_calls is False
         return [made]
 
     def _check_tool_choice(self) -> None:
-        if self.tool_choice not in (None, "none") and not self.tools:
+        if self.tool_choice not in (None, "none") and not self.offered:
             raise InvalidRequestError("tool_choice: only with tools", field="tool_choice")
 
 
@@ -293,18 +373,14 @@ class CompletionBody(_Body):
         | Annotated[list[int], _FAIL_FAST]
         | Annotated[list[Annotated[list[int], _FAIL_FAST]], _at_most(MAX_CHOICES)]
     )
-    logprobs: int | None = Field(default=None, ge=0, le=(1 << 32) - 1)
+    logprobs: Int | None = Field(default=None, ge=0, le=(1 << 32) - 1)
     echo: bool | None = None
-    prompt_logprobs: int | None = _UINT32
-    suffix: str | None = None
-    best_of: int | None = None
-
-    unserved: ClassVar[tuple[str, ...]] = ("suffix",)
+    prompt_logprobs: Int | None = _UINT32
+    add_special_tokens: bool | None = None
 
     def requests(self) -> list[router_pb2.GenerateRequest]:
-        if self.best_of not in (None, self.num_choices):
-            raise InvalidRequestError("best_of: only n is taken", field="best_of")
         base = self.request()
+        base.omit_special_tokens = self.add_special_tokens is False
         if self.logprobs is not None:
             base.sampling.logprobs = self.logprobs
         of_prompt = [self.prompt_logprobs, self.logprobs if self.echo else None]
@@ -337,14 +413,14 @@ class CompletionBody(_Body):
         return made
 
 
-class TokenizeBody(_Part):
+class TokenizeBody(_Templated):
     """As vLLM has it."""
 
     model: str | None = None
     prompt: str | None = None
     messages: Annotated[list[Message], _at_most(MAX_MESSAGES)] | None = None
     tools: Annotated[list[Tool], _at_most(MAX_TOOLS)] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    add_special_tokens: bool | None = None
     tenant: str | None = None
 
     def requests(self) -> list[router_pb2.TokenizeRequest]:
@@ -352,9 +428,10 @@ class TokenizeBody(_Part):
         if (self.prompt is None) == (self.messages is None):
             raise InvalidRequestError("prompt: either prompt or messages", field="prompt")
         if self.messages is not None:
-            made.chat.CopyFrom(chat_of(self.messages, self.tools, self.chat_template_kwargs))
+            made.chat.CopyFrom(self.chat(self.messages, self.tools))
         else:
             made.text = self.prompt or ""
+        made.omit_special_tokens = self.add_special_tokens is False
         return [made]
 
 
@@ -363,6 +440,7 @@ def parsed(kind: type[_Body] | type[TokenizeBody], data: bytes) -> tuple[Any, li
     check_json(data)
     try:
         body = kind.model_validate_json(data)
+        ignored(body.model_extra or {}, SERVED)  # it raises for those that are refused
         return body, body.requests()
     except UnicodeEncodeError:
         raise InvalidRequestError("a text holds half of a surrogate pair") from None
@@ -383,7 +461,7 @@ def _field(location: Sequence[str | int]) -> str | None:
     for each in location:
         if isinstance(each, int):
             path += f"[{each}]"
-        elif each in _FIELDS:
+        elif each.isidentifier() and each.islower() and each not in _KINDS:
             path += f".{each}" if path else each
     return path or None
 
@@ -413,7 +491,8 @@ def _add(chat: router_pb2.ChatMessages, message: Message, field: str) -> None:
     made = chat.messages.add(
         role="system" if message.role == "developer" else message.role,
         tool_call_id=message.tool_call_id or "",
-        reasoning_content=message.reasoning_content or "",
+        reasoning_content=message.reasoning_content or message.reasoning or "",
+        name=message.name or "",
     )
     if isinstance(message.content, str):
         made.content = message.content
@@ -462,20 +541,6 @@ def _prompts(given: str | list[str] | list[int] | list[list[int]]) -> list[str |
     return list(given)
 
 
-def _structure(made: router_pb2.GenerateRequest, wanted: StructuredOutputs) -> None:
-    if (schema := wanted.json_schema) is not None:
-        made.json_schema = schema if isinstance(schema, str) else _json(schema)
-    elif wanted.regex is not None:
-        made.regex = wanted.regex
-    elif wanted.grammar is not None:
-        made.grammar = wanted.grammar
-    elif wanted.choice is not None:
-        made.choice.texts.extend(wanted.choice)
-        made.choice.SetInParent()
-    elif wanted.json_object:
-        made.json_object.SetInParent()
-
-
 def _listed(stop: str | list[str] | None) -> list[str]:
     return [stop] if isinstance(stop, str) else stop or []
 
@@ -484,19 +549,4 @@ def _out_of_range(field: str) -> InvalidRequestError:
     return InvalidRequestError(f"{field}: a token id is out of range", field=field)
 
 
-_FIELDS = frozenset(
-    info.alias or name
-    for kind in (
-        *(TextPart, Function, Tool, CalledFunction, ToolCall, Message, StreamOptions, JsonSchema),
-        *(
-            ResponseFormat,
-            StructuredOutputs,
-            NamedFunction,
-            NamedTool,
-            ChatBody,
-            CompletionBody,
-            TokenizeBody,
-        ),
-    )
-    for name, info in kind.model_fields.items()
-)
+SERVED = frozenset(ChatBody.model_fields) | frozenset(CompletionBody.model_fields)

@@ -11,14 +11,15 @@ from typing import Any
 
 from baton.v1 import common_pb2
 from router.door.intake import Ended, Opened
-from router.door.openai.bodies import ChatBody
+from router.door.openai.bodies import ChatBody, CompletionBody
 from router.request.output import Event, Finished, FinishReason, TokenRun
 from router.text import TextModel
-from router.text.reasoning import ReasoningSplitter, Split
+from router.text.reasoning import CLOSE, ReasoningSplitter, Split
 from router.text.tools import CallDelta, Piece, ToolFormat, new_parser
 
 Delta = dict[str, Any]
 
+_REASONING = ("reasoning_content", "reasoning")  # what SGLang and others, and vLLM, call it
 _LEAST_LOGPROB = -9999.0  # JSON has no infinities
 _ID_CHARS = string.ascii_letters + string.digits
 _ID_LENGTHS = {"mistral": 9}  # its templates refuse others
@@ -27,11 +28,14 @@ _ID_LENGTHS = {"mistral": 9}  # its templates refuse others
 class Choice(ABC):
     """Own one choice. `take` gives a stream's pieces; `whole`, at the end, the whole of them."""
 
-    def __init__(self, index: int, opened: Opened | Ended) -> None:
-        self.index = index
+    def __init__(self, index: int, opened: Opened | Ended, body: ChatBody | CompletionBody) -> None:
+        self.index, self._body = index, body
+        self._reasoning = list[str]()
+        self._ids, self._num_told = list[int](), -1  # -1: nor is the prompt
         self.opened = opened
         self.end: Finished | None = None
         self._model = opened.router.text if isinstance(opened, Opened) else None
+        self._prompt = opened.parsed.token_ids if isinstance(opened, Opened) else ()
         self._is_over = False
 
     async def events(self) -> list[Event]:
@@ -47,11 +51,38 @@ class Choice(ABC):
         made: list[Delta] = []
         for event in events:
             if isinstance(event, TokenRun):
+                self._ids += event.ids
                 made += self._tokens(event)
             elif isinstance(event, Finished):
                 self.end = event
                 made += self._finish(event.reason)
+        if made and self._body.stream:
+            made[0] |= self.own_ids()
+        options = self._body.stream_options
+        if self._body.includes_usage and options and options.continuous_usage_stats:
+            for delta in made:
+                delta["usage"] = _usage(len(self._prompt), len(self._ids))
         return made
+
+    def own_ids(self) -> Delta:
+        """Its token ids that were not told yet, and its prompt's with the first of them."""
+        if not self._body.return_token_ids:
+            return {}
+        start, self._num_told = self._num_told, len(self._ids)
+        prompt = {"prompt_token_ids": list(map(int, self._prompt))} if start < 0 else {}
+        return {"token_ids": self._ids[max(0, start) :], **prompt}
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """At the end: tokens up to `</think>`."""
+        if not self._reasoning or self._model is None:
+            return 0
+        tail = ""
+        for count, token_id in enumerate(self._ids, 1):
+            tail = tail[-len(CLOSE) :] + self._model.token_text(token_id).decode(errors="replace")
+            if CLOSE in tail:
+                return count
+        return len(self._ids)
 
     @abstractmethod
     def whole(self) -> Delta: ...
@@ -72,8 +103,8 @@ _REASONS = {
 
 class ChatChoice(Choice):
     def __init__(self, index: int, opened: Opened | Ended, body: ChatBody) -> None:
-        super().__init__(index, opened)
-        self._content, self._reasoning = list[str](), list[str]()
+        super().__init__(index, opened, body)
+        self._content = list[str]()
         self._calls: list[Delta] = []
         self._logprobs: list[Delta] | None = [] if body.logprobs else None
         self._has_role = False
@@ -136,7 +167,7 @@ class ChatChoice(Choice):
         made: list[Delta] = []
         if split.reasoning:
             self._reasoning.append(split.reasoning)
-            made.append({"reasoning_content": split.reasoning})
+            made.append(dict.fromkeys(_REASONING, split.reasoning))
         return made + self._of_content(self._parsed(split.content))
 
     def _parsed(self, text: str) -> Sequence[Piece]:
@@ -167,7 +198,7 @@ class ChatChoice(Choice):
         content = "".join(self._content)
         message: Delta = {"role": "assistant", "content": content, "refusal": None}
         if self._reasoning:
-            message["reasoning_content"] = "".join(self._reasoning)
+            message |= dict.fromkeys(_REASONING, "".join(self._reasoning))
         if self._calls:
             message |= {"content": content or None, "tool_calls": self._calls}
         logprobs = None if self._logprobs is None else {"content": self._logprobs}
@@ -180,10 +211,10 @@ class ChatChoice(Choice):
 
 
 class TextChoice(Choice):
-    def __init__(self, index: int, opened: Opened | Ended, has_logprobs: bool) -> None:
-        super().__init__(index, opened)
+    def __init__(self, index: int, opened: Opened | Ended, body: CompletionBody) -> None:
+        super().__init__(index, opened, body)
         self._texts: list[str] = []
-        self._has_logprobs = has_logprobs
+        self._has_logprobs = body.logprobs is not None
         self._logprobs: list[Delta] = []
         self._offset = 0
         self._reason: str | None = None
@@ -224,11 +255,16 @@ def usage_of(choices: Sequence[Choice], num_of_prompt: int) -> dict[str, Any]:
     prompt = sum(end.num_prompt_tokens for end in firsts)
     output = sum(end.num_output_tokens for end in ends)
     return {
-        "prompt_tokens": prompt,
-        "completion_tokens": output,
-        "total_tokens": prompt + output,
+        **_usage(prompt, output),
         "prompt_tokens_details": {"cached_tokens": sum(end.num_cached_tokens for end in firsts)},
+        "completion_tokens_details": {
+            "reasoning_tokens": sum(each.num_reasoning_tokens for each in choices)
+        },
     }
+
+
+def _usage(prompt: int, output: int) -> dict[str, Any]:
+    return {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
 
 
 # --- log-probabilities ----------------------------------------------------------------------------

@@ -17,9 +17,8 @@ class EchoChoice(TextChoice):
     vLLM has them. Of `max_tokens: 0` nothing follows."""
 
     def __init__(self, index: int, opened: Opened | Ended, body: CompletionBody) -> None:
-        super().__init__(index, opened, body.logprobs is not None)
-        self._body = body
-        self._prompt = opened.parsed.token_ids.tolist() if isinstance(opened, Opened) else []
+        super().__init__(index, opened, body)
+        self._asked, self._echoed = body, list(map(int, self._prompt))
         self._told: Delta = {}
 
     def take(self, events: Sequence[Event]) -> list[Delta]:
@@ -27,7 +26,7 @@ class EchoChoice(TextChoice):
         for event in events:
             if isinstance(event, TokenRun) and event.index == 0 and event.ids:
                 made += self._of_prompt(event.logprobs[0].prompt if event.logprobs else ())
-            if self._body.max_tokens != 0:
+            if self._asked.max_tokens != 0:
                 made += super().take([event])
             elif isinstance(event, Finished):  # the one token that was computed is left out
                 event = replace(event, reason=FinishReason.LENGTH, num_output_tokens=0)
@@ -40,13 +39,13 @@ class EchoChoice(TextChoice):
     def _of_prompt(self, known: Sequence[common_pb2.Logprobs]) -> list[Delta]:
         assert self._model is not None, "it has a token"
         unknown = common_pb2.Logprobs()  # nothing comes before the first token
-        known = [*known, *[unknown] * (len(self._prompt) - 1 - len(known))]
-        if self._body.prompt_logprobs is not None:
-            ranked = map(self._ranked, self._prompt[1:], known)
+        known = [*known, *[unknown] * (len(self._echoed) - 1 - len(known))]
+        if self._asked.prompt_logprobs is not None:
+            ranked = map(self._ranked, self._echoed[1:], known)
             self._told = {"prompt_logprobs": [None, *ranked]}
-        if not self._body.echo:
+        if not self._asked.echo:
             return []
-        run = TokenRun(0, self._prompt, self._model.decode(self._prompt), [unknown, *known])
+        run = TokenRun(0, self._echoed, self._model.decode(self._echoed), [unknown, *known])
         made = self._tokens(run)
         for name in ("token_logprobs", "top_logprobs") if self._has_logprobs else ():
             self._logprobs[0][name] = made[0]["logprobs"][name][0] = None

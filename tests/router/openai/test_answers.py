@@ -165,8 +165,11 @@ async def test_content_may_be_parts_of_text_and_developers_are_the_system(
 async def test_what_a_model_thinks_is_apart_from_its_answer(speaks: Speaks) -> None:
     async with speaks("{# <think> #}" + CHAT) as (_, http):
         said = "<think>\nhm</think>\n\nyes"
-        message = (await http.chat(said)).json["choices"][0]["message"]
+        answer = (await http.chat(said)).json
+        message = answer["choices"][0]["message"]
         assert (message["reasoning_content"], message["content"]) == ("\nhm", "yes")
+        assert message["reasoning"] == "\nhm"  # as vLLM calls it
+        assert answer["usage"]["completion_tokens_details"] == {"reasoning_tokens": 18}
         thinks = {"thinks": True}
         for event in (
             await http.chat("hm</think>yes", stream=True, chat_template_kwargs=thinks)

@@ -25,7 +25,7 @@ CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 def test_a_list_s_first_error_is_the_only_one() -> None:
     for kind, field in (
-        *((ChatBody, field) for field in ("messages", "tools", "modalities")),
+        *((ChatBody, field) for field in ("messages", "tools", "guided_choice")),
         *((CompletionBody, field) for field in ("prompt", "stop", "stop_token_ids")),
         *((TokenizeBody, field) for field in ("messages", "tools")),
     ):
@@ -75,7 +75,8 @@ async def test_a_body_is_as_large_as_the_context_needs_or_the_setting_says(
 
 def test_choices_of_long_prompts_exist_one_at_a_time() -> None:
     prompts = ["\\u00e9" * 5000] * 64
-    body, made = parsed(CompletionBody, json.dumps({"prompt": prompts, "n": 2, "seed": 1}).encode())
+    asked = {"prompt": prompts, "n": 2.0, "seed": 1.0}  # whole numbers, however they are written
+    body, made = parsed(CompletionBody, json.dumps(asked).encode())
     each = choices_of(made, body.num_choices)
     assert next(each) is made[0]
     assert [request.seed for request in each] == [2, *[1, 2] * 63]

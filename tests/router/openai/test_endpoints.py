@@ -10,7 +10,7 @@ import pytest
 
 from baton.config.router import AuthConfig
 from tests.certificates import Authority
-from tests.router.deployment import Deployment, deployment
+from tests.router.deployment import ALIAS, Deployment, deployment
 from tests.router.openai.spoken import CHAT, TURN, Http, Speaks, saying
 from tests.router.secured import BLUE, RED, secured
 
@@ -18,9 +18,11 @@ from tests.router.secured import BLUE, RED, secured
 async def test_the_model_is_listed(http: Http) -> None:
     listed = (await http.call("GET", "/v1/models")).json
     assert listed["object"] == "list"
-    (model,) = listed["data"]
+    model, other = listed["data"]
+    assert other == {**model, "id": ALIAS}
     assert (model["id"], model["object"], model["max_model_len"]) == ("tiny", "model", 2048)
     assert (await http.call("GET", "/v1/models/tiny")).json == model
+    assert (await http.chat("yes", model=ALIAS)).json["model"] == "tiny"
     other = await http.call("GET", "/v1/models/a/b")
     assert (other.status, other.error["code"]) == (404, "model_not_found")
 

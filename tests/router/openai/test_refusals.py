@@ -12,6 +12,7 @@ from tests.router.deployment import Deployment
 from tests.router.openai.spoken import CHAT, MARKS, Http, Speaks, prompt_for
 
 TOOL = {"type": "function", "function": {"name": "f"}}
+NO_TOOL = {"mode": "auto", "tools": []}
 USER = {"role": "user", "content": "hi"}
 
 
@@ -46,6 +47,14 @@ async def test_every_wrong_field_of_a_chat_is_named(d: Deployment, http: Http) -
         ({"max_tokens": 0}, "max_tokens"),
         ({"max_tokens": -1}, "max_tokens"),
         ({"max_tokens": True}, "max_tokens"),
+        ({"max_tokens": 1.5}, "max_tokens"),
+        ({"seed": 1e30}, "seed"),
+        ({"ebnf": "root ::= x"}, "ebnf"),
+        ({"ebnf": r'root ::= "\u00e9"'}, "ebnf"),
+        ({"guided_regex": "x", "response_format": {"type": "json_object"}}, "response_format"),
+        ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
+        ({"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "allowed_tools": NO_TOOL}},
+         "tool_choice"),
         ({"max_completion_tokens": 0}, "max_completion_tokens"),
         ({"presence_penalty": 3}, "presence_penalty"),
         ({"n": 0}, "n"),
@@ -82,8 +91,6 @@ async def test_every_wrong_field_of_a_chat_is_named(d: Deployment, http: Http) -
         ({"tools": [TOOL], "tool_choice": "perhaps"}, "tool_choice"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": "auto"}, "tool_choice"),
-        ({"functions": [{"name": "f"}]}, "functions"),
-        ({"audio": {"voice": "x"}}, "audio"),
         ({"request_id": "no spaces"}, "request_id"),
         ({"timeout_ms": 0}, "timeout_ms"),
         ({"session_id": "x" * 200}, "session_id"),
