@@ -31,6 +31,8 @@ from router.text import Detokenizer
 
 _NOT_OF_CLIENT = (BatonError, KvTransferError, WorkerLostError, PoisonError, NotResumableError)
 
+_AT_ONCE_S = 0.001
+"""Tokens that follow the first one sooner were there before it: no model is that fast."""
 REPORT_S = 0.25  # a stream's tokens reach the figures this often
 
 
@@ -69,6 +71,7 @@ class RequestOutput:
         self._attempt_at_s = 0.0
         self._still_s = 0.0  # in attempts that are over, since the last token
         self._first_at_s = self._last_at_s = 0.0  # of the tokens, once there are any
+        self._num_at_once = 0  # of them, with the first one
         self._gaps_s: list[float] = []  # one per token after those that came first
         self._reported_at_s = 0.0  # when the figures last got tokens
         self._num_reported = self._num_gaps_reported = 0  # tokens and gaps that they have
@@ -209,6 +212,8 @@ class RequestOutput:
                 self._second_token_s = gap_s
                 self._num_gaps_reported = num_new  # it contains the handoff
             self._gaps_s += [gap_s / num_new] * num_new
+        if now_s - self._first_at_s < _AT_ONCE_S:
+            self._num_at_once = len(self.log.ids)
         self._last_at_s, self._still_s = now_s, 0.0
         if now_s - self._reported_at_s >= REPORT_S:
             self._reported_at_s = now_s
@@ -378,6 +383,7 @@ class RequestOutput:
     def _timings(self) -> Timings:
         """The gap before the second token is reported apart, since it contains the handoff."""
         arrived_s, gaps_s = self._arrival.arrived_s, self._gaps_s[1:]
+        num_later = len(self.log.ids) - self._num_at_once
         return Timings(
             queue_s=self.queue_s,
             ttft_s=self._first_at_s - arrived_s if self.log.ids else 0.0,
@@ -388,4 +394,5 @@ class RequestOutput:
             prefill_s=self._prefill_s,
             second_token_s=self._second_token_s,
             prefill_queue_s=self._prefill_queue_s,
+            tpot_s=(self._last_at_s - self._first_at_s) / num_later if num_later else 0.0,
         )
