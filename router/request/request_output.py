@@ -56,10 +56,12 @@ class RequestOutput:
         self._arrival, self._parts = arrival, parts
         parsed = arrival.parsed
         self._ends = frozenset(parsed.stop_token_ids)
+        text, may_think = parts.model.text, parsed.is_chat and parsed.stop
         self._detokenizer = Detokenizer(
-            parts.model.text.new_decoder(after_text=not parsed.is_chat),
+            text.new_decoder(after_text=not parsed.is_chat),
             parsed.stop,
             min_tokens=parsed.sampling.min_tokens,
+            thoughts=text.new_splitter(parsed.token_ids[-64:].tolist()) if may_think else None,
         )
         self._booking: Booking | None = None
         self._routed: router_pb2.Routed | None = None
