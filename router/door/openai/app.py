@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 import time
-import uuid
 from typing import Any
 
 from starlette.applications import Starlette
@@ -28,19 +26,18 @@ from router.door.listening import is_loopback
 from router.door.openai.answering import Answering, Asked
 from router.door.openai.bodies import ChatBody, CompletionBody, TokenizeBody, choices_of, parsed
 from router.door.openai.document import openapi
-from router.door.openai.errors import response_to, shape
+from router.door.openai.errors import FAULT, NEVER_RETRY, response_to, shape
 from router.door.openai.guard import Guard
+from router.door.openai.naming import REQUEST_ID, Naming
 from router.request.counting import AT_ONCE_BYTES
 from router.router import Router
 
-_REQUEST_ID = re.compile(r"[A-Za-z0-9._:@/+=-]{1,128}")
-_MAX_GIVEN_CHARS = 64
 _MAX_TRACE_CHARS = 128
 _RENAMED = {
     "/v1/chat/completions": {
         "prompt": "messages",
         "chat": "messages",
-        "logprobs": "top_logprobs",
+        "sampling.logprobs": "top_logprobs",
     },
     "/v1/completions": {"text": "prompt"},
     "/tokenize": {"text": "prompt", "chat": "messages"},
@@ -94,7 +91,7 @@ class OpenAiApp:
         ]
         is_asked = callers is None and is_loopback(config.host.strip("[]"))
         guard = Middleware(Guard, config.allowed_hosts if is_asked else None)
-        self.asgi = Starlette(
+        starlette = Starlette(
             routes=self.routes,
             middleware=[guard, *_cors(config)],
             exception_handlers={
@@ -107,10 +104,11 @@ class OpenAiApp:
                 _TooSlowError: lambda *_: _plain(
                     408, f"the body did not come within {config.http_read_timeout_s:g} s"
                 ),
-                Exception: lambda *_: _plain(500, "a fault of the router's; its log has more"),
+                Exception: lambda *_: _plain(500, FAULT),
             },
         )
-        self.asgi.router.redirect_slashes = False
+        starlette.router.redirect_slashes = False
+        self.asgi = Naming(starlette)
 
     # --- answers -------------------------------------------------------------------------------
 
@@ -123,10 +121,9 @@ class OpenAiApp:
     async def _answering(
         self, request: Request, kind: type[ChatBody] | type[CompletionBody]
     ) -> Answering:
-        request.state.request_id = _request_id(request)
         tenant = self._tenant(request)
         body, made = await self._read(request, tenant, kind)
-        if body.request_id:
+        if REQUEST_ID.fullmatch(body.request_id or ""):
             request.state.request_id = body.request_id
         traceparent = request.headers.get("traceparent", "")
         for each in made:
@@ -174,8 +171,8 @@ class OpenAiApp:
         return JSONResponse({"status": "ok"})
 
     async def _ready(self, request: Request) -> Response:
-        if not self.is_ready:
-            return _plain(503, "not ready: no workers are known yet, or the router leaves")
+        if not self.is_ready or not self._intake.door.serves:
+            return _plain(503, "not ready: no worker serves, or the router leaves")
         return JSONResponse({"status": "ready"})
 
     async def _openapi(self, request: Request) -> Response:
@@ -187,7 +184,8 @@ class OpenAiApp:
         """None: any. Raises UnauthenticatedError."""
         if self._callers is None:
             return None
-        return self._callers.tenant_of(request.headers.items())
+        named = "the header `Authorization: Bearer TOKEN`"
+        return self._callers.tenant_of(request.headers.items(), named)
 
     async def _read(self, request: Request, tenant: str | None, kind: type[Any]) -> Any:
         """As `parsed`; off the loop where the body is large."""
@@ -226,10 +224,7 @@ class OpenAiApp:
     def _refuse(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, BatonError)
         renamed = getattr(request.state, "renamed", _RENAMED.get(request.url.path, {}))
-        response = response_to(error, renamed)
-        if _REQUEST_ID.fullmatch(request_id := getattr(request.state, "request_id", "")):
-            response.headers["x-request-id"] = request_id
-        return response
+        return response_to(error, renamed)
 
     def _renamed(self, request: Request, body: ChatBody | CompletionBody) -> dict[str, str]:
         """What this body calls fields of the `GenerateRequest`."""
@@ -240,14 +235,6 @@ class OpenAiApp:
             renamed["response_format"] = "structured_outputs"
         request.state.renamed = renamed
         return renamed
-
-
-def _request_id(request: Request) -> str:
-    """Where the body names none."""
-    given = request.headers.get("x-request-id", "")
-    if len(given) <= _MAX_GIVEN_CHARS and _REQUEST_ID.fullmatch(given):
-        return f"{given}-{uuid.uuid4().hex[:8]}"  # callers pass one on to several requests
-    return uuid.uuid4().hex
 
 
 def _tokenized(router: Router, ids: TokenIds) -> Response:
@@ -269,7 +256,8 @@ def _no_such(request: Request, error: Exception) -> Response:
 
 
 def _plain(status: int, message: str, code: str | None = None) -> Response:
-    return JSONResponse(shape(status, message, code=code), status)
+    headers = NEVER_RETRY if status == 501 else None
+    return JSONResponse(shape(status, message, code=code), status, headers)
 
 
 def _cors(config: RouterConfig) -> list[Middleware]:
@@ -282,6 +270,6 @@ def _cors(config: RouterConfig) -> list[Middleware]:
             allow_origins=config.http_origins,
             allow_methods=["GET", "POST"],
             allow_headers=["*"],
-            expose_headers=["X-Request-Id", "Retry-After"],
+            expose_headers=["X-Request-Id", "Retry-After", "X-Should-Retry"],
         )
     ]
