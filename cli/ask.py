@@ -47,8 +47,8 @@ def cost_of(routed: Routed | None, handed_off: HandedOff | None, finished: Finis
         render.milliseconds(timings.ttft_ms) if timings.ttft_ms else "-",
         render.num_bytes(moved.kv_bytes) if moved else "-",
         render.bandwidth(moved.kv_bytes, moved.put_ms) if moved else "-",
-        render.milliseconds(timings.itl_ms) if usage.num_output_tokens > 1 else "-",
-        render.rate(tokens_per_s(finished), "tok/s"),
+        render.milliseconds(timings.itl_ms) if timings.itl_ms else "-",
+        render.rate(1e3 / timings.tpot_ms if timings.tpot_ms else 0.0, "tok/s"),
     ]
     names = [name.removeprefix(">") for name, _ in _COLUMNS]
     text = Text()
@@ -59,19 +59,6 @@ def cost_of(routed: Routed | None, handed_off: HandedOff | None, finished: Finis
         text.append("\n")
     text.rstrip()
     return text
-
-
-def tokens_per_s(finished: Finished) -> float:
-    """1 / TPOT, by the router's clock: output tokens after the first one over the seconds from the
-    first token to the end. 0 for fewer than two tokens.
-
-    TPOT (time per output token) is vLLM's (e2e - ttft) / (n - 1): every gap after the first token
-    counts, also that of the handoff. Arrival times here mean nothing, since a late reader gets many
-    tokens at once.
-    """
-    timings, num_tokens = finished.timings, finished.usage.num_output_tokens
-    decode_s = (timings.e2e_ms - timings.ttft_ms) / 1e3
-    return (num_tokens - 1) / decode_s if num_tokens > 1 and decode_s > 0 else 0.0
 
 
 # --- asking ---------------------------------------------------------------------------------------

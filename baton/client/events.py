@@ -96,6 +96,7 @@ class Timings:
     prefill_ms: float
     second_token_ms: float
     prefill_queue_ms: float
+    tpot_ms: float
 
 
 @dataclass(frozen=True)

@@ -643,6 +643,7 @@ class Timings(_message.Message):
     PREFILL_MS_FIELD_NUMBER: _builtins.int
     SECOND_TOKEN_MS_FIELD_NUMBER: _builtins.int
     PREFILL_QUEUE_MS_FIELD_NUMBER: _builtins.int
+    TPOT_MS_FIELD_NUMBER: _builtins.int
     queue_ms: _builtins.float
     ttft_ms: _builtins.float
     itl_ms: _builtins.float
@@ -655,6 +656,8 @@ class Timings(_message.Message):
     """From the first token to the second."""
     prefill_queue_ms: _builtins.float
     """The prompt's wait in the prefill worker, before its first step."""
+    tpot_ms: _builtins.float
+    """Mean gap between tokens, without those that came with the first. 0: there are no others."""
     def __init__(
         self,
         *,
@@ -667,10 +670,11 @@ class Timings(_message.Message):
         prefill_ms: _builtins.float = ...,
         second_token_ms: _builtins.float = ...,
         prefill_queue_ms: _builtins.float = ...,
+        tpot_ms: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["e2e_ms", b"e2e_ms", "itl_ms", b"itl_ms", "prefill_ms", b"prefill_ms", "prefill_queue_ms", b"prefill_queue_ms", "queue_ms", b"queue_ms", "reserve_ms", b"reserve_ms", "second_token_ms", b"second_token_ms", "tokenize_ms", b"tokenize_ms", "ttft_ms", b"ttft_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["e2e_ms", b"e2e_ms", "itl_ms", b"itl_ms", "prefill_ms", b"prefill_ms", "prefill_queue_ms", b"prefill_queue_ms", "queue_ms", b"queue_ms", "reserve_ms", b"reserve_ms", "second_token_ms", b"second_token_ms", "tokenize_ms", b"tokenize_ms", "tpot_ms", b"tpot_ms", "ttft_ms", b"ttft_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -12,11 +12,28 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer
 
 BOS_ID, END_ID = SPECIAL_TOKENS.index("<|bos|>"), SPECIAL_TOKENS.index("<|end|>")
-# Every message is <|role|>text<|end|>; the answer begins after <|assistant|>.
+# Every message is <|role|>text<|end|>; the answer begins after <|assistant|>. Tools, calls and
+# results are as Hermes has them. The model was trained on none: only a constraint makes it call.
 CHAT_TEMPLATE = (
     "{{ bos_token }}"
+    "{% if tools %}"
+    "{{ '<|system|># Tools\\nTo call one, answer with <tool_call>\\n"
+    '{"name": <name>, "arguments": <object>}\\n</tool_call>.\' }}'
+    "{% for tool in tools %}{{ '\\n' + tool | tojson }}{% endfor %}"
+    "{{ '<|end|>' }}"
+    "{% endif %}"
     "{% for message in messages %}"
-    "{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}"
+    "{% if message['role'] == 'tool' %}"
+    "{{ '<|user|><tool_response>\\n' + message['content'] + '\\n</tool_response><|end|>' }}"
+    "{% else %}"
+    "{{ '<|' + message['role'] + '|>' + message['content'] }}"
+    "{% for call in message['tool_calls'] or [] %}"
+    "{{ '\\n' if message['content'] or not loop.first else '' }}"
+    "{{ '<tool_call>\\n' + {'name': call.function.name, 'arguments': call.function.arguments}"
+    " | tojson + '\\n</tool_call>' }}"
+    "{% endfor %}"
+    "{{ '<|end|>' }}"
+    "{% endif %}"
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )

@@ -100,6 +100,7 @@ Metadata = Iterable[tuple[str, str | bytes]]
 
 _HEADER = "authorization"
 _SCHEME = "bearer "
+_IN_METADATA = "the metadata `authorization: Bearer TOKEN`"
 _TOKEN = re.compile(r"[A-Za-z0-9._~+/-]+=*")  # RFC 6750
 _MAX_TENANT_CHARS = 128
 
@@ -118,13 +119,12 @@ class Callers:
         self._known = Reread(partial(_files, path), partial(self._read, path))
         self.look = self._known.look
 
-    def tenant_of(self, metadata: Metadata) -> str:
-        """Raises UnauthenticatedError where a call's metadata hold no token that is known."""
+    def tenant_of(self, metadata: Metadata, named: str = _IN_METADATA) -> str:
+        """Raises UnauthenticatedError where a call's metadata hold no token that is known. `named`:
+        what its caller should send."""
         token = _bearer_token(metadata)
         if token is None:
-            raise UnauthenticatedError(
-                "this router wants a bearer token: the metadata `authorization: Bearer TOKEN`"
-            )
+            raise UnauthenticatedError(f"this router wants a bearer token: {named}")
         tenant = self._known.value[0].get(self._digest(token))
         if tenant is None:
             raise UnauthenticatedError("the bearer token is none that this router knows")

@@ -130,6 +130,12 @@ class Door:
         return [unit.router for unit in units if unit.router is not None]
 
     @property
+    def serves(self) -> bool:
+        """Whether some unit that new requests go to has workers for them."""
+        routers = [unit.router for unit in self.units if unit.share]
+        return any(router.admission.serves for router in routers if router is not None)
+
+    @property
     def max_request_bytes(self) -> int:
         """Over HTTP as over gRPC. While the model is not known, what it may be at most."""
         if self.config.max_request_bytes is not None:

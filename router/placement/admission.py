@@ -125,6 +125,17 @@ class Admission:
         return len(self._waiting)
 
     @property
+    def serves(self) -> bool:
+        """Whether a short request would be placed some time, and not be refused as stranded."""
+        within_reach = reach(self._fleet.arrays, self._config)
+        return self._holds or bool(within_reach.takes(1, 1).any())
+
+    @property
+    def _holds(self) -> bool:
+        """Whether requests wait for a pool that is scaled to zero."""
+        return not self._fleet.is_leaving and self._fleet.away.hold(self._config.local_prefill)
+
+    @property
     def waiting(self) -> Sequence[Ticket]:
         """Requests in line, oldest first."""
         return self._waiting
@@ -401,8 +412,7 @@ class Admission:
     def _refuse_stranded(self, within_reach: Reach, now: float) -> None:
         """The time without a usable worker counts, not the whole wait: a worker that is away for a
         moment costs no request its position in line."""
-        fleet = self._fleet
-        are_held = not fleet.is_leaving and fleet.away.hold(self._config.local_prefill)
+        are_held = self._holds
         for ticket in list(self._waiting):
             total, num_tokens = ticket.num_tokens, len(ticket.prompt)
             if any(total <= longest and num_tokens <= prompt for longest, prompt in self._kinds):

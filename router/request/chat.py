@@ -46,10 +46,7 @@ def _message(message: router_pb2.ChatMessage, field: str, names: dict[str, str])
                 "chat: tool_calls are an assistant's", field=f"{field}.tool_calls"
             )
         _check_count(f"{field}.tool_calls", len(message.tool_calls), MAX_CALLS)
-        made["tool_calls"] = [
-            _call(call, f"{field}.tool_calls[{position}]")
-            for position, call in enumerate(message.tool_calls)
-        ]
+        made["tool_calls"] = [_call(call) for call in message.tool_calls]
     if message.role == "tool":
         made["tool_call_id"] = message.tool_call_id
     elif message.tool_call_id:
@@ -73,15 +70,15 @@ def _content(message: router_pb2.ChatMessage, field: str) -> str:
     return "\n".join(part.text for part in message.parts) if message.parts else message.content
 
 
-def _call(call: router_pb2.ToolCall, field: str) -> dict[str, Any]:
-    if not call.name:
-        raise InvalidRequestError("chat: a call needs a name", field=f"{field}.name")
-    arguments = _object(call.arguments, f"{field}.arguments")
-    return {
-        "id": call.id,
-        "type": "function",
-        "function": {"name": call.name, "arguments": arguments},
-    }
+def _call(call: router_pb2.ToolCall) -> dict[str, Any]:
+    """Whatever a model wrote, since its conversation is to go on: arguments that are no object
+    stand in one, which every template can read."""
+    try:
+        arguments = _object(call.arguments, "arguments") if call.arguments != "null" else {}
+    except (InvalidRequestError, RecursionError):
+        arguments = {"malformed": call.arguments}
+    function = {"name": call.name, "arguments": arguments}
+    return {"id": call.id, "type": "function", "function": function}
 
 
 def _tool(index: int, tool: router_pb2.Tool) -> dict[str, Any]:

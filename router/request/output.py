@@ -55,6 +55,7 @@ class Timings:
     prefill_s: float = 0.0
     second_token_s: float = 0.0
     prefill_queue_s: float = 0.0
+    tpot_s: float = 0.0
 
 
 @dataclass(frozen=True)

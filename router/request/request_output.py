@@ -31,6 +31,8 @@ from router.text import Detokenizer
 
 _NOT_OF_CLIENT = (BatonError, KvTransferError, WorkerLostError, PoisonError, NotResumableError)
 
+_AT_ONCE_S = 0.001
+"""Tokens that follow the first one sooner were there before it: no model is that fast."""
 REPORT_S = 0.25  # a stream's tokens reach the figures this often
 
 
@@ -54,13 +56,13 @@ class RequestOutput:
         self._arrival, self._parts = arrival, parts
         parsed = arrival.parsed
         self._ends = frozenset(parsed.stop_token_ids)
+        text, may_think = parts.model.text, parsed.is_chat and parsed.stop
         self._detokenizer = Detokenizer(
-            parts.model.text.new_decoder(
-                after_text=parsed.continues_text, shows_special=parsed.shows_special
-            ),
+            text.new_decoder(after_text=parsed.continues_text, shows_special=parsed.shows_special),
             parsed.stop,
             min_tokens=parsed.sampling.min_tokens,
             includes_stop=parsed.includes_stop,
+            thoughts=text.new_splitter(parsed.token_ids[-64:].tolist()) if may_think else None,
         )
         self._booking: Booking | None = None
         self._routed: router_pb2.Routed | None = None
@@ -72,6 +74,7 @@ class RequestOutput:
         self._attempt_at_s = 0.0
         self._still_s = 0.0  # in attempts that are over, since the last token
         self._first_at_s = self._last_at_s = 0.0  # of the tokens, once there are any
+        self._num_at_once = 0  # of them, with the first one
         self._gaps_s: list[float] = []  # one per token after those that came first
         self._reported_at_s = 0.0  # when the figures last got tokens
         self._num_reported = self._num_gaps_reported = 0  # tokens and gaps that they have
@@ -212,6 +215,8 @@ class RequestOutput:
                 self._second_token_s = gap_s
                 self._num_gaps_reported = num_new  # it contains the handoff
             self._gaps_s += [gap_s / num_new] * num_new
+        if now_s - self._first_at_s < _AT_ONCE_S:
+            self._num_at_once = len(self.log.ids)
         self._last_at_s, self._still_s = now_s, 0.0
         if now_s - self._reported_at_s >= REPORT_S:
             self._reported_at_s = now_s
@@ -381,6 +386,7 @@ class RequestOutput:
     def _timings(self) -> Timings:
         """The gap before the second token is reported apart, since it contains the handoff."""
         arrived_s, gaps_s = self._arrival.arrived_s, self._gaps_s[1:]
+        num_later = len(self.log.ids) - self._num_at_once
         return Timings(
             queue_s=self.queue_s,
             ttft_s=self._first_at_s - arrived_s if self.log.ids else 0.0,
@@ -391,4 +397,5 @@ class RequestOutput:
             prefill_s=self._prefill_s,
             second_token_s=self._second_token_s,
             prefill_queue_s=self._prefill_queue_s,
+            tpot_s=(self._last_at_s - self._first_at_s) / num_later if num_later else 0.0,
         )

@@ -1,5 +1,7 @@
 """Token ids of one answer to text, as they come, up to the first stop string.
 
+What a model thinks before it answers holds no stop string: they apply to its answer.
+
 What has been emitted after n tokens depends on those n tokens alone. A second router can therefore
 push what a client has seen, drop the text, and continue.
 """
@@ -14,6 +16,7 @@ from typing import Protocol
 
 from tokenizers import Tokenizer
 
+from router.text.reasoning import ReasoningSplitter
 from router.text.token_bytes import TokenBytes
 
 
@@ -178,11 +181,14 @@ class Detokenizer:
         *,
         min_tokens: int = 0,
         includes_stop: bool = False,
+        thoughts: ReasoningSplitter | None = None,
     ) -> None:
         """`min_tokens`: no stop string, as no stop id, ends the text within that many tokens.
-        `includes_stop`: the text ends with the stop string, not before it."""
+        `includes_stop`: the text ends with the stop string, not before it. `thoughts`: a fresh
+        splitter, where a model may think first."""
         self._decoder = decoder
         self._scanner = StopScanner(stop, includes_stop)
+        self._thoughts, self._unsplit = thoughts, ""
         self._min_tokens, self._num_tokens = min_tokens, 0
 
     def push(self, token_id: int) -> Scanned:
@@ -192,10 +198,22 @@ class Detokenizer:
 
     def finish(self) -> str:
         """What was held back. Called once, when no token follows."""
-        scanned = self._scan(self._decoder.finish())
-        if scanned.stop is not None:
-            return scanned.text
-        return scanned.text + self._scanner.finish()
+        shown = self._scan(self._decoder.finish()).text
+        if self._thoughts is not None:
+            shown += self._scan_answer(self._thoughts.finish().content).text
+        return shown + self._scanner.finish()
 
     def _scan(self, text: str) -> Scanned:
+        """Thoughts, with what marks their ends, are shown as they are."""
+        if self._thoughts is None:
+            return self._scan_answer(text)
+        answer = self._thoughts.push(text).content
+        self._unsplit += text
+        if self._thoughts.is_undecided:
+            return Scanned("", None)
+        before, self._unsplit = self._unsplit.removesuffix(answer), ""
+        scanned = self._scan_answer(answer)
+        return Scanned(before + scanned.text, scanned.stop)
+
+    def _scan_answer(self, text: str) -> Scanned:
         return self._scanner.push(text, may_stop=self._num_tokens > self._min_tokens)

@@ -29,6 +29,11 @@ class ReasoningSplitter:
         self._state = _State.THINKS if is_open else _State.START
         self._held = ""
 
+    @property
+    def is_undecided(self) -> bool:
+        """Whether what came so far may yet be the model's own `<think>`."""
+        return self._state is _State.START
+
     def push(self, text: str) -> Split:
         if self._state is _State.ANSWERS:
             return Split("", text)

@@ -17,7 +17,7 @@ from baton.model_files import read_json
 from router.text.chat_template import ChatTemplate, Conversation
 from router.text.detokenizer import BytesDecoder, TextDecoder, WindowDecoder
 from router.text.encoder import SegmentEncoder
-from router.text.reasoning import CLOSE, OPEN
+from router.text.reasoning import CLOSE, OPEN, ReasoningSplitter
 from router.text.template_probe import check_template
 from router.text.token_bytes import DecodeRules, TokenBytes
 from router.text.tools import MARKERS, ToolFormat, tool_format_of
@@ -147,6 +147,10 @@ class TextModel:
             [int(each) for each in token_ids[-_TAIL_TOKENS:]], skip_special_tokens=False
         )
         return tail.rstrip().endswith(OPEN)
+
+    def new_splitter(self, prompt: Sequence[int]) -> ReasoningSplitter | None:
+        """Of the answer to a chat's prompt; None: the model does not think."""
+        return ReasoningSplitter(is_open=self.thinks_after(prompt)) if self.reasons else None
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of a whole answer."""

@@ -57,6 +57,11 @@ class CallDelta:
 Piece = str | CallDelta
 
 
+def _whole(text: str) -> str:
+    """With U+FFFD for each half of a surrogate pair, which JSON can spell and UTF-8 cannot."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
 class _At(enum.Enum):
     """Where the reader of a call is in its JSON object."""
 
@@ -157,7 +162,7 @@ class _Call:
 
     def _end_text(self) -> None:
         try:
-            text: str = json.loads("".join(self._token))
+            text: str = _whole(json.loads("".join(self._token)))
         except ValueError:
             self.at = _At.BROKEN
             return
@@ -425,7 +430,8 @@ def _call_in_code(code: str) -> CallDelta | None:
         values = {each.arg: ast.literal_eval(each.value) for each in call.keywords}
         if call.args or None in values:
             return None
-        return CallDelta(0, ast.unparse(call.func).removesuffix(".call"), json.dumps(values))
+        arguments = json.dumps(values, allow_nan=False)
+        return CallDelta(0, ast.unparse(call.func).removesuffix(".call"), arguments)
     except (AssertionError, SyntaxError, TypeError, ValueError, RecursionError, MemoryError):
         return None
 

@@ -125,7 +125,7 @@ class SmallRouter(router_pb2_grpc.RouterServiceServicer):
         usage = router_pb2.Usage(
             num_prompt_tokens=212, num_output_tokens=num_tokens, num_cached_tokens=192
         )
-        timings = router_pb2.Timings(ttft_ms=12.5, itl_ms=5.0, e2e_ms=112.5)
+        timings = router_pb2.Timings(ttft_ms=12.5, itl_ms=5.0, tpot_ms=20.0)
         reason = common_pb2.FINISH_REASON_LENGTH
         finished = router_pb2.Finished(reason=reason, usage=usage, timings=timings)
         yield router_pb2.GenerateResponse(finished=finished)

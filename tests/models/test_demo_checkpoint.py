@@ -14,6 +14,9 @@ from safetensors import safe_open
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, LlamaForCausalLM
 
+from baton.model_folder import find_text_files
+from router.text import Conversation, TextModel
+
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
 # transformers types what a tokenizer returns as a union of all it might, so it is Any here.
 TransformersTokenizer = Any
@@ -97,6 +100,24 @@ def test_weights_are_bf16_and_named_as_a_tied_llama() -> None:
 
 def test_context_is_long_enough_for_prefix_caching_to_show() -> None:
     assert read_json("config.json")["max_position_embeddings"] >= 2048
+
+
+def test_its_template_shows_tools_and_calls_as_hermes_and_other_chats_as_it_was_trained() -> None:
+    model = TextModel(find_text_files(DEMO))
+    assert model.tool_format == "hermes"
+    tools = [{"type": "function", "function": {"name": "look_up", "parameters": {}}}]
+    call = {"type": "function", "function": {"name": "look_up", "arguments": {"who": "Hugo"}}}
+    messages = [
+        {"role": "user", "content": "Who is Hugo?"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "A miller."},
+    ]
+    text = model.decode(model.encode_chat(Conversation(messages, tools)))
+    said = '<tool_call>\n{"name": "look_up", "arguments": {"who": "Hugo"}}\n</tool_call>'
+    assert text.endswith(f"Who is Hugo?{said}<tool_response>\nA miller.\n</tool_response>")
+    assert json.dumps(tools[0]) in text
+    plain = model.encode_chat(Conversation(messages[:1]))
+    assert plain == model.encode("<|bos|><|user|>Who is Hugo?<|end|><|assistant|>")
 
 
 def test_tokenizer_has_as_many_entries_as_the_embedding_has_rows() -> None:

@@ -77,8 +77,6 @@ class HttpAnswer:
     text: str = ""
     logprobs: list[float] = field(default_factory=list)
     """One for each token."""
-    num_chars: int = 0
-    """Of these tokens, each by itself."""
     reason: str | None = None
     usage: Any = None
 
@@ -96,8 +94,7 @@ class HttpAnswer:
         for choice in chunk.choices:
             assert self.reason is None, f"{choice} after the end"
             if (tokens := choice.logprobs) is not None:
-                assert tokens.text_offset[0] == self.num_chars, "a gap or a repetition"
-                self.num_chars += sum(map(len, tokens.tokens))
+                assert tokens.text_offset[0] == len(self.text), "a gap or a repetition"
                 self.logprobs += tokens.token_logprobs
             self.text += choice.text
             self.reason = choice.finish_reason

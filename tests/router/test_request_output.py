@@ -52,7 +52,22 @@ async def test_tokens_that_were_there_before_have_no_gaps() -> None:
     for _ in range(3):
         clock.advance(0.03)
         output.emit([97], [], None)
-    assert finish(output).timings.itl_s == pytest.approx(0.03)
+    timings = finish(output).timings
+    assert timings.itl_s == pytest.approx(0.03)
+    assert timings.tpot_s == pytest.approx(0.03)
+
+
+async def test_tokens_at_once_after_the_first_say_nothing_of_the_model_s_speed() -> None:
+    clock = ManualClock(100.0)
+    for later_s in (0.0, 0.5):
+        output = output_of(clock, 41)
+        output.emit([97], [], None)
+        clock.advance(0.00002)  # they waited here for the first one
+        output.emit([97] * 30, [], None)
+        clock.advance(later_s)
+        if later_s:
+            output.emit([97] * 10, [], FinishReason.STOP)
+        assert finish(output).timings.tpot_s == pytest.approx(later_s / 10, rel=1e-3)
 
 
 async def test_one_token_has_no_gap_at_all() -> None:

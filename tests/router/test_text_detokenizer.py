@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
 from router.text import Detokenizer, TextModel
+from router.text.reasoning import ReasoningSplitter
 from tests.router.text_fixtures import (
     byte_level_tokenizer,
     load_text,
@@ -150,6 +151,33 @@ def test_a_stop_string_over_several_tokens_is_held_back_and_its_token_counted(
     assert model.decode(ids[:num_tokens]).startswith("so ###")
     assert "###" not in model.decode(ids[: num_tokens - 1])
     assert detokenizer.finish() == ""
+
+
+@given(
+    parts=st.lists(
+        st.sampled_from(["<think>", "</think>", "END", "EN", " ", "<", "D"]), max_size=9
+    ),
+    is_open=st.booleans(),
+)
+@settings(deadline=None)
+def test_stop_strings_apply_to_what_follows_the_thoughts(
+    text_models: dict[str, tuple[TextModel, Tokenizer]], parts: list[str], is_open: bool
+) -> None:
+    model, tokenizer = text_models["byte-level"]
+    whole = "".join(parts)
+    splitter = ReasoningSplitter(is_open=is_open)
+    answer = splitter.push(whole).content + splitter.finish().content
+    detokenizer = Detokenizer(
+        model.new_decoder(), ["END"], thoughts=ReasoningSplitter(is_open=is_open)
+    )
+    shown, stop = "", None
+    for token_id in tokenizer.encode(whole, add_special_tokens=False).ids:
+        if stop is None:
+            emitted = detokenizer.push(token_id)
+            shown, stop = shown + emitted.text, emitted.stop
+    shown += detokenizer.finish()
+    assert shown == whole.removesuffix(answer) + answer.partition("END")[0]
+    assert stop == ("END" if "END" in answer else None)
 
 
 def test_text_that_only_began_a_stop_string_comes_at_the_end(

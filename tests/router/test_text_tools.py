@@ -74,6 +74,11 @@ CASES: list[tuple[ToolFormat, str, Found]] = [
         ("", [("f", '{"x": 1}')]),
     ),
     ("hermes", '<tool_call>{"name": "f", "arguments": {"x": 1', ("", [("f", '{"x": 1')])),
+    (
+        "hermes",
+        r'<tool_call>{"name": "\ud83d\ude00\udc00f", "arguments": "\ud83d"}</tool_call>',
+        ("", [("\U0001f600\ufffdf", "\ufffd")]),
+    ),
     ("hermes", '<tool_call>{"name": "f", "extra": 5, "arguments": null}', ("", [("f", "{}")])),
     ("hermes", "<tool_call>f(x)</tool_call>!", ("<tool_call>f(x)</tool_call>!", [])),
     ("hermes", "<tool_call>{}</tool_call>", ("<tool_call>{}</tool_call>", [])),
@@ -120,6 +125,7 @@ CASES: list[tuple[ToolFormat, str, Found]] = [
     ),
     ("llama3", "<|python_tag|>print(1)", ("<|python_tag|>print(1)", [])),
     ("llama3", "<|python_tag|>f.call(x)", ("<|python_tag|>f.call(x)", [])),
+    ("llama3", "<|python_tag|>f.call(x=1e999)", ("<|python_tag|>f.call(x=1e999)", [])),
     ("llama3", '{"name": "Hugo", "age": 5}', ('{"name": "Hugo", "age": 5}', [])),
     ("llama3", ' {"answer": [1]} is it', (' {"answer": [1]} is it', [])),
     ("llama3", "plain text {", ("plain text {", [])),
@@ -350,6 +356,23 @@ def test_what_a_chat_cannot_hold_is_named(
     with pytest.raises(InvalidRequestError) as caught:
         parse_generate(router_pb2.GenerateRequest(chat=chat), model, LIMITS)
     assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    "written",
+    ['{"city": "Par', "[1]", '"x"', "no JSON", '{"a": NaN}', '{"a": "\\ud800"}', "[" * 9999],
+)
+def test_what_a_model_wrote_as_arguments_is_read_back_whatever_it_is(
+    model: TextModel, written: str
+) -> None:
+    calls = [router_pb2.ToolCall(name="", arguments=text) for text in (written, "null", "")]
+    conversation = conversation_of(
+        chat_of(router_pb2.ChatMessage(role="assistant", tool_calls=calls))
+    )
+    (message,) = conversation.messages
+    functions = [call["function"] for call in message["tool_calls"]]
+    assert [each["arguments"] for each in functions] == [{"malformed": written}, {}, {}]
+    assert json.dumps(written) in model.decode(model.encode_chat(conversation))
 
 
 def test_special_tokens_that_mark_calls_stay_in_the_text(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,8 +26,10 @@ from router.door.intake import Intake
 from router.door.openai.bodies import ChatBody, CompletionBody
 from router.door.openai.choices import ChatChoice, Choice, Delta, TextChoice, usage_of
 from router.door.openai.echo import EchoChoice
-from router.door.openai.errors import shape_of
+from router.door.openai.errors import FAULT, shape, shape_of
 from router.request.output import Event
+
+log = logging.getLogger(__name__)
 
 _STREAM_HEADERS = {
     "content-type": "text/event-stream; charset=utf-8",
@@ -45,7 +48,6 @@ class Asked:
     request_id: str
     """What the answer and the log call it."""
     renamed: Mapping[str, str]
-    headers: Mapping[str, str]
 
     @property
     def is_chat(self) -> bool:
@@ -95,8 +97,7 @@ class Answering:
             if body.stream:
                 await self._stream(choices, send)
             else:
-                whole = JSONResponse(await self._whole(choices), headers=self._asked.headers)
-                await whole(scope, receive, send)
+                await JSONResponse(await self._whole(choices))(scope, receive, send)
 
     async def _check_tools(self) -> None:
         model = (await self._intake.door.main_router()).text
@@ -135,8 +136,7 @@ class Answering:
 
     async def _stream(self, choices: Sequence[Choice], send: Send) -> None:
         first = await choices[0].events()
-        headers = {**_STREAM_HEADERS, **self._asked.headers}
-        raw = [(name.encode(), value.encode()) for name, value in headers.items()]
+        raw = [(name.encode(), value.encode()) for name, value in _STREAM_HEADERS.items()]
         await send({"type": "http.response.start", "status": 200, "headers": raw})
 
         async def write(data: bytes, more: bool = True) -> None:
@@ -155,13 +155,20 @@ class Answering:
 
         try:
             await _all(run(choices[0], first), *map(begin, choices[1:]))
-            last = b"data: [DONE]\n\n"
-            if self._asked.body.includes_usage:
-                usage = usage_of(choices, self._asked.body.num_choices)
-                last = _event({**self._head, "choices": [], "usage": usage}) + last
+            last = self._ending(choices)
         except BatonError as error:
             last = _event(shape_of(error, self._asked.renamed))
+        except Exception:
+            log.exception("the stream of %s ends with an error", self._asked.request_id)
+            last = _event(shape(500, FAULT))
         await write(last, more=False)
+
+    def _ending(self, choices: Sequence[Choice]) -> bytes:
+        done = b"data: [DONE]\n\n"
+        if not self._asked.body.includes_usage:
+            return done
+        usage = usage_of(choices, self._asked.body.num_choices)
+        return _event({**self._head, "choices": [], "usage": usage}) + done
 
     def _line(self, choice: Delta) -> bytes:
         if beside := self._beside(choice):

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 import time
-import uuid
 from typing import Any
 
 from starlette.applications import Starlette
@@ -29,20 +27,19 @@ from router.door.openai import bodies
 from router.door.openai.answering import Answering, Asked
 from router.door.openai.bodies import ChatBody, CompletionBody, TokenizeBody, choices_of, parsed
 from router.door.openai.document import openapi
-from router.door.openai.errors import response_to, shape
+from router.door.openai.errors import FAULT, NEVER_RETRY, response_to, shape
 from router.door.openai.fields import ignored
 from router.door.openai.guard import Guard
+from router.door.openai.naming import REQUEST_ID, Naming
 from router.request.counting import AT_ONCE_BYTES
 from router.router import Router
 
-_REQUEST_ID = re.compile(r"[A-Za-z0-9._:@/+=-]{1,128}")
-_MAX_GIVEN_CHARS = 64
 _MAX_TRACE_CHARS = 128
 _RENAMED = {
     "/v1/chat/completions": {
         "prompt": "messages",
         "chat": "messages",
-        "logprobs": "top_logprobs",
+        "sampling.logprobs": "top_logprobs",
     },
     "/v1/completions": {"text": "prompt"},
     "/tokenize": {"text": "prompt", "chat": "messages"},
@@ -96,7 +93,7 @@ class OpenAiApp:
         ]
         is_asked = callers is None and is_loopback(config.host.strip("[]"))
         guard = Middleware(Guard, config.allowed_hosts if is_asked else None)
-        self.asgi = Starlette(
+        starlette = Starlette(
             routes=self.routes,
             middleware=[guard, *_cors(config)],
             exception_handlers={
@@ -109,10 +106,11 @@ class OpenAiApp:
                 _TooSlowError: lambda *_: _plain(
                     408, f"the body did not come within {config.http_read_timeout_s:g} s"
                 ),
-                Exception: lambda *_: _plain(500, "a fault of the router's; its log has more"),
+                Exception: lambda *_: _plain(500, FAULT),
             },
         )
-        self.asgi.router.redirect_slashes = False
+        starlette.router.redirect_slashes = False
+        self.asgi = Naming(starlette)
 
     # --- answers -------------------------------------------------------------------------------
 
@@ -125,22 +123,20 @@ class OpenAiApp:
     async def _answering(
         self, request: Request, kind: type[ChatBody] | type[CompletionBody]
     ) -> Answering:
-        request.state.request_id = _request_id(request)
         tenant = self._tenant(request)
         body, made = await self._read(request, tenant, kind)
-        if body.request_id:
+        if REQUEST_ID.fullmatch(body.request_id or ""):
             request.state.request_id = body.request_id
-        headers = {"x-request-id": request.state.request_id}
         if names := ignored(body.model_extra, bodies.SERVED):
             self._intake.door.metrics.saw_ignored(names)
-            headers["x-baton-ignored-fields"] = ", ".join(names)
+            request.state.ignored_fields = ", ".join(names)
         traceparent = request.headers.get("traceparent", "")
         for each in made:
             each.traceparent = traceparent if len(traceparent) <= _MAX_TRACE_CHARS else ""
             confine(each, tenant)
         renamed = self._renamed(request, body)
         each_choice = choices_of(made, body.num_choices)
-        asked = Asked(body, each_choice, request.state.request_id, renamed, headers)
+        asked = Asked(body, each_choice, request.state.request_id, renamed)
         return Answering(self._intake, asked)
 
     async def _embeddings(self, request: Request) -> Response:
@@ -183,8 +179,8 @@ class OpenAiApp:
         return JSONResponse({"status": "ok"})
 
     async def _ready(self, request: Request) -> Response:
-        if not self.is_ready:
-            return _plain(503, "not ready: no workers are known yet, or the router leaves")
+        if not self.is_ready or not self._intake.door.serves:
+            return _plain(503, "not ready: no worker serves, or the router leaves")
         return JSONResponse({"status": "ready"})
 
     async def _openapi(self, request: Request) -> Response:
@@ -196,7 +192,8 @@ class OpenAiApp:
         """None: any. Raises UnauthenticatedError."""
         if self._callers is None:
             return None
-        return self._callers.tenant_of(request.headers.items())
+        named = "the header `Authorization: Bearer TOKEN`"
+        return self._callers.tenant_of(request.headers.items(), named)
 
     async def _read(self, request: Request, tenant: str | None, kind: type[Any]) -> Any:
         """As `parsed`; off the loop where the body is large."""
@@ -235,10 +232,7 @@ class OpenAiApp:
     def _refuse(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, BatonError)
         renamed = getattr(request.state, "renamed", _RENAMED.get(request.url.path, {}))
-        response = response_to(error, renamed)
-        if _REQUEST_ID.fullmatch(request_id := getattr(request.state, "request_id", "")):
-            response.headers["x-request-id"] = request_id
-        return response
+        return response_to(error, renamed)
 
     def _renamed(self, request: Request, body: ChatBody | CompletionBody) -> dict[str, str]:
         """What this body calls fields of the `GenerateRequest`."""
@@ -249,14 +243,6 @@ class OpenAiApp:
             renamed["response_format"] = renamed["structured_outputs"] = name
         request.state.renamed = renamed
         return renamed
-
-
-def _request_id(request: Request) -> str:
-    """Where the body names none."""
-    given = request.headers.get("x-request-id", "")
-    if len(given) <= _MAX_GIVEN_CHARS and _REQUEST_ID.fullmatch(given):
-        return f"{given}-{uuid.uuid4().hex[:8]}"  # callers pass one on to several requests
-    return uuid.uuid4().hex
 
 
 def _tokenized(router: Router, ids: TokenIds) -> Response:
@@ -278,7 +264,8 @@ def _no_such(request: Request, error: Exception) -> Response:
 
 
 def _plain(status: int, message: str, code: str | None = None) -> Response:
-    return JSONResponse(shape(status, message, code=code), status)
+    headers = NEVER_RETRY if status == 501 else None
+    return JSONResponse(shape(status, message, code=code), status, headers)
 
 
 def _cors(config: RouterConfig) -> list[Middleware]:
@@ -291,6 +278,11 @@ def _cors(config: RouterConfig) -> list[Middleware]:
             allow_origins=config.http_origins,
             allow_methods=["GET", "POST"],
             allow_headers=["*"],
-            expose_headers=["X-Request-Id", "X-Baton-Ignored-Fields", "Retry-After"],
+            expose_headers=[
+                "X-Request-Id",
+                "X-Baton-Ignored-Fields",
+                "Retry-After",
+                "X-Should-Retry",
+            ],
         )
     ]

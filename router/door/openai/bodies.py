@@ -21,6 +21,8 @@ from router.request.counting import check_json
 from router.request.validate import MAX_BAD_WORDS, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
 
 MAX_CHOICES = 128
+_COMPLETION_TOKENS = 16
+"""Of a completion whose client names no number, as OpenAI and vLLM have it."""
 _OF_64_BITS = (1 << 64) - 1
 _UINT32 = Field(default=None, ge=0, le=(1 << 32) - 1)
 _SAMPLING = (
@@ -59,6 +61,7 @@ class _Part(BaseModel):
 class TextPart(_Part):
     type: str
     text: str | None = None
+    refusal: str | None = None  # of an assistant, in place of the text
 
 
 class Function(_Part):
@@ -381,6 +384,8 @@ class CompletionBody(_Body):
     def requests(self) -> list[router_pb2.GenerateRequest]:
         base = self.request()
         base.omit_special_tokens = self.add_special_tokens is False
+        if self.max_tokens is None:
+            base.sampling.max_tokens = max(_COMPLETION_TOKENS, base.sampling.min_tokens)
         if self.logprobs is not None:
             base.sampling.logprobs = self.logprobs
         of_prompt = [self.prompt_logprobs, self.logprobs if self.echo else None]
@@ -498,12 +503,13 @@ def _add(chat: router_pb2.ChatMessages, message: Message, field: str) -> None:
         made.content = message.content
     for index, part in enumerate(message.content or () if not made.content else ()):
         assert isinstance(part, TextPart)
-        if part.type != "text" or part.text is None:
+        text = part.refusal if part.type == "refusal" else part.text
+        if part.type not in ("text", "refusal") or text is None:
             raise InvalidRequestError(
                 f"{field}.content[{index}]: {part.type} parts are not supported; text is",
                 field=f"{field}.content[{index}]",
             )
-        made.parts.add(text=part.text)
+        made.parts.add(text=text)
     for call in message.tool_calls or ():
         given = call.function.arguments
         arguments = given if isinstance(given, str) else _json(given or {})

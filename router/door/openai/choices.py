@@ -14,7 +14,7 @@ from router.door.intake import Ended, Opened
 from router.door.openai.bodies import ChatBody, CompletionBody
 from router.request.output import Event, Finished, FinishReason, TokenRun
 from router.text import TextModel
-from router.text.reasoning import CLOSE, ReasoningSplitter, Split
+from router.text.reasoning import CLOSE, Split
 from router.text.tools import CallDelta, Piece, ToolFormat, new_parser
 
 Delta = dict[str, Any]
@@ -114,9 +114,7 @@ class ChatChoice(Choice):
         self._format: ToolFormat | None = None
         if self._model is None or not isinstance(opened, Opened):
             return
-        if self._model.reasons:
-            is_open = self._model.thinks_after(opened.parsed.token_ids[-64:].tolist())
-            self._splitter = ReasoningSplitter(is_open=is_open)
+        self._splitter = self._model.new_splitter(opened.parsed.token_ids[-64:].tolist())
         self._format = self._model.tool_format
         if body.calls_tools and self._format is not None:
             self._parser = new_parser(self._format, body.tool_names)
@@ -216,18 +214,18 @@ class TextChoice(Choice):
         self._texts: list[str] = []
         self._has_logprobs = body.logprobs is not None
         self._logprobs: list[Delta] = []
-        self._offset = 0
+        self._decoder = None if self._model is None else self._model.new_decoder(after_text=True)
+        self._offset = 0  # of the first character that is not whole yet
         self._reason: str | None = None
 
     def _tokens(self, run: TokenRun) -> list[Delta]:
         self._texts.append(run.text)
         logprobs = None
         if self._has_logprobs and self._model is not None and run.ids:
-            pairs = list(zip(run.ids, run.logprobs))
-            new = [_text_logprob(self._model, *each) for each in pairs]
-            for each in new:
+            new = [_text_logprob(self._model, *each) for each in zip(run.ids, run.logprobs)]
+            for token_id, each in zip(run.ids, new):
                 each["text_offset"] = self._offset
-                self._offset += len(each["tokens"])
+                self._offset += len(self._decoder.push(token_id)) if self._decoder else 0
             self._logprobs += new
             logprobs = _columns(new)
         if not run.text and logprobs is None:
@@ -282,15 +280,16 @@ def _entry(model: TextModel, token_id: int, logprob: float) -> Delta:
 
 
 def _text_logprob(model: TextModel, token_id: int, known: common_pb2.Logprobs) -> Delta:
-    top = {
-        model.token_text(each.id).decode(errors="replace"): _finite(each.logprob)
-        for each in known.top
-    }
-    return {
-        "tokens": model.token_text(token_id).decode(errors="replace"),
-        "token_logprobs": _finite(_logprob_of(known)),
-        "top_logprobs": top,
-    }
+    """The sampled token is among `top_logprobs`, under its text. Others of the same text, such as
+    pieces of characters, are there as vLLM names tokens: `token_id:42`."""
+    text = model.token_text(token_id).decode(errors="replace")
+    logprob = _finite(_logprob_of(known))
+    top = {text: logprob}
+    for each in known.top:
+        if each.id != token_id:
+            other = model.token_text(each.id).decode(errors="replace")
+            top[f"token_id:{each.id}" if other in top else other] = _finite(each.logprob)
+    return {"tokens": text, "token_logprobs": logprob, "top_logprobs": top}
 
 
 def _columns(rows: Sequence[Delta]) -> Delta:

@@ -9,8 +9,20 @@ from typing import Any
 
 from starlette.responses import JSONResponse
 
-from baton.errors import AlreadyExistsError, BatonError, NoCapacityError, NotFoundError
+from baton.errors import (
+    AlreadyExistsError,
+    BatonError,
+    DeadlineError,
+    NoCapacityError,
+    NotFoundError,
+    NotResumableError,
+    PoisonError,
+)
 
+FAULT = "a fault of the router's; its log has more"
+NEVER_RETRY = {"X-Should-Retry": "false"}
+"""The openai client would, at every 409 and 5xx."""
+_IN_VAIN = (AlreadyExistsError, DeadlineError, NoCapacityError, NotResumableError, PoisonError)
 _STATUSES = {
     "INVALID_ARGUMENT": 400,
     "UNAUTHENTICATED": 401,
@@ -30,7 +42,6 @@ _RENAMED = (
     (re.compile(r"^(request|sampling|chat)\."), ""),
     (re.compile(r"^token_ids(\.ids)?"), "prompt"),
     (re.compile(r"\.parts\b"), ".content"),
-    (re.compile(r"(tool_calls\[\d+\])\.(name|arguments)$"), r"\1.function.\2"),
     (re.compile(r"^(tools\[\d+\])\.(name|parameters)$"), r"\1.function.\2"),
     (re.compile(r"^template_arguments$"), "chat_template_kwargs"),
     (re.compile(r"^(json_schema|json_object)$"), "response_format"),
@@ -55,6 +66,7 @@ def shape_of(error: BatonError, renamed: Mapping[str, str]) -> dict[str, Any]:
     """`renamed`: what this endpoint calls fields of the `GenerateRequest`."""
     param, message = error.field, error.message
     if param is not None:
+        param = renamed.get(param, param)
         for pattern, name in _RENAMED:
             param = pattern.sub(name, param)
         param = renamed.get(param, param)
@@ -79,8 +91,8 @@ def response_to(error: BatonError, renamed: Mapping[str, str]) -> JSONResponse:
     if error.retry_after_s is not None:
         headers["Retry-After"] = str(math.ceil(error.retry_after_s))
         headers["Retry-After-Ms"] = str(math.ceil(error.retry_after_s * 1e3))
-    if isinstance(error, AlreadyExistsError):
-        headers["X-Should-Retry"] = "false"  # the openai client would, at every 409
+    if isinstance(error, _IN_VAIN):
+        headers |= NEVER_RETRY
     if error.grpc_status == "UNAUTHENTICATED":
         headers["WWW-Authenticate"] = "Bearer"
     return JSONResponse(shape_of(error, renamed), status_of(error), headers)

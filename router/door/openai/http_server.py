@@ -12,6 +12,7 @@ import json
 import logging
 import socket
 import ssl
+import uuid
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -150,6 +151,7 @@ class _Protocol(H11Protocol):
             (b"content-type", b"application/json"),
             (b"content-length", str(len(body)).encode()),
             (b"connection", b"close"),
+            (b"x-request-id", uuid.uuid4().hex.encode()),
         ]
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             response = h11.Response(status_code=400, headers=headers, reason=b"Bad Request")

@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from baton.errors import ConfigError
-from baton.v1 import router_pb2
+from baton.v1 import common_pb2, router_pb2, worker_pb2
+from router.door.openai.choices import Choice
+from tests.router import scripted_worker
 from tests.router.deployment import Deployment
 from tests.router.openai.spoken import CHAT, MARKS, Http, Speaks, prompt_for, saying
 
@@ -150,16 +153,69 @@ async def test_a_completions_logprobs_are_columns(http: Http) -> None:
     assert [offset for part in parts if part for offset in part["text_offset"]] == [0, 1, 2]
 
 
+async def test_a_completions_offsets_point_into_its_text(http: Http) -> None:
+    for said in ("é!", "naïve x", "日本 ok", "\U0001f600 ok", "plain"):
+        choice = (await http.complete(said, logprobs=1)).json["choices"][0]
+        tokens, offsets = (choice["logprobs"][name] for name in ("tokens", "text_offset"))
+        assert offsets[-1] == len(choice["text"]) == len(said)
+        for token, at in zip(tokens, offsets):
+            assert token in ("\ufffd", "<end>", said[at : at + 1])
+        events = (await http.complete(said, logprobs=1, stream=True)).events
+        parts = [event["choices"][0]["logprobs"] for event in events]
+        assert [offset for part in parts if part for offset in part["text_offset"]] == offsets
+
+
+async def test_a_completions_top_logprobs_keep_their_number_and_the_sampled_token(
+    http: Http, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tops = (await http.complete("日本", logprobs=3)).json["choices"][0]["logprobs"]["top_logprobs"]
+    assert [len(top) for top in tops] == [3] * 7  # pieces of characters, all U+FFFD
+    assert tops[0] == {"\ufffd": -0.25, f"token_id:{0xE7}": -1.25, f"token_id:{0xE8}": -2.25}
+
+    def unlikely(spec: worker_pb2.RequestSpec, tokens: list[int]) -> list[common_pb2.Logprobs]:
+        others = [common_pb2.TokenLogprob(id=ord("x"), logprob=-0.5)][: spec.sampling.logprobs]
+        return [common_pb2.Logprobs(logprob=-3.0, rank=9, top=others) for _ in tokens]
+
+    monkeypatch.setattr(scripted_worker, "logprobs_of", unlikely)
+    for asked, others in ((1, {"x": -0.5}), (0, {})):
+        columns = (await http.complete("h", logprobs=asked)).json["choices"][0]["logprobs"]
+        assert columns["top_logprobs"][0] == {"h": -3.0} | others
+
+
+async def test_a_completion_has_16_tokens_where_its_client_names_no_number(http: Http) -> None:
+    for fields, count in (({}, 16), ({"max_tokens": None}, 16), ({"min_tokens": 20}, 20)):
+        answer = (await http.complete("x" * 30, **fields)).json
+        assert answer["usage"]["completion_tokens"] == count
+        assert answer["choices"][0]["finish_reason"] == "length"
+    assert (await http.chat("x" * 30)).json["usage"]["completion_tokens"] == 31
+
+
+async def test_top_k_of_minus_one_is_all_whatever_the_model_s_default(
+    speaks: Speaks, tmp_path: Path
+) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "generation_config.json").write_text('{"top_k": 5}')
+    async with speaks() as (d, http):
+        for number, (asked, used) in enumerate(((-1, 0), (0, 0), (7, 7), (None, 5))):
+            assert (await http.chat("yes", top_k=asked, request_id=f"r{number}")).status == 200
+            assert d.worker("d0").finished[f"r{number}"].spec.sampling.top_k == used
+
+
 async def test_content_may_be_parts_of_text_and_developers_are_the_system(
     d: Deployment, http: Http
 ) -> None:
     parts = [{"type": "text", "text": "one"}, {"type": "text", "text": saying("yes")}]
-    messages = [{"role": "developer", "content": "be brief"}, {"role": "user", "content": parts}]
+    refusal = [{"type": "refusal", "refusal": "no"}]
+    messages = [
+        {"role": "developer", "content": "be brief"},
+        {"role": "assistant", "content": refusal},
+        {"role": "user", "content": parts},
+    ]
     answer = await http.post("/v1/chat/completions", {"messages": messages})
     assert answer.json["choices"][0]["message"]["content"] == "yes"
     (run,) = d.worker("d0").finished.values()
     prompt = bytes(run.tokens[: run.num_prompt]).decode()
-    assert prompt.startswith(f"<system>be brief<user>one\n{saying('yes')}")
+    assert prompt.startswith(f"<system>be brief<assistant>no<user>one\n{saying('yes')}")
 
 
 async def test_what_a_model_thinks_is_apart_from_its_answer(speaks: Speaks) -> None:
@@ -183,6 +239,27 @@ async def test_what_a_model_thinks_is_apart_from_its_answer(speaks: Speaks) -> N
         assert own.error["param"] == "chat_template_kwargs"
 
 
+async def test_stop_strings_apply_to_the_answer_and_not_to_the_thoughts(speaks: Speaks) -> None:
+    thoughts, answer = "Question: END\n", "The answer: 4 END."
+    async with speaks("{# <think> #}" + CHAT) as (d, http):
+        for opened in (True, False):
+            said = f"{'' if opened else '<think>'}{thoughts}</think>\n\n{answer}"
+            fields: dict[str, Any] = {"chat_template_kwargs": {"thinks": opened}}
+            for stop, content in (
+                ("Question:", answer), ("\n\n", answer), ("END", "The answer: 4 "), ("The", ""),
+            ):  # fmt: skip
+                whole = (await http.chat(said, stop=stop, **fields)).json["choices"][0]
+                message = whole["message"]
+                assert (message["reasoning_content"], message["content"]) == (thoughts, content)
+                events = (await http.chat(said, stop=stop, stream=True, **fields)).events
+                seen = [event["choices"][0]["delta"].get("content", "") for event in events]
+                assert "".join(seen) == content
+        asked = router_pb2.ChatMessage(role="user", content=saying(f"{thoughts}</think>{answer}"))
+        chat = router_pb2.ChatMessages(messages=[asked], template_arguments='{"thinks": true}')
+        over_grpc = await d.client.ask(router_pb2.GenerateRequest(chat=chat, stop=["END"]))
+        assert over_grpc.text == f"{thoughts}</think>The answer: 4 "
+
+
 async def test_a_model_s_calls_come_as_calls(speaks: Speaks) -> None:
     async with speaks(MARKS["hermes"] + CHAT) as (_, http):
         choice = (await http.chat(f"Sure.\n{CALLS}\n{CALLS}", tools=TOOLS)).json["choices"][0]
@@ -198,6 +275,26 @@ async def test_a_model_s_calls_come_as_calls(speaks: Speaks) -> None:
         unread = (await http.chat(CALLS, tools=TOOLS, tool_choice="none")).json["choices"][0]
         assert (unread["message"]["content"], unread["finish_reason"]) == (CALLS, "stop")
         await check_streamed_call(await http.chat(CALLS, tools=TOOLS, stream=True))
+
+
+async def test_baton_takes_its_own_answer_back_whatever_the_model_wrote(speaks: Speaks) -> None:
+    async with speaks(MARKS["hermes"] + CHAT) as (d, http):
+        for number, said in enumerate((
+            '<tool_call>{"name": "f", "arguments": {"city": "Par',
+            '<tool_call>{"name": "", "arguments": {"a": 1 2}}</tool_call>',
+            r'<tool_call>{"name": "\ud83d", "arguments": "5"}</tool_call>',
+        )):  # fmt: skip
+            message = (await http.chat(said, tools=TOOLS)).json["choices"][0]["message"]
+            (call,) = message["tool_calls"]
+            assert (await http.chat(said, tools=TOOLS, stream=True)).events
+            result = {"role": "tool", "tool_call_id": call["id"], "content": "bad arguments"}
+            asked = {"role": "user", "content": saying("again")}
+            body = {"messages": [message, result, asked], "request_id": f"r{number}"}
+            answer = await http.post("/v1/chat/completions", body)
+            assert answer.json["choices"][0]["message"]["content"] == "again"
+            run = d.worker("d0").finished[f"r{number}"]
+            prompt = bytes(run.tokens[: run.num_prompt]).decode()
+            assert json.dumps({"malformed": call["function"]["arguments"]}) in prompt
 
 
 async def check_streamed_call(answer: Any) -> None:
@@ -280,7 +377,28 @@ async def test_a_failure_within_a_stream_is_its_last_event(d: Deployment, http: 
     assert answer.status == 200
     assert answer.text.split("\n\n")[-2].startswith('data: {"error":{')
     assert '"code":"deadline"' in answer.text
+    whole = await http.complete("a story", timeout_ms=100)
+    assert (whole.status, whole.headers["x-should-retry"]) == (504, "false")
     d.worker("d0").may_decode.set()
+
+
+async def test_what_fails_unforeseen_ends_a_stream_with_an_error_and_a_whole_answer_with_500(
+    http: Http, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_: object) -> None:
+        raise UnicodeEncodeError("utf-8", "", 0, 1, "whatever it may be")
+
+    monkeypatch.setattr(Choice, "take", broken)
+    for n in (1, 2):
+        streamed = await http.chat("yes", stream=True, n=n)
+        assert streamed.status == 200
+        last = streamed.text.removesuffix("\n\n").split("\n\n")[-1].removeprefix("data: ")
+        assert json.loads(last)["error"]["type"] == "server_error"
+        assert "UnicodeEncodeError" in caplog.text
+        caplog.clear()
+        whole = await http.chat("yes", n=n)
+        assert (whole.status, whole.error["type"]) == (500, "server_error")
+        assert whole.headers["x-request-id"]
 
 
 async def test_a_reader_that_is_slow_gets_everything_in_fewer_pieces(
@@ -355,6 +473,7 @@ async def test_a_router_that_leaves_finishes_its_streams_and_takes_nothing_new(
     await d.until(lambda: not server.http_app.is_ready)
     refused = await http.chat("nothing new")
     assert (refused.status, refused.headers["retry-after"]) == (503, "1")
+    assert "x-should-retry" not in refused.headers
     assert (await http.call("GET", "/ready")).status == 503
     worker.may_decode.set()
     events = (await streaming).events

@@ -10,7 +10,7 @@ import pytest
 
 from baton.config.router import AuthConfig
 from tests.certificates import Authority
-from tests.router.deployment import ALIAS, Deployment, deployment
+from tests.router.deployment import ALIAS, DECODE, Deployment, deployment
 from tests.router.openai.spoken import CHAT, TURN, Http, Speaks, saying
 from tests.router.secured import BLUE, RED, secured
 
@@ -46,6 +46,7 @@ async def test_prompts_and_chats_are_tokenized(http: Http) -> None:
 async def test_embeddings_are_not_implemented(http: Http) -> None:
     answer = await http.post("/v1/embeddings", {"input": "x"})
     assert (answer.status, answer.error["code"]) == (501, "not_implemented")
+    assert answer.headers["x-should-retry"] == "false"
 
 
 async def test_the_document_names_every_endpoint(d: Deployment, http: Http) -> None:
@@ -70,6 +71,13 @@ async def test_a_router_is_ready_while_it_serves_and_healthy_before(
         assert (await http.call("GET", "/health")).status == 200
         models = (await http.call("GET", "/v1/models")).json
         assert models["data"][0]["id"] == "tiny"
+        server.http_app.is_ready = True
+        await d.worker("d0").stop()
+        await d.until(lambda: not server.door.serves)
+        assert (await http.call("GET", "/ready")).status == 503
+        await d.add_worker("d0", DECODE, incarnation=2)
+        await d.until(lambda: server.door.serves)
+        assert (await http.call("GET", "/ready")).status == 200
 
 
 async def test_two_tenants_are_told_apart_by_their_keys(speaks: Speaks, tmp_path: Path) -> None:
@@ -83,6 +91,8 @@ async def test_two_tenants_are_told_apart_by_their_keys(speaks: Speaks, tmp_path
             answer = await http.post("/v1/chat/completions", body, **headers)
             assert (answer.status, answer.error["code"]) == (401, "invalid_api_key")
             assert answer.headers["www-authenticate"] == "Bearer"
+            assert answer.headers["x-request-id"]
+            assert "metadata" not in answer.error["message"]
             assert (await http.post("/tokenize", {"prompt": "x"}, **headers)).status == 401
             assert (await http.call("GET", "/v1/models", headers=headers)).status == 401
         for headers in (red, blue):  # one id, and two requests

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from typing import Any
 
 import pytest
 
@@ -21,10 +20,6 @@ def template() -> str:
     return MARKS["hermes"] + CHAT
 
 
-def called(call: dict[str, Any], role: str = "assistant") -> dict[str, Any]:
-    return {"messages": [USER, {"role": role, "content": "", "tool_calls": [call]}]}
-
-
 async def test_every_wrong_field_of_a_chat_is_named(d: Deployment, http: Http) -> None:
     picture = {"type": "image_url", "image_url": {"url": "http://x"}}
     for fields, param in (
@@ -36,11 +31,7 @@ async def test_every_wrong_field_of_a_chat_is_named(d: Deployment, http: Http) -
         ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": [picture]}]}, "messages[0].content[0]"),
         ({"messages": [USER, {**USER, "tool_call_id": "x"}]}, "messages[1].tool_call_id"),
-        (called({"function": {"name": "f", "arguments": "{"}}),
-         "messages[1].tool_calls[0].function.arguments"),
-        (called({"function": {"name": "", "arguments": "{}"}}),
-         "messages[1].tool_calls[0].function.name"),
-        (called({"function": {"name": "f"}}, role="user"), "messages[1].tool_calls"),
+        ({"messages": [USER, {**USER, "tool_calls": [TOOL]}]}, "messages[1].tool_calls"),
         ({"temperature": "warm"}, "temperature"),
         ({"temperature": -1}, "temperature"),
         ({"top_p": 0}, "top_p"),
@@ -65,6 +56,7 @@ async def test_every_wrong_field_of_a_chat_is_named(d: Deployment, http: Http) -
         ({"stop_token_ids": [999]}, "stop_token_ids[0]"),
         ({"seed": 1 << 70}, "seed"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"logprobs": 5}, "logprobs"),
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"logit_bias": {"five": 1.0}}, "logit_bias"),
         ({"logit_bias": {"5": -101}}, "logit_bias[5]"),
@@ -116,6 +108,7 @@ async def test_every_wrong_field_of_a_completion_is_named(http: Http) -> None:
         ({"suffix": "end"}, "suffix"),
         ({"best_of": 3}, "best_of"),
         ({"logprobs": 21}, "logprobs"),
+        ({"logprobs": True}, "logprobs"),
         ({"prompt": ["a", "b"], "request_id": "r"}, "request_id"),
     ):
         answer = await http.post("/v1/completions", {"prompt": "x"} | fields)
@@ -172,9 +165,10 @@ async def test_unknown_paths_and_methods_are_refused_in_openai_s_shape(http: Htt
         ("GET", "/v1/chat/completions", 405),
         ("DELETE", "/v1/models", 405),
     ):
-        answer = await http.call(method, path)
+        answer = await http.call(method, path, headers={"x-request-id": "mine"})
         assert (answer.status, answer.error["type"]) == (status, "invalid_request_error")
         assert path in answer.error["message"]
+        assert answer.headers["x-request-id"].startswith("mine-")
 
 
 async def test_a_full_queue_says_when_to_come_again(speaks: Speaks) -> None:
@@ -218,6 +212,7 @@ async def test_a_body_over_the_limit_is_refused_unread(speaks: Speaks) -> None:
         said = await raw(http, HEAD + close + b"Content-Length: 10000000000\r\n\r\n")
         assert said.startswith(b"HTTP/1.1 413 ")
         assert b"10000 bytes" in said
+        assert b"x-request-id" in said
         chunk = b"%x\r\n%s\r\n" % (6000, b"x" * 6000)
         said = await raw(http, HEAD + close + b"Transfer-Encoding: chunked\r\n\r\n", chunk, chunk)
         assert said.startswith(b"HTTP/1.1 413 ")
@@ -269,6 +264,7 @@ async def test_what_is_no_http_and_heads_without_end_are_refused(http: Http) -> 
         said = await raw(http, sent)
         assert said.startswith(b"HTTP/1.1 400 ")
         assert b'{"error": {' in said
+        assert b"x-request-id" in said
     both = b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n"
     said = await raw(http, HEAD + both + b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
     assert (said[:13], said.count(b"HTTP/1.1 ")) == (b"HTTP/1.1 400 ", 1)
