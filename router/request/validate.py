@@ -174,11 +174,10 @@ def body_digest(request: router_pb2.GenerateRequest) -> bytes:
     return hashlib.blake2b(body.SerializeToString(deterministic=True), digest_size=16).digest()
 
 
-def encode_prompt(
-    request: router_pb2.GenerateRequest | router_pb2.TokenizeRequest,
-    model: TextModel,
-    limits: RequestLimits,
-) -> TokenIds:
+Prompted = router_pb2.GenerateRequest | router_pb2.TokenizeRequest
+
+
+def encode_prompt(request: Prompted, model: TextModel, limits: RequestLimits) -> TokenIds:
     """Token ids of a request's prompt, [num_prompt_tokens] uint32, in the vocabulary and at least
     one; read-only."""
     kind = request.WhichOneof("prompt")
@@ -245,7 +244,7 @@ def check_names(request: router_pb2.GenerateRequest, limits: RequestLimits) -> N
         raise _wrong("request_id", "resume_from_index is only with the request_id to resume")
 
 
-def check_tokenize_names(request: router_pb2.TokenizeRequest, limits: RequestLimits) -> None:
+def check_tokenize_names(request: Prompted, limits: RequestLimits) -> None:
     _check_model_name(request.model, limits)
     _check_name("tenant", request.tenant)
 

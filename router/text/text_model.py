@@ -122,6 +122,10 @@ class TextModel:
             )
         return self._encoder.encode_rendered(*self._template.render(conversation))
 
+    def text_of(self, token_ids: Sequence[int]) -> str:
+        """With its special tokens, as a prompt has them."""
+        return str(self._tokenizer.decode(token_ids, skip_special_tokens=False))
+
     def token_text(self, token_id: int) -> bytes:
         """What a token is by itself; a special token is its name."""
         if self._token_bytes is not None and (shown := self._token_bytes[token_id]):
