@@ -84,7 +84,7 @@ def text() -> TextModel:
 
 
 def grammar(part: Part) -> str:
-    return Answer(part, None).grammar(text().special_token_id)
+    return Answer(part, None).grammar(text())
 
 
 def schema(value: Any) -> str:
