@@ -58,8 +58,8 @@ def _of_schema(schema: str, close: bool) -> tuple[Part | None, str]:
         value = json.loads(schema)
         nodes = rewrite(value, close=close)
         part = _schema_part(value)
-        _check_size(json.dumps(part))
         check_grammar(json.dumps({"grammars": [part]}))
+        _check_size(json.dumps(part))
     except RecursionError:
         return None, "it is nested too deeply"
     except ValueError as error:
