@@ -30,9 +30,10 @@ Part = dict[str, Any]
 _WHITE_SPACE = " ?"  # where JSON may have any: models that are unsure write it for ever
 _NUM_KEPT = 256  # a request's tools, each by itself, and the whole
 _NUM_TRIED, _NUM_TRIED_BYTES = 64, 100  # schemas within one; of a value
+_TOO_WIDE = "too much may come next; have fewer optional properties or alternatives"
 _WORDS = {
     "NoExtension": "some of its values cannot be ended; look at patternProperties",
-    "Too many items": "too much may come next; have fewer optional properties or alternatives",
+    **dict.fromkeys(("Too many items", "Current row has"), _TOO_WIDE),
 }
 
 

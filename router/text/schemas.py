@@ -23,8 +23,7 @@ Schema = dict[str, Any]
 
 _MAPS = ("properties", "patternProperties", "$defs", "definitions")
 _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
-_SINGLE = ("items", "additionalItems", "additionalProperties", "propertyNames")
-_SINGLE += ("unevaluatedProperties",)
+_SINGLE = ("items", "additionalItems", "additionalProperties", "unevaluatedProperties")
 _JOINED = ("allOf", "anyOf", "oneOf", "$ref")  # schemas of the same value
 _LIMITS = {"minimum": 1, "maximum": -1, "exclusiveMinimum": 1, "exclusiveMaximum": -1}
 _SHAPES: dict[str, tuple[type, ...]] = {
@@ -34,9 +33,10 @@ _SHAPES: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(_LIMITS, (int, float)),
 }
 _COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
-_UNKEPT = ("not", "if", "then", "else", "contains", "minContains", "maxContains", "dependencies")
-_UNKEPT += ("dependentRequired", "dependentSchemas", "unevaluatedItems", "uniqueItems")
-_UNKEPT += ("unevaluatedProperties", "$dynamicRef", "$dynamicAnchor", "$recursiveRef")
+_UNKEPT: tuple[str, ...] = ("not", "if", "then", "else", "contains", "minContains", "maxContains")
+_UNKEPT += ("dependentRequired", "dependentSchemas", "dependencies", "unevaluatedItems")
+_UNKEPT += ("unevaluatedProperties", "uniqueItems", "$dynamicRef", "$dynamicAnchor")
+_UNKEPT += ("$recursiveRef",)
 _TYPES = ("null", "boolean", "number", "integer", "string", "array", "object")
 
 
@@ -94,7 +94,7 @@ def within(node: Schema, place: Place) -> Iterator[tuple[Any, Place]]:
             yield from ((each, place / key / name) for name, each in value.items())
         elif key in _LISTS and isinstance(value, list):
             yield from ((each, place / key / index) for index, each in enumerate(value))
-        elif key in _SINGLE:
+        elif key in (*_SINGLE, "propertyNames"):
             yield value, place / key
 
 
@@ -107,7 +107,8 @@ class _Walked:
         self._targets: dict[str, Any] = {}  # of `$ref`s
         self._constants: list[tuple[Schema, str]] = []
         self._num_steps = 0
-        seen, todo = set[int](), [(root, Place())]
+        todo: list[tuple[Any, Place]] = [(root, Place())]
+        seen = set[int]()
         while todo:
             node, place = todo.pop()
             if isinstance(node, bool) or id(node) in seen:
