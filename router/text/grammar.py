@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from baton.grammar import MAX_GRAMMAR_BYTES, on_deep_stack, parser_limits, short, try_out
 from baton.grammar_chains import ChainError, check_grammar
 from router.text.reasoning import CLOSE, OPEN
-from router.text.schemas import Place, rewrite, within
+from router.text.schemas import Place, pointer, rewrite, within
 from router.text.tools import ToolFormat
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def _of_schema(schema: str, close: bool) -> tuple[Part | None, str]:
         return None, "it is nested too deeply"
     except ValueError as error:
         return None, short(str(error))
-    suspects = [(value, Place()), *(each for each in nodes if each[0].get("patternProperties"))]
+    suspects = [(value, ()), *(each for each in nodes if each[0].get("patternProperties"))]
     for node, place in suspects[:_NUM_TRIED]:
         if problem := _failing(value, node, place):
             return None, problem
@@ -97,7 +97,7 @@ def _failing(root: Any, node: Any, place: Place) -> str:
         num_tried += 1
         defs = {key: root[key] for key in ("$defs", "definitions") if key in root}
         if problem := _problem_alone(defs | node):
-            found, todo = f"{place}: {problem}", list(within(node, place))
+            found, todo = f"{pointer(place)}: {problem}", list(within(node, place))
     return found
 
 
