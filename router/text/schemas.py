@@ -161,7 +161,8 @@ class _Walked:
             return True
         every = [*one, *other] if kinds == {"object"} else []
         must = {name for part in every for name in part.get("required", ())}
-        for name in dict.fromkeys(name for part in every for name in part.get("properties", ())):
+        may = {name for part in every for name in part.get("properties", ())}
+        for name in sorted(must | may):
             for (part, mine), (their, theirs) in product(
                 _property(one, name), _property(other, name)
             ):
