@@ -55,6 +55,8 @@ class RequestLimits:
     model_names: Collection[str] = ()
     """Names a request may call the model by; a request that names none means this one."""
     tenant: TenantLimits = NO_LIMITS
+    close_objects: bool = True
+    """Of JSON schemas (`router.close_objects`)."""
 
     @property
     def context(self) -> int:
@@ -149,7 +151,7 @@ def parse_generate(
         includes_stop=request.include_stop_str_in_output,
         shows_special=request.show_special_tokens,
         body_digest=body_digest(request),
-        constraint=constraint_of(request, model, sampling, token_ids),
+        constraint=constraint_of(request, model, sampling, token_ids, limits.close_objects),
         allowed_tokens=_allowed_tokens(request, model.vocab_size),
         bad_words=_bad_words(request, model),
     )
