@@ -8,8 +8,9 @@ has times).
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
@@ -37,6 +38,25 @@ def parser_limits() -> llguidance.LLParserLimits:
         max_grammar_size=100_000,
         verbose_errors=False,
     )
+
+
+def try_out(
+    matcher: llguidance.LLMatcher, ends: Collection[int], num_tokens: int, first: Sequence[int] = ()
+) -> str:
+    """What fails within a grammar's first tokens; "" if nothing does. The tokens are those of
+    `first` where they are allowed, else the lowest allowed."""
+    for _ in range(num_tokens):
+        mask = matcher.compute_bitmask()
+        if matcher.is_error():
+            return short(matcher.get_error())
+        words = ((8 * index, byte) for index, byte in enumerate(mask) if byte)
+        allowed = (at + bit for at, byte in words for bit in range(8) if byte >> bit & 1)
+        preferred = (each for each in first if mask[each >> 3] >> (each & 7) & 1)
+        token = next((each for each in chain(preferred, allowed) if each not in ends), None)
+        if token is None:
+            return "" if any(mask) else "no token of the vocabulary continues the output"
+        matcher.consume_token(token)
+    return ""
 
 
 T = TypeVar("T")

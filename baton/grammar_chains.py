@@ -131,7 +131,7 @@ def _targets(schema: Any) -> dict[str, int]:
                 ids.add("id")
             has_ids |= value is not schema and any(isinstance(value.get(key), str) for key in ids)
         if ref := _ref(value):
-            found[ref] = id(_pointed(schema, ref))
+            found[ref] = id(pointed(schema, ref))
     if len(set(found.values())) < len(found):
         raise ChainError("$ref: two pointers to the same are to be spelt alike")
     if found and has_ids:
@@ -139,8 +139,8 @@ def _targets(schema: Any) -> dict[str, int]:
     return found
 
 
-def _pointed(at: Any, ref: str) -> Any:
-    """Raises ChainError."""
+def pointed(at: Any, ref: str) -> Any:
+    """What a `$ref` points to, from its schema's root `at`. Raises ChainError."""
     root, *names = ref.split("/")
     if root != "#" or re.search("%(2f|7e)", ref, re.IGNORECASE):
         raise ChainError(f"$ref {ref[:80]!r}: only a pointer into the same schema (#/...) is taken")

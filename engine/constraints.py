@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from baton.errors import ConfigError
-from baton.grammar import BROKEN_GRAMMAR, on_deep_stack, parser_limits, short
+from baton.grammar import BROKEN_GRAMMAR, on_deep_stack, parser_limits, short, try_out
 from baton.grammar_chains import ChainError, check_grammar
 from engine.errors import InvalidRequestError
 from engine.request import (
@@ -97,15 +97,8 @@ class GrammarCompiler:
         tokenizer = self._read_tokenizer()
         matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=parser_limits())
         # The first masks are the dearest: later ones know of what these find out, also a copy's.
-        trial, (mask,) = _Followed(matcher.deep_copy()), self.new_masks(1)
-        for _ in range(2):
-            if problem := trial.mask_into(mask):
-                raise InvalidRequestError("grammar", problem)
-            allowed = np.flatnonzero(np.unpackbits(mask, bitorder="little")).tolist()
-            token = next((each for each in allowed if each not in self._eos_token_ids), None)
-            if token is None:
-                break
-            trial.matcher.consume_token(token)
+        if problem := try_out(matcher.deep_copy(), self._eos_token_ids, num_tokens=2):
+            raise InvalidRequestError("grammar", problem)
         return matcher
 
     def _read_tokenizer(self) -> LLTokenizer:

@@ -309,6 +309,7 @@ class Router:
             model_context=self.text.max_model_len if by_memory else None,
             model_names={self.model.name, *self.model.names},
             tenant=tenant,
+            close_objects=self.config.close_objects,
         )
 
     def report(self) -> control_pb2.ReportRouterRequest:

@@ -91,6 +91,9 @@ class RouterConfig(Ranged):
     reasoning: Reasoning = "auto"
     """Whether the model thinks between <think> and </think>, which HTTP returns apart from the
     answer. auto: as its chat template shows."""
+    close_objects: bool = True
+    """An object of a JSON schema that lists its properties and says nothing of others has no
+    others, as if with `additionalProperties: false`. So have the arguments of tools."""
     metrics_port: Port | None = None
     """Prometheus metrics and a page over HTTP; None: not served. With `auth` they want a token of
     `auth.operators`, as bearer token or as Basic authentication's password."""

@@ -8,6 +8,7 @@ auto`: workers on different devices could choose different dtypes and would neve
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import secrets
@@ -73,11 +74,13 @@ def new_incarnation() -> int:
 
 
 def free_port(host: str) -> int:
-    """A port that is free now."""
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A port that is free now, and that no connection is given until it is used: one below those
+    that Linux draws from. Raises OSError."""
+    for _ in range(100):
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind((host, port := 20_000 + secrets.randbelow(12_000)))
+            return port
+    raise OSError(f"no port is free at {host}")
 
 
 def listen(host: str) -> socket.socket:

@@ -32,6 +32,7 @@ from router.request.request_run import RequestRun
 from router.request.run_parts import Arrival
 from router.request.validate import (
     ParsedRequest,
+    Prompted,
     RequestLimits,
     check_names,
     check_tokenize_names,
@@ -197,9 +198,7 @@ class Intake:
         else:
             await self.door.abort(tenant, request_id)
 
-    async def tokenize(
-        self, request: router_pb2.TokenizeRequest, answer: Callable[[Router, TokenIds], T]
-    ) -> T:
+    async def tokenize(self, request: Prompted, answer: Callable[[Router, TokenIds], T]) -> T:
         """What `answer`, which is called off the loop, makes of the ids: there may be millions."""
         check_tokenize_names(request, self._of_names)
         router = await self.door.main_router()

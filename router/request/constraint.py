@@ -39,12 +39,12 @@ _MAX_TOOLS = 128  # each is a grammar of its own
 _UNFORCED = '\n%llguidance {"no_forcing": true}'
 """The library follows what a grammar leaves no choice of, and some never end: `/b+/ /b+/ "a"`."""
 
-_BODIES: dict[str, Callable[[router_pb2.GenerateRequest], Part]] = {
-    "json_schema": lambda request: of_schema(request.json_schema),
-    "json_object": lambda request: of_schema(_ANY_OBJECT),
-    "regex": lambda request: of_regex(request.regex),
-    "grammar": lambda request: of_lark(in_lark(request.grammar) + _UNFORCED),
-    "choice": lambda request: of_choice(request.choice.texts),
+_BODIES: dict[str, Callable[[router_pb2.GenerateRequest, bool], Part]] = {
+    "json_schema": lambda request, close: of_schema(request.json_schema, close=close),
+    "json_object": lambda *_: of_schema(_ANY_OBJECT),
+    "regex": lambda request, _: of_regex(request.regex),
+    "grammar": lambda request, _: of_lark(in_lark(request.grammar) + _UNFORCED),
+    "choice": lambda request, _: of_choice(request.choice.texts),
 }
 
 
@@ -57,9 +57,10 @@ def constraint_of(
     model: TextModel,
     sampling: common_pb2.SamplingParams,
     token_ids: TokenIds,
+    close_objects: bool,
 ) -> Constraint | None:
-    """The request's, if it has one. May take a second for a large one. `sampling` is complete, and
-    `token_ids` are the prompt's.
+    """The request's, if it has one. May take a second for a large one. `sampling` is complete,
+    `token_ids` are the prompt's, and `close_objects` is the router's setting.
 
     A tool choice goes before other constraints: there is no text then. Where the client only offers
     tools, the answer is a call or what the constraint says. Raises InvalidRequestError.
@@ -77,16 +78,19 @@ def constraint_of(
     body = None
     if kind is not None and not is_forced:
         with _naming(kind):
-            body = _BODIES[kind](request)
+            body = _BODIES[kind](request, close_objects)
     field = "chat.tool_choice" if is_forced else kind or ""
-    thinks = request.HasField("chat") and model.reasons
-    is_thinking = thinks and model.thinks_after(token_ids[-64:].tolist())
+    tail = token_ids[-64:].tolist()
+    thinks = request.HasField("chat") and model.reasons and not model.thought_before(tail)
     with _naming(field):
-        answer = Answer(body, _calls(request, model), thinks, is_thinking)
-        return Constraint(answer.grammar(model.special_token_id), field)
+        calls = _calls(request, model, close_objects)
+        answer = Answer(body, calls, thinks, thinks and model.thinks_after(tail))
+        return Constraint(answer.grammar(model), field)
 
 
-def _calls(request: router_pb2.GenerateRequest, model: TextModel) -> Calls | None:
+def _calls(
+    request: router_pb2.GenerateRequest, model: TextModel, close_objects: bool
+) -> Calls | None:
     """None: the answer may not be calls."""
     chat, choice = request.chat, request.chat.tool_choice
     is_forced, field = chat.HasField("tool_choice"), "chat.tool_choice"
@@ -103,7 +107,8 @@ def _calls(request: router_pb2.GenerateRequest, model: TextModel) -> Calls | Non
         if choice.name in ("", tool.name):
             with _naming(f"chat.tools[{index}].parameters"):
                 schema = json.loads(tool.parameters or "{}") or _NO_ARGUMENTS  # read as JSON before
-                tools.append((tool.name, of_schema(json.dumps({"type": "object", **schema}))))
+                schema = json.dumps({"type": "object", **schema})
+                tools.append((tool.name, of_schema(schema, close=close_objects)))
     if not tools:
         raise InvalidRequestError(f"{field}: no tool is named {choice.name!r}", field=field)
     has_marked_arguments = model.is_in_template("[ARGS]")

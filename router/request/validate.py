@@ -55,6 +55,8 @@ class RequestLimits:
     model_names: Collection[str] = ()
     """Names a request may call the model by; a request that names none means this one."""
     tenant: TenantLimits = NO_LIMITS
+    close_objects: bool = True
+    """Of JSON schemas (`router.close_objects`)."""
 
     @property
     def context(self) -> int:
@@ -149,7 +151,7 @@ def parse_generate(
         includes_stop=request.include_stop_str_in_output,
         shows_special=request.show_special_tokens,
         body_digest=body_digest(request),
-        constraint=constraint_of(request, model, sampling, token_ids),
+        constraint=constraint_of(request, model, sampling, token_ids, limits.close_objects),
         allowed_tokens=_allowed_tokens(request, model.vocab_size),
         bad_words=_bad_words(request, model),
     )
@@ -174,11 +176,10 @@ def body_digest(request: router_pb2.GenerateRequest) -> bytes:
     return hashlib.blake2b(body.SerializeToString(deterministic=True), digest_size=16).digest()
 
 
-def encode_prompt(
-    request: router_pb2.GenerateRequest | router_pb2.TokenizeRequest,
-    model: TextModel,
-    limits: RequestLimits,
-) -> TokenIds:
+Prompted = router_pb2.GenerateRequest | router_pb2.TokenizeRequest
+
+
+def encode_prompt(request: Prompted, model: TextModel, limits: RequestLimits) -> TokenIds:
     """Token ids of a request's prompt, [num_prompt_tokens] uint32, in the vocabulary and at least
     one; read-only."""
     kind = request.WhichOneof("prompt")
@@ -245,7 +246,7 @@ def check_names(request: router_pb2.GenerateRequest, limits: RequestLimits) -> N
         raise _wrong("request_id", "resume_from_index is only with the request_id to resume")
 
 
-def check_tokenize_names(request: router_pb2.TokenizeRequest, limits: RequestLimits) -> None:
+def check_tokenize_names(request: Prompted, limits: RequestLimits) -> None:
     _check_model_name(request.model, limits)
     _check_name("tenant", request.tenant)
 

@@ -10,37 +10,122 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from baton.grammar import MAX_GRAMMAR_BYTES, on_deep_stack, parser_limits, short
+from baton.grammar import MAX_GRAMMAR_BYTES, on_deep_stack, parser_limits, short, try_out
 from baton.grammar_chains import ChainError, check_grammar
 from router.text.reasoning import CLOSE, OPEN
+from router.text.schemas import Place, pointer, rewrite, within
 from router.text.tools import ToolFormat
+
+if TYPE_CHECKING:
+    import llguidance
+
+    from router.text.text_model import TextModel
 
 Part = dict[str, Any]
 
 _WHITE_SPACE = " ?"  # where JSON may have any: models that are unsure write it for ever
 _NUM_KEPT = 256  # a request's tools, each by itself, and the whole
+_NUM_TRIED, _NUM_TRIED_BYTES = 64, 100  # schemas within one; of a value
+_TOO_WIDE = "too much may come next; have fewer optional properties or alternatives"
+_WORDS = {
+    "NoExtension": "some of its values cannot be ended; look at patternProperties",
+    **dict.fromkeys(("Too many items", "Current row has"), _TOO_WIDE),
+}
 
 
 class GrammarError(ValueError):
     """What is wrong with a grammar, in one line."""
 
 
-def of_schema(schema: str) -> Part:
-    """A JSON value. Keywords that the library does not know are refused, for they would not be
-    kept. Raises GrammarError, as do the next ones."""
+def of_schema(schema: str, *, close: bool = True) -> Part:
+    """A JSON value. `close`: its objects have the properties that it lists and no others. What
+    would not be kept is refused, with its place. Raises GrammarError, as do the next ones."""
+    part, problem = _of_schema(schema, close)
+    if part is None:
+        raise GrammarError(problem)
+    return part
+
+
+@functools.lru_cache(_NUM_KEPT)  # clients send the same one again and again
+def _of_schema(schema: str, close: bool) -> tuple[Part | None, str]:
+    """The part, or why there is none."""
+    if len(schema) > MAX_GRAMMAR_BYTES:
+        return None, f"it has {len(schema)} characters; at most {MAX_GRAMMAR_BYTES} are taken"
+    try:
+        value = json.loads(schema)
+        nodes = rewrite(value, close=close)
+        part = _schema_part(value)
+        check_grammar(json.dumps({"grammars": [part]}))
+        _check_size(json.dumps(part))
+    except RecursionError:
+        return None, "it is nested too deeply"
+    except ValueError as error:
+        return None, short(str(error))
+    suspects = [(value, ()), *(each for each in nodes if each[0].get("patternProperties"))]
+    for node, place in suspects[:_NUM_TRIED]:
+        if problem := _failing(value, node, place):
+            return None, problem
+    return part, ""
+
+
+def _schema_part(schema: Any) -> Part:
     from llguidance import LLMatcher  # not loaded by a process that sees no constraint
 
+    made = LLMatcher.grammar_from_json_schema(
+        json.dumps(schema),
+        {"whitespace_pattern": _WHITE_SPACE},
+        {"lenient": False, "coerce_one_of": True},  # `rewrite` has told them apart
+    )
+    part: Part = json.loads(made)["grammars"][0]
+    return part
+
+
+def _failing(root: Any, node: Any, place: Place) -> str:
+    """Where a schema fails and why, by the innermost in it that fails by itself; "" if it does not.
+
+    `root` has its definitions.
+    """
+    found, todo, num_tried = "", [(node, place)], 0
+    while todo and num_tried < _NUM_TRIED:
+        node, place = todo.pop(0)
+        if not isinstance(node, dict):
+            continue
+        num_tried += 1
+        defs = {key: root[key] for key in ("$defs", "definitions") if key in root}
+        if problem := _problem_alone(defs | node):
+            found, todo = f"{pointer(place)}: {problem}", list(within(node, place))
+    return found
+
+
+def _problem_alone(schema: Any) -> str:
+    """What the library finds wrong with a schema, or with how its values begin."""
+    from llguidance import LLMatcher
+
+    grammar, tokens = json.dumps({"grammars": [_schema_part(schema)]}), _byte_tokens()
     try:
-        made = LLMatcher.grammar_from_json_schema(
-            schema, {"whitespace_pattern": _WHITE_SPACE}, {"lenient": False}
-        )
-    except ValueError as error:
-        raise GrammarError(short(str(error))) from None
-    return _checked(json.loads(made)["grammars"][0])
+        check_grammar(grammar)
+    except ChainError:  # refers to what only the whole has
+        return ""
+
+    def tried() -> str:
+        matcher = LLMatcher(tokens, grammar, log_level=0, limits=parser_limits())
+        return try_out(matcher, tokens.eos_tokens, _NUM_TRIED_BYTES, b'",')
+
+    problem = on_deep_stack(tried)
+    ours = next((ours for theirs, ours in _WORDS.items() if theirs in problem), "")
+    return ours or problem.replace("Unsatisfiable schema", "no value fits")
+
+
+@functools.cache
+def _byte_tokens() -> llguidance.LLTokenizer:
+    """A vocabulary of single bytes."""
+    import llguidance
+
+    return llguidance.LLTokenizer("byte")
 
 
 def of_regex(regex: str) -> Part:
@@ -70,7 +155,7 @@ def in_lark(grammar: str) -> str:
 def of_choice(texts: Sequence[str]) -> Part:
     if not texts or not all(texts):
         raise GrammarError("at least one text is needed, and none may be empty")
-    return of_lark("start: " + " | ".join(map(_text, texts)))
+    return of_lark("start: TEXT\nTEXT: " + " | ".join(map(_text, texts)))  # a lexeme: no bound
 
 
 def _checked(part: Part) -> Part:
@@ -80,13 +165,18 @@ def _checked(part: Part) -> Part:
 
 def check(grammar: str) -> None:
     """Raises GrammarError."""
-    if (size := len(grammar.encode())) > MAX_GRAMMAR_BYTES:
-        raise GrammarError(f"it has {size} bytes; at most {MAX_GRAMMAR_BYTES} are taken")
+    _check_size(grammar)
     if problem := _problem(grammar):
         raise GrammarError(problem)
 
 
-@functools.lru_cache(_NUM_KEPT)  # clients send the same one again and again
+def _check_size(grammar: str) -> None:
+    """Raises GrammarError."""
+    if (size := len(grammar.encode())) > MAX_GRAMMAR_BYTES:
+        raise GrammarError(f"it has {size} bytes; at most {MAX_GRAMMAR_BYTES} are taken")
+
+
+@functools.lru_cache(_NUM_KEPT)
 def _problem(grammar: str) -> str:
     from llguidance import LLMatcher
 
@@ -127,21 +217,21 @@ class Answer:
     is_thinking: bool = False
     """The prompt ends within its thoughts."""
 
-    def grammar(self, special_token_id: Callable[[str], int | None]) -> str:
+    def grammar(self, model: TextModel) -> str:
         """Raises GrammarError."""
         if self.body is not None and self.calls is None and not self.thinks:
-            return json.dumps({"grammars": [self.body]})
+            return json.dumps({"grammars": _spelt([self.body], model.added_tokens)})
 
         def marker(text: str) -> str:
-            token_id = special_token_id(text)
+            token_id = model.added_tokens.get(text)
             return _text(text) if token_id is None else f"<[{token_id}]>"
 
         kinds = [name for name in ("body", "calls") if getattr(self, name) is not None]
         rules, parts = [], list[Part]()
         if self.thinks:
-            begun = "thoughts" if self.is_thinking else f"({marker(OPEN)} thoughts)?"
-            rules += [f"start: {begun} /\\s{{0,8}}/ answer"]
-            if special_token_id(CLOSE) is None:
+            first = "first" if self.is_thinking else f"({marker(OPEN)} first)?"
+            rules += [f"start: {first} answer", "first: thoughts /\\s{0,8}/"]
+            if CLOSE not in model.added_tokens:
                 rules += [f"thoughts[suffix={_text(CLOSE)}]: /(.|\\n)*/"]
             else:
                 rules += [f"thoughts: /(.|\\n)*/ {marker(CLOSE)}"]
@@ -154,9 +244,24 @@ class Answer:
         if self.calls is not None:
             rules += _call_rules(self.calls, marker)
             parts += [{**part, "name": f"p{i}"} for i, (_, part) in enumerate(self.calls.tools)]
-        whole = json.dumps({"grammars": [{"lark_grammar": "\n".join(rules)}, *parts]})
+        parts = [{"lark_grammar": "\n".join(rules)}, *parts]
+        whole = json.dumps({"grammars": _spelt(parts, model.added_tokens)})
         check(whole)
         return whole
+
+
+def _spelt(parts: list[Part], added_tokens: Collection[str]) -> list[Part]:
+    """Have texts of added tokens spelt in ordinary ones, where the parts may lead to such a text.
+
+    Where only one text may come next the library wants the tokenizer's tokens of it, and that takes
+    it for the added token, which is no text. Whether a text is within the parts is a guess: what
+    expressions escape, bracket and group is compared without.
+    """
+    said = re.sub(r"\\+u([0-9a-fA-F]{4})", lambda found: chr(int(found[1], 16)), json.dumps(parts))
+    without = str.maketrans("", "", "\\[](){}")
+    said = said.translate(without)
+    found = any(text in said for each in added_tokens if (text := each.translate(without)))
+    return [*parts, _UNFORCED] if found else parts
 
 
 def _call_rules(calls: Calls, marker: Callable[[str], str]) -> list[str]:
@@ -189,6 +294,9 @@ def _call_rules(calls: Calls, marker: Callable[[str], str]) -> list[str]:
         f"call: {' | '.join(f'f{i}' for i in range(len(names)))}",
         *rules,
     ]
+
+
+_UNFORCED = {"name": "unforced", "lark_grammar": '%llguidance {"no_forcing": true}\nstart: "x"'}
 
 
 def _text(text: str) -> str:

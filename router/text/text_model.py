@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer
 
 from baton.errors import ConfigError, InvalidRequestError
 from baton.model_files import read_json
@@ -80,6 +80,10 @@ class TextModel:
             self.tool_format = next((name for name in MARKERS if name == tool_calls), None)
         self.reasons = OPEN in (template or "") if reasoning == "auto" else reasoning == "think"
         """It thinks between `<think>` and `</think>`, and not all it writes is its answer."""
+        added: dict[int, AddedToken] = tokenizer.get_added_tokens_decoder()
+        self.added_tokens = {token.content: token_id for token_id, token in added.items()}
+        """Ids of what the tokenizer reads as one token wherever it stands. Any other text is spelt.
+        """
         rules = DecodeRules.read(tokenizer)
         self._token_bytes = (
             None if rules is None else TokenBytes(tokenizer, rules, shown=self._markers)
@@ -122,6 +126,10 @@ class TextModel:
             )
         return self._encoder.encode_rendered(*self._template.render(conversation))
 
+    def text_of(self, token_ids: Sequence[int]) -> str:
+        """With its special tokens, as a prompt has them."""
+        return str(self._tokenizer.decode(token_ids, skip_special_tokens=False))
+
     def token_text(self, token_id: int) -> bytes:
         """What a token is by itself; a special token is its name."""
         if self._token_bytes is not None and (shown := self._token_bytes[token_id]):
@@ -129,24 +137,21 @@ class TextModel:
         name: str | None = self._tokenizer.id_to_token(token_id)
         return (name or "").encode()
 
-    def special_token_id(self, text: str) -> int | None:
-        """None: an answer spells the text as any other."""
-        if text not in self._encoder.special_tokens:
-            return None
-        token_id: int | None = self._tokenizer.token_to_id(text)
-        return token_id
-
     def is_in_template(self, text: str) -> bool:
         return text in self._template_text
 
     def thinks_after(self, token_ids: Sequence[int]) -> bool:
         """Whether an answer to the prompt begins within its reasoning."""
-        if not self.reasons:
-            return False
-        tail: str = self._tokenizer.decode(
-            [int(each) for each in token_ids[-_TAIL_TOKENS:]], skip_special_tokens=False
-        )
-        return tail.rstrip().endswith(OPEN)
+        return self.reasons and self._tail(token_ids).endswith(OPEN)
+
+    def thought_before(self, token_ids: Sequence[int]) -> bool:
+        """Whether the prompt has the answer's thoughts, as templates do it with thinking off."""
+        return self.reasons and self._tail(token_ids).endswith(CLOSE)
+
+    def _tail(self, token_ids: Sequence[int]) -> str:
+        ids = [int(each) for each in token_ids[-_TAIL_TOKENS:]]
+        tail: str = self._tokenizer.decode(ids, skip_special_tokens=False)
+        return tail.rstrip()
 
     def new_splitter(self, prompt: Sequence[int]) -> ReasoningSplitter | None:
         """Of the answer to a chat's prompt; None: the model does not think."""

@@ -301,7 +301,7 @@ def test_sampling_sees_every_token_and_its_index_after_preemption_and_in_a_later
     seen: dict[str, list[int]] = {}
 
     def remember(
-        plan: StepPlan, specs: dict[RequestId, RequestSpec], masks: Any
+        plan: StepPlan, specs: dict[RequestId, RequestSpec], *rest: Any
     ) -> list[SampledToken]:
         for request_id, spec in specs.items():
             known = spec.token_ids[40:].tolist()
@@ -309,7 +309,7 @@ def test_sampling_sees_every_token_and_its_index_after_preemption_and_in_a_later
             assert known == whole[: len(known)]
             seen.setdefault(request_id, []).append(len(known))
         recomputed.update(s.request_id for s in plan.seqs if len(s.token_ids) > 1 and s.start)
-        return run_plan(plan, specs, masks)
+        return run_plan(plan, specs, *rest)
 
     recomputed: set[str] = set()  # from a cached prefix
     runner.run = remember  # type: ignore[method-assign]

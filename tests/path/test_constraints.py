@@ -126,7 +126,7 @@ def alone(schema: Any, text: TextModel, **sampling: Any) -> list[int]:
     """What one engine in this process says."""
     config = replace(SHAPE.engine(), device="cpu")
     prompt = np.array(text.encode(QUESTION), np.uint32)
-    grammar = Answer(of_schema(json.dumps(schema)), None).grammar(text.special_token_id)
+    grammar = Answer(of_schema(json.dumps(schema)), None).grammar(text)
     engine = load_lone_engine(str(DEMO), config)
     params = SamplingParams(**sampling)
     engine.add(RequestSpec(RequestId("x"), prompt, len(prompt), params, grammar=grammar))

@@ -38,9 +38,12 @@ TOOLS = {"f": TOWN, "g.h": {"type": "object", "additionalProperties": False}}
 EOS = "</s>"
 
 
-def model_of(folder: Path, template: str, special: tuple[str, ...] = ()) -> TextModel:
+def model_of(
+    folder: Path, template: str, special: tuple[str, ...] = (), added: tuple[str, ...] = ()
+) -> TextModel:
     tokenizer = byte_level_tokenizer()
     tokenizer.add_special_tokens([AddedToken(each, normalized=False) for each in special])
+    tokenizer.add_tokens([AddedToken(each, normalized=False, special=False) for each in added])
     return load_text(write_model(folder, tokenizer, chat_template=template))
 
 
@@ -115,6 +118,36 @@ def test_a_grammar_that_leaves_no_choice_and_never_ends_gives_masks(tmp_path: Pa
         assert matcher.consume_token(ids.token_to_id(letter))
 
 
+@pytest.mark.parametrize("added", [(), ("<|user|>", "<§ü§>")], ids=["special", "added"])
+@pytest.mark.parametrize("text", ["<|user|>", "a <§ü§> b"])
+def test_texts_of_added_tokens_are_spelt_in_ordinary_ones(
+    tmp_path: Path, text: str, added: tuple[str, ...]
+) -> None:
+    special = () if added else ("<|user|>", "<§ü§>")
+    model = model_of(tmp_path, "{{ tools }}[TOOL_CALLS]", special, added)
+    schema = {"type": "object", "properties": {text: {"const": text}}, "required": [text]}
+    value = json.dumps({text: text}, ensure_ascii=False)
+    for fields in (
+        {"choice": {"texts": [text]}},
+        {"regex": re.escape(text)},
+        {"grammar": f"start: {json.dumps(text)}"},
+        {"json_schema": json.dumps(schema)},
+    ):
+        parsed = read(request(**fields), model, LIMITS)
+        said_text = said(tmp_path, model, parsed, 1)
+        assert "".join(said_text.split(" ")) in (text.replace(" ", ""), value.replace(" ", ""))
+    made = chat(router_pb2.ToolChoice(), ("f",))
+    made.chat.tools[0].name = text
+    assert text in said(tmp_path, model, read(made, model, LIMITS), 1)
+
+
+def test_thousands_of_choices_are_one_lexeme(tmp_path: Path) -> None:
+    texts = [f"{n} item" for n in range(12_000)]
+    model = model_of(tmp_path, "")
+    parsed = read(request(choice={"texts": texts}), model, RequestLimits(max_model_len=1 << 14))
+    assert said(tmp_path, model, parsed, 3) in texts
+
+
 @pytest.mark.parametrize(
     ("fields", "field"),
     [
@@ -148,6 +181,7 @@ def test_a_constraint_that_cannot_be_kept_is_refused_by_its_field(
 FORMATS: list[tuple[ToolFormat, str, tuple[str, ...]]] = [
     ("hermes", "{{ tools }}<tool_call>", ()),
     ("hermes", "{{ tools }}<tool_call>", MARKERS["hermes"]),
+    ("hermes", "{{ tools }}<tool_call>", ("added", *MARKERS["hermes"])),
     ("llama3", "{{ tools }}<|python_tag|>", ()),
     ("mistral", "{{ tools }}[TOOL_CALLS]", ("[TOOL_CALLS]",)),
     ("mistral", "{{ tools }}[TOOL_CALLS][ARGS]", ("[TOOL_CALLS]", "[ARGS]")),
@@ -159,7 +193,8 @@ FORMATS: list[tuple[ToolFormat, str, tuple[str, ...]]] = [
 def test_a_tool_choice_gives_calls_in_the_model_s_format_and_nothing_else(
     tmp_path: Path, tool_format: ToolFormat, template: str, special: tuple[str, ...]
 ) -> None:
-    model = model_of(tmp_path, template, special)
+    is_added = special[:1] == ("added",)  # as Qwen's, whose texts show
+    model = model_of(tmp_path, template, *((), special[1:]) if is_added else (special,))
     assert model.tool_format == tool_format
     for choice, names in (
         (router_pb2.ToolChoice(), {"f", "g.h"}),
@@ -233,5 +268,10 @@ def test_a_model_that_thinks_may_do_so_before_it_keeps_to_the_constraint(
             split = splitter.push(said(tmp_path, model, parsed, seed, begin))
             assert split.reasoning == thoughts
             assert re.fullmatch("[0-9]{3}", split.content + splitter.finish().content)
+    closing = model_of(tmp_path, template + "{# #}<think></think>\n", special)
+    parsed = read(chat(None, (), regex="[ 0-9]{3}"), closing, LIMITS)
+    assert re.fullmatch("[ 0-9]{3}", said(tmp_path, closing, parsed, 1))
+    assert parsed.constraint is not None
+    assert "thoughts" not in parsed.constraint.grammar
     plain = read(request(regex="[0-9]{3}"), model, LIMITS)
     assert re.fullmatch("[0-9]{3}", said(tmp_path, model, plain, 0))

@@ -26,7 +26,7 @@ from router.door.intake import Intake
 from router.door.openai.bodies import ChatBody, CompletionBody
 from router.door.openai.choices import ChatChoice, Choice, Delta, TextChoice, usage_of
 from router.door.openai.echo import EchoChoice
-from router.door.openai.errors import FAULT, shape, shape_of
+from router.door.openai.errors import FAULT, shape, shape_of, status_of
 from router.request.output import Event
 
 log = logging.getLogger(__name__)
@@ -48,6 +48,8 @@ class Asked:
     request_id: str
     """What the answer and the log call it."""
     renamed: Mapping[str, str]
+    given: Any = None
+    """What the client sent, where another API's body became this one."""
 
     @property
     def is_chat(self) -> bool:
@@ -136,8 +138,7 @@ class Answering:
 
     async def _stream(self, choices: Sequence[Choice], send: Send) -> None:
         first = await choices[0].events()
-        raw = [(name.encode(), value.encode()) for name, value in _STREAM_HEADERS.items()]
-        await send({"type": "http.response.start", "status": 200, "headers": raw})
+        await self._begin(send, choices)
 
         async def write(data: bytes, more: bool = True) -> None:
             await send({"type": "http.response.body", "body": data, "more_body": more})
@@ -157,11 +158,20 @@ class Answering:
             await _all(run(choices[0], first), *map(begin, choices[1:]))
             last = self._ending(choices)
         except BatonError as error:
-            last = _event(shape_of(error, self._asked.renamed))
+            last = self._failing(status_of(error), shape_of(error, self._asked.renamed))
         except Exception:
             log.exception("the stream of %s ends with an error", self._asked.request_id)
-            last = _event(shape(500, FAULT))
+            last = self._failing(500, shape(500, FAULT))
         await write(last, more=False)
+
+    async def _begin(self, send: Send, choices: Sequence[Choice]) -> None:
+        raw = [(name.encode(), value.encode()) for name, value in _STREAM_HEADERS.items()]
+        await send({"type": "http.response.start", "status": 200, "headers": raw})
+        if opening := self._opening(choices):
+            await send({"type": "http.response.body", "body": opening, "more_body": True})
+
+    def _opening(self, choices: Sequence[Choice]) -> bytes:
+        return b""
 
     def _ending(self, choices: Sequence[Choice]) -> bytes:
         done = b"data: [DONE]\n\n"
@@ -169,6 +179,9 @@ class Answering:
             return done
         usage = usage_of(choices, self._asked.body.num_choices)
         return _event({**self._head, "choices": [], "usage": usage}) + done
+
+    def _failing(self, status: int, error: Delta) -> bytes:
+        return _event(error)
 
     def _line(self, choice: Delta) -> bytes:
         if beside := self._beside(choice):

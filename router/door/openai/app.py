@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.metadata
 import json
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from starlette.applications import Starlette
@@ -20,6 +23,7 @@ from baton.errors import BatonError, InvalidRequestError, NotFoundError
 from baton.unfinished import Unfinished
 from kv_transfer.block_hash import TokenIds
 from router.door.access import Callers
+from router.door.anthropic import messages
 from router.door.gate import confine
 from router.door.intake import Intake, pieces
 from router.door.listening import is_loopback
@@ -27,10 +31,11 @@ from router.door.openai import bodies
 from router.door.openai.answering import Answering, Asked
 from router.door.openai.bodies import ChatBody, CompletionBody, TokenizeBody, choices_of, parsed
 from router.door.openai.document import openapi
-from router.door.openai.errors import FAULT, NEVER_RETRY, response_to, shape
+from router.door.openai.errors import FAULT, NEVER_RETRY, ErrorResponse, response_to, shape
 from router.door.openai.fields import ignored
 from router.door.openai.guard import Guard
 from router.door.openai.naming import REQUEST_ID, Naming
+from router.door.openai.responses import ResponseAnswer, ResponsesBody
 from router.request.counting import AT_ONCE_BYTES
 from router.router import Router
 
@@ -43,6 +48,10 @@ _RENAMED = {
     },
     "/v1/completions": {"text": "prompt"},
     "/tokenize": {"text": "prompt", "chat": "messages"},
+    "/v1/responses": ResponsesBody.renamed,
+    "/v1/messages": messages.MessagesBody.renamed,
+    "/v1/messages/count_tokens": messages.MessagesBody.renamed,
+    "/detokenize": {r"prompt(.*)": r"tokens\1"},
 }
 
 
@@ -81,12 +90,17 @@ class OpenAiApp:
         self.is_ready = False
         self._created = int(time.time())
         self.routes = [
-            Route("/v1/chat/completions", self._chat, methods=["POST"]),
-            Route("/v1/completions", self._completions, methods=["POST"]),
+            _post("/v1/chat/completions", self._answering, ChatBody, Answering),
+            _post("/v1/completions", self._answering, CompletionBody, Answering),
+            _post("/v1/responses", self._answering, ResponsesBody, ResponseAnswer),
+            _post("/v1/messages", self._answering, messages.MessagesBody, messages.MessageAnswer),
+            _post("/v1/messages/count_tokens", self._tokenize, messages.CountBody, _counted),
+            _post("/tokenize", self._tokenize, TokenizeBody, _tokenized),
+            _post("/detokenize", self._tokenize, bodies.DetokenizeBody, _detokenized),
             Route("/v1/embeddings", self._embeddings, methods=["POST"]),
             Route("/v1/models", self._models, methods=["GET"]),
             Route("/v1/models/{name:path}", self._model, methods=["GET"]),
-            Route("/tokenize", self._tokenize, methods=["POST"]),
+            Route("/version", self._version, methods=["GET"]),
             Route("/health", self._health, methods=["GET"]),
             Route("/ready", self._ready, methods=["GET"]),
             Route("/openapi.json", self._openapi, methods=["GET"]),
@@ -114,17 +128,12 @@ class OpenAiApp:
 
     # --- answers -------------------------------------------------------------------------------
 
-    async def _chat(self, request: Request) -> Answering:
-        return await self._answering(request, ChatBody)
-
-    async def _completions(self, request: Request) -> Answering:
-        return await self._answering(request, CompletionBody)
-
     async def _answering(
-        self, request: Request, kind: type[ChatBody] | type[CompletionBody]
+        self, kind: type[Any], answer: type[Answering], request: Request
     ) -> Answering:
         tenant = self._tenant(request)
-        body, made = await self._read(request, tenant, kind)
+        given, made = await self._read(request, tenant, kind)
+        body = getattr(given, "as_chat", given)
         if REQUEST_ID.fullmatch(body.request_id or ""):
             request.state.request_id = body.request_id
         if names := ignored(body.model_extra, bodies.SERVED):
@@ -136,8 +145,8 @@ class OpenAiApp:
             confine(each, tenant)
         renamed = self._renamed(request, body)
         each_choice = choices_of(made, body.num_choices)
-        asked = Asked(body, each_choice, request.state.request_id, renamed)
-        return Answering(self._intake, asked)
+        asked = Asked(body, each_choice, request.state.request_id, renamed, given)
+        return answer(self._intake, asked)
 
     async def _embeddings(self, request: Request) -> Response:
         self._tenant(request)
@@ -169,11 +178,15 @@ class OpenAiApp:
             "max_model_len": max((each for each in lengths if each), default=None),
         }
 
-    async def _tokenize(self, request: Request) -> Response:
+    async def _tokenize(self, kind: type[Any], answer: Any, request: Request) -> Response:
         tenant = self._tenant(request)
-        _, (made,) = await self._read(request, tenant, TokenizeBody)
+        _, (made,) = await self._read(request, tenant, kind)
         confine(made, tenant)
-        return await self._intake.tokenize(made, _tokenized)
+        return await self._intake.tokenize(made, answer)
+
+    async def _version(self, request: Request) -> Response:
+        self._tenant(request)
+        return JSONResponse({"version": importlib.metadata.version("baton-serve")})
 
     async def _health(self, request: Request) -> Response:
         return JSONResponse({"status": "ok"})
@@ -192,8 +205,10 @@ class OpenAiApp:
         """None: any. Raises UnauthenticatedError."""
         if self._callers is None:
             return None
-        named = "the header `Authorization: Bearer TOKEN`"
-        return self._callers.tenant_of(request.headers.items(), named)
+        headers = request.headers.items()
+        if "authorization" not in request.headers and (key := request.headers.get("x-api-key")):
+            headers = [("authorization", f"Bearer {key}")]  # as Anthropic's clients send it
+        return self._callers.tenant_of(headers, "the header `Authorization: Bearer TOKEN`")
 
     async def _read(self, request: Request, tenant: str | None, kind: type[Any]) -> Any:
         """As `parsed`; off the loop where the body is large."""
@@ -252,6 +267,18 @@ def _tokenized(router: Router, ids: TokenIds) -> Response:
     return Response(content, media_type="application/json")
 
 
+def _detokenized(router: Router, ids: TokenIds) -> Response:
+    return JSONResponse({"prompt": router.text.text_of(ids.tolist())})
+
+
+def _counted(router: Router, ids: TokenIds) -> Response:
+    return JSONResponse({"input_tokens": len(ids)})
+
+
+def _post(path: str, how: Callable[..., Any], *kinds: Any) -> Route:
+    return Route(path, partial(how, *kinds), methods=["POST"])
+
+
 def _no_such(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     if error.status_code == 405:
@@ -265,7 +292,7 @@ def _no_such(request: Request, error: Exception) -> Response:
 
 def _plain(status: int, message: str, code: str | None = None) -> Response:
     headers = NEVER_RETRY if status == 501 else None
-    return JSONResponse(shape(status, message, code=code), status, headers)
+    return ErrorResponse(shape(status, message, code=code), status, headers)
 
 
 def _cors(config: RouterConfig) -> list[Middleware]:

@@ -440,12 +440,26 @@ class TokenizeBody(_Templated):
         return [made]
 
 
-def parsed(kind: type[_Body] | type[TokenizeBody], data: bytes) -> tuple[Any, list[Any]]:
+class DetokenizeBody(_Part):
+    """As vLLM has it."""
+
+    model: str | None = None
+    tokens: Annotated[list[Annotated[int, Field(ge=0, lt=1 << 32)]], _FAIL_FAST]
+    tenant: str | None = None
+
+    def requests(self) -> list[router_pb2.GenerateRequest]:
+        made = router_pb2.GenerateRequest(model=self.model or "", tenant=self.tenant or "")
+        made.token_ids.ids.extend(self.tokens)
+        return [made]
+
+
+def parsed(kind: type[Any], data: bytes) -> tuple[Any, list[Any]]:
     """The body, and its requests. Raises InvalidRequestError, which names the field."""
     check_json(data)
     try:
         body = kind.model_validate_json(data)
-        ignored(body.model_extra or {}, SERVED)  # it raises for those that are refused
+        chat = getattr(body, "as_chat", body)  # what another API's body becomes
+        ignored(chat.model_extra or {}, SERVED)  # it raises for those that are refused
         return body, body.requests()
     except UnicodeEncodeError:
         raise InvalidRequestError("a text holds half of a surrogate pair") from None

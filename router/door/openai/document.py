@@ -7,7 +7,9 @@ from typing import Any
 
 from pydantic.json_schema import models_json_schema
 
-from router.door.openai.bodies import ChatBody, CompletionBody, TokenizeBody
+from router.door.anthropic.messages import CountBody, MessagesBody
+from router.door.openai.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from router.door.openai.responses import ResponsesBody
 
 _REF = "#/components/schemas/{model}"
 _ERRORS = {
@@ -29,7 +31,8 @@ _ERRORS = {
 
 @functools.lru_cache(1)
 def openapi(max_bytes: int) -> dict[str, Any]:
-    kinds = (ChatBody, CompletionBody, TokenizeBody)
+    others = (DetokenizeBody, ResponsesBody, MessagesBody, CountBody)
+    kinds = (ChatBody, CompletionBody, TokenizeBody, *others)
     _, schemas = models_json_schema([(kind, "validation") for kind in kinds], ref_template=_REF)
     return {
         "openapi": "3.1.0",
@@ -41,6 +44,9 @@ def openapi(max_bytes: int) -> dict[str, Any]:
         "paths": {
             "/v1/chat/completions": _post("Answer a chat", "ChatBody", streams=True),
             "/v1/completions": _post("Continue a text", "CompletionBody", streams=True),
+            "/v1/responses": _post("Answer, as OpenAI's responses", "ResponsesBody", streams=True),
+            "/v1/messages": _post("Answer, as Anthropic's messages", "MessagesBody", streams=True),
+            "/v1/messages/count_tokens": _post("A chat's tokens", "CountBody", streams=False),
             "/v1/embeddings": {
                 "post": {"summary": "Not supported yet", "responses": _responses("501")}
             },
@@ -52,6 +58,8 @@ def openapi(max_bytes: int) -> dict[str, Any]:
                 ],
             },
             "/tokenize": _post("A prompt's token ids", "TokenizeBody", streams=False),
+            "/detokenize": _post("The text of token ids", "DetokenizeBody", streams=False),
+            "/version": _get("Baton's version", "401"),
             "/health": _get("Whether the process runs"),
             "/ready": _get("Whether requests can be served", "503"),
             "/openapi.json": _get("This document"),

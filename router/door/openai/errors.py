@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Mapping
 from typing import Any
 
 from starlette.responses import JSONResponse
+from starlette.types import Receive, Scope, Send
 
 from baton.errors import (
     AlreadyExistsError,
@@ -35,6 +37,7 @@ _STATUSES = {
     "DEADLINE_EXCEEDED": 504,
 }
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+_OTHERS = {404: "not_found_error", 413: "request_too_large", 503: "overloaded_error"}
 _NAMED = re.compile(r"^[\w.\[\]]+: ")  # what begins a message that is about a field
 _CONTEXT = re.compile(r"exceed the context of (\d+)")  # as `validate` words it
 # Of a path in a `GenerateRequest`: how OpenAI's bodies call it.
@@ -62,14 +65,32 @@ def shape(
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
+class ErrorResponse(JSONResponse):
+    """An error in OpenAI's shape; at `/v1/messages` in Anthropic's."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"].startswith("/v1/messages"):
+            error = json.loads(bytes(self.body))
+            self.body = self.render(shape_of_messages(self.status_code, error))
+            self.headers["content-length"] = str(len(self.body))
+        await super().__call__(scope, receive, send)
+
+
+def shape_of_messages(status: int, error: dict[str, Any]) -> dict[str, Any]:
+    kind = "invalid_request_error" if status < 500 else "api_error"
+    kind = _TYPES.get(status, _OTHERS.get(status, kind))
+    return {"type": "error", "error": {"type": kind, "message": error["error"]["message"]}}
+
+
 def shape_of(error: BatonError, renamed: Mapping[str, str]) -> dict[str, Any]:
-    """`renamed`: what this endpoint calls fields of the `GenerateRequest`."""
+    """`renamed`: what this endpoint calls fields of the `GenerateRequest`, by patterns."""
     param, message = error.field, error.message
     if param is not None:
         param = renamed.get(param, param)
         for pattern, name in _RENAMED:
             param = pattern.sub(name, param)
-        param = renamed.get(param, param)
+        known = (name for name in renamed if re.fullmatch(name, param))
+        param = next((re.sub(name, renamed[name], param) for name in known), param)
         message = _NAMED.sub(lambda _: f"{param}: ", message)
     if found := _CONTEXT.search(message):  # litellm and others know it by OpenAI's words
         message = f"This model's maximum context length is {found[1]} tokens: {message}"
@@ -86,7 +107,7 @@ def _code(error: BatonError) -> str:
     return error.reason.lower()
 
 
-def response_to(error: BatonError, renamed: Mapping[str, str]) -> JSONResponse:
+def response_to(error: BatonError, renamed: Mapping[str, str]) -> ErrorResponse:
     headers = {}
     if error.retry_after_s is not None:
         headers["Retry-After"] = str(math.ceil(error.retry_after_s))
@@ -95,4 +116,4 @@ def response_to(error: BatonError, renamed: Mapping[str, str]) -> JSONResponse:
         headers |= NEVER_RETRY
     if error.grpc_status == "UNAUTHENTICATED":
         headers["WWW-Authenticate"] = "Bearer"
-    return JSONResponse(shape_of(error, renamed), status_of(error), headers)
+    return ErrorResponse(shape_of(error, renamed), status_of(error), headers)

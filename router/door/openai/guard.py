@@ -6,11 +6,10 @@ from collections.abc import Collection
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
-from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from router.door.listening import is_loopback
-from router.door.openai.errors import shape
+from router.door.openai.errors import ErrorResponse, shape
 
 
 class Guard:
@@ -28,7 +27,7 @@ class Guard:
         if wrong is not None:
             status, field, why = wrong
             content = shape(status, f"{field}: {why}", field)
-            app = JSONResponse(content, status, {"connection": "close"})
+            app = ErrorResponse(content, status, {"connection": "close"})
         await app(scope, receive, send)
 
     def _wrong(self, method: str, headers: Headers) -> tuple[int, str, str] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.metadata
 import ssl
 from pathlib import Path
 
@@ -23,6 +24,8 @@ async def test_the_model_is_listed(http: Http) -> None:
     assert (model["id"], model["object"], model["max_model_len"]) == ("tiny", "model", 2048)
     assert (await http.call("GET", "/v1/models/tiny")).json == model
     assert (await http.chat("yes", model=ALIAS)).json["model"] == "tiny"
+    version = {"version": importlib.metadata.version("baton-serve")}
+    assert (await http.call("GET", "/version")).json == version
     other = await http.call("GET", "/v1/models/a/b")
     assert (other.status, other.error["code"]) == (404, "model_not_found")
 
@@ -30,6 +33,9 @@ async def test_the_model_is_listed(http: Http) -> None:
 async def test_prompts_and_chats_are_tokenized(http: Http) -> None:
     text = (await http.post("/tokenize", {"prompt": "abc"})).json
     assert text == {"count": 3, "max_model_len": 2048, "tokens": [97, 98, 99]}
+    assert (await http.post("/detokenize", {"tokens": text["tokens"]})).json == {"prompt": "abc"}
+    beyond = await http.post("/detokenize", {"tokens": [97, 999]})
+    assert (beyond.status, beyond.error["param"]) == (400, "tokens[1]")
     messages = [{"role": "user", "content": "a"}, {"role": "tool", "content": "b"}]
     chat = (await http.post("/tokenize", {"model": "tiny", "messages": messages})).json
     assert bytes(chat["tokens"]).decode() == f"<user>a<tool>b{TURN}"
@@ -99,6 +105,9 @@ async def test_two_tenants_are_told_apart_by_their_keys(speaks: Speaks, tmp_path
             assert (await http.post("/v1/chat/completions", body, **headers)).status == 200
         seen = {run.spec.tenant for run in d.worker("d0").finished.values()}
         assert seen == {"red", "blue"}
+        as_anthropic = {"messages": messages, "max_tokens": 9}
+        for key, status in ((RED, 200), ("nonsense", 401)):
+            assert (await http.post("/v1/messages", as_anthropic, x_api_key=key)).status == status
         foreign = await http.post("/v1/chat/completions", body | {"tenant": "blue"}, **red)
         assert (foreign.status, foreign.error["param"]) == (403, "tenant")
         for path in ("/health", "/ready", "/openapi.json"):

@@ -1,0 +1,1 @@
+"""Anthropic's messages, as chats. Bodies and answers are translated; `openai` does the rest."""

@@ -1,0 +1,161 @@
+"""OpenAI's responses. Nothing is stored: a client sends the whole conversation each time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal
+
+from router.door.intake import Intake
+from router.door.openai import translating
+from router.door.openai.answering import Asked
+from router.door.openai.choices import Choice, Delta, usage_of
+from router.door.openai.translating import SEVERAL, Block, Piece, Pieces, events_of
+
+
+class ResponsesBody(translating.TranslatedBody):
+    input: Pieces
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    tools: Annotated[list[dict[str, Any]], SEVERAL] | None = None
+    tool_choice: Literal["auto", "none", "required"] | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    text: dict[Literal["format"], dict[str, Any] | None] | None = None
+    reasoning: dict[str, Any] | None = None
+    metadata: dict[str, str] | None = None
+    include: Annotated[list[Literal["reasoning.encrypted_content"]], SEVERAL] | None = None
+    truncation: Literal["disabled"] | None = None
+
+    renamed: ClassVar[Mapping[str, str]] = {
+        r"(messages|chat)\b.*|prompt": "input",
+        r"max_tokens": "max_output_tokens",
+        r"reasoning_effort": "reasoning.effort",
+        r"response_format(.*)": r"text.format\1",
+        r"(tools\[\d+\]|tool_choice)\.function(.*)": r"\1\2",
+    }
+    unserved: ClassVar[Sequence[str]] = (
+        *("previous_response_id", "conversation", "background", "prompt", "max_tool_calls"),
+        *("context_management", "messages", "max_tokens"),
+    )
+
+    def fields(self) -> Delta:
+        wanted = (self.text or {}).get("format")
+        choice = None if self.tool_choice == "auto" else self.tool_choice  # also without tools
+        if isinstance(choice, dict) and choice.get("type") != "function":
+            raise translating.refused("tool_choice", f"{choice.get('type')} is not served")
+        said = self.input
+        asked = [Piece(role="user", content=said)] if isinstance(said, str) else said
+        system = self.instructions
+        return {
+            "messages": translating.messages_of(asked, "input", "assistant", system=system),
+            "max_tokens": self.max_output_tokens,
+            "tools": translating.tools_of(self.tools, "function"),
+            "tool_choice": {"function": choice} if isinstance(choice, dict) else choice,
+            "parallel_tool_calls": self.parallel_tool_calls,
+            "response_format": wanted and {"type": wanted.get("type"), "json_schema": wanted},
+            "reasoning_effort": (self.reasoning or {}).get("effort"),
+        }
+
+
+# --- the answer -----------------------------------------------------------------------------------
+
+_TYPES: dict[str, tuple[str, str, str, Delta]] = {
+    "reasoning_content": ("rs", "reasoning", "reasoning_text", {"content_index": 0}),
+    "content": ("msg", "message", "output_text", {"content_index": 0, "logprobs": []}),
+    "tool_calls": ("fc", "function_call", "function_call_arguments", {}),
+}
+_NOT_SAID: Delta = {
+    **dict.fromkeys(("instructions", "max_output_tokens", "temperature", "top_p", "reasoning")),
+    **dict.fromkeys(("error", "incomplete_details", "usage", "previous_response_id")),
+    **{"metadata": {}, "tools": [], "tool_choice": "auto", "parallel_tool_calls": True},
+    **{"text": {"format": {"type": "text"}}, "truncation": "disabled"},
+}
+
+
+class ResponseAnswer(translating.Translating):
+    def __init__(self, intake: Intake, asked: Asked) -> None:
+        super().__init__(intake, asked)
+        said = asked.given.model_dump(exclude_none=True, include=set(_NOT_SAID))
+        self._num_events, self._id = 0, asked.request_id
+        head = {"id": f"resp_{self._id}", "object": "response", "created_at": self._head["created"]}
+        more = {"model": self._head["model"], "store": False}
+        self._common: Delta = {**_NOT_SAID, **said, **head, **more}
+
+    def _opening(self, choices: Sequence[Choice]) -> bytes:
+        response = {**self._common, "status": "in_progress", "output": []}
+        names = ("created", "in_progress")
+        return events_of(*(self._event(name, response=response) for name in names))
+
+    def _changes(self, change: str, block: Block, text: str = "") -> list[Delta]:
+        name = _TYPES[block.kind][2]
+        if change == "delta":
+            return [self._of(f"{name}.delta", block, delta=text)]
+        part = _part(block)
+        if change == "start":
+            item = self._item(block, "in_progress") | ({"content": []} if part else {})
+            made = [self._event("output_item.added", output_index=block.index, item=item)]
+            return made + [self._of("content_part.added", block, part=each) for each in part]
+        said = {"text": block.text} if part else {"name": block.name, "arguments": block.text}
+        made = [self._of(f"{name}.done", block, **said)]
+        made += [self._of("content_part.done", block, part=each) for each in part]
+        item = self._item(block, "completed")
+        return [*made, self._event("output_item.done", output_index=block.index, item=item)]
+
+    def _ending(self, choices: Sequence[Choice]) -> bytes:
+        last, response = self._stop_last(), self._document(choices)
+        return events_of(*last, self._event(response["status"], response=response))
+
+    def _failing(self, status: int, error: Delta) -> bytes:
+        said = {"code": "server_error", "message": error["error"]["message"]}
+        more = {"status": "failed", "error": said, "output": self._items("incomplete")}
+        return events_of(self._event("failed", response={**self._common, **more}))
+
+    def _document(self, choices: Sequence[Choice]) -> Delta:
+        usage = usage_of(choices, 1)
+        is_whole = self._reason in ("stop", "tool_calls")
+        why = "max_output_tokens" if self._reason == "length" else self._reason
+        status = "completed" if is_whole else "incomplete"
+        thoughts = usage.get("completion_tokens_details", {}).get("reasoning_tokens", 0)
+        return {
+            **self._common,
+            "status": status,
+            "incomplete_details": None if is_whole else {"reason": why},
+            "output": self._items(status),
+            "usage": {
+                "input_tokens": usage["prompt_tokens"],
+                "input_tokens_details": usage["prompt_tokens_details"],
+                "output_tokens": usage["completion_tokens"],
+                "output_tokens_details": {"reasoning_tokens": thoughts},
+                "total_tokens": usage["total_tokens"],
+            },
+        }
+
+    def _items(self, status: str) -> list[Delta]:
+        """`status`: of the last one."""
+        statuses = {len(self._blocks) - 1: status}
+        return [self._item(each, statuses.get(each.index, "completed")) for each in self._blocks]
+
+    def _item(self, block: Block, status: str) -> Delta:
+        item: Delta = {"id": self._item_id(block), "type": _TYPES[block.kind][1], "status": status}
+        if block.kind == "tool_calls":
+            called = {"call_id": block.call_id, "name": block.name}
+            return {**item, **called, "arguments": block.text}
+        more: Delta = {"role": "assistant"} if block.kind == "content" else {"summary": []}
+        return {**item, **more, "content": _part(block)}
+
+    def _item_id(self, block: Block) -> str:
+        return f"{_TYPES[block.kind][0]}_{self._id}_{block.index}"
+
+    def _of(self, name: str, block: Block, /, **more: Any) -> Delta:
+        place = {"item_id": self._item_id(block), "output_index": block.index}
+        return self._event(name, **place, **_TYPES[block.kind][3], **more)
+
+    def _event(self, name: str, /, **more: Any) -> Delta:
+        self._num_events += 1
+        return {"type": f"response.{name}", "sequence_number": self._num_events - 1, **more}
+
+
+def _part(block: Block) -> list[Delta]:
+    """A call has none."""
+    text: Delta = {"type": _TYPES[block.kind][2], "text": block.text}
+    more: Delta = {"annotations": [], "logprobs": []} if block.kind == "content" else {}
+    return [] if block.kind == "tool_calls" else [text | more]

@@ -1,0 +1,164 @@
+"""OpenAI's responses and Anthropic's messages: each as one document, and as a stream."""
+
+from __future__ import annotations
+
+import json
+import re
+from itertools import groupby
+from typing import Any
+
+import pytest
+
+from tests.router.deployment import Deployment
+from tests.router.openai.spoken import CHAT, MARKS, TURN, Answer, Http, Speaks, saying
+
+RESPONSES, MESSAGES, COUNT = "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"
+SAID = 'hm</think>See: <tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
+THINKS: Any = {"chat_template_kwargs": {"thinks": True}}
+SCHEMA = {"type": "object"}
+FUNCTION = {"type": "function", "name": "f", "parameters": SCHEMA}
+RESPONSE: Any = {"input": saying(SAID), "tools": [FUNCTION], **THINKS}
+TOOLS: Any = {"tools": [{"name": "f", "input_schema": SCHEMA}], "max_tokens": 99}
+MESSAGE = {"messages": [{"role": "user", "content": saying(SAID)}], **TOOLS, **THINKS}
+TYPES = """created in_progress output_item.added content_part.added reasoning_text.delta
+ reasoning_text.done content_part.done output_item.done output_item.added content_part.added
+ output_text.delta output_text.done content_part.done output_item.done output_item.added
+ function_call_arguments.delta function_call_arguments.done output_item.done completed"""
+
+
+@pytest.fixture
+def template() -> str:
+    return MARKS["hermes"] + "{# <think> #}" + CHAT
+
+
+def events_of(answer: Answer) -> list[Any]:
+    pairs = [each.split("\n") for each in answer.text.removesuffix("\n\n").split("\n\n")]
+    events = [json.loads(data.removeprefix("data: ")) for _, data in pairs]
+    assert [name for name, _ in pairs] == [f"event: {event['type']}" for event in events]
+    return events
+
+
+async def test_a_response_has_thoughts_text_and_calls_as_items(http: Http) -> None:
+    more = {"instructions": "brief", "metadata": {"k": "v"}, "store": True, "request_id": "r"}
+    answer = (await http.post(RESPONSES, RESPONSE | more)).json
+    thoughts, message, call = answer["output"]
+    assert thoughts["content"] == [{"type": "reasoning_text", "text": "hm"}]
+    assert message["content"][0]["text"] == "See:"
+    assert (call["name"], json.loads(call["arguments"])) == ("f", {"a": 1})
+    assert (answer["id"], answer["status"], answer["store"]) == ("resp_r", "completed", False)
+    assert (answer["instructions"], answer["metadata"]) == ("brief", {"k": "v"})
+    assert answer["usage"]["output_tokens"] == len(SAID) + 1
+    cut = (await http.post(RESPONSES, RESPONSE | {"max_output_tokens": 16})).json
+    assert cut["incomplete_details"] == {"reason": "max_output_tokens"}
+    assert [each["status"] for each in cut["output"]] == ["completed", "incomplete"]
+
+
+async def test_a_response_streams_every_change_of_its_items(http: Http) -> None:
+    events = events_of(await http.post(RESPONSES, RESPONSE | {"stream": True}))
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    types = [event["type"].removeprefix("response.") for event in events]
+    assert [name for name, _ in groupby(types)] == TYPES.split()
+    for index, item in enumerate(events[-1]["response"]["output"]):
+        of_item = [event for event in events if event.get("output_index") == index]
+        said = "".join(event.get("delta", "") for event in of_item)
+        assert said == (item["content"][0]["text"] if "content" in item else item["arguments"])
+        assert of_item[-1]["item"] == item
+
+
+async def test_a_message_has_thoughts_text_and_calls_as_blocks(http: Http) -> None:
+    answer = (await http.post(MESSAGES, MESSAGE)).json
+    *blocks, call = answer["content"]
+    thoughts = {"type": "thinking", "thinking": "hm", "signature": ""}
+    assert blocks == [thoughts, {"type": "text", "text": "See:"}]
+    assert (call["type"], call["name"], call["input"]) == ("tool_use", "f", {"a": 1})
+    assert (answer["stop_reason"], answer["usage"]["output_tokens"]) == ("tool_use", len(SAID) + 1)
+    counted = (await http.post(COUNT, MESSAGE | {"max_tokens": None})).json
+    assert counted["input_tokens"] == answer["usage"]["input_tokens"]
+    start, *changes, ending, stop = events_of(await http.post(MESSAGES, MESSAGE | {"stream": True}))
+    assert start["message"]["usage"]["input_tokens"] == counted["input_tokens"]
+    assert (ending["delta"]["stop_reason"], ending["usage"]) == ("tool_use", answer["usage"])
+    assert stop == {"type": "message_stop"}
+    names = {"thinking": "thinking", "text": "text", "tool_use": "partial_json"}
+    for index, block in enumerate(answer["content"]):
+        name = names[block["type"]]
+        first, *deltas, last = (each for each in changes if each["index"] == index)
+        kinds = (first["content_block"]["type"], last["type"])
+        assert kinds == (block["type"], "content_block_stop")
+        said = "".join(each["delta"][name] for each in deltas)
+        assert said == (json.dumps(block["input"]) if "input" in block else block[name])
+
+
+async def test_why_a_message_ended(http: Http) -> None:
+    asked: Any = {"messages": [{"role": "user", "content": saying("yes END")}], "max_tokens": 20}
+    for more, reason, stop in (
+        ({"stop_sequences": ["n", "END"]}, "stop_sequence", "END"),
+        ({"max_tokens": 3}, "max_tokens", None),
+        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "end_turn", None),
+    ):
+        answer = (await http.post(MESSAGES, asked | more)).json
+        assert (answer["stop_reason"], answer["stop_sequence"]) == (reason, stop)
+    begun = [*asked["messages"], {"role": "assistant", "content": "So" + TURN}]
+    answer = (await http.post(MESSAGES, asked | {"messages": begun})).json
+    assert answer["content"] == [{"type": "text", "text": "yes END"}], "it goes on with its turn"
+
+
+async def test_an_answer_goes_back_into_the_same_prompt(speaks: Speaks) -> None:
+    thinks = "{# <think> #}{% for m in messages %}{{ m.reasoning_content }}{% endfor %}"
+    asked, text = {"role": "user", "content": "q"}, {"type": "text", "text": saying("done")}
+    async with speaks(MARKS["hermes"] + thinks + CHAT) as (d, http):
+        *items, call = (await http.post(RESPONSES, RESPONSE)).json["output"]
+        *blocks, use = (await http.post(MESSAGES, MESSAGE)).json["content"]
+        call["call_id"] = use["id"] = "c1"
+        result = {"type": "function_call_output", "call_id": "c1", "output": "42"}
+        said = [asked, *items, call, result, {"role": "user", "content": [text]}]
+        await http.post(RESPONSES, {"input": said, "instructions": "brief", "tools": [FUNCTION]})
+        result = {"type": "tool_result", "tool_use_id": "c1", "content": "42"}
+        his = {"role": "assistant", "content": [*blocks, use]}
+        turns = [asked, his, {"role": "user", "content": [result, text]}]
+        await http.post(MESSAGES, {"messages": turns, "system": "brief", **TOOLS})
+        *_, one, other = d.worker("d0").finished.values()
+        assert one.tokens[: one.num_prompt] == other.tokens[: other.num_prompt]
+        prompt = bytes(one.tokens[: one.num_prompt]).decode()
+        function = {"name": "f", "arguments": {"a": 1}}
+        calls = json.dumps([{"id": "c1", "type": "function", "function": function}])
+        begin = f"hm<system>brief<user>q<assistant>See:{calls}<tool>42[c1 of f]<user>"
+        assert prompt.startswith(begin + saying("done"))
+
+
+PICTURE = {"role": "user", "content": [{"type": "input_image"}]}
+POEM, DISABLED, ACTS = {"format": {"type": "poem"}}, {"type": "disabled"}, [{"type": "mcp"}]
+SEARCH = ["file_search_call.results"]
+REFUSED: Any = {
+    RESPONSES: {
+        "previous_response_id": "r", "background": True, "conversation.id": {"id": "c"},
+        "prompt.id": {"id": "p"}, "truncation": "auto", "include[0]": SEARCH, "tools[0]": ACTS,
+        "tools[0].name": [{"type": "function"}], "tool_choice": {"type": "mcp"}, "input": [],
+        "max_output_tokens": 0, "text.format": POEM, "input[0].content[0]": [PICTURE],
+        "input[0]": [{"type": "item_reference"}], "reasoning.effort": {"effort": 1},
+    },
+    MESSAGES: {
+        "max_tokens": None, "messages[0].content[0]": [PICTURE], "tools[0]": ACTS,
+        "container": "x", "stop_sequences[0]": [""], "thinking": DISABLED,
+    },
+}  # fmt: skip
+
+
+async def test_what_is_not_served_is_refused_by_name(d: Deployment, http: Http) -> None:
+    for path, body in ((RESPONSES, RESPONSE), (MESSAGES, MESSAGE)):
+        for name, value in REFUSED[path].items():
+            answer = await http.post(path, body | {re.split(r"[\[.]", name)[0]: value})
+            error = answer.json["error"]
+            assert (answer.status, error["type"]) == (400, "invalid_request_error"), name
+            assert error["message"].startswith(f"{name}: "), error
+            assert answer.json.get("type") == ("error" if path == MESSAGES else None)
+    assert d.worker("d0").num_reserves == 0
+
+
+async def test_a_stream_that_fails_says_so_in_its_api_s_words(d: Deployment, http: Http) -> None:
+    d.worker("d0").may_decode.clear()
+    more = {"stream": True, "timeout_ms": 500}
+    *_, response = events_of(await http.post(RESPONSES, RESPONSE | more))
+    assert (response["type"], response["response"]["status"]) == ("response.failed", "failed")
+    *_, error = events_of(await http.post(MESSAGES, MESSAGE | more))
+    assert (error["type"], error["error"]["type"]) == ("error", "api_error")
+    d.worker("d0").may_decode.set()
