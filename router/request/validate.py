@@ -23,7 +23,7 @@ from router.request.chat import conversation_of
 from router.request.constraint import Constraint, constraint_of
 from router.text import SamplingDefaults, TextModel
 
-_REQUEST_ID = re.compile(r"[A-Za-z0-9._:@/+=-]{1,128}")
+REQUEST_ID = re.compile(r"[A-Za-z0-9._:@/+=-]{1,128}")
 MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS = 16, 64
 MAX_BAD_WORDS, _MAX_BIASES = 128, 1024
 _MAX_STOP_CHARS = 256
@@ -235,7 +235,7 @@ def _check_model_name(name: str, limits: RequestLimits) -> None:
 
 def check_names(request: router_pb2.GenerateRequest, limits: RequestLimits) -> None:
     _check_model_name(request.model, limits)
-    if request.request_id and not _REQUEST_ID.fullmatch(request.request_id):
+    if request.request_id and not REQUEST_ID.fullmatch(request.request_id):
         raise _wrong("request_id", "1 to 128 characters, letters, digits and . _ : @ / + = - only")
     for name in ("tenant", "session_id", "cache_salt", "traceparent"):
         _check_name(name, getattr(request, name))

@@ -126,10 +126,6 @@ class TextModel:
             )
         return self._encoder.encode_rendered(*self._template.render(conversation))
 
-    def text_of(self, token_ids: Sequence[int]) -> str:
-        """With its special tokens, as a prompt has them."""
-        return str(self._tokenizer.decode(token_ids, skip_special_tokens=False))
-
     def token_text(self, token_id: int) -> bytes:
         """What a token is by itself; a special token is its name."""
         if self._token_bytes is not None and (shown := self._token_bytes[token_id]):
@@ -157,9 +153,10 @@ class TextModel:
         """Of the answer to a chat's prompt; None: the model does not think."""
         return ReasoningSplitter(is_open=self.thinks_after(prompt)) if self.reasons else None
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of a whole answer."""
-        decoder = self.new_decoder()
+    def decode(self, token_ids: Sequence[int], *, shows_special: bool = False) -> str:
+        """The text of a whole answer. Token by token: one call of the library's for all would hold
+        the interpreter's lock."""
+        decoder = self.new_decoder(shows_special=shows_special)
         return "".join(map(decoder.push, token_ids)) + decoder.finish()
 
     def new_decoder(self, *, after_text: bool = False, shows_special: bool = False) -> TextDecoder:

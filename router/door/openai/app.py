@@ -34,9 +34,10 @@ from router.door.openai.document import openapi
 from router.door.openai.errors import FAULT, NEVER_RETRY, ErrorResponse, response_to, shape
 from router.door.openai.fields import ignored
 from router.door.openai.guard import Guard
-from router.door.openai.naming import REQUEST_ID, Naming
+from router.door.openai.naming import Naming
 from router.door.openai.responses import ResponseAnswer, ResponsesBody
 from router.request.counting import AT_ONCE_BYTES
+from router.request.validate import REQUEST_ID
 from router.router import Router
 
 _MAX_TRACE_CHARS = 128
@@ -268,7 +269,7 @@ def _tokenized(router: Router, ids: TokenIds) -> Response:
 
 
 def _detokenized(router: Router, ids: TokenIds) -> Response:
-    return JSONResponse({"prompt": router.text.text_of(ids.tolist())})
+    return JSONResponse({"prompt": router.text.decode(ids.tolist(), shows_special=True)})
 
 
 def _counted(router: Router, ids: TokenIds) -> Response:

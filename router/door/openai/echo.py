@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -20,6 +21,13 @@ class EchoChoice(TextChoice):
         super().__init__(index, opened, body)
         self._asked, self._echoed = body, list(map(int, self._prompt))
         self._told: Delta = {}
+        self._text: str | None = None  # of the prompt
+
+    async def events(self) -> list[Event]:
+        """Before the first ones, decode the prompt, off the loop: it may be long."""
+        if self._text is None and self._asked.echo and self._model is not None:
+            self._text = await asyncio.to_thread(self._model.decode, self._echoed)
+        return await super().events()
 
     def take(self, events: Sequence[Event]) -> list[Delta]:
         made: list[Delta] = []
@@ -45,7 +53,7 @@ class EchoChoice(TextChoice):
             self._told = {"prompt_logprobs": [None, *ranked]}
         if not self._asked.echo:
             return []
-        run = TokenRun(0, self._echoed, self._model.decode(self._echoed), [unknown, *known])
+        run = TokenRun(0, self._echoed, self._text or "", [unknown, *known])
         made = self._tokens(run)
         for name in ("token_logprobs", "top_logprobs") if self._has_logprobs else ():
             self._logprobs[0][name] = made[0]["logprobs"][name][0] = None

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
 import uuid
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-REQUEST_ID = re.compile(r"[A-Za-z0-9._:@/+=-]{1,128}")
+from router.request.validate import REQUEST_ID
+
 _MAX_GIVEN_CHARS = 64
 
 

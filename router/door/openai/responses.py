@@ -114,7 +114,7 @@ class ResponseAnswer(translating.Translating):
         is_whole = self._reason in ("stop", "tool_calls")
         why = "max_output_tokens" if self._reason == "length" else self._reason
         status = "completed" if is_whole else "incomplete"
-        thoughts = usage.get("completion_tokens_details", {}).get("reasoning_tokens", 0)
+        thoughts = usage["completion_tokens_details"]["reasoning_tokens"]
         return {
             **self._common,
             "status": status,
