@@ -216,17 +216,22 @@ def test_a_container_that_hangs_is_killed_by_its_liveness_probe_and_started_agai
     assert "former" not in found, "each start has a file system of its own"
 
 
+def cordon(kubelet: Kubelet, kube: Kube, node: Key) -> None:
+    kube.merge_patch(NODES, node, {"spec": {"unschedulable": True}})
+    eventually(lambda: kubelet.is_cordoned(node.name), f"{node.name} is cordoned")
+
+
 def test_cordoned_nodes_get_nothing_and_an_evicted_pod_runs_its_pre_stop(
     kubelet: Kubelet, kube: Kube, control_plane: ControlPlane, namespace: str
 ) -> None:
     node_a, node_b = (Key("", name) for name in NODE_NAMES)
     sleeps = container("sleeps", _SLEEPS, lifecycle=_SAYS_PRE_STOP)
-    kube.merge_patch(NODES, node_a, {"spec": {"unschedulable": True}})
+    cordon(kubelet, kube, node_a)
     kube.create(DEPLOYMENTS, deployment(namespace, "pair", 2, pod_spec(sleeps)))
     pods = until_ready(kubelet, "app=pair", 2)
     assert {each["spec"]["nodeName"] for each in pods} == {node_b.name}
 
-    kube.merge_patch(NODES, node_b, {"spec": {"unschedulable": True}})
+    cordon(kubelet, kube, node_b)
     evict(control_plane, namespace, name_of(pods[0]))
     eventually(
         lambda: name_of(pods[0]) not in map(name_of, kubelet.pods("app=pair")), "it has gone"

@@ -111,6 +111,11 @@ class Kubelet:
         0, like `server-0`."""
         return (self._machine.logs / pod / f"{run}.log").read_text(errors="replace")
 
+    def is_cordoned(self, node: str) -> bool:
+        """Whether pods that come from now on avoid it: the watch tells of a change a little later."""
+        (found,) = [n for n in self._nodes.snapshot().values() if n["metadata"]["name"] == node]
+        return bool(found["spec"].get("unschedulable"))
+
     def _informer(self, resource: Resource, selection: Selection) -> Informer:
         return Informer(self._api.kube, resource, selection, InformerSettings(backoff=_QUICKLY))
 
