@@ -151,7 +151,7 @@ def test_whatever_a_template_fails_with_is_seen_as_a_refusal(tmp_path: Path, tem
     [
         ("{% for a in range(99999) %}" * 2 + "{% endfor %}" * 2, "more than 2 s"),
         ("{{ 'a' * 10**10 }}", "more than 1 GiB"),
-        ("{% if tools %}{{ messages | tojson(indent=10**9) }}{% endif %}", "more than 1 GiB"),
+        ("{% if tools %}{{ messages | tojson(indent=10**10) }}{% endif %}", "more than 1 GiB"),
         ("{{ " + "(" * 20_000, "cannot be compiled"),
     ],
 )
