@@ -23,13 +23,14 @@ BatonError
 
 from __future__ import annotations
 
+import re
 from typing import ClassVar
 
 
 class BatonError(Exception):
     """Base of all. `reason` is the ErrorInfo reason, `grpc_status` a grpc.StatusCode name."""
 
-    reason: ClassVar[str] = "INTERNAL"
+    reason: str = "INTERNAL"
     grpc_status: ClassVar[str] = "INTERNAL"
 
     def __init__(
@@ -41,8 +42,28 @@ class BatonError(Exception):
         self.retry_after_s = retry_after_s
 
 
+# Of a `GenerateRequest`'s fields: what is wrong where one of them is.
+_KINDS = {
+    "INVALID_PROMPT": ("prompt", "text", "chat", "token_ids", "truncate_prompt_tokens"),
+    "INVALID_SAMPLING": (
+        *("sampling", "seed", "stop", "stop_token_ids", "bad_words", "allowed_token_ids"),
+    ),
+    "INVALID_CONSTRAINT": ("json_schema", "json_object", "regex", "grammar", "choice"),
+}
+_KIND_OF = {name: kind for kind, names in _KINDS.items() for name in names}
+
+
 class InvalidRequestError(BatonError):
-    reason, grpc_status = "INVALID_PROMPT", "INVALID_ARGUMENT"
+    """`reason` says of which kind the field is. INVALID_REQUEST: of none of them, or no field."""
+
+    reason, grpc_status = "INVALID_REQUEST", "INVALID_ARGUMENT"
+
+    def __init__(
+        self, message: str, *, field: str | None = None, retry_after_s: float | None = None
+    ) -> None:
+        super().__init__(message, field=field, retry_after_s=retry_after_s)
+        top = re.match(r"(?:request\.)?(\w*)", field or "")
+        self.reason = _KIND_OF.get(top[1] if top else "", self.reason)
 
 
 class NotFoundError(BatonError):

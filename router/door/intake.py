@@ -152,7 +152,8 @@ class Intake:
             raise
         finally:
             if opened is None:
-                of_refused(request, outcome, self.door.clock.now_s() - arrived_s).write()
+                e2e_s = self.door.clock.now_s() - arrived_s
+                of_refused(request, drawn_id, outcome, e2e_s).write()
         return opened
 
     async def _arrival(

@@ -1,4 +1,4 @@
-"""`RouterService`: gRPC's face of `Intake`. Client messages stop here.
+"""`RouterService` and `FleetService`: gRPC's face of `Intake`. Client messages stop here.
 
 gRPC does not distinguish a cancelled call from a lost connection; `intake` says what follows.
 """
@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Sequence
 from itertools import chain
 
-from baton.v1 import common_pb2, control_pb2, router_pb2, router_pb2_grpc
+from baton.v1 import common_pb2, control_pb2, fleet_pb2, fleet_pb2_grpc, router_pb2, router_pb2_grpc
 from router.door.grpc_call import Call, Feed
 from router.door.intake import Ended, Intake, Opened, pieces
 from router.placement.placement import Placement
 from router.request.output import Event, Finished, FinishReason, TokenRun
+from router.request.validate import REQUEST_ID
 
 _REASONS = {
     FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
@@ -21,7 +22,7 @@ _REASONS = {
 }
 
 
-class RouterService(router_pb2_grpc.RouterServiceServicer):
+class RouterService(router_pb2_grpc.RouterServiceServicer, fleet_pb2_grpc.FleetServiceServicer):
     """Takes requests in and streams their output. A BatonError ends its call."""
 
     def __init__(self, intake: Intake) -> None:
@@ -30,7 +31,9 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
     async def Generate(  # type: ignore[override]  # noqa: N802
         self, request: router_pb2.GenerateRequest, context: Call
     ) -> Feed | router_pb2.GenerateResponse:
-        opened = await self._intake.open(request)
+        if REQUEST_ID.fullmatch(request.request_id):
+            context.request_id = request.request_id
+        opened = await self._intake.open(request, context.request_id)
         return _response(opened.event) if isinstance(opened, Ended) else _Output(opened)
 
     async def Abort(  # type: ignore[override]  # noqa: N802
@@ -66,15 +69,15 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         return router_pb2.ExplainRouteResponse(candidates=candidates, unit=router.model.unit)
 
     async def WatchFleet(  # type: ignore[override]  # noqa: N802
-        self, request: router_pb2.RouterServiceWatchFleetRequest, context: Call
-    ) -> AsyncIterator[router_pb2.RouterServiceWatchFleetResponse]:
+        self, request: fleet_pb2.FleetServiceWatchFleetRequest, context: Call
+    ) -> AsyncIterator[fleet_pb2.FleetServiceWatchFleetResponse]:
         """Of the unit that gets most requests; ends with its router."""
         router, callers = await self._intake.door.main_router(), self._intake.callers
         is_tenant = callers is not None and not callers.is_operator(context.tenant)
         seen = None
         while (seen := await router.watch.next_after(seen)) is not None:
             shown = _for_tenants(seen) if is_tenant else seen
-            yield router_pb2.RouterServiceWatchFleetResponse(fleet=shown)
+            yield fleet_pb2.FleetServiceWatchFleetResponse(fleet=shown)
 
 
 class _Output(Feed):

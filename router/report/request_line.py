@@ -50,10 +50,12 @@ class RequestLine:
             log.info("%s", json.dumps(known))
 
 
-def of_refused(request: router_pb2.GenerateRequest, outcome: str, e2e_s: float) -> RequestLine:
+def of_refused(
+    request: router_pb2.GenerateRequest, drawn_id: str, outcome: str, e2e_s: float
+) -> RequestLine:
     """The line of a request that never ran. Its client may have named it anything."""
     return RequestLine(
-        request_id=request.request_id,
+        request_id=request.request_id or drawn_id,
         tenant=request.tenant,
         outcome=outcome,
         e2e_ms=e2e_s * 1e3,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import math
 import re
+import uuid
 from array import array
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ _MAX_STOP_CHARS = 256
 _MAX_LOGPROBS = 20
 _MAX_PROMPT_LOGPROBS = 1 << 16  # of a request: they come in one message
 _MAX_NAME_CHARS = 128
+_MAX_GIVEN_CHARS = 64
 _MAX_BYTES_PER_TOKEN = 64  # of a whole message, for every token of the context: no text needs it
 # What a client may change when it comes back for a request that runs.
 _NOT_IN_DIGEST = (
@@ -224,6 +226,13 @@ def _wrong(field: str, problem: str) -> InvalidRequestError:
 
 
 # --- names --------------------------------------------------------------------------------------
+
+
+def drawn_id(given: str) -> str:
+    """Return an id for a request whose body names none. `given`: its client's `x-request-id`, which
+    becomes part of it; it may be one for several."""
+    is_name = len(given) <= _MAX_GIVEN_CHARS and REQUEST_ID.fullmatch(given)
+    return f"{given}-{uuid.uuid4().hex[:8]}" if is_name else uuid.uuid4().hex
 
 
 def _check_model_name(name: str, limits: RequestLimits) -> None:

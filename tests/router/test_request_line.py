@@ -16,7 +16,7 @@ from baton.v1 import router_pb2
 from router.report.request_line import judged, trace_id
 from router.request.output import FinishReason
 from router.router import Router
-from tests.router.answers import PROMPT, ask_for
+from tests.router.answers import PROMPT, ask_for, error_of
 from tests.router.deployment import deployment
 from tests.router.request_outputs import output_for
 
@@ -109,9 +109,33 @@ async def test_what_is_refused_or_aborted_has_its_line_too(
     ends = [(line["request_id"], line["outcome"]) for line in lines(caplog)]
     assert ends == [
         ("unknown", "NOT_FOUND"),
-        ("secret words", "INVALID_PROMPT"),
+        ("secret words", "INVALID_REQUEST"),
         ("stopped", FinishReason.ABORTED.value),
     ]
+
+
+async def test_a_call_s_x_request_id_names_its_request_unless_the_body_does(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    given: Any = (("x-request-id", "mine"),)
+    async with deployment() as d:
+        found = []
+        for request, metadata in (
+            (ask_for(PROMPT), given),
+            (ask_for(PROMPT, request_id="named"), given),
+            (ask_for(PROMPT), (("x-request-id", "not one"),)),
+        ):
+            call = d.client.stub.Generate(request, metadata=metadata)
+            found.append(dict(await call.initial_metadata())["x-request-id"])
+            assert [each async for each in call]
+        assert [line["request_id"] for line in lines(caplog)] == found
+        assert found[0].startswith("mine-")
+        assert found[1] == "named"
+        assert "not" not in found[2]
+        short = d.client.stub.ListModels(router_pb2.ListModelsRequest(), metadata=given)
+        assert dict(await short.initial_metadata())["x-request-id"].startswith("mine-")
+        refused = await error_of(d.client.stub.Generate(ask_for(""), metadata=given).read())
+        assert dict(refused.trailing_metadata())["x-request-id"] == lines(caplog)[-1]["request_id"]
 
 
 async def test_no_line_is_made_where_the_log_s_level_leaves_it_out(

@@ -11,7 +11,9 @@ import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from baton.v1 import common_pb2, router_pb2
+from baton import status
+from baton.errors import InvalidRequestError
+from baton.v1 import common_pb2, fleet_pb2, fleet_pb2_grpc, router_pb2
 from router.request.alarm import Alarm
 from router.request.request_run import RequestRun
 from tests.router.answers import (
@@ -35,10 +37,21 @@ async def test_a_wrong_field_is_named_and_nothing_else_is_touched() -> None:
         error = await refusal(d.client, bad)
         assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert field_at_fault(error) == "sampling.top_p"
+        assert error_reason(error) == "INVALID_SAMPLING"
         unknown = await refusal(d.client, ask_for(PROMPT, model="unknown"))
         assert unknown.code() is grpc.StatusCode.NOT_FOUND
         too_long = await refusal(d.client, ask_for("x" * 600))
         assert too_long.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert error_reason(too_long) == "INVALID_PROMPT"
+        for wrong, reason in (
+            ({"stop": [""]}, "INVALID_SAMPLING"), ({"regex": "("}, "INVALID_CONSTRAINT"),
+            ({"tenant": "\n"}, "INVALID_REQUEST"),
+        ):  # fmt: skip
+            refused = await refusal(d.client, ask_for(PROMPT, **wrong))
+            assert error_reason(refused) == reason
+            again = status.from_rpc_error(refused)
+            assert isinstance(again, InvalidRequestError)
+            assert again.reason == reason
         assert d.worker("d0").num_reserves == 0
 
 
@@ -60,7 +73,7 @@ async def test_an_unreadable_message_is_the_caller_s_mistake_and_harms_no_one(
                     pass
             assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
             assert "unreadable message" in (caught.value.details() or "")
-            assert error_reason(caught.value) == "INVALID_PROMPT"
+            assert error_reason(caught.value) == "INVALID_REQUEST"
         assert (
             await error_of(tokenize(bytes([1 << 3 | 2, 1, 0xFF])))
         ).code() is grpc.StatusCode.INVALID_ARGUMENT
@@ -142,7 +155,8 @@ async def test_models_tokens_fleet_and_health_are_served() -> None:
         assert [(m.name, m.max_model_len, m.vocab_size) for m in models] == [(MODEL, 512, 257)]
         tokens = await stub.Tokenize(router_pb2.TokenizeRequest(text="abc"))
         assert list(tokens.ids) == [97, 98, 99]
-        watching = stub.WatchFleet(router_pb2.RouterServiceWatchFleetRequest())
+        fleets = fleet_pb2_grpc.FleetServiceStub(d.client.channel)
+        watching = fleets.WatchFleet(fleet_pb2.FleetServiceWatchFleetRequest())
         fleet = (await anext(aiter(watching))).fleet
         assert {w.info.ref.worker_id for w in fleet.workers} == {"p0", "d0"}
         watching.cancel()
@@ -239,7 +253,7 @@ async def test_a_request_that_names_no_length_gets_what_its_worker_has_memory_fo
             d.router.fleet.arrays.hold_until_s[:] = 0.0
         for max_tokens, code, reason in (
             (88, grpc.StatusCode.RESOURCE_EXHAUSTED, "NO_CAPACITY"),
-            (503, grpc.StatusCode.INVALID_ARGUMENT, "INVALID_PROMPT"),
+            (503, grpc.StatusCode.INVALID_ARGUMENT, "INVALID_SAMPLING"),
         ):
             error = await refusal(d.client, ask_for("0123456789", max_tokens))
             assert error.code() is code
