@@ -40,6 +40,7 @@ from router.request.validate import (
     parse_generate,
 )
 from router.router import Router
+from router.text.answer import AnswerReader
 
 T = TypeVar("T")
 
@@ -72,6 +73,15 @@ class Opened:
     def leave(self) -> None:
         """Its client has gone, with or without having seen the end."""
         self.router.leave(self.run, self.reader)
+
+    def answer_reader(self) -> AnswerReader | None:
+        """None: the answer is all that the model writes."""
+        parsed, model = self.parsed, self.router.text
+        if not parsed.is_chat:
+            return None
+        key = f"{self.run.arrival.request_id}/{parsed.body_digest.hex()}"
+        made = AnswerReader(model, parsed.token_ids[-64:].tolist(), parsed.tool_names, key)
+        return None if made.is_plain else made
 
     @property
     def parsed(self) -> ParsedRequest:

@@ -5,7 +5,7 @@ gRPC does not distinguish a cancelled call from a lost connection; `intake` says
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from itertools import chain
 
 from baton.v1 import common_pb2, control_pb2, fleet_pb2, fleet_pb2_grpc, router_pb2, router_pb2_grpc
@@ -14,6 +14,8 @@ from router.door.intake import Ended, Intake, Opened, pieces
 from router.placement.placement import Placement
 from router.request.output import Event, Finished, FinishReason, TokenRun
 from router.request.validate import REQUEST_ID
+from router.text.answer import AnswerReader, Said, Thought
+from router.text.tools import CallDelta
 
 _REASONS = {
     FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
@@ -85,6 +87,8 @@ class _Output(Feed):
 
     def __init__(self, opened: Opened) -> None:
         self._opened, self._reader = opened, opened.reader
+        self._answer = opened.answer_reader()
+        self._has_begun = False
 
     def follow(self, on_news: Callable[[], None]) -> None:
         self._reader.on_news = on_news
@@ -95,10 +99,44 @@ class _Output(Feed):
 
     def take(self) -> Sequence[router_pb2.GenerateResponse] | None:
         events = self._reader.take_now()
-        return None if events is None else [_response(event) for event in events]
+        if events is None:
+            return None
+        if self._answer is None:
+            return [_response(event) for event in events]
+        return list(self._told_apart(self._answer, events))
 
     def leave(self) -> None:
         self._opened.leave()
+
+    def _told_apart(
+        self, answer: AnswerReader, events: Sequence[Event]
+    ) -> Iterator[router_pb2.GenerateResponse]:
+        """What is said of tokens comes with them. So a client that comes back, which names the
+        first token that it has not seen, misses nothing and sees nothing twice. What is left at the
+        end comes without ids."""
+        rest: list[Said] = []
+        for event in events:
+            match event:
+                case TokenRun():
+                    self._begin(answer, event.index)
+                    said = answer.push(event.text)
+                    if event.ids:
+                        yield _tokens(event, said)
+                    else:
+                        rest += said
+                case Finished():
+                    self._begin(answer, event.num_output_tokens)
+                    if rest := rest + answer.finish():
+                        yield _tokens(TokenRun(event.num_output_tokens, (), "", ()), rest)
+                    yield router_pb2.GenerateResponse(finished=_finished(event, answer.has_called))
+                case _:
+                    yield _response(event)
+
+    def _begin(self, answer: AnswerReader, index: int) -> None:
+        """Read what a client which comes back has seen."""
+        if not self._has_begun:
+            self._has_begun = True
+            answer.push(self._reader.text_before(index))
 
 
 # --- values to messages ---------------------------------------------------------------------------
@@ -107,10 +145,7 @@ class _Output(Feed):
 def _response(event: Event) -> router_pb2.GenerateResponse:
     match event:
         case TokenRun():
-            tokens = router_pb2.Tokens(
-                index=event.index, ids=event.ids, text=event.text, logprobs=event.logprobs
-            )
-            return router_pb2.GenerateResponse(tokens=tokens)
+            return _tokens(event, (event.text,))
         case Finished():
             return router_pb2.GenerateResponse(finished=_finished(event))
         case router_pb2.Routed():
@@ -123,10 +158,29 @@ def _response(event: Event) -> router_pb2.GenerateResponse:
             return router_pb2.GenerateResponse(migrated=event)
 
 
-def _finished(event: Finished) -> router_pb2.Finished:
+def _tokens(run: TokenRun, said: Iterable[Said]) -> router_pb2.GenerateResponse:
+    tokens = router_pb2.Tokens(index=run.index, ids=run.ids, logprobs=run.logprobs)
+    for piece in said:
+        match piece:
+            case str():
+                tokens.text += piece
+            case Thought():
+                tokens.reasoning += piece.text
+            case CallDelta():
+                tokens.tool_calls.add(
+                    index=piece.index,
+                    id=piece.call_id,
+                    name=piece.name or "",
+                    arguments=piece.arguments,
+                )
+    return router_pb2.GenerateResponse(tokens=tokens)
+
+
+def _finished(event: Finished, has_called: bool = False) -> router_pb2.Finished:
     timings = {name.removesuffix("_s") + "_ms": s * 1e3 for name, s in vars(event.timings).items()}
+    calls = has_called and event.reason is FinishReason.STOP
     return router_pb2.Finished(
-        reason=_REASONS[event.reason],
+        reason=common_pb2.FINISH_REASON_TOOL_CALLS if calls else _REASONS[event.reason],
         usage=router_pb2.Usage(
             num_prompt_tokens=event.num_prompt_tokens,
             num_output_tokens=event.num_output_tokens,

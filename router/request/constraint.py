@@ -94,11 +94,11 @@ def _calls(
     """None: the answer may not be calls."""
     chat, choice = request.chat, request.chat.tool_choice
     is_forced, field = chat.HasField("tool_choice"), "chat.tool_choice"
-    if model.tool_format is None or not chat.tools:
+    if not chat.tools:
         if not is_forced:
             return None
-        why = "the model's format of calls is not known" if chat.tools else "only with tools"
-        raise InvalidRequestError(f"{field}: {why}", field=field)
+        raise InvalidRequestError(f"{field}: only with tools", field=field)
+    assert model.tool_format is not None, "tools are refused then"
     if len(chat.tools) > _MAX_TOOLS:
         problem = f"chat.tools: {len(chat.tools)}; beside a constraint at most {_MAX_TOOLS}"
         raise InvalidRequestError(problem, field="chat.tools")

@@ -200,6 +200,10 @@ class OutputReader:
         self._tail_taken = True
         return self._ending(end)
 
+    def text_before(self, index: int) -> str:
+        """Of the tokens that a client which comes back has seen."""
+        return "".join(self._log.texts[:index])
+
     @property
     def num_unread(self) -> int:
         """Tokens."""

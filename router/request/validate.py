@@ -94,6 +94,8 @@ class ParsedRequest:
     session_id: str
     resume_from_index: int | None
     is_chat: bool
+    tool_names: frozenset[str]
+    """What its answer may call."""
     continues_text: bool
     includes_stop: bool
     shows_special: bool
@@ -122,6 +124,9 @@ def parse_generate(
     NotFoundError for an unknown model.
     """
     check_names(request, limits)
+    if request.chat.tools and model.tool_format is None:
+        problem = "the chat template names no format of calls that is known; router.tool_calls sets"
+        raise _wrong("chat.tools", f"{problem} one")
     _check_stop(request, model.vocab_size)
     _check_sampling(request.sampling)
     _check_biases(request.sampling.logit_bias, model.vocab_size)
@@ -149,6 +154,7 @@ def parse_generate(
         session_id=request.session_id,
         resume_from_index=index,
         is_chat=request.HasField("chat"),
+        tool_names=frozenset(tool.name for tool in request.chat.tools),
         continues_text=not request.HasField("chat") or request.chat.continue_final_message,
         includes_stop=request.include_stop_str_in_output,
         shows_special=request.show_special_tokens,

@@ -326,10 +326,6 @@ class ChatBody(_Body, _Templated):
     parallel_tool_calls: bool | None = None
 
     @property
-    def calls_tools(self) -> bool:
-        return bool(self.offered)
-
-    @property
     def offered(self) -> list[Tool]:
         """The tools that its answer may call; the model sees no others."""
         tools, choice = self.tools or [], self.tool_choice
@@ -337,10 +333,6 @@ class ChatBody(_Body, _Templated):
             names = {each.function.name for each in choice.allowed_tools.tools}
             return [tool for tool in tools if tool.function.name in names]
         return [] if choice == "none" else tools
-
-    @property
-    def tool_names(self) -> frozenset[str]:
-        return frozenset(tool.function.name for tool in self.offered)
 
     def requests(self) -> list[router_pb2.GenerateRequest]:
         self._check_tool_choice()
