@@ -20,8 +20,9 @@ class Connection:
     def __init__(self, address_index: int, channel: Any) -> None:
         self.address_index, self.channel = address_index, channel
         # The generated stub serves both kinds of channel; its types speak of asyncio alone.
-        self.stub: Any = router_pb2_grpc.RouterServiceStub(channel)
-        self.stub.WatchFleet = fleet_pb2_grpc.FleetServiceStub(channel).WatchFleet
+        stub: Any = router_pb2_grpc.RouterServiceStub(channel)
+        stub.WatchFleet = fleet_pb2_grpc.FleetServiceStub(channel).WatchFleet
+        self.stub = stub
         self.num_calls = 0
         self.is_over = False
 

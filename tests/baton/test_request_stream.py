@@ -15,8 +15,58 @@ from baton.errors import (
     OverloadedError,
 )
 from baton.v1 import common_pb2
-from baton.v1.router_pb2 import GenerateResponse, Routed
+from baton.v1.router_pb2 import (
+    ChatMessage,
+    ContentPart,
+    GenerateResponse,
+    Routed,
+    Tool,
+    ToolCall,
+    ToolCallDelta,
+)
 from baton.v1.router_pb2 import Tokens as TokensMessage
+
+IMAGE = {"type": "image_url", "image_url": {"url": "data:,"}}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+CALLING: dict[str, object] = {
+    **{"role": "assistant", "content": None, "refusal": None, "annotations": []},
+    **{"reasoning": "hm", "tool_calls": [CALL]},
+}
+
+
+def test_a_chat_keeps_every_field_of_its_messages() -> None:
+    result = {"role": "tool", "tool_call_id": "c1", "name": "f", "content": "42"}
+    asked = {"role": "user", "content": [{"type": "text", "text": "and now?"}]}
+    request = build_request(
+        chat=[CALLING, result, asked],
+        tools=[TOOL],
+        tool_choice={"type": "function", "function": {"name": "f"}},
+        ttft_target_ms=500,
+        itl_target_ms=20,
+    )
+    call = ToolCall(id="c1", name="f", arguments='{"a": 1}')
+    assert list(request.chat.messages) == [
+        ChatMessage(role="assistant", reasoning_content="hm", tool_calls=[call]),
+        ChatMessage(role="tool", tool_call_id="c1", name="f", content="42"),
+        ChatMessage(role="user", parts=[ContentPart(text="and now?")]),
+    ]
+    assert list(request.chat.tools) == [Tool(name="f", parameters='{"type": "object"}')]
+    assert request.chat.tool_choice.name == "f"
+    assert (request.ttft_target_ms, request.itl_target_ms) == (500, 20)
+    assert build_request(chat=[asked], tools=[TOOL], tool_choice="required").chat.tool_choice
+    assert not build_request(chat=[asked], tools=[TOOL], tool_choice="none").chat.tools
+
+
+def test_tokens_come_with_what_their_answer_says() -> None:
+    calls = [ToolCallDelta(index=0, id="c1", name="f", arguments="{}")]
+    message = TokensMessage(index=3, ids=[4], text="a", reasoning="hm", tool_calls=calls)
+    event = from_response(GenerateResponse(tokens=message))
+    assert isinstance(event, Tokens)
+    assert (event.text, event.reasoning) == ("a", "hm")
+    assert [vars(call) for call in event.tool_calls] == [
+        {"index": 0, "id": "c1", "name": "f", "arguments": "{}"}
+    ]
 
 
 @pytest.mark.parametrize(
@@ -25,7 +75,7 @@ from baton.v1.router_pb2 import Tokens as TokensMessage
         ({}, "prompt"),
         ({"prompt": "a", "token_ids": [1]}, "prompt"),
         ({"token_ids": [-1]}, "prompt"),
-        ({"chat": [{"role": "user"}]}, "prompt"),
+        ({"chat": [{"role": "user"}]}, "chat[0].content"),
         ({"prompt": "\ud800"}, "prompt"),
         ({"prompt": "a", "top_k": -1}, "top_k"),
         ({"prompt": "a", "stop": 3}, "stop"),
@@ -41,8 +91,13 @@ from baton.v1.router_pb2 import Tokens as TokensMessage
         ({"prompt": "a", "stop": "END"}, "stop"),
         ({"prompt": "a", "temperature": None}, "temperature"),
         ({"prompt": "a", "chat": ["x"]}, "prompt"),
-        ({"chat": 3}, "prompt"),
-        ({"chat": [{"role": "user", "content": None}]}, "prompt"),
+        ({"chat": 3}, "chat"),
+        ({"chat": [{"role": "user", "content": None}]}, "chat[0].content"),
+        ({"chat": [{"role": "user", "content": [IMAGE]}]}, "chat[0].content[0]"),
+        ({"chat": [{"role": "user", "content": "a", "audio": {"id": "1"}}]}, "chat[0].audio"),
+        ({"chat": [CALLING], "tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"chat": [CALLING], "tool_choice": "any"}, "tool_choice"),
+        ({"prompt": "a", "tools": [TOOL]}, "tools"),
     ],
 )
 def test_what_the_wire_cannot_carry_is_refused_before_it_is_sent(
@@ -65,6 +120,10 @@ def test_a_gap_in_the_stream_is_an_error_and_what_was_seen_is_dropped() -> None:
     assert stream.absorb(tokens(2, [], "tail")) is None
     with pytest.raises(BatonError, match="tokens 2 to 2 "):
         stream.absorb(tokens(3, [7], "c"))
+    stream = RequestStream(build_request("a"), ["nowhere"])
+    thought = TokensMessage(index=0, reasoning="hm")
+    assert stream.absorb(GenerateResponse(tokens=thought)) == Tokens(0, (), "", reasoning="hm")
+    assert stream.absorb(GenerateResponse(tokens=thought)) is None
 
 
 def test_a_reconnect_brings_back_seed_and_unit_as_the_last_router_named_them() -> None:

@@ -229,7 +229,7 @@ def test_offered_tools_leave_the_choice_between_a_call_and_what_the_constraint_s
     [
         (chat(router_pb2.ToolChoice(), ()), "{{ tools }}<tool_call>", "chat.tool_choice"),
         (chat(router_pb2.ToolChoice(name="k")), "{{ tools }}<tool_call>", "chat.tool_choice"),
-        (chat(router_pb2.ToolChoice()), "no format", "chat.tool_choice"),
+        (chat(router_pb2.ToolChoice()), "no format", "chat.tools"),
     ],
 )
 def test_a_tool_choice_that_cannot_be_made_is_refused(

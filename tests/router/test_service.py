@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import shutil
+import sys
 import threading
+from pathlib import Path
 
 import grpc
 import grpc.aio
@@ -16,6 +19,7 @@ from baton.errors import InvalidRequestError
 from baton.v1 import common_pb2, fleet_pb2, fleet_pb2_grpc, router_pb2
 from router.request.alarm import Alarm
 from router.request.request_run import RequestRun
+from tests.generated_code import ROOT
 from tests.router.answers import (
     PROMPT,
     ask_for,
@@ -129,6 +133,37 @@ async def test_a_drawn_seed_is_shown_and_gives_the_same_tokens_again() -> None:
         assert_whole(first, PROMPT, seed=first.routed[0].seed)
         other = await d.client.ask(request)
         assert other.routed[0].seed != first.routed[0].seed
+
+
+ASK = """
+import sys, grpc
+from baton.v1 import router_pb2, router_pb2_grpc
+assert sys.argv[2] in router_pb2.__file__
+with grpc.insecure_channel(sys.argv[1]) as channel:
+    request = router_pb2.GenerateRequest(text="hello")
+    request.sampling.max_tokens = 3
+    answer = list(router_pb2_grpc.RouterServiceStub(channel).Generate(request, timeout=20))
+    print(answer[-1].finished.usage.num_output_tokens)
+"""
+
+
+async def test_a_client_needs_the_public_proto_files_alone(tmp_path: Path) -> None:
+    (tmp_path / "baton/v1").mkdir(parents=True)
+    names = ("baton/v1/router.proto", "baton/v1/common.proto")
+    for name in names:
+        shutil.copy(ROOT / "proto" / name, tmp_path / name)
+    for package in ("baton", "baton/v1"):
+        (tmp_path / package / "__init__.py").touch()
+    protoc = ("-m", "grpc_tools.protoc", "-I.", "--python_out=.", "--grpc_python_out=.", *names)
+    (tmp_path / "ask.py").write_text(ASK)
+    async with deployment() as d:
+        for arguments in (protoc, ("ask.py", d.client.address, str(tmp_path))):
+            ran = await asyncio.create_subprocess_exec(
+                sys.executable, *arguments, cwd=tmp_path, stdout=asyncio.subprocess.PIPE
+            )
+            said, _ = await ran.communicate()
+            assert ran.returncode == 0
+        assert said.strip() == b"3"
 
 
 async def test_explain_route_lists_what_generate_chooses() -> None:

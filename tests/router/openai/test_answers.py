@@ -13,7 +13,11 @@ import pytest
 from baton.errors import ConfigError
 from baton.v1 import common_pb2, router_pb2, worker_pb2
 from router.door.openai.choices import Choice
+from router.door.service import _tokens
+from router.request.output import TokenRun
+from router.text.answer import AnswerReader
 from tests.router import scripted_worker
+from tests.router.answers import Answer
 from tests.router.deployment import Deployment
 from tests.router.openai.spoken import CHAT, MARKS, Http, Speaks, prompt_for, saying
 
@@ -257,7 +261,7 @@ async def test_stop_strings_apply_to_the_answer_and_not_to_the_thoughts(speaks: 
         asked = router_pb2.ChatMessage(role="user", content=saying(f"{thoughts}</think>{answer}"))
         chat = router_pb2.ChatMessages(messages=[asked], template_arguments='{"thinks": true}')
         over_grpc = await d.client.ask(router_pb2.GenerateRequest(chat=chat, stop=["END"]))
-        assert over_grpc.text == f"{thoughts}</think>The answer: 4 "
+        assert (over_grpc.reasoning, over_grpc.text) == (thoughts, "The answer: 4 ")
 
 
 async def test_a_model_s_calls_come_as_calls(speaks: Speaks) -> None:
@@ -435,7 +439,7 @@ def read_all(sock: socket.socket) -> bytes:
     return b"".join(parts)
 
 
-async def test_grpc_has_the_same_chats_as_typed_messages(d: Deployment, http: Http) -> None:
+async def test_grpc_has_the_same_chats_as_typed_messages(speaks: Speaks) -> None:
     call = router_pb2.ToolCall(id="c1", name="f", arguments='{"a": 1}')
     chat = router_pb2.ChatMessages(
         messages=[
@@ -447,19 +451,53 @@ async def test_grpc_has_the_same_chats_as_typed_messages(d: Deployment, http: Ht
         ],
         tools=[router_pb2.Tool(name="f")],
     )
-    answer = await d.client.ask(router_pb2.GenerateRequest(chat=chat))
-    assert answer.text == "it is 42"
-    ids = (await d.client.stub.Tokenize(router_pb2.TokenizeRequest(chat=chat))).ids
-    (run,) = d.worker("d0").finished.values()
-    assert list(ids) == run.tokens[: run.num_prompt]
-    messages = [
-        {"role": "assistant", "tool_calls": [
-            {"id": "c1", "function": {"name": "f", "arguments": '{"a": 1}'}}]},
-        {"role": "tool", "tool_call_id": "c1", "content": "42"},
-        {"role": "user", "content": saying("it is 42")},
-    ]  # fmt: skip
-    body = {"messages": messages, "tools": [{"function": {"name": "f"}}]}
-    assert (await http.post("/tokenize", body)).json["tokens"] == list(ids)
+    async with speaks(MARKS["hermes"] + CHAT) as (d, http):
+        answer = await d.client.ask(router_pb2.GenerateRequest(chat=chat))
+        assert answer.text == "it is 42"
+        ids = (await d.client.stub.Tokenize(router_pb2.TokenizeRequest(chat=chat))).ids
+        (run,) = d.worker("d0").finished.values()
+        assert list(ids) == run.tokens[: run.num_prompt]
+        messages = [
+            {"role": "assistant", "tool_calls": [
+                {"id": "c1", "function": {"name": "f", "arguments": '{"a": 1}'}}]},
+            {"role": "tool", "tool_call_id": "c1", "content": "42"},
+            {"role": "user", "content": saying("it is 42")},
+        ]  # fmt: skip
+        body = {"messages": messages, "tools": [{"function": {"name": "f"}}]}
+        assert (await http.post("/tokenize", body)).json["tokens"] == list(ids)
+
+
+async def test_grpc_tells_thoughts_and_calls_apart_as_openai_s_door_does(speaks: Speaks) -> None:
+    async with speaks("{# <think> #}" + MARKS["hermes"] + CHAT, resume_window_s=20.0) as (d, http):
+        said = f"<think>hm </think>Sure.\n{CALLS}\n{CALLS}"
+        choice = (await http.chat(said, tools=TOOLS)).json["choices"][0]
+        message, calls = choice["message"], choice["message"]["tool_calls"]
+        user = router_pb2.ChatMessage(role="user", content=saying(said))
+        chat = router_pb2.ChatMessages(messages=[user], tools=[router_pb2.Tool(name="f")])
+        request = router_pb2.GenerateRequest(chat=chat, request_id="r")
+        whole = await d.client.ask(request)
+        assert bytes(whole.ids[:-1]).decode() == said
+        assert (whole.reasoning, whole.text) == (message["reasoning"], message["content"])
+        functions = [call["function"] for call in calls]
+        assert [[f["name"], f["arguments"]] for f in functions] == [c[1:] for c in whole.calls]
+        assert whole.reason == common_pb2.FINISH_REASON_TOOL_CALLS
+        assert choice["finish_reason"] == "tool_calls"
+        for index in range(len(whole.ids) + 1):  # its client comes back, having seen so many
+            request.resume_from_index = index
+            seen, rest = Answer(), await d.client.ask(request)
+            pieces = AnswerReader(d.router.text, [], {"f"}, "").push(said[:index])
+            seen.take(_tokens(TokenRun(0, whole.ids[:index], "", ()), pieces))
+            assert seen.reasoning + rest.reasoning == whole.reasoning
+            assert seen.text + rest.text == whole.text
+            arguments = [c[2] for c in seen.calls]
+            assert "".join(arguments) + rest.arguments == '{"a": 1}' * 2
+            assert [c[0] for c in whole.calls][len(arguments) :] == [c[0] for c in rest.calls]
+            assert rest.finished == whole.finished
+        request = router_pb2.GenerateRequest(chat=chat)
+        del request.chat.tools[:]
+        without = await d.client.ask(request)
+        assert (without.text, without.calls) == (f"Sure.\n{CALLS}\n{CALLS}", [])
+        assert without.reason == common_pb2.FINISH_REASON_STOP
 
 
 async def test_a_router_that_leaves_finishes_its_streams_and_takes_nothing_new(
