@@ -45,7 +45,7 @@ from baton.client.events import Event, Tokens
 from baton.client.request_stream import GenerateOptions, RequestStream, build_request
 from baton.errors import BatonError, NotFoundError, UnavailableError
 from baton.grpc_options import DIRECT, sends_pings
-from baton.v1 import control_pb2, fleet_pb2, router_pb2
+from baton.v1 import control_pb2, router_pb2
 
 T = TypeVar("T")
 
@@ -151,7 +151,7 @@ class AsyncClient(contextlib.AbstractAsyncContextManager["AsyncClient"]):
 
     async def fleet(self) -> control_pb2.WatchFleetResponse:
         """The fleet as the router sees it now."""
-        answer = await self._ask(_WATCH_FLEET, fleet_pb2.FleetServiceWatchFleetRequest())
+        answer = await self._ask(_WATCH_FLEET, control_pb2.FleetServiceWatchFleetRequest())
         fleet: control_pb2.WatchFleetResponse = answer.fleet
         return fleet
 

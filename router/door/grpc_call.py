@@ -152,12 +152,6 @@ class Methods:
         for name, handler in handlers.items():
             self._by_path[f"/{service}/{name}".encode()] = handler
 
-    def serve_also_as(self, service: str, other: str) -> None:
-        """Serve a service's methods under another name, too."""
-        for path, handler in list(self._by_path.items()):
-            if path.startswith(own := f"/{service}/".encode()):
-                self._by_path[path.replace(own, f"/{other}/".encode())] = handler
-
     def find(self, path: bytes) -> Handler | None:
         return self._by_path.get(path)
 

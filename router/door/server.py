@@ -18,11 +18,10 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2, reflection_pb2_grpc
 
 from baton.config.router import RouterConfig
-from baton.v1 import fleet_pb2, fleet_pb2_grpc, router_pb2, router_pb2_grpc
+from baton.v1 import control_pb2, control_pb2_grpc, router_pb2, router_pb2_grpc
 from router.door.access import Access, Contexts
 from router.door.door import Door
 from router.door.gate import Gate
-from router.door.grpc_call import Methods
 from router.door.h2_server import GrpcServer, Limits
 from router.door.intake import Intake
 from router.door.listening import listening, split_address
@@ -37,7 +36,7 @@ _GRACE_S = 1.0
 _OF_PROBES = Limits(max_message_bytes=1 << 16)
 _MAX_PROBES = 64
 SERVICE = router_pb2.DESCRIPTOR.services_by_name["RouterService"].full_name
-_FLEET_SERVICE = fleet_pb2.DESCRIPTOR.services_by_name["FleetService"].full_name
+_FLEET_SERVICE = control_pb2.DESCRIPTOR.services_by_name["FleetService"].full_name
 _REFLECTION_V1 = reflection.SERVICE_NAME.replace("v1alpha", "v1")
 
 
@@ -74,9 +73,9 @@ class RouterServer:
         methods: Any = server.methods
         service: Any = RouterService(self.intake)
         router_pb2_grpc.add_RouterServiceServicer_to_server(service, methods)
-        fleet_pb2_grpc.add_FleetServiceServicer_to_server(service, methods)
+        control_pb2_grpc.add_FleetServiceServicer_to_server(service, methods)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, methods)
-        _add_reflection(server.methods)
+        _add_reflection(methods)
         return server
 
     def _make_health(self, opened: ExitStack, config: RouterConfig) -> GrpcServer | None:
@@ -163,7 +162,7 @@ class RouterServer:
             await self._health.set(name, status)
 
 
-def _add_reflection(methods: Methods) -> None:
+def _add_reflection(methods: Any) -> None:
     """Serve reflection as v1alpha, which the library has, and as v1: it differs in name alone."""
     names = (SERVICE, _FLEET_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME, _REFLECTION_V1)
     alpha, v1 = descriptor_pb2.FileDescriptorProto(), descriptor_pb2.FileDescriptorProto()
@@ -171,6 +170,6 @@ def _add_reflection(methods: Methods) -> None:
     json_format.Parse(json_format.MessageToJson(alpha).replace("v1alpha", "v1"), v1)
     descriptor_pool.Default().AddSerializedFile(v1.SerializeToString())
     reflected: Any = reflection.aio.ReflectionServicer(names)
-    untyped: Any = methods
-    reflection_pb2_grpc.add_ServerReflectionServicer_to_server(reflected, untyped)
-    methods.serve_also_as(reflection.SERVICE_NAME, _REFLECTION_V1)
+    reflection_pb2_grpc.add_ServerReflectionServicer_to_server(reflected, methods)
+    handler = methods.find(f"/{reflection.SERVICE_NAME}/ServerReflectionInfo".encode())
+    methods.add_registered_method_handlers(_REFLECTION_V1, {"ServerReflectionInfo": handler})

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from itertools import chain
 
-from baton.v1 import common_pb2, control_pb2, fleet_pb2, fleet_pb2_grpc, router_pb2, router_pb2_grpc
+from baton.v1 import common_pb2, control_pb2, control_pb2_grpc, router_pb2, router_pb2_grpc
 from router.door.grpc_call import Call, Feed
 from router.door.intake import Ended, Intake, Opened, pieces
 from router.placement.placement import Placement
@@ -24,7 +24,7 @@ _REASONS = {
 }
 
 
-class RouterService(router_pb2_grpc.RouterServiceServicer, fleet_pb2_grpc.FleetServiceServicer):
+class RouterService(router_pb2_grpc.RouterServiceServicer, control_pb2_grpc.FleetServiceServicer):
     """Takes requests in and streams their output. A BatonError ends its call."""
 
     def __init__(self, intake: Intake) -> None:
@@ -71,15 +71,15 @@ class RouterService(router_pb2_grpc.RouterServiceServicer, fleet_pb2_grpc.FleetS
         return router_pb2.ExplainRouteResponse(candidates=candidates, unit=router.model.unit)
 
     async def WatchFleet(  # type: ignore[override]  # noqa: N802
-        self, request: fleet_pb2.FleetServiceWatchFleetRequest, context: Call
-    ) -> AsyncIterator[fleet_pb2.FleetServiceWatchFleetResponse]:
+        self, request: control_pb2.FleetServiceWatchFleetRequest, context: Call
+    ) -> AsyncIterator[control_pb2.FleetServiceWatchFleetResponse]:
         """Of the unit that gets most requests; ends with its router."""
         router, callers = await self._intake.door.main_router(), self._intake.callers
         is_tenant = callers is not None and not callers.is_operator(context.tenant)
         seen = None
         while (seen := await router.watch.next_after(seen)) is not None:
             shown = _for_tenants(seen) if is_tenant else seen
-            yield fleet_pb2.FleetServiceWatchFleetResponse(fleet=shown)
+            yield control_pb2.FleetServiceWatchFleetResponse(fleet=shown)
 
 
 class _Output(Feed):

@@ -27,8 +27,6 @@ from baton.v1 import (
     common_pb2,
     control_pb2,
     control_pb2_grpc,
-    fleet_pb2,
-    fleet_pb2_grpc,
     router_pb2,
     router_pb2_grpc,
     worker_pb2,
@@ -88,7 +86,7 @@ class SmallRouter(router_pb2_grpc.RouterServiceServicer):
         self.fail = fail
         self._server = grpc.server(ThreadPoolExecutor(8), options=(("grpc.so_reuseport", 0),))
         router_pb2_grpc.add_RouterServiceServicer_to_server(self, self._server)  # type: ignore
-        fleet_pb2_grpc.add_FleetServiceServicer_to_server(self, self._server)  # type: ignore
+        control_pb2_grpc.add_FleetServiceServicer_to_server(self, self._server)  # type: ignore
         self.address = f"127.0.0.1:{self._server.add_insecure_port(f'127.0.0.1:{port}')}"
         self._server.start()
 
@@ -189,7 +187,7 @@ class SmallRouter(router_pb2_grpc.RouterServiceServicer):
 
     def WatchFleet(self, request: Any, context: Any) -> Iterator[Any]:  # noqa: N802
         self._refuse(context)
-        yield fleet_pb2.FleetServiceWatchFleetResponse(fleet=SmallControl().fleet())
+        yield control_pb2.FleetServiceWatchFleetResponse(fleet=SmallControl().fleet())
 
 
 def _end(context: Any, error: BatonError) -> None:

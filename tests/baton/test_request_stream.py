@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import grpc
 import pytest
+from google.protobuf import text_format
 
 from baton import status
-from baton.client.events import Logprobs, Tokens, from_response
+from baton.client.events import Logprobs, Tokens, ToolCallDelta, from_response
 from baton.client.request_stream import RequestStream, build_request
 from baton.errors import (
     AlreadyExistsError,
@@ -15,58 +16,34 @@ from baton.errors import (
     OverloadedError,
 )
 from baton.v1 import common_pb2
-from baton.v1.router_pb2 import (
-    ChatMessage,
-    ContentPart,
-    GenerateResponse,
-    Routed,
-    Tool,
-    ToolCall,
-    ToolCallDelta,
-)
+from baton.v1.router_pb2 import ChatMessages, GenerateResponse, Routed
 from baton.v1.router_pb2 import Tokens as TokensMessage
 
 IMAGE = {"type": "image_url", "image_url": {"url": "data:,"}}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
-CALLING: dict[str, object] = {
-    **{"role": "assistant", "content": None, "refusal": None, "annotations": []},
-    **{"reasoning": "hm", "tool_calls": [CALL]},
+CALLING = {"role": "assistant", "content": None, "audio": None, "tool_calls": [CALL]}
+CHAT = """
+messages {
+  role: "assistant" reasoning_content: "hm" tool_calls {id: "c1" name: "f" arguments: '{"a": 1}'}
 }
+messages {role: "tool" tool_call_id: "c1" name: "f" content: "42"}
+messages {role: "user" parts {text: "and now?"}}
+tools {name: "f" parameters: '{"type": "object"}'}
+tool_choice {name: "f"}
+"""
 
 
 def test_a_chat_keeps_every_field_of_its_messages() -> None:
     result = {"role": "tool", "tool_call_id": "c1", "name": "f", "content": "42"}
     asked = {"role": "user", "content": [{"type": "text", "text": "and now?"}]}
-    request = build_request(
-        chat=[CALLING, result, asked],
-        tools=[TOOL],
-        tool_choice={"type": "function", "function": {"name": "f"}},
-        ttft_target_ms=500,
-        itl_target_ms=20,
-    )
-    call = ToolCall(id="c1", name="f", arguments='{"a": 1}')
-    assert list(request.chat.messages) == [
-        ChatMessage(role="assistant", reasoning_content="hm", tool_calls=[call]),
-        ChatMessage(role="tool", tool_call_id="c1", name="f", content="42"),
-        ChatMessage(role="user", parts=[ContentPart(text="and now?")]),
-    ]
-    assert list(request.chat.tools) == [Tool(name="f", parameters='{"type": "object"}')]
-    assert request.chat.tool_choice.name == "f"
-    assert (request.ttft_target_ms, request.itl_target_ms) == (500, 20)
-    assert build_request(chat=[asked], tools=[TOOL], tool_choice="required").chat.tool_choice
+    chat, named = [{**CALLING, "reasoning": "hm"}, result, asked], {"function": {"name": "f"}}
+    request = build_request(chat=chat, tools=[TOOL], tool_choice=named, itl_target_ms=20)
+    assert request.chat == text_format.Parse(CHAT, ChatMessages())
+    assert request.itl_target_ms == 20
+    forced = build_request(chat=[asked], tools=[TOOL], tool_choice="required")
+    assert forced.chat.HasField("tool_choice")
     assert not build_request(chat=[asked], tools=[TOOL], tool_choice="none").chat.tools
-
-
-def test_tokens_come_with_what_their_answer_says() -> None:
-    calls = [ToolCallDelta(index=0, id="c1", name="f", arguments="{}")]
-    message = TokensMessage(index=3, ids=[4], text="a", reasoning="hm", tool_calls=calls)
-    event = from_response(GenerateResponse(tokens=message))
-    assert isinstance(event, Tokens)
-    assert (event.text, event.reasoning) == ("a", "hm")
-    assert [vars(call) for call in event.tool_calls] == [
-        {"index": 0, "id": "c1", "name": "f", "arguments": "{}"}
-    ]
 
 
 @pytest.mark.parametrize(
@@ -121,9 +98,11 @@ def test_a_gap_in_the_stream_is_an_error_and_what_was_seen_is_dropped() -> None:
     with pytest.raises(BatonError, match="tokens 2 to 2 "):
         stream.absorb(tokens(3, [7], "c"))
     stream = RequestStream(build_request("a"), ["nowhere"])
-    thought = TokensMessage(index=0, reasoning="hm")
-    assert stream.absorb(GenerateResponse(tokens=thought)) == Tokens(0, (), "", reasoning="hm")
-    assert stream.absorb(GenerateResponse(tokens=thought)) is None
+    call = {"index": 0, "id": "c1", "name": "f", "arguments": "{}"}
+    said = GenerateResponse(tokens=TokensMessage(reasoning="hm", tool_calls=[call]))
+    expected = Tokens(0, (), "", reasoning="hm", tool_calls=(ToolCallDelta(**call),))
+    assert stream.absorb(said) == expected
+    assert stream.absorb(said) is None
 
 
 def test_a_reconnect_brings_back_seed_and_unit_as_the_last_router_named_them() -> None:

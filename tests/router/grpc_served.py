@@ -23,7 +23,7 @@ from h2.events import (
 
 from baton.client.connections import Connection
 from baton.errors import InvalidRequestError, OverloadedError
-from baton.v1 import fleet_pb2, fleet_pb2_grpc, router_pb2, router_pb2_grpc
+from baton.v1 import control_pb2, control_pb2_grpc, router_pb2, router_pb2_grpc
 from router.door.gate import Gate
 from router.door.grpc_call import Feed
 from router.door.h2_server import GrpcServer, Limits
@@ -108,10 +108,10 @@ class TestedService(router_pb2_grpc.RouterServiceServicer):
         return router_pb2.TokenizeResponse(ids=[len(request.text)])
 
     async def WatchFleet(  # noqa: N802
-        self, request: fleet_pb2.FleetServiceWatchFleetRequest, context: Any
-    ) -> AsyncIterator[fleet_pb2.FleetServiceWatchFleetResponse]:
+        self, request: control_pb2.FleetServiceWatchFleetRequest, context: Any
+    ) -> AsyncIterator[control_pb2.FleetServiceWatchFleetResponse]:
         for _ in range(3):
-            yield fleet_pb2.FleetServiceWatchFleetResponse()
+            yield control_pb2.FleetServiceWatchFleetResponse()
 
 
 class Served:
@@ -143,7 +143,7 @@ async def served(context: ssl.SSLContext | None = None, **limits: Any) -> AsyncI
     service = TestedService()  # type: ignore[abstract]
     methods: Any = server.methods
     router_pb2_grpc.add_RouterServiceServicer_to_server(service, methods)
-    fleet_pb2_grpc.add_FleetServiceServicer_to_server(service, methods)  # type: ignore[arg-type]
+    control_pb2_grpc.add_FleetServiceServicer_to_server(service, methods)  # type: ignore[arg-type]
     server.start(context)
     try:
         yield Served(server, service)

@@ -89,21 +89,10 @@ async def test_whoever_trusts_the_authority_and_has_a_token_is_answered(site: Si
     await site.d.check_empty()
 
 
-async def reflected(channel: grpc.aio.Channel, version: str, request: Any) -> Any:
-    """What reflection answers; its two versions differ in name alone."""
-    call: Any = channel.stream_stream(
-        f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo",
-        request_serializer=reflection_pb2.ServerReflectionRequest.SerializeToString,
-        response_deserializer=reflection_pb2.ServerReflectionResponse.FromString,
-    )
-    return await call(iter([request])).read()
-
-
 async def test_without_a_known_token_nothing_is_served_but_health_and_reflection(
     site: Site,
 ) -> None:
-    ask = reflection_pb2.ServerReflectionRequest
-    router_service = ask(file_containing_symbol="baton.v1.RouterService")
+    asked = [reflection_pb2.ServerReflectionRequest(list_services="")]
     for token in (None, "", "guess", RED[:-1], f"{RED}x"):
         async with grpc.aio.secure_channel(site.address, site.tls.credentials()) as channel:
             stub = router_pb2_grpc.RouterServiceStub(channel)
@@ -119,13 +108,12 @@ async def test_without_a_known_token_nothing_is_served_but_health_and_reflection
             )
             for call in short:
                 assert (await error_of(call)).code() is grpc.StatusCode.UNAUTHENTICATED
-            for version in ("v1alpha", "v1"):
-                assert "Generate" in str(await reflected(channel, version, router_service))
-                own = f"grpc.reflection.{version}.ServerReflection"
-                services = await reflected(channel, version, ask(list_services=""))
-                assert own in str(services)
-                files = await reflected(channel, version, ask(file_containing_symbol=own))
-                assert files.file_descriptor_response.file_descriptor_proto
+            for service in (f"grpc.reflection.{v}.ServerReflection" for v in ("v1alpha", "v1")):
+                reflect: Any = channel.stream_stream(
+                    f"/{service}/ServerReflectionInfo",
+                    request_serializer=reflection_pb2.ServerReflectionRequest.SerializeToString,
+                )
+                assert service.encode() in await reflect(iter(asked)).read()
             health = await health_pb2_grpc.HealthStub(channel).Check(
                 health_pb2.HealthCheckRequest()
             )
