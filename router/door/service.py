@@ -15,7 +15,6 @@ from router.placement.placement import Placement
 from router.request.output import Event, Finished, FinishReason, TokenRun
 from router.request.validate import REQUEST_ID
 from router.text.answer import AnswerReader, Said, Thought
-from router.text.tools import CallDelta
 
 _REASONS = {
     FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
@@ -88,7 +87,6 @@ class _Output(Feed):
     def __init__(self, opened: Opened) -> None:
         self._opened, self._reader = opened, opened.reader
         self._answer = opened.answer_reader()
-        self._has_begun = False
 
     def follow(self, on_news: Callable[[], None]) -> None:
         self._reader.on_news = on_news
@@ -111,32 +109,23 @@ class _Output(Feed):
     def _told_apart(
         self, answer: AnswerReader, events: Sequence[Event]
     ) -> Iterator[router_pb2.GenerateResponse]:
-        """What is said of tokens comes with them. So a client that comes back, which names the
-        first token that it has not seen, misses nothing and sees nothing twice. What is left at the
-        end comes without ids."""
+        """What tokens say comes with them: so a client that comes back, and names the first token
+        that it has not seen, misses nothing. What is left at the end comes without ids, once."""
         rest: list[Said] = []
         for event in events:
-            match event:
-                case TokenRun():
-                    self._begin(answer, event.index)
-                    said = answer.push(event.text)
-                    if event.ids:
-                        yield _tokens(event, said)
-                    else:
-                        rest += said
-                case Finished():
-                    self._begin(answer, event.num_output_tokens)
-                    if rest := rest + answer.finish():
-                        yield _tokens(TokenRun(event.num_output_tokens, (), "", ()), rest)
-                    yield router_pb2.GenerateResponse(finished=_finished(event, answer.has_called))
-                case _:
-                    yield _response(event)
-
-    def _begin(self, answer: AnswerReader, index: int) -> None:
-        """Read what a client which comes back has seen."""
-        if not self._has_begun:
-            self._has_begun = True
-            answer.push(self._reader.text_before(index))
+            if isinstance(event, TokenRun | Finished):
+                answer.push(self._reader.take_seen())
+            if isinstance(event, TokenRun):
+                rest += answer.push(event.text)
+                if event.ids:
+                    yield _tokens(event, rest)
+                    rest = []
+            elif isinstance(event, Finished):
+                if rest := rest + answer.finish():
+                    yield _tokens(TokenRun(event.num_output_tokens, (), "", ()), rest)
+                yield router_pb2.GenerateResponse(finished=_finished(event, answer.has_called))
+            else:
+                yield _response(event)
 
 
 # --- values to messages ---------------------------------------------------------------------------
@@ -160,19 +149,14 @@ def _response(event: Event) -> router_pb2.GenerateResponse:
 
 def _tokens(run: TokenRun, said: Iterable[Said]) -> router_pb2.GenerateResponse:
     tokens = router_pb2.Tokens(index=run.index, ids=run.ids, logprobs=run.logprobs)
-    for piece in said:
-        match piece:
-            case str():
-                tokens.text += piece
-            case Thought():
-                tokens.reasoning += piece.text
-            case CallDelta():
-                tokens.tool_calls.add(
-                    index=piece.index,
-                    id=piece.call_id,
-                    name=piece.name or "",
-                    arguments=piece.arguments,
-                )
+    for each in said:
+        if isinstance(each, str):
+            tokens.text += each
+        elif isinstance(each, Thought):
+            tokens.reasoning += each.text
+        else:
+            named = {"id": each.call_id, "name": each.name or ""}
+            tokens.tool_calls.add(index=each.index, arguments=each.arguments, **named)
     return router_pb2.GenerateResponse(tokens=tokens)
 
 

@@ -33,10 +33,10 @@ class Answer:
     ids: list[int] = field(default_factory=list)
     text: str = ""
     reasoning: str = ""
-    calls: list[list[str]] = field(default_factory=list)
-    """Of each its id, name and arguments."""
+    calls: list[tuple[str, str]] = field(default_factory=list)
+    """Of each its id and name."""
     arguments: str = ""
-    """Of all calls, of those too that began before `from_index`."""
+    """Of all calls."""
     routed: list[router_pb2.Routed] = field(default_factory=list)
     migrated: list[router_pb2.Migrated] = field(default_factory=list)
     handed_off: list[router_pb2.HandedOff] = field(default_factory=list)
@@ -73,12 +73,8 @@ class Answer:
             self.ids.extend(tokens.ids)
             self.text += tokens.text
             self.reasoning += tokens.reasoning
+            self.calls += [(call.id, call.name) for call in tokens.tool_calls if call.id]
             self.arguments += "".join(call.arguments for call in tokens.tool_calls)
-            for call in tokens.tool_calls:
-                if call.id:
-                    self.calls.append([call.id, call.name, ""])
-                if self.calls:
-                    self.calls[-1][2] += call.arguments
             self.num_token_messages += 1
         elif kind == "finished":
             self.finished = response.finished

@@ -478,8 +478,8 @@ async def test_grpc_tells_thoughts_and_calls_apart_as_openai_s_door_does(speaks:
         whole = await d.client.ask(request)
         assert bytes(whole.ids[:-1]).decode() == said
         assert (whole.reasoning, whole.text) == (message["reasoning"], message["content"])
-        functions = [call["function"] for call in calls]
-        assert [[f["name"], f["arguments"]] for f in functions] == [c[1:] for c in whole.calls]
+        assert [name for _, name in whole.calls] == [call["function"]["name"] for call in calls]
+        assert whole.arguments == "".join(call["function"]["arguments"] for call in calls)
         assert whole.reason == common_pb2.FINISH_REASON_TOOL_CALLS
         assert choice["finish_reason"] == "tool_calls"
         for index in range(len(whole.ids) + 1):  # its client comes back, having seen so many
@@ -487,11 +487,9 @@ async def test_grpc_tells_thoughts_and_calls_apart_as_openai_s_door_does(speaks:
             seen, rest = Answer(), await d.client.ask(request)
             pieces = AnswerReader(d.router.text, [], {"f"}, "").push(said[:index])
             seen.take(_tokens(TokenRun(0, whole.ids[:index], "", ()), pieces))
-            assert seen.reasoning + rest.reasoning == whole.reasoning
-            assert seen.text + rest.text == whole.text
-            arguments = [c[2] for c in seen.calls]
-            assert "".join(arguments) + rest.arguments == '{"a": 1}' * 2
-            assert [c[0] for c in whole.calls][len(arguments) :] == [c[0] for c in rest.calls]
+            for name in ("reasoning", "text", "arguments"):
+                assert getattr(seen, name) + getattr(rest, name) == getattr(whole, name)
+            assert whole.calls[len(seen.calls) :] == rest.calls
             assert rest.finished == whole.finished
         request = router_pb2.GenerateRequest(chat=chat)
         del request.chat.tools[:]
