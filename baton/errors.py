@@ -24,6 +24,7 @@ BatonError
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import ClassVar
 
 
@@ -32,6 +33,8 @@ class BatonError(Exception):
 
     reason: str = "INTERNAL"
     grpc_status: ClassVar[str] = "INTERNAL"
+    kinds: ClassVar[Mapping[str, str]] = {}
+    """Fields of a `GenerateRequest` that have a reason of their own."""
 
     def __init__(
         self, message: str, *, field: str | None = None, retry_after_s: float | None = None
@@ -39,31 +42,21 @@ class BatonError(Exception):
         super().__init__(message)
         self.message = message
         self.field = field
+        top = re.match(r"(?:request\.)?(\w*)", field or "")
+        self.reason = self.kinds.get(top[1] if top else "", self.reason)
         self.retry_after_s = retry_after_s
 
 
-# Of a `GenerateRequest`'s fields: what is wrong where one of them is.
-_KINDS = {
-    "INVALID_PROMPT": ("prompt", "text", "chat", "token_ids", "truncate_prompt_tokens"),
-    "INVALID_SAMPLING": (
-        *("sampling", "seed", "stop", "stop_token_ids", "bad_words", "allowed_token_ids"),
-    ),
-    "INVALID_CONSTRAINT": ("json_schema", "json_object", "regex", "grammar", "choice"),
-}
-_KIND_OF = {name: kind for kind, names in _KINDS.items() for name in names}
-
-
 class InvalidRequestError(BatonError):
-    """`reason` says of which kind the field is. INVALID_REQUEST: of none of them, or no field."""
+    """INVALID_REQUEST where its field is of no other kind."""
 
     reason, grpc_status = "INVALID_REQUEST", "INVALID_ARGUMENT"
-
-    def __init__(
-        self, message: str, *, field: str | None = None, retry_after_s: float | None = None
-    ) -> None:
-        super().__init__(message, field=field, retry_after_s=retry_after_s)
-        top = re.match(r"(?:request\.)?(\w*)", field or "")
-        self.reason = _KIND_OF.get(top[1] if top else "", self.reason)
+    kinds: ClassVar[Mapping[str, str]] = {
+        **dict.fromkeys(("prompt", "text", "chat", "token_ids"), "INVALID_PROMPT"),
+        **dict.fromkeys(("sampling", "seed", "stop", "stop_token_ids"), "INVALID_SAMPLING"),
+        **dict.fromkeys(("bad_words", "allowed_token_ids"), "INVALID_SAMPLING"),
+        **dict.fromkeys(("json_schema", "regex", "grammar", "choice"), "INVALID_CONSTRAINT"),
+    }
 
 
 class NotFoundError(BatonError):

@@ -28,7 +28,7 @@ _BY_REASON: dict[str, type[BatonError]] = {
     for kind in vars(errors).values()
     if isinstance(kind, type) and issubclass(kind, BatonError) and "reason" in vars(kind)
 }
-_INVALID = "INVALID_"  # further ones say of which kind the field is, and follow from it
+_BY_REASON |= {reason: kind for kind in _BY_REASON.values() for reason in kind.kinds.values()}
 # For servers and proxies that send no details.
 _BY_CODE: dict[grpc.StatusCode, type[BatonError]] = {
     grpc.StatusCode.INVALID_ARGUMENT: errors.InvalidRequestError,
@@ -197,8 +197,6 @@ def _from_details(failure: RpcFailure, message: str) -> BatonError | None:
             retry_after_s=retry_after_s,
         )
     kind = _BY_REASON.get(info.reason, BatonError)
-    if info.reason.startswith(_INVALID):
-        kind = errors.InvalidRequestError
     return kind(message, field=field, retry_after_s=retry_after_s)
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from google.protobuf.json_format import ParseDict, ParseError
@@ -19,18 +18,21 @@ def chat_of(
     messages: Sequence[Given], tools: Sequence[Given] | None, choice: str | Given | None
 ) -> router_pb2.ChatMessages:
     """Raises InvalidRequestError, which names what is wrong."""
-    chat = router_pb2.ChatMessages()
-    for index, message in enumerate(messages):
-        with _naming(f"chat[{index}]"):
+    chat, place = router_pb2.ChatMessages(), "chat"
+    try:
+        for index, message in enumerate(messages):
+            place = f"chat[{index}]"
             ParseDict(_message(message), chat.messages.add())
-    for index, tool in enumerate(tools if tools and choice != "none" else ()):
-        with _naming(f"tools[{index}]"):
+        for index, tool in enumerate(tools if tools and choice != "none" else ()):
+            place = f"tools[{index}]"
             ParseDict(_function(tool), chat.tools.add())
-    with _naming("tool_choice"):
+        place = "tool_choice"
         if choice == "required":
             chat.tool_choice.SetInParent()
         elif choice not in (None, "auto", "none"):
             ParseDict(_function(choice), chat.tool_choice)
+    except (ParseError, AttributeError, KeyError, TypeError, ValueError) as error:
+        raise InvalidRequestError(f"{place}: {error}", field=place) from error
     return chat
 
 
@@ -60,11 +62,3 @@ def _function(given: Any) -> dict[str, Any]:
         for name, value in given["function"].items()
         if value is not None and name != "strict"
     }
-
-
-@contextlib.contextmanager
-def _naming(field: str) -> Iterator[None]:
-    try:
-        yield
-    except (ParseError, AttributeError, KeyError, TypeError, ValueError) as error:
-        raise InvalidRequestError(f"{field}: {error}", field=field) from error

@@ -68,7 +68,7 @@ def test_a_chat_keeps_every_field_of_its_messages() -> None:
         ({"prompt": "a", "stop": "END"}, "stop"),
         ({"prompt": "a", "temperature": None}, "temperature"),
         ({"prompt": "a", "chat": ["x"]}, "prompt"),
-        ({"chat": 3}, "prompt"),
+        ({"chat": 3}, "chat"),
         ({"chat": [{"role": "user", "content": None}]}, "chat[0]"),
         ({"chat": [{"role": "user", "content": [IMAGE]}]}, "chat[0]"),
         ({"chat": [{"role": "user", "content": "a", "audio": {"id": "1"}}]}, "chat[0]"),

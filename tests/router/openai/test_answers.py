@@ -439,43 +439,33 @@ def read_all(sock: socket.socket) -> bytes:
     return b"".join(parts)
 
 
-async def test_grpc_has_the_same_chats_as_typed_messages(speaks: Speaks) -> None:
+async def test_grpc_has_the_same_chats_and_answers_as_typed_messages(speaks: Speaks) -> None:
+    said = f"<think>hm </think>Sure.\n{CALLS}\n{CALLS}"
     call = router_pb2.ToolCall(id="c1", name="f", arguments='{"a": 1}')
     chat = router_pb2.ChatMessages(
         messages=[
             router_pb2.ChatMessage(role="assistant", tool_calls=[call]),
             router_pb2.ChatMessage(role="tool", tool_call_id="c1", content="42"),
-            router_pb2.ChatMessage(
-                role="user", parts=[router_pb2.ContentPart(text=saying("it is 42"))]
-            ),
+            router_pb2.ChatMessage(role="user", parts=[router_pb2.ContentPart(text=saying(said))]),
         ],
         tools=[router_pb2.Tool(name="f")],
     )
-    async with speaks(MARKS["hermes"] + CHAT) as (d, http):
-        answer = await d.client.ask(router_pb2.GenerateRequest(chat=chat))
-        assert answer.text == "it is 42"
+    messages = [
+        {"role": "assistant", "tool_calls": [
+            {"id": "c1", "function": {"name": "f", "arguments": '{"a": 1}'}}]},
+        {"role": "tool", "tool_call_id": "c1", "content": "42"},
+        {"role": "user", "content": saying(said)},
+    ]  # fmt: skip
+    body = {"messages": messages, "tools": [{"function": {"name": "f"}}]}
+    async with speaks("{# <think> #}" + MARKS["hermes"] + CHAT, resume_window_s=20.0) as (d, http):
+        request = router_pb2.GenerateRequest(chat=chat, request_id="r")
+        whole = await d.client.ask(request)
         ids = (await d.client.stub.Tokenize(router_pb2.TokenizeRequest(chat=chat))).ids
         (run,) = d.worker("d0").finished.values()
         assert list(ids) == run.tokens[: run.num_prompt]
-        messages = [
-            {"role": "assistant", "tool_calls": [
-                {"id": "c1", "function": {"name": "f", "arguments": '{"a": 1}'}}]},
-            {"role": "tool", "tool_call_id": "c1", "content": "42"},
-            {"role": "user", "content": saying("it is 42")},
-        ]  # fmt: skip
-        body = {"messages": messages, "tools": [{"function": {"name": "f"}}]}
         assert (await http.post("/tokenize", body)).json["tokens"] == list(ids)
-
-
-async def test_grpc_tells_thoughts_and_calls_apart_as_openai_s_door_does(speaks: Speaks) -> None:
-    async with speaks("{# <think> #}" + MARKS["hermes"] + CHAT, resume_window_s=20.0) as (d, http):
-        said = f"<think>hm </think>Sure.\n{CALLS}\n{CALLS}"
-        choice = (await http.chat(said, tools=TOOLS)).json["choices"][0]
+        (choice,) = (await http.post("/v1/chat/completions", body)).json["choices"]
         message, calls = choice["message"], choice["message"]["tool_calls"]
-        user = router_pb2.ChatMessage(role="user", content=saying(said))
-        chat = router_pb2.ChatMessages(messages=[user], tools=[router_pb2.Tool(name="f")])
-        request = router_pb2.GenerateRequest(chat=chat, request_id="r")
-        whole = await d.client.ask(request)
         assert bytes(whole.ids[:-1]).decode() == said
         assert (whole.reasoning, whole.text) == (message["reasoning"], message["content"])
         assert [name for _, name in whole.calls] == [call["function"]["name"] for call in calls]
