@@ -44,10 +44,8 @@ def _message(given: Given) -> dict[str, Any]:
     if "reasoning" in made:
         made["reasoning_content"] = made.pop("reasoning")
     if isinstance(made.get("content"), list):
-        made["parts"] = [
-            {name: value for name, value in part.items() if name != "type"}
-            for part in made.pop("content")
-        ]
+        parts = made.pop("content")
+        made["parts"] = [{name: part[name] for name in part if name != "type"} for part in parts]
     calls = made.get("tool_calls", ())
     made["tool_calls"] = [{"id": call.get("id", ""), **_function(call)} for call in calls]
     return made

@@ -117,9 +117,7 @@ Global___ChatMessage: _TypeAlias = ChatMessage  # noqa: Y015
 
 @_typing.final
 class Tool(_message.Message):
-    """What the model may call. The answer has its calls in Tokens.tool_calls. Refused where the router
-    does not know how the model writes calls.
-    """
+    """What the model may call; Tokens.tool_calls are its calls. Refused where their format is not known."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

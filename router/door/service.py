@@ -99,9 +99,8 @@ class _Output(Feed):
         events = self._reader.take_now()
         if events is None:
             return None
-        if self._answer is None:
-            return [_response(event) for event in events]
-        return list(self._told_apart(self._answer, events))
+        answer = self._answer
+        return list(map(_response, events) if answer is None else self._told_apart(answer, events))
 
     def leave(self) -> None:
         self._opened.leave()

@@ -125,8 +125,7 @@ def parse_generate(
     """
     check_names(request, limits)
     if request.chat.tools and model.tool_format is None:
-        problem = "the chat template names no format of calls that is known; router.tool_calls sets"
-        raise _wrong("chat.tools", f"{problem} one")
+        raise _wrong("chat.tools", "the format of calls is not known; router.tool_calls sets one")
     _check_stop(request, model.vocab_size)
     _check_sampling(request.sampling)
     _check_biases(request.sampling.logit_bias, model.vocab_size)

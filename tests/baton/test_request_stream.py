@@ -24,13 +24,11 @@ TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "ob
 CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
 CALLING = {"role": "assistant", "content": None, "audio": None, "tool_calls": [CALL]}
 CHAT = """
-messages {
-  role: "assistant" reasoning_content: "hm" tool_calls {id: "c1" name: "f" arguments: '{"a": 1}'}
-}
+messages {role: "assistant" reasoning_content: "hm"
+  tool_calls {id: "c1" name: "f" arguments: '{"a": 1}'}}
 messages {role: "tool" tool_call_id: "c1" name: "f" content: "42"}
 messages {role: "user" parts {text: "and now?"}}
-tools {name: "f" parameters: '{"type": "object"}'}
-tool_choice {name: "f"}
+tools {name: "f" parameters: '{"type": "object"}'} tool_choice {name: "f"}
 """
 
 

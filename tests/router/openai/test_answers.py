@@ -471,7 +471,6 @@ async def test_grpc_has_the_same_chats_and_answers_as_typed_messages(speaks: Spe
         assert [name for _, name in whole.calls] == [call["function"]["name"] for call in calls]
         assert whole.arguments == "".join(call["function"]["arguments"] for call in calls)
         assert whole.reason == common_pb2.FINISH_REASON_TOOL_CALLS
-        assert choice["finish_reason"] == "tool_calls"
         for index in range(len(whole.ids) + 1):  # its client comes back, having seen so many
             request.resume_from_index = index
             seen, rest = Answer(), await d.client.ask(request)
@@ -485,7 +484,6 @@ async def test_grpc_has_the_same_chats_and_answers_as_typed_messages(speaks: Spe
         del request.chat.tools[:]
         without = await d.client.ask(request)
         assert (without.text, without.calls) == (f"Sure.\n{CALLS}\n{CALLS}", [])
-        assert without.reason == common_pb2.FINISH_REASON_STOP
 
 
 async def test_a_router_that_leaves_finishes_its_streams_and_takes_nothing_new(
