@@ -112,7 +112,7 @@ class Kubelet:
         return (self._machine.logs / pod / f"{run}.log").read_text(errors="replace")
 
     def is_cordoned(self, node: str) -> bool:
-        """Whether pods that come from now on avoid it: the watch tells of a change a little later."""
+        """Whether pods that come from now on avoid it: a change arrives by a watch."""
         (found,) = [n for n in self._nodes.snapshot().values() if n["metadata"]["name"] == node]
         return bool(found["spec"].get("unschedulable"))
 
