@@ -32,7 +32,6 @@ from router.door.openai.answering import Answering, Asked
 from router.door.openai.bodies import ChatBody, CompletionBody, TokenizeBody, choices_of, parsed
 from router.door.openai.document import openapi
 from router.door.openai.errors import FAULT, NEVER_RETRY, ErrorResponse, response_to, shape
-from router.door.openai.fields import ignored
 from router.door.openai.guard import Guard
 from router.door.openai.naming import Naming
 from router.door.openai.responses import ResponseAnswer, ResponsesBody
@@ -137,13 +136,13 @@ class OpenAiApp:
         body = getattr(given, "as_chat", given)
         if REQUEST_ID.fullmatch(body.request_id or ""):
             request.state.request_id = body.request_id
-        if names := ignored(body.model_extra, bodies.SERVED):
-            self._intake.door.metrics.saw_ignored(names)
-            request.state.ignored_fields = ", ".join(names)
         traceparent = request.headers.get("traceparent", "")
         for each in made:
             each.traceparent = traceparent if len(traceparent) <= _MAX_TRACE_CHARS else ""
             confine(each, tenant)
+            largest = self._intake.limits_of(each.tenant).largest_max_tokens
+            if not each.HasField("chat") and body.max_tokens is None and largest:
+                each.sampling.max_tokens = min(each.sampling.max_tokens, largest)
         renamed = self._renamed(request, body)
         each_choice = choices_of(made, body.num_choices)
         asked = Asked(body, each_choice, request.state.request_id, renamed, given)
@@ -212,11 +211,17 @@ class OpenAiApp:
         return self._callers.tenant_of(headers, "the header `Authorization: Bearer TOKEN`")
 
     async def _read(self, request: Request, tenant: str | None, kind: type[Any]) -> Any:
-        """As `parsed`; off the loop where the body is large."""
+        """A body and its requests; parsed off the loop where it is large."""
         data = await self._body(request)
         if len(data) <= AT_ONCE_BYTES:
-            return parsed(kind, data)
-        return await self._intake.off_loop(lambda: parsed(kind, data), tenant, len(data))
+            made = parsed(kind, data)
+        else:
+            made = await self._intake.off_loop(lambda: parsed(kind, data), tenant, len(data))
+        body, requests, names = made
+        if names:
+            self._intake.door.metrics.saw_ignored(names)
+            request.state.ignored_fields = ", ".join(names)
+        return body, requests
 
     async def _body(self, request: Request) -> bytes:
         """A body that says that it is too large is not read."""

@@ -18,7 +18,12 @@ from baton.v1 import common_pb2, router_pb2
 from router.door.openai.fields import ignored
 from router.request.chat import MAX_CALLS, MAX_MESSAGES, MAX_PARTS, MAX_TOOLS
 from router.request.counting import check_json
-from router.request.validate import MAX_BAD_WORDS, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
+from router.request.validate import (
+    ALL_THAT_FIT,
+    MAX_BAD_WORDS,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+)
 
 MAX_CHOICES = 128
 _COMPLETION_TOKENS = 16
@@ -31,7 +36,7 @@ _SAMPLING = (
 )
 _PLAIN = (
     *("request_id", "priority", "timeout_ms", "ttft_target_ms", "itl_target_ms", "tenant"),
-    *("cache_salt", "session_id", "truncate_prompt_tokens", "include_stop_str_in_output"),
+    *("cache_salt", "session_id", "include_stop_str_in_output"),
 )
 _CONSTRAINTS = {
     **{f"guided_{name}": name for name in ("json", "regex", "choice", "grammar")},
@@ -55,7 +60,7 @@ Int = Annotated[  # 16.0 is one, too
 
 
 class _Part(BaseModel):
-    model_config = ConfigDict(strict=True)
+    model_config = ConfigDict(strict=True, extra="allow")  # `fields` judges what is not listed
 
 
 class TextPart(_Part):
@@ -93,6 +98,7 @@ class Message(_Part):
     reasoning_content: str | None = None
     reasoning: str | None = None  # what vLLM calls it
     name: str | None = None
+    refusal: str | None = None  # in place of content
 
 
 class StreamOptions(_Part):
@@ -121,7 +127,6 @@ class ResponseFormat(_Part):
 class StructuredOutputs(_Part):
     """As vLLM has it; one of them."""
 
-    model_config = ConfigDict(extra="allow")
     json_schema: dict[str, Any] | str | None = Field(default=None, alias="json")
     regex: str | None = None
     choice: Annotated[list[str], _FAIL_FAST] | None = None
@@ -129,10 +134,10 @@ class StructuredOutputs(_Part):
     json_object: bool | None = None
 
     def constraint(self) -> tuple[str, Any]:
-        known = [info.alias or name for name, info in type(self).model_fields.items()]
-        dumped = self.model_dump(by_alias=True, exclude_none=True)
-        given = [(name, value) for name, value in dumped.items() if value is not False]
-        if len(given) != 1 or given[0][0] not in known:
+        known = {info.alias or name: name for name, info in type(self).model_fields.items()}
+        every = ((name, getattr(self, field)) for name, field in known.items())
+        given = [(name, value) for name, value in every if value is not None and value is not False]
+        if len(given) != 1:
             problem = f"structured_outputs: one constraint, of {', '.join(known)}"
             raise InvalidRequestError(problem, field="structured_outputs")
         return given[0]
@@ -160,7 +165,6 @@ class AllowedToolsChoice(_Part):
 class _Templated(_Part):
     """What the chat template reads beside messages and tools."""
 
-    model_config = ConfigDict(extra="allow")
     chat_template_kwargs: dict[str, Any] | None = None
     documents: Annotated[list[dict[str, Any]], _FAIL_FAST] | None = None
     reasoning_effort: str | None = None
@@ -184,7 +188,6 @@ class _Templated(_Part):
 class _Body(_Part):
     """What every body that asks for an answer may have."""
 
-    model_config = ConfigDict(extra="allow")
     model: str | None = None
     n: Int | None = Field(default=None, ge=1, le=MAX_CHOICES)
     stream: bool | None = None
@@ -205,7 +208,7 @@ class _Body(_Part):
     logit_bias: dict[str, float] | None = None
     allowed_token_ids: Annotated[list[int], _FAIL_FAST] | None = None
     bad_words: Annotated[list[str], _at_most(MAX_BAD_WORDS)] | None = None
-    truncate_prompt_tokens: Int | None = Field(default=None, ge=1, le=(1 << 32) - 1)
+    truncate_prompt_tokens: Int | None = Field(default=None, ge=-1, lt=ALL_THAT_FIT)
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     return_token_ids: bool | None = None
@@ -259,6 +262,8 @@ class _Body(_Part):
             model=self.model or "", stop=_listed(self.stop), sampling=self._sampling()
         )
         made.show_special_tokens = self.skip_special_tokens is False
+        kept = self.truncate_prompt_tokens or 0
+        made.truncate_prompt_tokens = ALL_THAT_FIT if kept < 0 else kept
         for name in _PLAIN:
             if (value := getattr(self, name)) is not None:
                 setattr(made, name, value)
@@ -453,14 +458,14 @@ class DetokenizeBody(_Part):
         return [made]
 
 
-def parsed(kind: type[Any], data: bytes) -> tuple[Any, list[Any]]:
-    """The body, and its requests. Raises InvalidRequestError, which names the field."""
+def parsed(kind: type[Any], data: bytes) -> tuple[Any, list[Any], list[str]]:
+    """The body, its requests and the fields that were ignored. Raises InvalidRequestError, which
+    names the field."""
     check_json(data)
     try:
         body = kind.model_validate_json(data)
-        chat = getattr(body, "as_chat", body)  # what another API's body becomes
-        ignored(chat.model_extra or {}, SERVED)  # it raises for those that are refused
-        return body, body.requests()
+        names = ignored(body, getattr(body, "as_chat", body), SERVED)
+        return body, body.requests(), names
     except UnicodeEncodeError:
         raise InvalidRequestError("a text holds half of a surrogate pair") from None
     except ValidationError as error:
@@ -513,10 +518,10 @@ def _add(chat: router_pb2.ChatMessages, message: Message, field: str) -> None:
         reasoning_content=message.reasoning_content or message.reasoning or "",
         name=message.name or "",
     )
-    if isinstance(message.content, str):
-        made.content = message.content
-    for index, part in enumerate(message.content or () if not made.content else ()):
-        assert isinstance(part, TextPart)
+    content = message.refusal if message.content is None else message.content
+    if isinstance(content, str):
+        made.content = content
+    for index, part in enumerate(content if isinstance(content, list) else ()):
         text = part.refusal if part.type == "refusal" else part.text
         if part.type not in ("text", "refusal") or text is None:
             raise InvalidRequestError(

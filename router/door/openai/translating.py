@@ -35,7 +35,7 @@ def _called(*names: str) -> Any:
 class Piece(BaseModel):
     """An item of OpenAI's responses; a turn or a block of Anthropic's."""
 
-    model_config = ConfigDict(strict=True)
+    model_config = ConfigDict(strict=True, extra="allow")
     type: str = "message"
     role: str | None = None
     content: str | Annotated[list[Piece], SEVERAL] | None = _called("content", "output", "thinking")
@@ -104,7 +104,11 @@ def tools_of(tools: Iterable[Delta] | None, *kinds: str | None) -> list[Delta] |
     for index, tool in enumerate(tools := list(tools or ())):
         if (kind := tool.get("type")) not in kinds:
             raise refused(f"tools[{index}]", f"{kind} is not served; functions are")
-    return [{"function": tool} for tool in tools] or None
+    return [{"function": without_type(tool)} for tool in tools] or None
+
+
+def without_type(value: Delta) -> Delta:
+    return {name: each for name, each in value.items() if name != "type"}
 
 
 class TranslatedBody(BaseModel):
