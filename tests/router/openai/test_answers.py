@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from baton.config.router import TenantLimits
 from baton.errors import ConfigError
 from baton.v1 import common_pb2, router_pb2, worker_pb2
 from router.door.openai.choices import Choice
@@ -182,11 +183,17 @@ async def test_a_completions_top_logprobs_keep_their_number_and_the_sampled_toke
         assert columns["top_logprobs"][0] == {"h": -3.0} | others
 
 
-async def test_a_completion_has_16_tokens_where_its_client_names_no_number(http: Http) -> None:
-    for fields, count in (({}, 16), ({"max_tokens": None}, 16), ({"min_tokens": 20}, 20)):
-        answer = (await http.complete("x" * 30, **fields)).json
-        assert answer["usage"]["completion_tokens"] == count
-        assert answer["choices"][0]["finish_reason"] == "length"
+async def test_a_completion_has_16_tokens_where_its_client_names_no_number(
+    http: Http, speaks: Speaks
+) -> None:
+    async with speaks(limits=TenantLimits(largest_max_tokens=5)) as (_, few):
+        for door, fields, count in (
+            (http, {}, 16), (http, {"max_tokens": None}, 16), (http, {"min_tokens": 20}, 20),
+            (few, {}, 5), (few, {"max_tokens": 4}, 4),
+        ):  # fmt: skip
+            answer = (await door.complete("x" * 30, **fields)).json
+            assert answer["usage"]["completion_tokens"] == count
+            assert answer["choices"][0]["finish_reason"] == "length"
     assert (await http.chat("x" * 30)).json["usage"]["completion_tokens"] == 31
 
 

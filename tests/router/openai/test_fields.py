@@ -130,6 +130,7 @@ async def test_an_answer_s_text_and_ids_are_as_they_were_asked_for(http: Http) -
         assert (await http.complete("abcd", **fields)).json["choices"][0]["text"] == text
     long = {"prompt": "x" * 3000 + prompt_for("ab"), "truncate_prompt_tokens": -1, "max_tokens": 9}
     assert (await http.post("/v1/completions", long)).json["usage"]["prompt_tokens"] == 2048 - 9
+    assert made(CompletionBody, add_special_tokens=False).omit_special_tokens
     asked = {"return_token_ids": True, "truncate_prompt_tokens": 5}
     prompt, ids = [*b"\x02ab\x03\x1c"], [*b"ab", 256]
     whole = (await http.complete("ab", **asked)).json["choices"][0]
