@@ -40,35 +40,14 @@ from router.request.validate import REQUEST_ID
 from router.router import Router
 
 _MAX_TRACE_CHARS = 128
-_RENAMED = {
-    "/v1/chat/completions": {
-        "prompt": "messages",
-        "chat": "messages",
-        "sampling.logprobs": "top_logprobs",
-    },
-    "/v1/completions": {"text": "prompt"},
-    "/tokenize": {"text": "prompt", "chat": "messages"},
-    "/v1/responses": ResponsesBody.renamed,
-    "/v1/messages": messages.MessagesBody.renamed,
-    "/v1/messages/count_tokens": messages.MessagesBody.renamed,
-    "/detokenize": {r"prompt(.*)": r"tokens\1"},
-}
-
-
-class _TooLargeError(Exception):
-    """The body is over the limit, which it holds."""
-
-
-class _TooSlowError(Exception):
-    """The body did not come in time."""
 
 
 class _Body:
     """One that comes in."""
 
-    def __init__(self, limit: asyncio.Timeout) -> None:
-        self.limit = limit
-        self.error: Exception = _TooSlowError()
+    def __init__(self, timeout_s: float) -> None:
+        self.limit = asyncio.timeout(timeout_s)
+        self.error: Exception = HTTPException(408, f"the body did not come within {timeout_s:g} s")
 
     def give_way(self, error: BatonError) -> None:
         self.error = error
@@ -112,14 +91,8 @@ class OpenAiApp:
             middleware=[guard, *_cors(config)],
             exception_handlers={
                 BatonError: self._refuse,
-                HTTPException: _no_such,
+                HTTPException: _not_read,
                 ClientDisconnect: lambda *_: Response(status_code=400),
-                _TooLargeError: lambda _, error: _plain(
-                    413, f"the body has more than {error} bytes"
-                ),
-                _TooSlowError: lambda *_: _plain(
-                    408, f"the body did not come within {config.http_read_timeout_s:g} s"
-                ),
                 Exception: lambda *_: _plain(500, FAULT),
             },
         )
@@ -212,6 +185,7 @@ class OpenAiApp:
 
     async def _read(self, request: Request, tenant: str | None, kind: type[Any]) -> Any:
         """A body and its requests; parsed off the loop where it is large."""
+        request.state.renamed = kind.renamed
         data = await self._body(request)
         if len(data) <= AT_ONCE_BYTES:
             made = parsed(kind, data)
@@ -226,20 +200,21 @@ class OpenAiApp:
     async def _body(self, request: Request) -> bytes:
         """A body that says that it is too large is not read."""
         limit = self._intake.door.max_request_bytes
+        too_large = HTTPException(413, f"the body has more than {limit} bytes")
         length = request.headers.get("content-length", "0")
         if length.isdecimal() and int(length) > limit:
-            raise _TooLargeError(limit)
+            raise too_large
         if request.headers.get("content-encoding", "identity") != "identity":
             raise InvalidRequestError("content-encoding: only identity", field="content-encoding")
         parts, size = [], 0
-        body = _Body(asyncio.timeout(self._config.http_read_timeout_s))
+        body = _Body(self._config.http_read_timeout_s)
         try:
             async with body.limit:
                 async for part in request.stream():
                     self._unfinished.hold(body, len(part))
                     size += len(part)
                     if size > limit:
-                        raise _TooLargeError(limit)
+                        raise too_large
                     parts.append(part)
         except TimeoutError:
             parts.clear()  # the error's traceback holds them
@@ -252,12 +227,11 @@ class OpenAiApp:
 
     def _refuse(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, BatonError)
-        renamed = getattr(request.state, "renamed", _RENAMED.get(request.url.path, {}))
-        return response_to(error, renamed)
+        return response_to(error, getattr(request.state, "renamed", {}))
 
     def _renamed(self, request: Request, body: ChatBody | CompletionBody) -> dict[str, str]:
         """What this body calls fields of the `GenerateRequest`."""
-        renamed = dict(_RENAMED.get(request.url.path, {}))
+        renamed = dict(request.state.renamed)
         if isinstance(body, ChatBody) and body.max_completion_tokens is not None:
             renamed["max_tokens"] = "max_completion_tokens"
         for name in body.constraints:
@@ -285,13 +259,13 @@ def _post(path: str, how: Callable[..., Any], *kinds: Any) -> Route:
     return Route(path, partial(how, *kinds), methods=["POST"])
 
 
-def _no_such(request: Request, error: Exception) -> Response:
+def _not_read(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    if error.status_code == 405:
-        message = f"{request.url.path} does not take {request.method}"
-    else:
-        message = f"unknown path {request.method} {request.url.path}"
-    response = _plain(error.status_code, message)
+    ours = {
+        404: f"unknown path {request.method} {request.url.path}",
+        405: f"{request.url.path} does not take {request.method}",
+    }
+    response = _plain(error.status_code, ours.get(error.status_code, error.detail))
     response.headers.update(error.headers or {})
     return response
 

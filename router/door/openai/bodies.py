@@ -7,8 +7,8 @@ fields that no body has is in `fields.py`.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Annotated, Any, Literal
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal
 
 import pydantic_core
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
@@ -57,10 +57,13 @@ def _at_most(count: int) -> Any:
 Int = Annotated[  # 16.0 is one, too
     int, BeforeValidator(lambda x: int(x) if isinstance(x, float) and x.is_integer() else x)
 ]
+TokenId = Annotated[Int, Field(ge=0, lt=1 << 32)]
 
 
 class _Part(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")  # `fields` judges what is not listed
+    renamed: ClassVar[Mapping[str, str]] = {}
+    """What a body calls fields of its request, by patterns."""
 
 
 class TextPart(_Part):
@@ -193,7 +196,7 @@ class _Body(_Part):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     stop: str | Annotated[list[str], _at_most(MAX_STOP_STRINGS)] | None = None
-    stop_token_ids: Annotated[list[Int], _at_most(MAX_STOP_TOKEN_IDS)] | None = None
+    stop_token_ids: Annotated[list[TokenId], _at_most(MAX_STOP_TOKEN_IDS)] | None = None
     seed: Int | None = Field(default=None, ge=-(1 << 63), le=_OF_64_BITS)
     temperature: float | None = None
     top_p: float | None = None
@@ -267,10 +270,7 @@ class _Body(_Part):
         for name in _PLAIN:
             if (value := getattr(self, name)) is not None:
                 setattr(made, name, value)
-        try:
-            made.stop_token_ids.extend(self.stop_token_ids or ())
-        except ValueError:
-            raise _out_of_range("stop_token_ids") from None
+        made.stop_token_ids.extend(self.stop_token_ids or ())
         if self.seed is not None:
             made.seed = self.seed & _OF_64_BITS
         if self.request_id:  # it may come again, of which HTTP does not tell
@@ -286,11 +286,7 @@ class _Body(_Part):
             made.sampling.logit_bias[int(token)] = bias
         made.bad_words.extend(self.bad_words or ())
         if self.allowed_token_ids is not None:
-            made.allowed_token_ids.SetInParent()
-            try:
-                made.allowed_token_ids.ids.extend(self.allowed_token_ids)
-            except ValueError:
-                raise _out_of_range("allowed_token_ids") from None
+            _add_ids(made.allowed_token_ids, self.allowed_token_ids, "allowed_token_ids")
 
     def _sampling(self) -> common_pb2.SamplingParams:
         sampling = common_pb2.SamplingParams()
@@ -322,6 +318,7 @@ class _Body(_Part):
 
 
 class ChatBody(_Body, _Templated):
+    renamed = {"prompt|chat": "messages", "sampling.logprobs": "top_logprobs"}
     messages: Annotated[list[Message], _at_most(MAX_MESSAGES)]
     max_completion_tokens: Int | None = _UINT32
     logprobs: bool | None = None
@@ -375,6 +372,7 @@ class ChatBody(_Body, _Templated):
 
 
 class CompletionBody(_Body):
+    renamed = {"text": "prompt"}
     prompt: (
         str
         | Annotated[list[str], _at_most(MAX_CHOICES)]
@@ -414,11 +412,7 @@ class CompletionBody(_Body):
             if isinstance(prompt, str):
                 request.text = prompt
             else:
-                try:
-                    request.token_ids.ids.extend(prompt)
-                except ValueError:
-                    raise _out_of_range("prompt") from None
-                request.token_ids.SetInParent()
+                _add_ids(request.token_ids, prompt, "prompt")
             made.append(request)
         return made
 
@@ -426,6 +420,7 @@ class CompletionBody(_Body):
 class TokenizeBody(_Templated):
     """As vLLM has it."""
 
+    renamed = {"text": "prompt", "chat": "messages"}
     model: str | None = None
     prompt: str | None = None
     messages: Annotated[list[Message], _at_most(MAX_MESSAGES)] | None = None
@@ -448,13 +443,14 @@ class TokenizeBody(_Templated):
 class DetokenizeBody(_Part):
     """As vLLM has it."""
 
+    renamed = {r"prompt(.*)": r"tokens\1"}
     model: str | None = None
-    tokens: Annotated[list[Annotated[int, Field(ge=0, lt=1 << 32)]], _FAIL_FAST]
+    tokens: Annotated[list[int], _FAIL_FAST]
     tenant: str | None = None
 
     def requests(self) -> list[router_pb2.GenerateRequest]:
         made = router_pb2.GenerateRequest(model=self.model or "", tenant=self.tenant or "")
-        made.token_ids.ids.extend(self.tokens)
+        _add_ids(made.token_ids, self.tokens, "tokens")
         return [made]
 
 
@@ -570,8 +566,13 @@ def _listed(stop: str | list[str] | None) -> list[str]:
     return [stop] if isinstance(stop, str) else stop or []
 
 
-def _out_of_range(field: str) -> InvalidRequestError:
-    return InvalidRequestError(f"{field}: a token id is out of range", field=field)
+def _add_ids(made: router_pb2.TokenIds, ids: list[int], field: str) -> None:
+    made.SetInParent()
+    try:
+        made.ids.extend(ids)
+    except ValueError:
+        problem = f"{field}: a token id is out of range"
+        raise InvalidRequestError(problem, field=field) from None
 
 
 SERVED = frozenset(ChatBody.model_fields) | frozenset(CompletionBody.model_fields)
