@@ -15,6 +15,8 @@ from router.door.openai.translating import SEVERAL, Block, Piece, Pieces, events
 
 
 class MessagesBody(translating.TranslatedBody):
+    """Answer a chat, as Anthropic's messages."""
+
     messages: Annotated[list[Piece], SEVERAL]
     max_tokens: int
     system: Pieces | None = None
@@ -62,6 +64,8 @@ class MessagesBody(translating.TranslatedBody):
 
 
 class CountBody(MessagesBody):
+    """How many tokens a chat's prompt has."""
+
     max_tokens: int | None = None  # type: ignore[assignment]
 
 

@@ -122,17 +122,20 @@ class OpenAiApp:
         return answer(self._intake, asked)
 
     async def _embeddings(self, request: Request) -> Response:
+        """Not supported yet."""
         self._tenant(request)
         return _plain(501, "embeddings are not supported by this release", "not_implemented")
 
     # --- the rest ------------------------------------------------------------------------------
 
     async def _models(self, request: Request) -> Response:
+        """The names of the served model."""
         self._tenant(request)
         names = self._intake.door.model_names
         return JSONResponse({"object": "list", "data": [self._entry(name) for name in names]})
 
     async def _model(self, request: Request) -> Response:
+        """The served model."""
         self._tenant(request)
         name, served = request.path_params["name"], self._intake.door.model_names
         if name not in served:
@@ -158,19 +161,23 @@ class OpenAiApp:
         return await self._intake.tokenize(made, answer)
 
     async def _version(self, request: Request) -> Response:
+        """Baton's version."""
         self._tenant(request)
         return JSONResponse({"version": importlib.metadata.version("baton-serve")})
 
     async def _health(self, request: Request) -> Response:
+        """Whether the process runs."""
         return JSONResponse({"status": "ok"})
 
     async def _ready(self, request: Request) -> Response:
+        """Whether requests can be served."""
         if not self.is_ready or not self._intake.door.serves:
             return _plain(503, "not ready: no worker serves, or the router leaves")
         return JSONResponse({"status": "ready"})
 
     async def _openapi(self, request: Request) -> Response:
-        return JSONResponse(openapi(self._intake.door.max_request_bytes))
+        """This document."""
+        return JSONResponse(openapi(self.routes, self._intake.door.max_request_bytes))
 
     # --- what comes in -------------------------------------------------------------------------
 

@@ -318,6 +318,8 @@ class _Body(_Part):
 
 
 class ChatBody(_Body, _Templated):
+    """Answer a chat."""
+
     renamed = {"prompt|chat": "messages", "sampling.logprobs": "top_logprobs"}
     messages: Annotated[list[Message], _at_most(MAX_MESSAGES)]
     max_completion_tokens: Int | None = _UINT32
@@ -372,6 +374,8 @@ class ChatBody(_Body, _Templated):
 
 
 class CompletionBody(_Body):
+    """Continue a text."""
+
     renamed = {"text": "prompt"}
     prompt: (
         str
@@ -418,7 +422,7 @@ class CompletionBody(_Body):
 
 
 class TokenizeBody(_Templated):
-    """As vLLM has it."""
+    """A prompt's token ids, as vLLM has it."""
 
     renamed = {"text": "prompt", "chat": "messages"}
     model: str | None = None
@@ -441,7 +445,7 @@ class TokenizeBody(_Templated):
 
 
 class DetokenizeBody(_Part):
-    """As vLLM has it."""
+    """The text of token ids, as vLLM has it."""
 
     renamed = {r"prompt(.*)": r"tokens\1"}
     model: str | None = None

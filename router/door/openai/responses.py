@@ -13,6 +13,8 @@ from router.door.openai.translating import SEVERAL, Block, Piece, Pieces, events
 
 
 class ResponsesBody(translating.TranslatedBody):
+    """Answer a chat, as OpenAI's responses."""
+
     input: Pieces
     instructions: str | None = None
     max_output_tokens: int | None = None

@@ -93,15 +93,6 @@ async def test_choices_stream_together_each_under_its_number(d: Deployment, http
     assert seeds == {5, 6, 7}
 
 
-async def test_a_stop_string_ends_the_text_wherever_its_tokens_are_cut(http: Http) -> None:
-    for stop in ("END", ["never", "END"]):
-        answer = (await http.chat("before END after", stop=stop)).json
-        assert answer["choices"][0]["message"]["content"] == "before "
-        assert answer["choices"][0]["finish_reason"] == "stop"
-    events = (await http.complete("before END after", stop="END", stream=True)).events
-    assert "".join(event["choices"][0]["text"] for event in events) == "before "
-
-
 @pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
 async def test_an_answer_ends_at_its_length(http: Http, name: str) -> None:
     answer = (await http.chat("much too long", **{name: 4})).json
@@ -436,33 +427,6 @@ def read_all(sock: socket.socket) -> bytes:
     while part := sock.recv(1 << 16):
         parts.append(part)
     return b"".join(parts)
-
-
-async def test_grpc_has_the_same_chats_as_typed_messages(d: Deployment, http: Http) -> None:
-    call = router_pb2.ToolCall(id="c1", name="f", arguments='{"a": 1}')
-    chat = router_pb2.ChatMessages(
-        messages=[
-            router_pb2.ChatMessage(role="assistant", tool_calls=[call]),
-            router_pb2.ChatMessage(role="tool", tool_call_id="c1", content="42"),
-            router_pb2.ChatMessage(
-                role="user", parts=[router_pb2.ContentPart(text=saying("it is 42"))]
-            ),
-        ],
-        tools=[router_pb2.Tool(name="f")],
-    )
-    answer = await d.client.ask(router_pb2.GenerateRequest(chat=chat))
-    assert answer.text == "it is 42"
-    ids = (await d.client.stub.Tokenize(router_pb2.TokenizeRequest(chat=chat))).ids
-    (run,) = d.worker("d0").finished.values()
-    assert list(ids) == run.tokens[: run.num_prompt]
-    messages = [
-        {"role": "assistant", "tool_calls": [
-            {"id": "c1", "function": {"name": "f", "arguments": '{"a": 1}'}}]},
-        {"role": "tool", "tool_call_id": "c1", "content": "42"},
-        {"role": "user", "content": saying("it is 42")},
-    ]  # fmt: skip
-    body = {"messages": messages, "tools": [{"function": {"name": "f"}}]}
-    assert (await http.post("/tokenize", body)).json["tokens"] == list(ids)
 
 
 async def test_a_router_that_leaves_finishes_its_streams_and_takes_nothing_new(
