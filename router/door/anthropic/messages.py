@@ -11,7 +11,10 @@ from router.door.intake import Opened
 from router.door.openai import translating
 from router.door.openai.choices import Choice, Delta, usage_of
 from router.door.openai.errors import shape_of_messages
+from router.door.openai.fields import refused
 from router.door.openai.translating import SEVERAL, Block, Piece, Pieces, events_of
+
+_SWITCHES = {"enabled": True, "disabled": False}
 
 
 class MessagesBody(translating.TranslatedBody):
@@ -45,10 +48,12 @@ class MessagesBody(translating.TranslatedBody):
         named = {"function": {"name": choice.get("name")}}
         kinds = {"auto": None, "any": "required", "tool": named, "none": "none"}
         if (kind := str(choice.get("type"))) not in kinds:
-            raise translating.refused("tool_choice", f"{kind} is not served")
+            raise refused("tool_choice", f"{kind} is not served")
         arguments = dict(self.chat_template_kwargs or {})
-        if (thinking := (self.thinking or {}).get("type", "adaptive")) != "adaptive":
-            arguments["enable_thinking"] = thinking != "disabled"
+        if (thinking := (self.thinking or {}).get("type", "adaptive")) in _SWITCHES:
+            arguments["enable_thinking"] = _SWITCHES[thinking]
+        elif thinking != "adaptive":
+            raise refused("thinking", f"{thinking} is not served")
         called = {"input_schema": "parameters"}
         tools = [{called.get(k, k): v for k, v in each.items()} for each in self.tools or ()]
         return {

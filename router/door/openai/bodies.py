@@ -15,7 +15,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from baton.errors import InvalidRequestError
 from baton.v1 import common_pb2, router_pb2
-from router.door.openai.fields import ignored
+from router.door.openai.fields import ignored, refused
 from router.request.chat import MAX_CALLS, MAX_MESSAGES, MAX_PARTS, MAX_TOOLS
 from router.request.counting import check_json
 from router.request.validate import (
@@ -124,7 +124,7 @@ class ResponseFormat(_Part):
         if self.type == "json_schema" and schema is not None:
             return "json", schema
         problem = f"the type {self.type!r} is unknown, or needs json_schema.schema"
-        raise InvalidRequestError(f"response_format: {problem}", field="response_format")
+        raise refused("response_format", problem)
 
 
 class StructuredOutputs(_Part):
@@ -141,8 +141,7 @@ class StructuredOutputs(_Part):
         every = ((name, getattr(self, field)) for name, field in known.items())
         given = [(name, value) for name, value in every if value is not None and value is not False]
         if len(given) != 1:
-            problem = f"structured_outputs: one constraint, of {', '.join(known)}"
-            raise InvalidRequestError(problem, field="structured_outputs")
+            raise refused("structured_outputs", f"one constraint, of {', '.join(known)}")
         return given[0]
 
 
@@ -183,8 +182,7 @@ class _Templated(_Part):
         chat.continue_final_message = bool(self.continue_final_message)
         chat.omit_generation_prompt = self.add_generation_prompt is False
         if self.continue_final_message and self.add_generation_prompt:
-            field = "continue_final_message"
-            raise InvalidRequestError(f"{field}: not with add_generation_prompt", field=field)
+            raise refused("continue_final_message", "not with add_generation_prompt")
         return chat
 
 
@@ -258,9 +256,7 @@ class _Body(_Part):
     def request(self) -> router_pb2.GenerateRequest:
         """Without its prompt."""
         if self.stream_options is not None and not self.stream:
-            raise InvalidRequestError(
-                "stream_options: only with stream: true", field="stream_options"
-            )
+            raise refused("stream_options", "only with stream: true")
         made = router_pb2.GenerateRequest(
             model=self.model or "", stop=_listed(self.stop), sampling=self._sampling()
         )
@@ -282,7 +278,7 @@ class _Body(_Part):
     def _limit_tokens(self, made: router_pb2.GenerateRequest) -> None:
         for token, bias in (self.logit_bias or {}).items():
             if not (token.isdecimal() and len(token) <= 10 and int(token) < 1 << 32):
-                raise InvalidRequestError(f"logit_bias: {token!r} is no id", field="logit_bias")
+                raise refused("logit_bias", f"{token!r} is no id")
             made.sampling.logit_bias[int(token)] = bias
         made.bad_words.extend(self.bad_words or ())
         if self.allowed_token_ids is not None:
@@ -299,8 +295,7 @@ class _Body(_Part):
     def _constrain(self, made: router_pb2.GenerateRequest) -> None:
         named = self.constraints
         if len(named) > 1:
-            problem = f"{named[1]}: not beside {named[0]}; one constraint is taken"
-            raise InvalidRequestError(problem, field=named[1])
+            raise refused(named[1], f"not beside {named[0]}; one constraint is taken")
         if not named:
             return
         value, kind = getattr(self, named[0]), _CONSTRAINTS.get(named[0])
@@ -324,7 +319,7 @@ class ChatBody(_Body, _Templated):
     messages: Annotated[list[Message], _at_most(MAX_MESSAGES)]
     max_completion_tokens: Int | None = _UINT32
     logprobs: bool | None = None
-    top_logprobs: Int | None = Field(default=None, ge=0, le=(1 << 32) - 1)
+    top_logprobs: Int | None = _UINT32
     tools: Annotated[list[Tool], _at_most(MAX_TOOLS)] | None = None
     tool_choice: Literal["auto", "none", "required"] | NamedTool | AllowedToolsChoice | None = None
     parallel_tool_calls: bool | None = None
@@ -354,9 +349,7 @@ class ChatBody(_Body, _Templated):
         if self.logprobs:
             made.sampling.logprobs = self.top_logprobs or 0
         elif self.top_logprobs:
-            raise InvalidRequestError(
-                "top_logprobs: only with logprobs: true", field="top_logprobs"
-            )
+            raise refused("top_logprobs", "only with logprobs: true")
         made.chat.CopyFrom(self.chat(self.messages, self.offered))
         choice = self.tool_choice
         if isinstance(choice, AllowedToolsChoice):
@@ -370,7 +363,7 @@ class ChatBody(_Body, _Templated):
 
     def _check_tool_choice(self) -> None:
         if self.tool_choice not in (None, "none") and not self.offered:
-            raise InvalidRequestError("tool_choice: only with tools", field="tool_choice")
+            raise refused("tool_choice", "only with tools")
 
 
 class CompletionBody(_Body):
@@ -383,7 +376,7 @@ class CompletionBody(_Body):
         | Annotated[list[int], _FAIL_FAST]
         | Annotated[list[Annotated[list[int], _FAIL_FAST]], _at_most(MAX_CHOICES)]
     )
-    logprobs: Int | None = Field(default=None, ge=0, le=(1 << 32) - 1)
+    logprobs: Int | None = _UINT32
     echo: bool | None = None
     prompt_logprobs: Int | None = _UINT32
     add_special_tokens: bool | None = None
@@ -402,13 +395,10 @@ class CompletionBody(_Body):
             base.sampling.max_tokens = 1
         prompts = _prompts(self.prompt)
         if len(prompts) * self.num_choices > MAX_CHOICES:
-            raise InvalidRequestError(
-                f"prompt: {len(prompts)} prompts of {self.num_choices} choices; at most "
-                f"{MAX_CHOICES} in all are taken",
-                field="prompt",
-            )
+            asked = f"{len(prompts)} prompts of {self.num_choices} choices"
+            raise refused("prompt", f"{asked}; at most {MAX_CHOICES} in all are taken")
         if base.request_id and len(prompts) > 1:
-            raise InvalidRequestError("request_id: for one prompt only", field="request_id")
+            raise refused("request_id", "for one prompt only")
         made = []
         for prompt in prompts:
             request = router_pb2.GenerateRequest()
@@ -435,7 +425,7 @@ class TokenizeBody(_Templated):
     def requests(self) -> list[router_pb2.TokenizeRequest]:
         made = router_pb2.TokenizeRequest(model=self.model or "", tenant=self.tenant or "")
         if (self.prompt is None) == (self.messages is None):
-            raise InvalidRequestError("prompt: either prompt or messages", field="prompt")
+            raise refused("prompt", "either prompt or messages")
         if self.messages is not None:
             made.chat.CopyFrom(self.chat(self.messages, self.tools))
         else:
@@ -498,9 +488,7 @@ def chat_of(
         _add(chat, message, f"messages[{index}]")
     for index, tool in enumerate(tools or ()):
         if tool.type != "function":
-            raise InvalidRequestError(
-                f"tools[{index}].type: functions only", field=f"tools[{index}].type"
-            )
+            raise refused(f"tools[{index}].type", "functions only")
         function = tool.function
         parameters = "" if function.parameters is None else _json(function.parameters)
         chat.tools.add(
@@ -524,10 +512,8 @@ def _add(chat: router_pb2.ChatMessages, message: Message, field: str) -> None:
     for index, part in enumerate(content if isinstance(content, list) else ()):
         text = part.refusal if part.type == "refusal" else part.text
         if part.type not in ("text", "refusal") or text is None:
-            raise InvalidRequestError(
-                f"{field}.content[{index}]: {part.type} parts are not supported; text is",
-                field=f"{field}.content[{index}]",
-            )
+            problem = f"{part.type} parts are not supported; text is"
+            raise refused(f"{field}.content[{index}]", problem)
         made.parts.add(text=text)
     for call in message.tool_calls or ():
         given = call.function.arguments
@@ -560,7 +546,7 @@ def _prompts(given: str | list[str] | list[int] | list[list[int]]) -> list[str |
     if isinstance(given, str):
         return [given]
     if not given:
-        raise InvalidRequestError("prompt: the prompt is empty", field="prompt")
+        raise refused("prompt", "the prompt is empty")
     if isinstance(given[0], int):
         return [given]
     return list(given)
@@ -575,8 +561,7 @@ def _add_ids(made: router_pb2.TokenIds, ids: list[int], field: str) -> None:
     try:
         made.ids.extend(ids)
     except ValueError:
-        problem = f"{field}: a token id is out of range"
-        raise InvalidRequestError(problem, field=field) from None
+        raise refused(field, "a token id is out of range") from None
 
 
 SERVED = frozenset(ChatBody.model_fields) | frozenset(CompletionBody.model_fields)

@@ -52,6 +52,10 @@ REFUSED = {name: neutral for name, neutral in _NEUTRAL.items() if neutral is not
 _NAME, _MAX_NAMES, _OTHER = re.compile(r"[A-Za-z0-9_.-]{1,64}"), 16, "other"
 
 
+def refused(field: str, problem: str) -> InvalidRequestError:
+    return InvalidRequestError(f"{field}: {problem}", field=field)
+
+
 def ignored(body: BaseModel, chat: BaseModel, elsewhere: Collection[str]) -> list[str]:
     """Name the fields in no table, at most `_MAX_NAMES` and `_OTHER` for the rest. `chat`: what the
     body of another API became, else the body. `elsewhere`: what some endpoint serves. Raises
@@ -61,7 +65,7 @@ def ignored(body: BaseModel, chat: BaseModel, elsewhere: Collection[str]) -> lis
     for name, place, value in chain(_unlisted(chat), *own):
         if name in REFUSED or name in elsewhere:
             if value is not None and value not in REFUSED.get(name, _EMPTY):
-                raise InvalidRequestError(f"{place}: not served at this endpoint", field=place)
+                raise refused(place, "not served at this endpoint")
         elif value is not None and name not in PASSED:
             is_told = len(names) < _MAX_NAMES and _NAME.fullmatch(name)
             names[name if is_told else _OTHER] = None

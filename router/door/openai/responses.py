@@ -9,6 +9,7 @@ from router.door.intake import Intake
 from router.door.openai import translating
 from router.door.openai.answering import Asked
 from router.door.openai.choices import Choice, Delta, usage_of
+from router.door.openai.fields import refused
 from router.door.openai.translating import SEVERAL, Block, Piece, Pieces, events_of, without_type
 
 
@@ -50,7 +51,7 @@ class ResponsesBody(translating.TranslatedBody):
                 allowed["tools"] = translating.tools_of(allowed.get("tools"), "function") or []
                 choice = {"type": "allowed_tools", "allowed_tools": allowed}
             case dict():
-                raise translating.refused("tool_choice", f"{choice.get('type')} is not served")
+                raise refused("tool_choice", f"{choice.get('type')} is not served")
         said = self.input
         asked = [Piece(role="user", content=said)] if isinstance(said, str) else said
         system = self.instructions

@@ -13,11 +13,11 @@ from typing import Annotated, Any, ClassVar
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 from pydantic_core import to_json
 
-from baton.errors import InvalidRequestError
 from router.door.intake import Intake
 from router.door.openai.answering import Answering, Asked
 from router.door.openai.bodies import ChatBody
 from router.door.openai.choices import Choice, Delta
+from router.door.openai.fields import refused
 from router.request.chat import MAX_PARTS
 
 SEVERAL = Field(max_length=MAX_PARTS, fail_fast=True)
@@ -71,10 +71,6 @@ class Piece(BaseModel):
 
 
 Pieces = str | Annotated[list[Piece], SEVERAL]
-
-
-def refused(field: str, problem: str) -> InvalidRequestError:
-    return InvalidRequestError(f"{field}: {problem}", field=field)
 
 
 def texts_of(pieces: Pieces | None, field: str) -> list[Delta]:
