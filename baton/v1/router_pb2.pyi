@@ -341,7 +341,7 @@ class GenerateRequest(_message.Message):
     omit_special_tokens: _builtins.bool
     """Of a text: without the special tokens that the tokenizer puts around one."""
     truncate_prompt_tokens: _builtins.int
-    """Only so many of the prompt's last tokens are kept; 0: all."""
+    """Only so many of the prompt's last tokens are kept; 0: all; 2^32 - 1: what fits beside max_tokens."""
     include_stop_str_in_output: _builtins.bool
     """The text ends with the stop string, or the text of the stop id, that ended it."""
     show_special_tokens: _builtins.bool

@@ -388,6 +388,8 @@ class ServingClusterSpec(Checked):
     served_model_name: str | None = bounded(None, max_size=SOURCE)
     """What clients call the model. None: the last part of the first model's source; later models
     keep that name (`status.model`)."""
+    served_model_aliases: tuple[str, ...] = bounded((), max_size=32)
+    """Further names that clients may call it by; answers have the first name."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Of every process."""
     router: RouterSpec = field(default_factory=RouterSpec)

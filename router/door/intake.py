@@ -17,6 +17,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from baton.config.router import TenantLimits
 from baton.errors import BatonError
 from baton.v1 import router_pb2
 from kv_transfer.block_hash import TokenIds
@@ -117,6 +118,9 @@ class Intake:
         timeout_s = self.door.config.default_timeout_s
         return await self.tokenizing.run(work, tenant or "", num_bytes, timeout_s)
 
+    def limits_of(self, tenant: str) -> TenantLimits:
+        return self.callers.limits_of(tenant) if self.callers else self.door.config.limits
+
     # --- Generate ------------------------------------------------------------------------------
 
     @contextlib.asynccontextmanager
@@ -184,8 +188,7 @@ class Intake:
 
     async def _read(self, router: Router, request: router_pb2.GenerateRequest) -> ParsedRequest:
         model = router.text
-        own = self.callers.limits_of(request.tenant) if self.callers else router.config.limits
-        limits = router.request_limits(own)
+        limits = router.request_limits(self.limits_of(request.tenant))
         has_ids = request.HasField("token_ids")
         is_small = request.ByteSize() <= (IDS_AT_ONCE_BYTES if has_ids else TEXT_AT_ONCE_BYTES)
         # A template and a grammar are programs: no length says what they cost.

@@ -26,6 +26,7 @@ from router.text import SamplingDefaults, TextModel
 
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:@/+=-]{1,128}")
 MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS = 16, 64
+ALL_THAT_FIT = (1 << 32) - 1  # of `truncate_prompt_tokens`
 MAX_BAD_WORDS, _MAX_BIASES = 128, 1024
 _MAX_STOP_CHARS = 256
 _MAX_LOGPROBS = 20
@@ -211,7 +212,7 @@ def encode_prompt(request: Prompted, model: TextModel, limits: RequestLimits) ->
     else:
         assert isinstance(request, router_pb2.GenerateRequest)
         ids = request.token_ids.ids
-    ids = ids[-getattr(request, "truncate_prompt_tokens", 0) :]
+    ids = ids[-_num_kept(request, limits) :]
     if isinstance(request, router_pb2.GenerateRequest) and len(ids) >= limits.max_model_len:
         raise _too_long("prompt", len(ids), 1, limits)
     if not ids:
@@ -224,6 +225,15 @@ def encode_prompt(request: Prompted, model: TextModel, limits: RequestLimits) ->
         problem = f"{token_ids[position]} is outside the vocabulary of {model.vocab_size}"
         raise _wrong(f"token_ids.ids[{position}]" if kind == "token_ids" else kind, problem)
     return token_ids
+
+
+def _num_kept(request: Prompted, limits: RequestLimits) -> int:
+    """Of the prompt's last tokens; 0: all."""
+    if not isinstance(request, router_pb2.GenerateRequest):
+        return 0
+    if request.truncate_prompt_tokens != ALL_THAT_FIT:
+        return request.truncate_prompt_tokens
+    return max(1, limits.max_model_len - max(1, request.sampling.max_tokens))
 
 
 def _wrong(field: str, problem: str) -> InvalidRequestError:

@@ -73,7 +73,8 @@ def cluster_config(
     Raises ValueError or ConfigError where one section does not suit another.
     """
     drains_s = [seconds(pool.drain_timeout) for pool in pools.values()]
-    advanced = spec.advanced
+    advanced, aliases = spec.advanced, spec.served_model_aliases
+    names = (model_name(spec), *aliases)
     longest_s = max([advanced.worker.drain_timeout_s, *drains_s])
     host = owner.control_host if unit is None else owner.head_host(unit)
     try:
@@ -81,7 +82,7 @@ def cluster_config(
             model=model_path(spec.model),
             model_revision=spec.model.revision,
             tokenizer=spec.tokenizer,
-            served_model_name=model_name(spec),
+            served_model_name=names if unit is None and aliases else names[0],
             unit=unit or "",
             log_level=spec.log_level,
             runs_on="pods",

@@ -291,13 +291,17 @@ def test_the_service_leads_to_the_routers() -> None:
 def test_another_model_is_called_as_the_first_was_unless_the_spec_says_otherwise() -> None:
     """Routers use no worker of another name: of two the old one's would serve nobody."""
 
-    def called(served: dict[str, str], **spec: Any) -> str:
+    def called(served: dict[str, str], **spec: Any) -> str | tuple[str, ...] | None:
         named = with_name(spec_of(model={"uri": "s3://models/qwen-v2"}, **spec), {"status": served})
-        return cluster_config(OWNER, named, pools_of(named)).model_name
+        of_unit = cluster_config(OWNER, named, pools_of(named), "u1").served_model_name
+        of_routers = cluster_config(OWNER, named, {})
+        assert of_unit == of_routers.model_name, "its aliases are the routers'"
+        return of_routers.served_model_name
 
     assert called({}) == "qwen-v2"
     assert called({"model": "qwen-v1"}) == "qwen-v1"
     assert called({"model": "qwen-v1"}, servedModelName="mine") == "mine"
+    assert called({}, servedModelAliases=["a", "b"]) == ("qwen-v2", "a", "b")
 
 
 def test_the_longest_name_that_a_model_can_have_stays_its_own() -> None:

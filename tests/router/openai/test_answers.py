@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from baton.config.router import TenantLimits
 from baton.errors import ConfigError
 from baton.v1 import common_pb2, router_pb2, worker_pb2
 from router.door.openai.choices import Choice
@@ -96,15 +97,6 @@ async def test_choices_stream_together_each_under_its_number(d: Deployment, http
     assert seeds == {5, 6, 7}
 
 
-async def test_a_stop_string_ends_the_text_wherever_its_tokens_are_cut(http: Http) -> None:
-    for stop in ("END", ["never", "END"]):
-        answer = (await http.chat("before END after", stop=stop)).json
-        assert answer["choices"][0]["message"]["content"] == "before "
-        assert answer["choices"][0]["finish_reason"] == "stop"
-    events = (await http.complete("before END after", stop="END", stream=True)).events
-    assert "".join(event["choices"][0]["text"] for event in events) == "before "
-
-
 @pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
 async def test_an_answer_ends_at_its_length(http: Http, name: str) -> None:
     answer = (await http.chat("much too long", **{name: 4})).json
@@ -150,11 +142,6 @@ async def test_a_completions_logprobs_are_columns(http: Http) -> None:
     assert columns["tokens"] == ["h", "i", "<end>"]
     assert columns["token_logprobs"] == [-0.25] * 3
     assert columns["top_logprobs"] == [{"h": -0.25}, {"i": -0.25}, {"<end>": -0.25}]
-    assert columns["text_offset"] == [0, 1, 2]
-    events = (await http.complete("hi", logprobs=1, stream=True)).events
-    parts = [event["choices"][0]["logprobs"] for event in events]
-    assert [token for part in parts if part for token in part["tokens"]] == columns["tokens"]
-    assert [offset for part in parts if part for offset in part["text_offset"]] == [0, 1, 2]
 
 
 async def test_a_completions_offsets_point_into_its_text(http: Http) -> None:
@@ -165,8 +152,9 @@ async def test_a_completions_offsets_point_into_its_text(http: Http) -> None:
         for token, at in zip(tokens, offsets):
             assert token in ("\ufffd", "<end>", said[at : at + 1])
         events = (await http.complete(said, logprobs=1, stream=True)).events
-        parts = [event["choices"][0]["logprobs"] for event in events]
-        assert [offset for part in parts if part for offset in part["text_offset"]] == offsets
+        parts = [part for event in events if (part := event["choices"][0]["logprobs"])]
+        for name, column in choice["logprobs"].items():
+            assert [each for part in parts for each in part[name]] == column
 
 
 async def test_a_completions_top_logprobs_keep_their_number_and_the_sampled_token(
@@ -186,11 +174,17 @@ async def test_a_completions_top_logprobs_keep_their_number_and_the_sampled_toke
         assert columns["top_logprobs"][0] == {"h": -3.0} | others
 
 
-async def test_a_completion_has_16_tokens_where_its_client_names_no_number(http: Http) -> None:
-    for fields, count in (({}, 16), ({"max_tokens": None}, 16), ({"min_tokens": 20}, 20)):
-        answer = (await http.complete("x" * 30, **fields)).json
-        assert answer["usage"]["completion_tokens"] == count
-        assert answer["choices"][0]["finish_reason"] == "length"
+async def test_a_completion_has_16_tokens_where_its_client_names_no_number(
+    http: Http, speaks: Speaks
+) -> None:
+    async with speaks(limits=TenantLimits(largest_max_tokens=5)) as (_, few):
+        for door, fields, count in (
+            (http, {}, 16), (http, {"max_tokens": None}, 16), (http, {"min_tokens": 20}, 20),
+            (few, {}, 5), (few, {"max_tokens": 4}, 4),
+        ):  # fmt: skip
+            answer = (await door.complete("x" * 30, **fields)).json
+            assert answer["usage"]["completion_tokens"] == count
+            assert answer["choices"][0]["finish_reason"] == "length"
     assert (await http.chat("x" * 30)).json["usage"]["completion_tokens"] == 31
 
 

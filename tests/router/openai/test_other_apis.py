@@ -111,11 +111,13 @@ async def test_an_answer_goes_back_into_the_same_prompt(speaks: Speaks) -> None:
         call["call_id"] = use["id"] = "c1"
         result = {"type": "function_call_output", "call_id": "c1", "output": "42"}
         said = [asked, *items, call, result, {"role": "user", "content": [text]}]
-        await http.post(RESPONSES, {"input": said, "instructions": "brief", "tools": [FUNCTION]})
-        result = {"type": "tool_result", "tool_use_id": "c1", "content": "42"}
+        body = {"input": said, "instructions": "brief", "tools": [FUNCTION | {"strict": True}]}
+        answers = [await http.post(RESPONSES, body)]
+        result = {"type": "tool_result", "tool_use_id": "c1", "content": "42", "cache_control": {}}
         his = {"role": "assistant", "content": [*blocks, use]}
         turns = [asked, his, {"role": "user", "content": [result, text]}]
-        await http.post(MESSAGES, {"messages": turns, "system": "brief", **TOOLS})
+        answers += [await http.post(MESSAGES, {"messages": turns, "system": "brief", **TOOLS})]
+        assert not any("x-baton-ignored-fields" in answer.headers for answer in answers)
         *_, one, other = d.worker("d0").finished.values()
         assert one.tokens[: one.num_prompt] == other.tokens[: other.num_prompt]
         prompt = bytes(one.tokens[: one.num_prompt]).decode()
@@ -126,7 +128,8 @@ async def test_an_answer_goes_back_into_the_same_prompt(speaks: Speaks) -> None:
 
 
 PICTURE = {"role": "user", "content": [{"type": "input_image"}]}
-POEM, DISABLED, ACTS = {"format": {"type": "poem"}}, {"type": "disabled"}, [{"type": "mcp"}]
+POEM, ACTS = {"format": {"type": "poem"}}, [{"type": "mcp"}]
+SECRET = [{"type": "reasoning", "encrypted_content": "x"}]
 SEARCH = ["file_search_call.results"]
 REFUSED: Any = {
     RESPONSES: {
@@ -134,11 +137,12 @@ REFUSED: Any = {
         "prompt.id": {"id": "p"}, "truncation": "auto", "include[0]": SEARCH, "tools[0]": ACTS,
         "tools[0].name": [{"type": "function"}], "tool_choice": {"type": "mcp"}, "input": [],
         "max_output_tokens": 0, "text.format": POEM, "input[0].content[0]": [PICTURE],
-        "input[0]": [{"type": "item_reference"}], "reasoning.effort": {"effort": 1},
+        "input[0].encrypted_content": SECRET, "input[0]": [{"type": "item_reference"}],
+        "reasoning.effort": {"effort": 1},
     },
     MESSAGES: {
         "max_tokens": None, "messages[0].content[0]": [PICTURE], "tools[0]": ACTS,
-        "container": "x", "stop_sequences[0]": [""], "thinking": DISABLED,
+        "container": "x", "stop_sequences[0]": [""],
     },
 }  # fmt: skip
 
