@@ -98,6 +98,15 @@ class RouterConfig(Ranged):
     """Prometheus metrics and a page over HTTP; None: not served. With `auth` they want a token of
     `auth.operators`, as bearer token or as Basic authentication's password."""
     metrics_host: str = "127.0.0.1"
+    metrics_tenants: Whole = 50
+    """Tenants that metrics tell apart, the first that come; all others are "other"."""
+    vllm_metrics: bool = False
+    """The metrics that vLLM has too are served under its names as well, for dashboards of it."""
+    ttft_target_s: Positive = 2.0
+    """Of requests that name no `ttft_target_ms`: when the first token of a good one has come. It is
+    counted (`baton_goodput_requests_total`), and changes nothing."""
+    itl_target_s: Positive = 0.1
+    """The same for the mean gap between tokens and `itl_target_ms`."""
     reuse_port: bool = False
     """Several router processes share one port."""
     tls: TlsConfig | None = None

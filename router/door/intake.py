@@ -152,6 +152,7 @@ class Intake:
             raise
         finally:
             if opened is None:
+                self.door.metrics.refused(request.tenant, outcome)
                 of_refused(request, outcome, self.door.clock.now_s() - arrived_s).write()
         return opened
 
