@@ -98,7 +98,7 @@ class RouterConfig(Ranged):
     """Prometheus metrics and a page over HTTP; None: not served. With `auth` they want a token of
     `auth.operators`, as bearer token or as Basic authentication's password."""
     metrics_host: str = "127.0.0.1"
-    metrics_tenants: Whole = 50
+    metrics_tenants: Whole = 20
     """Tenants that metrics tell apart, the first that come; all others are "other"."""
     vllm_metrics: bool = False
     """The metrics that vLLM has too are served under its names as well, for dashboards of it."""

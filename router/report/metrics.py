@@ -80,6 +80,7 @@ class RouterMetrics(Collector):
         self._families: list[Family[Count] | Family[Buckets]] = []
         self.registry = CollectorRegistry()
         traffic, by_end, by_pool = ((*_OF_ALL, *more) for more in ((), ("end",), ("pool",)))
+        stage = ("model", "pool")
         counter, histogram = self._counter, self._histogram
 
         self.requests = counter("requests", "Requests by how they ended", by_end)
@@ -117,11 +118,11 @@ class RouterMetrics(Collector):
         self.ttft_ratio = histogram(
             "ttft_predicted_ratio",
             "Time from a placement to the first token, over what was predicted",
-            by_pool,
+            stage,
             _RATIOS,
         )
         self.itl = histogram("itl_seconds", "Each gap between tokens", by_pool, _GAPS)
-        self.handoff = histogram("handoff_seconds", "Time of a handoff's puts", by_pool)
+        self.handoff = histogram("handoff_seconds", "Time of a handoff's puts", stage)
         self._of_end = {
             "e2e_s": histogram("e2e_seconds", "Whole request", by_end),
             "queue_s": histogram("queue_seconds", "Wait for a placement", by_end),
@@ -134,13 +135,13 @@ class RouterMetrics(Collector):
             ),
         }
         self._of_prefill = {
-            "prefill_queue_s": histogram("worker_queue_seconds", "Wait at the worker", by_pool),
-            "prefill_s": histogram("prefill_seconds", "Prefill at the worker", by_pool),
+            "prefill_queue_s": histogram("worker_queue_seconds", "Wait at the worker", stage),
+            "prefill_s": histogram("prefill_seconds", "Prefill at the worker", stage),
         }
         self._of_decode = {
-            "decode_s": histogram("decode_seconds", "From first to last token", by_pool),
-            "tpot_s": histogram("tpot_seconds", "A request's mean gap", by_pool, _GAPS),
+            "decode_s": histogram("decode_seconds", "From first to last token", stage),
         }
+        self.tpot = histogram("tpot_seconds", "A request's mean gap", by_pool, _GAPS)
         self.registry.register(self)
 
     def _counter(self, name: str, text: str, labels: Sequence[str]) -> Family[Count]:
@@ -175,7 +176,9 @@ class RouterMetrics(Collector):
         for pool, families in ((prefill_pool, self._of_prefill), (decode_pool, self._of_decode)):
             for name, family in families.items():
                 if took_s := getattr(ended, name):
-                    family.labels(*own, pool).observe(took_s)
+                    family.labels(self._model, pool).observe(took_s)
+        if ended.tpot_s:
+            self.tpot.labels(*own, decode_pool).observe(ended.tpot_s)
 
     def saw_ignored(self, fields: Sequence[str]) -> None:
         """Count the first 64 names each."""

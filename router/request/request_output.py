@@ -159,7 +159,7 @@ class RequestOutput:
             self._parts.request_figures.saw_first_token(now - self._attempt_at_s)
             if self._predicted_s:
                 ratio = (now - self._attempt_at_s) / self._predicted_s
-                metrics.ttft_ratio.labels(*self._labels, pool).observe(ratio)
+                metrics.ttft_ratio.labels(self._labels[0], pool).observe(ratio)
         if first is None:
             self._prefill_s = now - self._attempt_at_s - self._reserve_s
         else:
@@ -186,7 +186,7 @@ class RequestOutput:
             workers = booking.prefill.facts.worker_id, booking.decode.facts.worker_id
             self._parts.recent.handed_off(*workers, done.num_bytes)
         self._parts.metrics.handoff_bytes.inc(done.num_bytes)
-        self._parts.metrics.handoff.labels(*self._labels, self._pools[1]).observe(put_s)
+        self._parts.metrics.handoff.labels(self._labels[0], self._pools[1]).observe(put_s)
         self.log.mark(
             router_pb2.HandedOff(
                 kv_bytes=done.num_bytes, put_ms=done.put_ms, exposed_ms=done.exposed_ms
