@@ -103,10 +103,10 @@ class RouterConfig(Ranged):
     vllm_metrics: bool = False
     """The metrics that vLLM has too are served under its names as well, for dashboards of it."""
     ttft_target_s: Positive = 2.0
-    """Of requests that name no `ttft_target_ms`: when the first token of a good one has come. It is
-    counted (`baton_goodput_requests_total`), and changes nothing."""
+    """When the first token of a good request has come, where it names no target itself. It is
+    counted as met or missed, and changes nothing."""
     itl_target_s: Positive = 0.1
-    """The same for the mean gap between tokens and `itl_target_ms`."""
+    """The same for the mean gap between its tokens."""
     reuse_port: bool = False
     """Several router processes share one port."""
     tls: TlsConfig | None = None
