@@ -14,7 +14,6 @@ from baton.config.router import RouterConfig
 from baton.errors import BatonError, InvalidRequestError, OverloadedError, ShuttingDownError
 from baton.v1 import router_pb2
 from router.report.metrics import Gauges, RouterMetrics
-from router.report.tally import Buckets
 from router.request.output import FinishReason
 from tests.router.answers import PROMPT, ask_for, refusal
 from tests.router.deployment import Deployment, deployment
@@ -208,10 +207,3 @@ def test_gauges_are_sums_over_units() -> None:
     assert len(samples(metrics.registry, "baton_model_info")) == 2
     metrics.measure([])
     assert value("baton_fleet_workers", {"state": "live"}) is None
-
-
-def test_a_value_at_a_bound_is_within_it() -> None:
-    buckets = Buckets((0.1, 1.0))
-    for value in (0.1, 0.5, 1.0, 1.1):
-        buckets.observe(value)
-    assert buckets.counts == [1, 2, 1]
