@@ -82,6 +82,9 @@ class EngineLoad:
     num_quarantined_bytes: int
     """Their bytes over all layer groups, layers and ranks."""
     num_steps: int
+    num_preemptions: int
+    num_recomputed_tokens: int
+    """Computed a second time after preemptions."""
     prefill_tokens_per_s: float
     decode_step_s: float
 

@@ -166,6 +166,7 @@ class Intake:
             raise
         finally:
             if opened is None:
+                self.door.metrics.refused(request.tenant, outcome)
                 e2e_s = self.door.clock.now_s() - arrived_s
                 of_refused(request, drawn_id, outcome, e2e_s).write()
         return opened

@@ -156,5 +156,4 @@ def field_at_fault(error: grpc.aio.AioRpcError) -> str:
 
 def failures_of(router: Router) -> dict[str, float]:
     """How often each reason ended an attempt at a worker."""
-    samples = (one for each in router.metrics.failures.collect() for one in each.samples)
-    return {one.labels["failure"]: one.value for one in samples if one.name.endswith("_total")}
+    return {failure: count.value for (failure,), count in router.metrics.failures.children.items()}

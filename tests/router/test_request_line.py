@@ -145,12 +145,8 @@ async def test_no_line_is_made_where_the_log_s_level_leaves_it_out(
 
 
 def counted(router: Router) -> dict[tuple[str, str], float]:
-    samples = [s for m in router.metrics.targets.collect() for s in m.samples]
-    return {
-        (s.labels["target"], s.labels["result"]): s.value
-        for s in samples
-        if s.name == "baton_targets_total"
-    }
+    children = router.metrics.targets.children
+    return {(target, result): count.value for (target, result), count in children.items()}
 
 
 @pytest.mark.parametrize(
