@@ -38,7 +38,7 @@ def serving_cluster(config: ClusterConfig, name: str, namespace: str | None) -> 
     spec: dict[str, Any] = {"model": {"name": config.model}}
     if config.model_revision is not None:
         spec["model"]["revision"] = config.model_revision
-    for field in ("tokenizer", "log_level"):
+    for field in ("tokenizer", "log_level", "log_format"):
         if getattr(config, field) != getattr(usual, field):
             spec[camel(field)] = getattr(config, field)
     if config.served_model_name is not None:

@@ -1,9 +1,8 @@
-"""The line that a request leaves in the log at its end, as JSON: ids, workers, outcome and times.
+"""The line that a request leaves in the log at its end: ids, workers, outcome and times as fields.
 It holds names, but nothing else that the client wrote, and nothing of the answer."""
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 from dataclasses import dataclass
@@ -47,7 +46,7 @@ class RequestLine:
     def write(self) -> None:
         if log.isEnabledFor(logging.INFO):
             known = {name: _short(value) for name, value in vars(self).items() if _is_known(value)}
-            log.info("%s", json.dumps(known))
+            log.info("request", extra={"fields": known})
 
 
 def of_refused(
