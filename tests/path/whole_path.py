@@ -21,8 +21,8 @@ from baton.config.engine import EngineConfig
 from baton.v1 import (
     common_pb2,
     control_pb2,
+    control_pb2_grpc,
     router_pb2,
-    router_pb2_grpc,
     worker_pb2,
 )
 from cluster.worker.rank import free_port
@@ -306,8 +306,8 @@ async def until_routed_to(address: str, worker_ids: set[str]) -> None:
     """Wait until the router at `address` gives work to these workers and no others."""
     known: set[str] = set()
     async with asyncio.timeout(_ROUTER_S), grpc.aio.insecure_channel(address) as channel:
-        stub = router_pb2_grpc.RouterServiceStub(channel)
-        async for news in stub.WatchFleet(router_pb2.RouterServiceWatchFleetRequest()):
+        stub = control_pb2_grpc.FleetServiceStub(channel)
+        async for news in stub.WatchFleet(control_pb2.FleetServiceWatchFleetRequest()):
             known = {w.info.ref.worker_id for w in news.fleet.workers if w.state == _LIVE}
             if known == worker_ids:
                 return
