@@ -66,7 +66,7 @@ _ERROR = {
     "properties": {
         "error": {
             "type": "object",
-            "required": ["message", "type", "param", "code"],
+            "required": ["message", "type"],  # of messages it has no more
             "properties": {
                 "message": {"type": "string"},
                 "type": {"type": "string"},

@@ -136,7 +136,7 @@ class ResponseAnswer(translating.Translating):
             "output": self._items(status),
             "usage": {
                 "input_tokens": usage["prompt_tokens"],
-                "input_tokens_details": usage["prompt_tokens_details"],
+                "input_tokens_details": usage["prompt_tokens_details"] | {"cache_write_tokens": 0},
                 "output_tokens": usage["completion_tokens"],
                 "output_tokens_details": {"reasoning_tokens": thoughts},
                 "total_tokens": usage["total_tokens"],
