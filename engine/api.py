@@ -46,11 +46,7 @@ class ModelSpec:
 
     def block_bytes(self, tp_size: int) -> int:
         """Bytes of one KV block over all layer groups, at the TP rank that holds most."""
-        groups = range(len(self.layout.groups))
-        return max(
-            sum(self.layout.rank_block_bytes(group, rank, tp_size) for group in groups)
-            for rank in range(tp_size)
-        )
+        return max(self.layout.rank_bytes(rank, tp_size) for rank in range(tp_size))
 
 
 @dataclass(frozen=True)
