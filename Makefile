@@ -8,7 +8,7 @@ CODE := baton router prefill_worker decode_worker kv_transfer engine cluster dep
 ENGINES := docker podman buildah
 IMAGES := baton
 VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
-.PHONY: setup demo test test-full test-k8s control-plane check bench bench-engine bench-ablations bench-peers bench-router bench-strain bench-e2e crds proto format images released
+.PHONY: setup demo test test-full test-clients test-k8s control-plane check bench bench-engine bench-ablations bench-peers bench-router bench-strain bench-e2e crds proto format images released
 
 setup: $(VENV)/.ready  ## a virtual environment with everything the project needs
 
@@ -25,12 +25,19 @@ $(VENV)/.ready: pyproject.toml
 demo: setup  ## start the whole cluster on the shipped model, ask it things, stop it
 	@$(VENV)/bin/baton demo
 
-test: setup  ## the tests: every part, one case per fault, under 12 minutes on two cores
+test: setup build/clients/light/.ready  ## the tests: every part, one case per fault, under 12 minutes on two cores
 	@$(PY) -m pytest -m "not full and not gpu" --numprocesses 2 --dist loadfile
 
-test-full: setup  ## every combination and the soaks
+test-full: setup build/clients/light/.ready  ## every combination and the soaks
 	@$(PY) -m tests.k8s.control_plane.build || true
 	@$(PY) -m pytest -m "not gpu" --timeout 1800
+
+test-clients: setup build/clients/light/.ready build/clients/more/.ready  ## unchanged clients, lm-eval among them
+	@$(PY) -m pytest tests/clients
+
+build/clients/%/.ready: tests/clients/%.txt | setup
+	@$(PY) -m venv $(@D) && $(@D)/bin/pip install --disable-pip-version-check --quiet --retries 1 \
+	  --requirement $< && touch $@ || echo "$@ cannot be made: tests that need it are skipped" >&2
 
 test-k8s: control-plane  ## everything about Kubernetes, on a real API server
 	@$(PY) -m pytest tests/k8s --timeout 1800

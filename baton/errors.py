@@ -23,14 +23,18 @@ BatonError
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from typing import ClassVar
 
 
 class BatonError(Exception):
     """Base of all. `reason` is the ErrorInfo reason, `grpc_status` a grpc.StatusCode name."""
 
-    reason: ClassVar[str] = "INTERNAL"
+    reason: str = "INTERNAL"
     grpc_status: ClassVar[str] = "INTERNAL"
+    kinds: ClassVar[Mapping[str, str]] = {}
+    """Fields of a `GenerateRequest` that have a reason of their own."""
 
     def __init__(
         self, message: str, *, field: str | None = None, retry_after_s: float | None = None
@@ -38,11 +42,21 @@ class BatonError(Exception):
         super().__init__(message)
         self.message = message
         self.field = field
+        top = re.match(r"(?:request\.)?(\w*)", field or "")
+        self.reason = self.kinds.get(top[1] if top else "", self.reason)
         self.retry_after_s = retry_after_s
 
 
 class InvalidRequestError(BatonError):
-    reason, grpc_status = "INVALID_PROMPT", "INVALID_ARGUMENT"
+    """INVALID_REQUEST where its field is of no other kind."""
+
+    reason, grpc_status = "INVALID_REQUEST", "INVALID_ARGUMENT"
+    kinds: ClassVar[Mapping[str, str]] = {
+        **dict.fromkeys(("prompt", "text", "chat", "token_ids"), "INVALID_PROMPT"),
+        **dict.fromkeys(("sampling", "seed", "stop", "stop_token_ids"), "INVALID_SAMPLING"),
+        **dict.fromkeys(("bad_words", "allowed_token_ids"), "INVALID_SAMPLING"),
+        **dict.fromkeys(("json_schema", "regex", "grammar", "choice"), "INVALID_CONSTRAINT"),
+    }
 
 
 class NotFoundError(BatonError):

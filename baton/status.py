@@ -28,6 +28,7 @@ _BY_REASON: dict[str, type[BatonError]] = {
     for kind in vars(errors).values()
     if isinstance(kind, type) and issubclass(kind, BatonError) and "reason" in vars(kind)
 }
+_BY_REASON |= {reason: kind for kind in _BY_REASON.values() for reason in kind.kinds.values()}
 # For servers and proxies that send no details.
 _BY_CODE: dict[grpc.StatusCode, type[BatonError]] = {
     grpc.StatusCode.INVALID_ARGUMENT: errors.InvalidRequestError,

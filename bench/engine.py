@@ -18,7 +18,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +29,7 @@ from bench.report import cpu_features, describe, markdown, progress, say
 from engine import compute_threads
 from engine.attention import huge_pages
 from engine.attention.packed_weights import PackedWeight, can_pack
+from engine.roofline import Device, RankCost
 
 CELLS = ("prefill 512", "prefill 2048", "decode 1", "decode 8", "decode 32")
 PEERS = {"vllm": "vllm", "vllm compiled": "vllm", "openvino": "openvino", "transformers": None}
@@ -96,39 +96,26 @@ class Process:
         )
 
 
-@dataclass(frozen=True)
-class Roofline:
+def best_device(dtype: torch.dtype) -> Device:
     """What this machine can do at best, measured."""
+    weight = torch.randn(4096, 1024).to(dtype)
+    x = torch.randn(2048, 1024).to(dtype)
+    seconds = [_best(lambda: torch.nn.functional.linear(x, weight))]
+    if can_pack([weight], dtype, is_gated=False):
+        packed = PackedWeight([weight], None, dtype, is_gated=False)
+        seconds.append(_best(lambda: packed(x)))
+    memory = huge_pages.take(1 << 30).view(torch.int32)
+    memory.fill_(1)
+    read_s = _best(lambda: memory.sum(dtype=torch.int32))
+    flops = 2 * x.numel() * len(weight)
+    return Device(memory.nbytes, memory.nbytes / read_s, flops / min(seconds))
 
-    flops: float  # a second, of products
-    bytes_per_s: float
 
-    @classmethod
-    def measured(cls, dtype: torch.dtype) -> Roofline:
-        weight = torch.randn(4096, 1024).to(dtype)
-        x = torch.randn(2048, 1024).to(dtype)
-        seconds = [_best(lambda: torch.nn.functional.linear(x, weight))]
-        if can_pack([weight], dtype, is_gated=False):
-            packed = PackedWeight([weight], None, dtype, is_gated=False)
-            seconds.append(_best(lambda: packed(x)))
-        flops = 2 * x.numel() * len(weight) / min(seconds)
-        memory = huge_pages.take(1 << 30).view(torch.int32)
-        memory.fill_(1)
-        read_s = _best(lambda: memory.sum(dtype=torch.int32))
-        return cls(flops, memory.nbytes / read_s)
-
-    def tokens_per_s(self, shape: random_model.Shape, cell: str, item: int) -> float:
-        kind, _, size = cell.partition(" ")
-        count = int(size)
-        width = shape.num_attention_heads * shape.head_dim * shape.num_hidden_layers
-        if kind == "prefill":
-            flops = shape.prefill_flops(count) + 2 * width * count**2
-            moved, tokens = shape.num_read_bytes(item), count
-        else:
-            flops = 2 * count * shape.num_parameters + 4 * width * count * CONTEXT
-            kv = count * CONTEXT * shape.kv_bytes_per_token(item)
-            moved, tokens = shape.num_read_bytes(item) + kv, count
-        return tokens / max(flops / self.flops, moved / self.bytes_per_s)
+def best_tokens_per_s(device: Device, cost: RankCost, cell: str) -> float:
+    kind, _, size = cell.partition(" ")
+    count = int(size)
+    work = cost.prefill(count) if kind == "prefill" else cost.decode(count, CONTEXT)
+    return count / device.seconds(work)
 
 
 def _best(run: Callable[[], object]) -> float:
@@ -166,8 +153,7 @@ def decode(sides: list[Process], batch: int, rounds: int, steps: int) -> list[fl
 
 def measure(model: str, sides: list[Process], dtype: str, options: argparse.Namespace) -> str:
     """All cells of one model, as a table."""
-    roofline = Roofline.measured(getattr(torch, dtype))
-    shape, item = random_model.SHAPES[model], getattr(torch, dtype).itemsize
+    device, cost = best_device(getattr(torch, dtype)), random_model.SHAPES[model].cost(dtype)
     peers = [side.name for side in sides[1:]]
     rows = []
     for cell in options.cells:
@@ -178,7 +164,7 @@ def measure(model: str, sides: list[Process], dtype: str, options: argparse.Name
             if kind == "prefill"
             else decode(sides, int(size), options.rounds, options.steps)
         )
-        best = roofline.tokens_per_s(shape, cell, item)
+        best = best_tokens_per_s(device, cost, cell)
         row = [f"{model} {cell}", *(f"{value:.0f}" for value in found)]
         if len(found) > 1:
             row.append(f"{found[0] / max(found[1:]):.2f} (goal {_GOALS.get(cell, 1.2)})")
@@ -188,7 +174,7 @@ def measure(model: str, sides: list[Process], dtype: str, options: argparse.Name
     ready = ", ".join(f"{side.name} {side.ready_s:.1f} s" for side in sides)
     return (
         f"{markdown([*header, 'roofline', 'of it'], rows)}\n\nReady after: {ready}. Roofline: "
-        f"{roofline.flops / 1e12:.2f} TFLOP/s of products, {roofline.bytes_per_s / 1e9:.1f} GB/s."
+        f"{device.flops_per_s / 1e12:.2f} TFLOP/s of products, {device.bytes_per_s / 1e9:.1f} GB/s."
     )
 
 

@@ -25,6 +25,7 @@ from engine.models.decoder import Decoder
 from engine.models.folder import kv_layout
 from engine.models.loading import WeightLoader
 from engine.models.sharding import shard_of
+from engine.roofline import RankCost
 
 WeightOf = Callable[[str, tuple[int, ...], torch.Generator], torch.Tensor]
 """A tensor's name and shape, and where its numbers come from -> the tensor."""
@@ -59,29 +60,8 @@ class Shape:
             **asdict(self),
         }
 
-    @property
-    def num_parameters(self) -> int:
-        """Of the matrices, which is nearly all."""
-        heads = (2 * self.num_attention_heads + 2 * self.num_key_value_heads) * self.head_dim
-        layer = self.hidden_size * (heads + 3 * self.intermediate_size)
-        vocabulary = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
-        return self.num_hidden_layers * layer + vocabulary
-
-    def prefill_flops(self, num_tokens: int) -> int:
-        """Of the products: the layers' for each token, the head's for the last."""
-        head = self.vocab_size * self.hidden_size
-        embedding = head * (1 if self.tie_word_embeddings else 2)
-        return 2 * (num_tokens * (self.num_parameters - embedding) + head)
-
-    def num_read_bytes(self, item_bytes: int) -> int:
-        """Bytes of the weights that one decode step reads. Of the embedding it reads one row per
-        token."""
-        embedding = 0 if self.tie_word_embeddings else self.vocab_size * self.hidden_size
-        return (self.num_parameters - embedding) * item_bytes
-
-    def kv_bytes_per_token(self, item_bytes: int) -> int:
-        width = 2 * self.num_key_value_heads * self.head_dim
-        return self.num_hidden_layers * width * item_bytes
+    def cost(self, dtype: str) -> RankCost:
+        return RankCost(model_config(self.hf_config()), dtype)
 
 
 SHAPES = {

@@ -98,19 +98,21 @@ def client_of(arguments: argparse.Namespace) -> Client:
 
 
 def stream_answer(events: Generator[Event, None, None]) -> tuple[str, Text]:
-    """Print an answer as it comes. Returns its text and what it cost. Leaving early aborts the
-    request."""
+    """Print an answer as it comes, thoughts to standard error. Returns its text and what it cost.
+    Leaving early aborts the request."""
     of_kind: dict[type, Any] = {}
     pieces: list[str] = []
     waiting = spinner(render.err(), "waiting for the first token")
     with contextlib.closing(events), waiting:
         for event in events:
             of_kind[type(event)] = event
-            if isinstance(event, Tokens) and event.text:
-                waiting.close()
+            if isinstance(event, Tokens):
                 pieces.append(event.text)
-                sys.stdout.write(event.text)
-                sys.stdout.flush()
+                for out, said in ((sys.stderr, event.reasoning), (sys.stdout, event.text)):
+                    if said:
+                        waiting.close()
+                        out.write(said)
+                        out.flush()
     finished: Finished = of_kind[Finished]
     if finished.reason in (FinishReason.ABORTED, FinishReason.ERROR):
         raise BatonError(f"the request was ended by the server: {finished.reason.value}")

@@ -42,6 +42,7 @@ _COMMANDS = {
     "drain": "cli.operate",
     "roles": "cli.operate",
     "deploy": "cli.operate",
+    "size": "cli.size",
 }
 _PACKAGES = (
     *("baton", "router", "prefill_worker", "decode_worker", "kv_transfer"),
@@ -123,7 +124,7 @@ _IDENTITY_HINT = (
 
 def _hint(error: BatonError, arguments: argparse.Namespace) -> str:
     """What to do next."""
-    if arguments.command in ("up", "demo", "deploy"):
+    if arguments.command in ("up", "demo", "deploy", "size"):
         return ""
     asks_control = arguments.command in ("status", "top", "scale", "roles", "drain")
     if hint := _ACCESS_HINTS.get(type(error)):
@@ -156,6 +157,7 @@ def _parser(prog: str = "baton") -> argparse.ArgumentParser:
     _add_cluster_commands(commands)
     _add_request_commands(commands)
     _add_operator_commands(commands)
+    _add_size_command(commands)
     return parser
 
 
@@ -246,6 +248,21 @@ def _add_operator_commands(commands: Subparsers[argparse.ArgumentParser]) -> Non
         )
 
 
+def _add_size_command(commands: Subparsers[argparse.ArgumentParser]) -> None:
+    size = commands.add_parser("size", help="what a model needs of GPUs and links, by arithmetic")
+    size.add_argument("model", metavar="MODEL", help="a folder, or its config.json")
+    size.add_argument("--gpu", metavar="NAME", help="such as H100")
+    for option in ("--memory-gb", "--bandwidth-gbs", "--tflops"):
+        size.add_argument(option, type=_positive, metavar="N", help="in place of --gpu's")
+    for option in ("--context", "--prompt", "--answer"):
+        size.add_argument(option, type=_positive, metavar="TOKENS")
+    for option, of in (("--tp", "GPUs a worker"), ("--rate", "requests/s")):
+        size.add_argument(option, type=_positive, metavar="N", default=1, help=of)
+    size.add_argument("--slo", nargs=2, type=_seconds, default=(), metavar=("TTFT_S", "ITL_S"))
+    size.add_argument("--output", choices=("table", "json"), default="table")
+    size.add_argument("--explain", action="store_true", help="each figure with its formula")
+
+
 def _add_router(command: argparse.ArgumentParser) -> None:
     command.add_argument("--model", metavar="NAME", help="only if several are served")
     command.add_argument(
@@ -285,7 +302,13 @@ def _add_sampling(command: argparse.ArgumentParser) -> None:
 
 def _count(text: str) -> int:
     if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of workers: 0, 1, 2 ...")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number: 0, 1, 2 ...")
+    return int(text)
+
+
+def _positive(text: str) -> int:
+    if not _count(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not above 0")
     return int(text)
 
 

@@ -46,11 +46,7 @@ class ModelSpec:
 
     def block_bytes(self, tp_size: int) -> int:
         """Bytes of one KV block over all layer groups, at the TP rank that holds most."""
-        groups = range(len(self.layout.groups))
-        return max(
-            sum(self.layout.rank_block_bytes(group, rank, tp_size) for group in groups)
-            for rank in range(tp_size)
-        )
+        return max(self.layout.rank_bytes(rank, tp_size) for rank in range(tp_size))
 
 
 @dataclass(frozen=True)
@@ -82,6 +78,9 @@ class EngineLoad:
     num_quarantined_bytes: int
     """Their bytes over all layer groups, layers and ranks."""
     num_steps: int
+    num_preemptions: int
+    num_recomputed_tokens: int
+    """Computed a second time after preemptions."""
     prefill_tokens_per_s: float
     decode_step_s: float
 

@@ -196,6 +196,8 @@ class EngineCore:
             num_quarantined_blocks=self._scheduler.num_quarantined_blocks,
             num_quarantined_bytes=self._scheduler.num_quarantined_bytes,
             num_steps=self._num_steps,
+            num_preemptions=self._scheduler.num_preemptions,
+            num_recomputed_tokens=self._scheduler.num_recomputed_tokens,
             prefill_tokens_per_s=self._itl.prefill_tokens_per_s(self._scheduler.running_decodes),
             decode_step_s=self._rates.decode_step_s,
         )

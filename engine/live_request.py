@@ -43,6 +43,7 @@ class LiveRequest:
     num_tokens: int = field(init=False)
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0  # of the first placement
+    num_lost_tokens: int = 0  # that were computed when it was preempted
     num_pushed_blocks: int = 0
     started_at: float | None = None
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # of the steps so far

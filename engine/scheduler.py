@@ -73,6 +73,9 @@ class Scheduler:
         self._events: list[EngineEvent] = []
         self._num_arrived = 0
         self._num_steps = 0
+        self.num_preemptions = 0
+        self.num_recomputed_tokens = 0
+        """After preemptions: those that the prefix cache had lost."""
         self._blocked = False  # all were seen to wait for blocks, and nothing was freed since
         self._blocked_since: float | None = None  # of plans in a row that found none to compute
 
@@ -285,6 +288,8 @@ class Scheduler:
                 continue
             self._waiting.remove(request)
             request.num_computed_tokens = cached
+            self.num_recomputed_tokens += max(0, request.num_lost_tokens - cached)
+            request.num_lost_tokens = 0
             if request.started_at is None:
                 request.started_at = self._clock()
                 request.num_cached_tokens = cached
@@ -350,7 +355,8 @@ class Scheduler:
     def _preempt(self, request: LiveRequest) -> None:
         self._running.remove(request)
         self._kv.free(request.blocks)
-        request.num_computed_tokens = 0
+        self.num_preemptions += 1
+        request.num_lost_tokens, request.num_computed_tokens = request.num_computed_tokens, 0
         self._wait(request)
 
     def _stop_running(self, request: LiveRequest) -> None:

@@ -106,13 +106,14 @@ class KvLayout:
             for tensor in spec.tensors
         )
 
+    def rank_bytes(self, tp_rank: int, tp_size: int) -> int:
+        """Bytes of one block of every group on one rank."""
+        groups = range(len(self.groups))
+        return sum(self.rank_block_bytes(group, tp_rank, tp_size) for group in groups)
+
     def token_bytes(self) -> int:
         """KV bytes of one token over all layers and heads."""
-        return sum(
-            group.num_layers * t.num_heads * t.head_dim * DTYPE_BYTES[t.dtype]
-            for group in self.groups
-            for t in group.tensors
-        )
+        return self.rank_bytes(0, 1) // self.block_size
 
 
 @dataclass(frozen=True)
@@ -129,10 +130,7 @@ class RegionLayout:
     num_blocks: int
 
     def num_bytes(self) -> int:
-        return self.num_blocks * sum(
-            self.layout.rank_block_bytes(g, self.tp_rank, self.tp_size)
-            for g in range(len(self.layout.groups))
-        )
+        return self.num_blocks * self.layout.rank_bytes(self.tp_rank, self.tp_size)
 
     def tensor_offset(self, layer: int, tensor: str) -> int:
         """Offset of one layer's tensor in the region."""

@@ -313,7 +313,8 @@ class LeaseTable:
         if not self._admission.withdraw(entry.lease.lease_id):
             return  # admitted a moment ago: `_decided` comes next
         # The listener first: it must quarantine the blocks before `quiescent` can come.
-        log.info("lease %s of %s failed: %s", entry.lease.lease_id, entry.request_id, reason.value)
+        fields = {"request_id": entry.request_id, "lease_id": entry.lease.lease_id}
+        log.info("lease failed: %s", reason.value, extra={"fields": fields})
         entry.state = LeaseState.QUARANTINED
         self._listener.failed(entry.request_id, reason, ended_by)
         self._quarantine(entry)

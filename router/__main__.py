@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
+import os
 import resource
 import signal
 import sys
@@ -16,6 +17,7 @@ from baton.config.router import RouterConfig
 from baton.errors import ConfigError
 from baton.identity.identity import open_identity
 from baton.interpreter import freeze_heap, share_interpreter
+from baton.process_log import LogSettings, set_up_logging
 from router.door.access import Callers
 from router.door.door import Door
 from router.door.listening import split_address
@@ -88,10 +90,8 @@ def main() -> int:
     arguments = _arguments()
     try:
         config = load_config(arguments.config) if arguments.config else ClusterConfig()
-        logging.basicConfig(
-            level=(arguments.log_level or config.log_level).upper(),
-            format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-        )
+        usual = LogSettings(arguments.log_level or config.log_level, config.log_format)
+        set_up_logging(usual, os.environ, model=config.model_name)
         listen = arguments.listen or f"{config.router.host}:{config.router.port}"
         split_address(arguments.control)
         build_native()

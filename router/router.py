@@ -184,8 +184,9 @@ class Router:
     def _begin(self, arrival: Arrival) -> RequestRun:
         run = self._runs[arrival.key] = RequestRun(arrival, self.parts)
         num_tokens = len(arrival.parsed.token_ids)
-        self.metrics.arrivals.inc()
-        self.metrics.prompt_tokens.inc(num_tokens)
+        own = self.metrics.of(arrival.parsed.tenant)
+        self.metrics.arrivals.labels(*own).inc()
+        self.metrics.prompt_tokens.labels(*own).inc(num_tokens)
         self.parts.counts.num_arrivals += 1
         self.parts.counts.prompt_tokens += num_tokens
         run.start(self._ended)
@@ -332,6 +333,11 @@ class Router:
             worker_states=[
                 entry.state.value if entry.connected else "disconnected" for entry in self.fleet
             ],
+            unit=self.model.unit,
+            max_model_len=self.max_model_len(),
+            kv_use={it.facts.worker_id: self.fleet.kv_use(it) for it in self.fleet}
+            if self.config.vllm_metrics
+            else {},
         )
 
     @property

@@ -151,7 +151,7 @@ class AsyncClient(contextlib.AbstractAsyncContextManager["AsyncClient"]):
 
     async def fleet(self) -> control_pb2.WatchFleetResponse:
         """The fleet as the router sees it now."""
-        answer = await self._ask(_WATCH_FLEET, router_pb2.RouterServiceWatchFleetRequest())
+        answer = await self._ask(_WATCH_FLEET, control_pb2.FleetServiceWatchFleetRequest())
         fleet: control_pb2.WatchFleetResponse = answer.fleet
         return fleet
 

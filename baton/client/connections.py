@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from baton.v1 import router_pb2_grpc
+from baton.v1 import control_pb2_grpc, router_pb2_grpc
 
 
 class Connection:
@@ -20,7 +20,9 @@ class Connection:
     def __init__(self, address_index: int, channel: Any) -> None:
         self.address_index, self.channel = address_index, channel
         # The generated stub serves both kinds of channel; its types speak of asyncio alone.
-        self.stub: Any = router_pb2_grpc.RouterServiceStub(channel)
+        stub: Any = router_pb2_grpc.RouterServiceStub(channel)
+        stub.WatchFleet = control_pb2_grpc.FleetServiceStub(channel).WatchFleet
+        self.stub = stub
         self.num_calls = 0
         self.is_over = False
 

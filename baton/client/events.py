@@ -14,6 +14,7 @@ class FinishReason(enum.Enum):
     LENGTH = "length"
     ABORTED = "aborted"
     ERROR = "error"
+    TOOL_CALLS = "tool_calls"
 
 
 @dataclass(frozen=True)
@@ -59,8 +60,19 @@ class Logprobs:
 
 
 @dataclass(frozen=True)
+class ToolCallDelta:
+    """A further piece of a call. Arguments are appended; the first piece has id and name."""
+
+    index: int
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True)
 class Tokens:
-    """One or more tokens in a row. `text` is whole characters and may lag behind `ids`."""
+    """One or more tokens in a row. `text` is whole characters and may lag behind `ids`. Of a chat,
+    thoughts are in `reasoning` and calls in `tool_calls` alone."""
 
     index: int
     ids: tuple[int, ...]
@@ -68,6 +80,8 @@ class Tokens:
     logprobs: tuple[Logprobs | None, ...] = ()
     """One for each of `ids` if they were asked for. None: the worker that sampled the token is
     gone."""
+    reasoning: str = ""
+    tool_calls: tuple[ToolCallDelta, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -138,7 +152,9 @@ def _plain(kind: type[Any], message: Any) -> Any:
 
 def _tokens(message: router_pb2.Tokens) -> Tokens:
     logprobs = tuple(map(_logprobs, message.logprobs))
-    return Tokens(message.index, tuple(message.ids), message.text, logprobs)
+    calls = tuple(_plain(ToolCallDelta, call) for call in message.tool_calls)
+    ids, said = tuple(message.ids), (message.text, logprobs, message.reasoning, calls)
+    return Tokens(message.index, ids, *said)
 
 
 def _logprobs(message: common_pb2.Logprobs) -> Logprobs | None:

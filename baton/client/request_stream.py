@@ -14,9 +14,10 @@ import random
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from typing import Literal, TypedDict, Unpack
+from typing import Any, TypedDict, Unpack
 
 from baton import status
+from baton.client.chat import chat_of
 from baton.client.events import Event, Finished, Routed, Tokens, from_response
 from baton.errors import (
     BatonError,
@@ -35,15 +36,14 @@ _LONGEST_PAUSE_S = 1.0
 _GRACE_S = 5.0  # the router's own DeadlineError comes first, and says more
 
 
-Chat = Sequence[Mapping[Literal["role", "content"], str]] | Sequence[Mapping[str, str]]
-
-
 class GenerateOptions(TypedDict, total=False):
     """Options of `generate` beside a prompt of text. An option that is left out has the model's
     default."""
 
-    chat: Chat | None
-    """In place of the text."""
+    chat: Sequence[Mapping[str, Any]] | None
+    """In place of the text: messages as OpenAI's API has them, as are the next two."""
+    tools: Sequence[Mapping[str, Any]] | None
+    tool_choice: str | Mapping[str, Any] | None
     token_ids: Sequence[int] | None
     """In place of the text."""
     model: str
@@ -66,6 +66,8 @@ class GenerateOptions(TypedDict, total=False):
     bad_words: Sequence[str]
     priority: int
     timeout_s: float
+    ttft_target_ms: int
+    itl_target_ms: int
     tenant: str
     cache_salt: str
     session_id: str
@@ -93,18 +95,18 @@ def build_request(
     given = [value for value in (prompt, chat, token_ids) if value is not None]
     if len(given) != 1:
         raise InvalidRequestError("give exactly one of prompt, chat and token_ids", field="prompt")
+    tools, tool_choice = options.pop("tools", None), options.pop("tool_choice", None)
+    if chat is None and (tools or tool_choice):
+        raise InvalidRequestError("tools: only with chat", field="tools")
     request = router_pb2.GenerateRequest()
     try:
         if prompt is not None:
             request.text = prompt
         elif chat is not None:
-            request.chat.SetInParent()
-            for message in chat:
-                added = request.chat.messages.add()
-                added.role, added.content = message["role"], message["content"]
+            request.chat.CopyFrom(chat_of(chat, tools, tool_choice))
         elif token_ids is not None:
             request.token_ids.ids.extend(token_ids)
-    except (TypeError, ValueError, KeyError) as error:
+    except (TypeError, ValueError) as error:
         raise InvalidRequestError(f"prompt: {error}", field="prompt") from error
     for name, value in options.items():
         _set_option(request, name, value)
@@ -277,7 +279,7 @@ class RequestStream:
                 "are missing from the router's stream"
             )
         if not tokens.ids:
-            if self._has_seen_tail or not tokens.text:
+            if self._has_seen_tail or not (tokens.text or tokens.reasoning or tokens.tool_calls):
                 return None
             self._has_seen_tail = True
             return tokens

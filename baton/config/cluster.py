@@ -31,6 +31,8 @@ from baton.config.workers import (
 from baton.errors import ConfigError
 
 Role = Literal["prefill", "decode", "mixed"]
+LogLevel = Literal["debug", "info", "warning", "error"]
+LogFormat = Literal["text", "json"]
 
 _ANY_HOST = ("0.0.0.0", "::", "[::]")
 
@@ -104,7 +106,9 @@ class ClusterConfig:
     unit: str = ""
     """The code of this cluster in routers, statuses and logs, where several versions of a model
     serve, each as a cluster of its own."""
-    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_level: LogLevel = "info"
+    log_format: LogFormat = "text"
+    """json: each line of the log is an object."""
     runs_on: Literal["machine", "pods"] = "machine"
     """machine: all workers share the machine of `baton up`. pods: each replica has a pod of its
     pool to itself, and waits for one (a Ray node with the resource baton-pool/<pool>: a unit for

@@ -98,6 +98,15 @@ class RouterConfig(Ranged):
     """Prometheus metrics and a page over HTTP; None: not served. With `auth` they want a token of
     `auth.operators`, as bearer token or as Basic authentication's password."""
     metrics_host: str = "127.0.0.1"
+    metrics_tenants: Whole = 20
+    """Tenants that metrics tell apart, the first that come; all others are "other"."""
+    vllm_metrics: bool = False
+    """The metrics that vLLM has too are served under its names as well, for dashboards of it."""
+    ttft_target_s: Positive = 2.0
+    """When the first token of a good request has come, where it names no target itself. It is
+    counted as met or missed, and changes nothing."""
+    itl_target_s: Positive = 0.1
+    """The same for the mean gap between its tokens."""
     reuse_port: bool = False
     """Several router processes share one port."""
     tls: TlsConfig | None = None

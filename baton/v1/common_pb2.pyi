@@ -32,6 +32,8 @@ class _FinishReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishRe
     """max_tokens or the model's context was reached."""
     FINISH_REASON_ABORTED: _FinishReason.ValueType  # 3
     FINISH_REASON_ERROR: _FinishReason.ValueType  # 4
+    FINISH_REASON_TOOL_CALLS: _FinishReason.ValueType  # 5
+    """As STOP, at the end of an answer that calls tools."""
 
 class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper): ...
 
@@ -42,6 +44,8 @@ FINISH_REASON_LENGTH: FinishReason.ValueType  # 2
 """max_tokens or the model's context was reached."""
 FINISH_REASON_ABORTED: FinishReason.ValueType  # 3
 FINISH_REASON_ERROR: FinishReason.ValueType  # 4
+FINISH_REASON_TOOL_CALLS: FinishReason.ValueType  # 5
+"""As STOP, at the end of an answer that calls tools."""
 Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
 
 class _WorkerRole:

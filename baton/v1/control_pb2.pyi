@@ -47,6 +47,41 @@ WORKER_STATE_GONE: WorkerState.ValueType  # 5
 Global___WorkerState: _TypeAlias = WorkerState  # noqa: Y015
 
 @_typing.final
+class FleetServiceWatchFleetRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FleetServiceWatchFleetRequest: _TypeAlias = FleetServiceWatchFleetRequest  # noqa: Y015
+
+@_typing.final
+class FleetServiceWatchFleetResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FLEET_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def fleet(self) -> Global___WatchFleetResponse: ...
+    def __init__(
+        self,
+        *,
+        fleet: Global___WatchFleetResponse | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["fleet", b"fleet"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fleet", b"fleet"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FleetServiceWatchFleetResponse: _TypeAlias = FleetServiceWatchFleetResponse  # noqa: Y015
+
+@_typing.final
 class Unit(_message.Message):
     """One complete version of a model below the routers."""
 

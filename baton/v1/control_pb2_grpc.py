@@ -25,6 +25,82 @@ if _version_not_supported:
     )
 
 
+class FleetServiceStub:
+    """Of a router.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.WatchFleet = channel.unary_stream(
+                '/baton.v1.FleetService/WatchFleet',
+                request_serializer=baton_dot_v1_dot_control__pb2.FleetServiceWatchFleetRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_control__pb2.FleetServiceWatchFleetResponse.FromString,
+                _registered_method=True)
+
+
+class FleetServiceServicer:
+    """Of a router.
+    """
+
+    def WatchFleet(self, request, context):
+        """The fleet as this router sees it, on every change. Tenants see what serves, operators all.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_FleetServiceServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'WatchFleet': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchFleet,
+                    request_deserializer=baton_dot_v1_dot_control__pb2.FleetServiceWatchFleetRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_control__pb2.FleetServiceWatchFleetResponse.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'baton.v1.FleetService', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('baton.v1.FleetService', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class FleetService:
+    """Of a router.
+    """
+
+    @staticmethod
+    def WatchFleet(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/baton.v1.FleetService/WatchFleet',
+            baton_dot_v1_dot_control__pb2.FleetServiceWatchFleetRequest.SerializeToString,
+            baton_dot_v1_dot_control__pb2.FleetServiceWatchFleetResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+
 class ControlServiceStub:
     """Missing associated documentation comment in .proto file."""
 

@@ -12,6 +12,26 @@ import abc as _abc_1
 GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
+class FleetServiceStub:
+    """Of a router."""
+
+    def __init__(self, channel: _aio.Channel) -> None: ...
+    WatchFleet: _aio.UnaryStreamMultiCallable[_control_pb2.FleetServiceWatchFleetRequest, _control_pb2.FleetServiceWatchFleetResponse]
+    """The fleet as this router sees it, on every change. Tenants see what serves, operators all."""
+
+class FleetServiceServicer(metaclass=_abc_1.ABCMeta):
+    """Of a router."""
+
+    @_abc_1.abstractmethod
+    def WatchFleet(
+        self,
+        request: _control_pb2.FleetServiceWatchFleetRequest,
+        context: _aio.ServicerContext[_control_pb2.FleetServiceWatchFleetRequest, _abc.AsyncIterator[_control_pb2.FleetServiceWatchFleetResponse]],
+    ) -> _abc.AsyncIterator[_control_pb2.FleetServiceWatchFleetResponse]:
+        """The fleet as this router sees it, on every change. Tenants see what serves, operators all."""
+
+def add_FleetServiceServicer_to_server(servicer: FleetServiceServicer, server: _aio.Server) -> None: ...
+
 class ControlServiceStub:
     def __init__(self, channel: _aio.Channel) -> None: ...
     Register: _aio.StreamStreamMultiCallable[_control_pb2.RegisterRequest, _control_pb2.RegisterResponse]

@@ -59,11 +59,6 @@ class RouterServiceStub:
                 request_serializer=baton_dot_v1_dot_router__pb2.ExplainRouteRequest.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_router__pb2.ExplainRouteResponse.FromString,
                 _registered_method=True)
-        self.WatchFleet = channel.unary_stream(
-                '/baton.v1.RouterService/WatchFleet',
-                request_serializer=baton_dot_v1_dot_router__pb2.RouterServiceWatchFleetRequest.SerializeToString,
-                response_deserializer=baton_dot_v1_dot_router__pb2.RouterServiceWatchFleetResponse.FromString,
-                _registered_method=True)
 
 
 class RouterServiceServicer:
@@ -102,13 +97,6 @@ class RouterServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def WatchFleet(self, request, context):
-        """The fleet as this router sees it, on every change.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
 
 def add_RouterServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -136,11 +124,6 @@ def add_RouterServiceServicer_to_server(servicer, server):
                     servicer.ExplainRoute,
                     request_deserializer=baton_dot_v1_dot_router__pb2.ExplainRouteRequest.FromString,
                     response_serializer=baton_dot_v1_dot_router__pb2.ExplainRouteResponse.SerializeToString,
-            ),
-            'WatchFleet': grpc.unary_stream_rpc_method_handler(
-                    servicer.WatchFleet,
-                    request_deserializer=baton_dot_v1_dot_router__pb2.RouterServiceWatchFleetRequest.FromString,
-                    response_serializer=baton_dot_v1_dot_router__pb2.RouterServiceWatchFleetResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -278,33 +261,6 @@ class RouterService:
             '/baton.v1.RouterService/ExplainRoute',
             baton_dot_v1_dot_router__pb2.ExplainRouteRequest.SerializeToString,
             baton_dot_v1_dot_router__pb2.ExplainRouteResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def WatchFleet(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_stream(
-            request,
-            target,
-            '/baton.v1.RouterService/WatchFleet',
-            baton_dot_v1_dot_router__pb2.RouterServiceWatchFleetRequest.SerializeToString,
-            baton_dot_v1_dot_router__pb2.RouterServiceWatchFleetResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1064,6 +1064,8 @@ class WorkerLoad(_message.Message):
     PREFILL_TOKENS_PER_S_FIELD_NUMBER: _builtins.int
     DECODE_STEP_S_FIELD_NUMBER: _builtins.int
     HANDOFF_BYTES_PER_S_FIELD_NUMBER: _builtins.int
+    NUM_PREEMPTIONS_FIELD_NUMBER: _builtins.int
+    NUM_RECOMPUTED_TOKENS_FIELD_NUMBER: _builtins.int
     num_waiting: _builtins.int
     num_running: _builtins.int
     num_reserved: _builtins.int
@@ -1080,6 +1082,9 @@ class WorkerLoad(_message.Message):
     decode_step_s: _builtins.float
     handoff_bytes_per_s: _builtins.float
     """Learned: bytes a second of this worker's handoffs."""
+    num_preemptions: _builtins.int
+    """Since its start: requests preempted, and tokens that were computed a second time for it."""
+    num_recomputed_tokens: _builtins.int
     def __init__(
         self,
         *,
@@ -1093,10 +1098,12 @@ class WorkerLoad(_message.Message):
         prefill_tokens_per_s: _builtins.float = ...,
         decode_step_s: _builtins.float = ...,
         handoff_bytes_per_s: _builtins.float = ...,
+        num_preemptions: _builtins.int = ...,
+        num_recomputed_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_step_s", b"decode_step_s", "handoff_bytes_per_s", b"handoff_bytes_per_s", "num_blocks", b"num_blocks", "num_free_blocks", b"num_free_blocks", "num_quarantined_blocks", b"num_quarantined_blocks", "num_queued_tokens", b"num_queued_tokens", "num_reserved", b"num_reserved", "num_running", b"num_running", "num_waiting", b"num_waiting", "prefill_tokens_per_s", b"prefill_tokens_per_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_step_s", b"decode_step_s", "handoff_bytes_per_s", b"handoff_bytes_per_s", "num_blocks", b"num_blocks", "num_free_blocks", b"num_free_blocks", "num_preemptions", b"num_preemptions", "num_quarantined_blocks", b"num_quarantined_blocks", "num_queued_tokens", b"num_queued_tokens", "num_recomputed_tokens", b"num_recomputed_tokens", "num_reserved", b"num_reserved", "num_running", b"num_running", "num_waiting", b"num_waiting", "prefill_tokens_per_s", b"prefill_tokens_per_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

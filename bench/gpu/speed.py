@@ -258,7 +258,7 @@ def _attention(
     """Sequences (context, new tokens): bytes of KV that they look at, and seconds."""
     lengths = [context + new for context, new in sequences]
     one_layer = replace(shape, num_hidden_layers=1)
-    num_bytes = sum(lengths) * one_layer.kv_bytes_per_token(_TORCH_DTYPE.itemsize)
+    num_bytes = sum(lengths) * one_layer.cost(_DTYPE).kv_token_bytes
     layers = replace(shape, num_hidden_layers=_num_copies(device, num_bytes))
     layout = kv_layout(model_config(layers.hf_config()), _BLOCK_SIZE, _DTYPE)
     counts = [-(-length // _BLOCK_SIZE) for length in lengths]
@@ -314,7 +314,7 @@ def measure_model(name: str, device: torch.device, sizes: Sizes, report: Report)
         for length in sizes.prefills:
             samples = [_prefill_s(engine, device, length, seed) for seed in range(_ROUNDS + 1)][1:]
             seconds = statistics.median(samples)
-            flops = shape.prefill_flops(length) / seconds
+            flops = shape.cost(_DTYPE).product_flops(length, 1) / seconds
             rows.append((f"{length} tokens", ms(seconds), f"{length / seconds:.0f}", tera(flops)))
     columns = (
         *("batch", "ms a step", "tokens/s", "GB/s of weights and KV"),
@@ -358,9 +358,7 @@ def _decode_row(
         engine.abort(request)
     while engine.has_work():
         engine.step()
-    num_bytes = shape.num_read_bytes(
-        _TORCH_DTYPE.itemsize
-    ) + batch * context * shape.kv_bytes_per_token(_TORCH_DTYPE.itemsize)
+    num_bytes, _ = shape.cost(_DTYPE).decode(batch, context)
     rates = (f"{batch / step_s:.0f}", f"{num_bytes / step_s / 1e9:.4g}")
     row = (f"b{batch}", ms(step_s), *rates)
     if work is None:

@@ -7,7 +7,7 @@
 2. It asks each worker that serves here to drain. The worker takes nothing new and exits when its
    requests have ended. A worker that still loads runs nothing. If the container survives the drain,
    as on a preempted machine, `--close-for` makes that worker exit before it serves.
-3. It waits until the workers' processes are gone and prints once a second what still runs. The exit
+3. It waits until the workers' processes are gone and logs once a second what still runs. The exit
    status is 0 then, or 1 after the timeout.
 
 Ray's `drain-node` command runs in its own process, because Ray's client waits long for a missing
@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import logging
 import os
 import subprocess
 import sys
@@ -34,9 +35,12 @@ from baton.errors import ConfigError
 from baton.identity.identity import Identity, find_identity
 from baton.link.frames import LinkError, Method, link_name
 from baton.link.router_end import ask_once
+from baton.process_log import LogSettings, set_up_logging
 from baton.v1 import control_pb2, worker_pb2
 from cluster.node.pod import Pod, PodWorkers, is_over
 from kv_transfer.process import identity_of
+
+log = logging.getLogger("pod_drain")
 
 _CLOSE_WITHIN_S = 15.0  # most of it is for Python and Ray to be loaded
 _ASK_AGAIN_S = 2.0
@@ -130,6 +134,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         problem = "POD_NAME is not set: run this in a pod whose container sets it from the"
         print(f"pod_drain: {problem} downward API (metadata.name)", file=sys.stderr)
         return _USAGE_STATUS
+    set_up_logging(LogSettings(), os.environ)
     with contextlib.ExitStack() as stack:
         if options.close_for and (container := identity_of(options.close_for)) is not None:
             PodWorkers(pod).close(container)
@@ -238,22 +243,22 @@ class PodDrain:
     def run(self) -> int:
         """Run the drain and return the exit status."""
         printed_at = self._began_at
-        _say(f"draining pod {self._pod.name}, within {self._timeout_s:g} s")
+        log.info(f"draining pod {self._pod.name}, within {self._timeout_s:g} s")
         while self._left_s() > 0:
             self._close_node()
             if self._may_ask():
                 self._ask_workers()
                 if not self._drainings and self._has_closed_or_cannot():
-                    _say(f"pod {self._pod.name} is drained after {self._waited_s():.1f} s")
+                    log.info(f"pod {self._pod.name} is drained after {self._waited_s():.1f} s")
                     return 0
             if time.monotonic() - printed_at >= _PRINT_S:
                 printed_at = time.monotonic()
-                _say(f"{self._holds()}; {max(0.0, self._left_s()):.0f} s left")
+                log.info(f"{self._holds()}; {max(0.0, self._left_s()):.0f} s left")
             time.sleep(_LOOK_S)
         problem = (
             f"pod {self._pod.name} is not drained after {self._timeout_s:g} s: {self._holds()}"
         )
-        print(f"pod_drain: {problem}", file=sys.stderr, flush=True)
+        log.error(problem)
         return _FAILED_STATUS
 
     # --- Ray ------------------------------------------------------------------------------------
@@ -284,7 +289,7 @@ class PodDrain:
                 self._drainings[key] = WorkerDrain(worker, self._own)
         for key, draining in list(self._drainings.items()):
             if draining.is_over:
-                _say(f"{draining.name} has left")
+                log.info(f"{draining.name} has left")
                 del self._drainings[key]
             else:
                 draining.ask(self._left_s() - self._leave_s)
@@ -305,11 +310,7 @@ class PodDrain:
     def _say_once(self, text: str) -> None:
         if text not in self._printed:
             self._printed.add(text)
-            _say(text)
-
-
-def _say(text: str) -> None:
-    print(text, flush=True)
+            log.info(text)
 
 
 if __name__ == "__main__":

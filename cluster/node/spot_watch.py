@@ -3,7 +3,7 @@ container on spot capacity.
 
 `python -m cluster.node.spot_watch --cloud aws --timeout 600`
 
-1. It polls the cloud's metadata service. It prints a failure once and keeps polling.
+1. It polls the cloud's metadata service. It logs a failure once and keeps polling.
 2. At a notice it runs `cluster.node.pod_drain`, as `preStop` does. The drain may take `--timeout`,
    but ends before the machine does. So requests that still run then move elsewhere in order, not
    when their worker's silence is noticed. A worker that still loads exits when it has loaded.
@@ -28,6 +28,7 @@ import argparse
 import datetime
 import http.client
 import json
+import logging
 import math
 import os
 import signal
@@ -41,7 +42,10 @@ from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from typing import Any
 
+from baton.process_log import LogSettings, set_up_logging
 from cluster.errors import MetadataError
+
+log = logging.getLogger("spot_watch")
 
 _ANSWER_WITHIN_S = 5.0
 _MOST_BYTES = 1 << 20
@@ -206,17 +210,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Watch, drain, and return the drain's exit status."""
     container = os.getppid()
     options = _parse(arguments)
+    set_up_logging(LogSettings(), os.environ)
     outlived_s: float = options.restart_after
     notice = wait_for_notice(CLOUDS[options.cloud](options.address), outlived_s)
     timeout_s = drain_s(notice, options.timeout, options.notice, _now())
-    _say(f"this machine ends: {notice.what}, {_when(notice)}")
+    log.info(f"this machine ends: {notice.what}, {_when(notice)}")
     limits = [f"--timeout={timeout_s:g}", f"--leave={_LEAVE_S:g}", f"--close-for={container}"]
     drain = [sys.executable, "-m", "cluster.node.pod_drain", *limits]
     status = subprocess.run(drain, check=False).returncode
     if notice.ends_at is not None and math.isfinite(outlived_s):
         while not is_outlived(notice, outlived_s, _now()):
             time.sleep(_LOOK_S)
-        _say("this machine survived: restarting its container")
+        log.info("this machine survived: restarting its container")
         if os.getppid() == container:
             os.kill(container, signal.SIGTERM)
     return status
@@ -259,12 +264,12 @@ def wait_for_notice(cloud: Cloud, outlived_s: float) -> Notice:
         except MetadataError as error:
             if str(error) != problem:
                 problem = str(error)
-                _say(f"the metadata service does not answer, trying again: {problem}")
+                log.info(f"the metadata service does not answer, trying again: {problem}")
         else:
             if notice is not None and not is_outlived(notice, outlived_s, _now()):
                 return notice
             if problem:
-                _say("the metadata service answers again")
+                log.info("the metadata service answers again")
             problem = ""
         time.sleep(_LOOK_S)
 
@@ -287,10 +292,6 @@ def _now() -> datetime.datetime:
 
 def _when(notice: Notice) -> str:
     return "at an unknown time" if notice.ends_at is None else f"at {notice.ends_at.isoformat()}"
-
-
-def _say(text: str) -> None:
-    print(f"spot_watch: {text}", flush=True)
 
 
 if __name__ == "__main__":

@@ -81,7 +81,7 @@ def need_of(load: PoolLoad, config: PlannerConfig) -> tuple[NeedRange, str] | No
     most_prefill = least_prefill = 0.0
     words = []
     if load.role is not Role.DECODE:
-        prefill = _Prefill.of(load, config)
+        prefill = PrefillLoad.of(load, config)
         if prefill is None:
             return None
         least_prefill = prefill.workers(1.0)
@@ -113,8 +113,8 @@ def need_of(load: PoolLoad, config: PlannerConfig) -> tuple[NeedRange, str] | No
 
 
 @dataclass(frozen=True)
-class _Prefill:
-    """The prefill load of a pool."""
+class PrefillLoad:
+    """The prefill load of a pool; `baton size` asks for one that does not run yet."""
 
     requests_per_s: float
     tokens_per_s: float
@@ -126,7 +126,7 @@ class _Prefill:
     config: PlannerConfig
 
     @classmethod
-    def of(cls, load: PoolLoad, config: PlannerConfig) -> _Prefill | None:
+    def of(cls, load: PoolLoad, config: PlannerConfig) -> PrefillLoad | None:
         demand, share = load.demand, load.prefill_share
         queue = demand.for_prefill
         tokens_per_s = share * demand.tokens_per_s

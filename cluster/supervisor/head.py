@@ -29,8 +29,11 @@ from pathlib import Path
 
 from baton.config.cluster import ClusterConfig, load_config
 from baton.errors import BatonError, ConfigError, UnavailableError
+from baton.process_log import LogSettings, set_up_logging
 from cluster.errors import one_line
 from cluster.pools.pool_settings import choose_auto_settings
+
+log = logging.getLogger("head")
 
 _CONFIG_STATUS = 2
 _UNAVAILABLE_STATUS = 3
@@ -46,6 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(arguments)
     try:
         config = None if options.end else _read(options.config)
+        set_up_logging(LogSettings.of(config or ClusterConfig()), os.environ)
         with _connected(options.ray_address, options.ray_within):
             if config is None:
                 _end()
@@ -172,26 +176,26 @@ def _serve(config: ClusterConfig, options: argparse.Namespace) -> None:
     supervisor = SupervisorHandle.find()
     if supervisor is not None:
         address = supervisor.address(_RESTARTED_WITHIN_S)
-        print(f"adopted the supervisor: control service at {address}", flush=True)
+        log.info("adopted the supervisor: control service at %s", address)
     else:
         options.run_dir.mkdir(parents=True, exist_ok=True)
         config, choices = choose_auto_settings(config.with_absolute_folders())
         for choice in choices:
-            print(choice, flush=True)
+            log.info(choice)
         supervisor = SupervisorHandle.start(config, options.run_dir.resolve())
         try:
             address = supervisor.address()
         except UnavailableError:
             supervisor.stop()  # else the next head would adopt one that never served
             raise
-        print(f"started the supervisor: control service at {address}", flush=True)
+        log.info("started the supervisor: control service at %s", address)
     while not leaving.wait(_LOOK_S):
         if _has_ended(options.ray_address):
             raise UnavailableError(
                 f"Ray's head at {options.ray_address} has ended, and the supervisor with it: "
                 "exiting, so that this container restarts"
             )
-    print("leaving: supervisor and replicas stay", flush=True)
+    log.info("leaving: supervisor and replicas stay")
 
 
 def _end() -> None:
@@ -200,7 +204,7 @@ def _end() -> None:
 
     supervisor = SupervisorHandle.find()
     if supervisor is None:
-        print("no supervisor is running, so there are no replicas", flush=True)
+        log.info("no supervisor is running, so there are no replicas")
     elif not supervisor.stop(_END_WITHIN_S):
         raise UnavailableError(
             f"the supervisor did not end every replica within {_END_WITHIN_S:g} s: delete the "

@@ -34,6 +34,7 @@ from baton.config.cluster import ClusterConfig
 from baton.config.internal import InternalConfig
 from baton.errors import ConfigError, UnavailableError
 from baton.identity.identity import open_identity
+from baton.process_log import LogSettings, set_up_logging
 from cluster.errors import one_line
 from cluster.pools.pool_settings import PoolSettings, choose_auto_settings, common_dtype, num_ranks
 from cluster.registry.control_service import Changes, serve
@@ -51,7 +52,7 @@ from cluster.supervisor.replica import (
 from cluster.supervisor.run_dir import SupervisorState, state_file
 from cluster.supervisor.slot_supervisor import LOOK_S, SlotContext, SlotSupervisor
 from cluster.worker.config import WorkerConfig, num_threads_of, worker_config
-from cluster.worker.process import LoopDoor, set_up_logging
+from cluster.worker.process import LoopDoor
 
 log = logging.getLogger(__name__)
 
@@ -286,7 +287,7 @@ class Supervision(PoolBacking):
     def _worker_config(self, name: ReplicaName) -> WorkerConfig:
         cluster = self._registry.pools.settings(name.pool).config
         config = worker_config(cluster, name.pool, name.worker_id, self._control)
-        if config.in_pod:  # it has all of the pod's cores, and logs where Ray's workers do
+        if config.in_pod:  # it has all of the pod's cores, and the pod's log
             return config
         engine = dataclasses.replace(config.engine, num_threads=self._threads_of(name.pool))
         return dataclasses.replace(config, engine=engine, log_dir=str(self._run_dir))
@@ -316,7 +317,8 @@ class SupervisorActor:
     """The Ray actor: runs the supervision in a thread and answers calls about it."""
 
     def __init__(self, cluster: ClusterConfig, run_dir: str) -> None:
-        set_up_logging(cluster.log_level, Path(run_dir) / "supervisor.log")
+        file = Path(run_dir) / "supervisor.log"
+        set_up_logging(LogSettings.of(cluster), os.environ, file, model=cluster.model_name)
         self._address: Future[str] = Future()
         self._supervision: Supervision | None = None
         self._is_successor = state_file(Path(run_dir)).exists()

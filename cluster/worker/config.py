@@ -15,6 +15,7 @@ from baton.config.engine import EngineConfig
 from baton.config.internal import InternalConfig
 from baton.config.transfer import TransferConfig
 from baton.config.workers import DecodeConfig, RegistryConfig, WorkerSettings
+from baton.process_log import LogSettings
 from cluster.node.pod import Pod
 from cluster.pools.role_plan import Role
 from engine import compute_threads
@@ -56,9 +57,9 @@ class WorkerConfig:
     pod: Pod | None = None
     internal: InternalConfig = field(default_factory=InternalConfig)
     settings: WorkerSettings = field(default_factory=WorkerSettings)
-    log_level: str = "info"
+    log: LogSettings = field(default_factory=LogSettings)
     log_dir: str = ""
-    """Folder of the ranks' log files; empty: standard error."""
+    """Folder of the ranks' log files; empty: the pod's log."""
     decode: DecodeConfig = field(default_factory=DecodeConfig)
     registry: RegistryConfig = field(default_factory=RegistryConfig)
     """The registry's settings: a worker judges its own steps by the same limits."""
@@ -90,7 +91,7 @@ def worker_config(
         tp_size=shape.tensor_parallel,
         control_address=control_address,
         in_pod=cluster.runs_on == "pods",
-        log_level=cluster.log_level,
+        log=LogSettings.of(cluster),
         internal=cluster.internal,
         settings=settings,
         decode=cluster.decode,

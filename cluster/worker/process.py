@@ -18,12 +18,12 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import uvloop
 
 from baton.interpreter import share_interpreter
+from baton.process_log import set_up_logging
 from cluster.errors import one_line
 from cluster.node.pod import Pod
 from cluster.worker.config import (
@@ -69,14 +69,14 @@ class LoopDoor:
 
 _OURS = frozenset({"cluster", "prefill_worker", "decode_worker", "kv_transfer", "engine"})
 _REPORT_S = 2.0
-_LOG_FORMAT = "%(asctime)s %(levelname).1s %(name)s: %(message)s"
 
 
-def set_up_logging(level: str, file: Path | None = None) -> None:
-    """Log to a file, or to standard error if its folder does not exist on this machine."""
-    if file is not None and not file.parent.is_dir():
-        file = None
-    logging.basicConfig(level=level.upper(), format=_LOG_FORMAT, force=True, filename=file)
+def log_as_rank(config: WorkerConfig, position: RankPosition) -> None:
+    """Log in a rank's name: to its file, or its pod's log."""
+    named = {"worker": config.worker_id, "pool": config.pool, "model": config.model_name}
+    if position.rank:
+        named["rank"] = str(position.rank)
+    set_up_logging(config.log, os.environ, config.log_file(position.rank), **named)
 
 
 async def serve_worker(
@@ -249,7 +249,7 @@ class RankActor:
 
         address: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
         config = with_node_settings(config, Pod.of(os.environ), address)
-        set_up_logging(config.log_level, config.log_file(position.rank))
+        log_as_rank(config, position)
         if self._meeting is not None:
             position = dataclasses.replace(position, listen_fd=self._meeting.detach())
         self._worker = WorkerThread(config, position)

@@ -82,6 +82,8 @@ def worker_load(load: EngineLoad, handoff_bytes_per_s: float) -> worker_pb2.Work
         num_free_blocks=load.num_free_blocks,
         num_blocks=load.num_blocks,
         num_quarantined_blocks=load.num_quarantined_blocks,
+        num_preemptions=load.num_preemptions,
+        num_recomputed_tokens=load.num_recomputed_tokens,
         prefill_tokens_per_s=load.prefill_tokens_per_s,
         decode_step_s=load.decode_step_s,
         handoff_bytes_per_s=handoff_bytes_per_s,
@@ -200,14 +202,22 @@ class WorkerCollector(Collector):
             "Quarantined KV memory of all ranks: a late writer or reader could touch it",
             self._num_quarantined_bytes(),
         )
-        steps = CounterMetricFamily("baton_worker_steps", "Engine steps", labels=("worker", "pool"))
-        steps.add_metric(self._labels, progress.num_steps)
-        yield steps
+        yield self._counter("worker_steps", "Engine steps", progress.num_steps)
+        text = "Requests that lost their KV to others, and wait again"
+        yield self._counter("worker_preemptions", text, load.num_preemptions)
+        text, wasted = "Tokens computed again", load.num_recomputed_tokens
+        yield self._counter("wasted_tokens", text, wasted, cause="preemption")
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:
         gauge = GaugeMetricFamily(f"baton_{name}", text, labels=("worker", "pool"))
         gauge.add_metric(self._labels, value)
         return gauge
+
+    def _counter(self, name: str, text: str, value: float, **labels: str) -> Metric:
+        names = ("worker", "pool", *labels)
+        counter = CounterMetricFamily(f"baton_{name}", text, labels=names)
+        counter.add_metric((*self._labels, *labels.values()), value)
+        return counter
 
     @contextlib.contextmanager
     def served(self, host: str, port: int) -> Iterator[str]:

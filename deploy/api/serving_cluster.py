@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from baton.config import settings
+from baton.config.cluster import LogFormat, LogLevel
 from baton.config.engine import EngineConfig, EngineSettings, EngineTuning
 from baton.config.planner import PlannerConfig, PlannerTargets, PlannerTuning
 from baton.config.router import RouterConfig
@@ -388,8 +389,13 @@ class ServingClusterSpec(Checked):
     served_model_name: str | None = bounded(None, max_size=SOURCE)
     """What clients call the model. None: the last part of the first model's source; later models
     keep that name (`status.model`)."""
-    log_level: Literal["debug", "info", "warning", "error"] = "info"
-    """Of every process."""
+    served_model_aliases: tuple[str, ...] = bounded((), max_size=32)
+    """Further names that clients may call it by; answers have the first name."""
+    log_level: LogLevel = "info"
+    """Of every process but the operator. A change reaches those that run within two minutes, as one
+    of `logFormat`."""
+    log_format: LogFormat = "text"
+    """json: each line of a log is an object."""
     router: RouterSpec = field(default_factory=RouterSpec)
     internal_tls: InternalTls | None = None
     """None: the cluster's processes know each other by keys that the operator makes."""

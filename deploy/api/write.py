@@ -38,9 +38,12 @@ def serving_cluster(config: ClusterConfig, name: str, namespace: str | None) -> 
     spec: dict[str, Any] = {"model": {"name": config.model}}
     if config.model_revision is not None:
         spec["model"]["revision"] = config.model_revision
-    for field in ("tokenizer", "served_model_name", "log_level"):
+    for field in ("tokenizer", "log_level", "log_format"):
         if getattr(config, field) != getattr(usual, field):
             spec[camel(field)] = getattr(config, field)
+    if config.served_model_name is not None:
+        spec["servedModelName"], *aliases = config.model_names
+        spec |= {"servedModelAliases": aliases} if aliases else {}
     spec["pools"] = {name: _pool(pool) for name, pool in config.pools.items()}
     if router := _router(config.router, name):
         spec["router"] = router

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import os
 import signal
 import socket
@@ -11,9 +10,12 @@ import threading
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import get_args
 
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
+from baton.config.cluster import LogFormat, LogLevel
+from baton.process_log import LogSettings, set_up_logging
 from deploy.controller.controller import Controller, ControllerSettings
 from deploy.controller.kit.connection import command_connection
 from deploy.controller.kit.kube import Kube
@@ -48,7 +50,8 @@ def _arguments() -> argparse.Namespace:
         "--pod-monitor-label", action="append", default=[], metavar="NAME=VALUE", type=_label
     )
     parser.add_argument("--health-port", type=int, default=8081, metavar="PORT")
-    parser.add_argument("--log-level", default="info")
+    parser.add_argument("--log-level", choices=get_args(LogLevel), default="info")
+    parser.add_argument("--log-format", choices=get_args(LogFormat), default="text")
     return parser.parse_args()
 
 
@@ -91,10 +94,7 @@ def serve_health(controller: Controller, port: int) -> ThreadingHTTPServer:
 
 def main() -> None:
     options = _arguments()
-    logging.basicConfig(
-        level=options.log_level.upper(),
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-    )
+    set_up_logging(LogSettings(options.log_level, options.log_format), {})
     connection = command_connection(options.kubeconfig)
     interval = options.pod_monitor_interval
     release = Release(

@@ -79,7 +79,7 @@ _SOON_S = 1.0
 """A supervisor reports every second at most."""
 _REFUSALS = (400, 403, 404, 422)
 _GRPC_PROBES_SINCE = (1, 24)
-_OF_ROUTERS = ("served_model_name", "log_level", "router", "internal")
+_OF_ROUTERS = ("served_model_name", "router", "internal")
 
 
 def utc_now() -> datetime.datetime:
@@ -247,6 +247,7 @@ class ClusterReconciler:
         refused: dict[str, str] = {}
         plans = self._plans(view)
         parts: list[Callable[[], object]] = [
+            lambda: self._keep_routers_config(view),  # which all pods follow
             lambda: self._kuberay.bring(view, contexts, groups),
             lambda: refused.update(self._supervise(view)),
             lambda: self._keep_routers(view),
@@ -266,17 +267,19 @@ class ClusterReconciler:
             return _SOON_S
         return min(_LOOK_AGAIN_S, max(_SOON_S, view.spec.advanced.planner.panic_window_s))
 
+    def _keep_routers_config(self, view: ClusterView) -> None:
+        config = cluster_config(view.owner, view.spec, {})
+        self._applied.apply(view.key, CONFIG_MAPS, router_config_map(view.owner, config))
+
     def _keep_routers(self, view: ClusterView) -> None:
         """They are of no unit: none comes or goes with their settings."""
         owner, key = view.owner, view.key
-        config = cluster_config(owner, view.spec, {})
-        self._applied.apply(key, CONFIG_MAPS, router_config_map(owner, config))
         has_grpc_probes = self._discovery.version >= _GRPC_PROBES_SINCE
         routers = router_deployment(
             owner,
             view.spec,
             self._release,
-            _routers_hash_of(config),
+            _routers_hash_of(cluster_config(owner, view.spec, {})),
             has_grpc_probes=has_grpc_probes,
         )
         if self._caches.deployments.get(Key(owner.namespace, owner.router_name)) is None:

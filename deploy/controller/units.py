@@ -31,7 +31,6 @@ _SHARED = (
     ("hub", "tokenSecretName"),
     ("tokenizer",),
     ("servedModelName",),
-    ("logLevel",),
     ("engine",),
     ("advanced", "engine"),
     ("advanced", "transfer"),

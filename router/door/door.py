@@ -62,7 +62,7 @@ class Door:
         process is inside. `read`: the tokenizer of the unit of a registry."""
         self.config, self.model_names, self.clock = config, model_names, clock or LoopClock()
         self._own = own
-        self.metrics = RouterMetrics()
+        self.metrics = RouterMetrics(model_names[0], config)
         self.num_waiting = 0
         self._door_id = f"door-{uuid.uuid4().hex[:12]}"
         self._control_address, self._read, self._rng = control_address, read, rng

@@ -16,12 +16,12 @@ from router.door.intake import Intake
 
 T = TypeVar("T")
 
-_HEALTH = f"/{health.SERVICE_NAME}/"
-_MAX_HEALTH_BYTES = 1 << 10  # it is open to all, and `Watch` keeps its message
+_OPEN = (f"/{health.SERVICE_NAME}/", "/grpc.reflection.")
+_MAX_OPEN_BYTES = 1 << 10  # of what all may call: health's `Watch` keeps its message
 
 
 class Gate:
-    """With `callers`, every call but health needs a token, and tenants are confined to
+    """With `callers`, every call but health and reflection needs a token. It confines tenants to
     themselves."""
 
     def __init__(self, callers: Callers | None, intake: Intake | None = None) -> None:
@@ -29,7 +29,7 @@ class Gate:
         self._callers, self._intake = callers, intake
 
     def is_open(self, path: str) -> bool:
-        return path.startswith(_HEALTH)
+        return path.startswith(_OPEN)
 
     def admitted(self, metadata: Iterable[tuple[str, str | bytes]]) -> str | None:
         """The caller's tenant; None: any. Raises UnauthenticatedError."""
@@ -37,7 +37,7 @@ class Gate:
 
     def max_bytes(self, is_open: bool) -> int | None:
         if is_open:
-            return _MAX_HEALTH_BYTES
+            return _MAX_OPEN_BYTES
         return None if self._intake is None else self._intake.door.max_request_bytes
 
     async def off_loop(self, work: Callable[[], T], tenant: str | None, num_bytes: int) -> T:

@@ -33,6 +33,7 @@ from baton.errors import BatonError, InvalidRequestError
 from baton.status import shortened, status_code, status_metadata
 from baton.unfinished import Unfinished
 from router.request.counting import AT_ONCE_BYTES, check_message
+from router.request.validate import drawn_id
 
 log = logging.getLogger(__name__)
 
@@ -211,6 +212,8 @@ class Call:
         self._request: bytes | None = None
         self._requests: asyncio.Queue[bytes | None] | None = None  # of a request that streams
         self._handler: Handler | None = None
+        self.request_id = ""
+        """What the answer's `x-request-id` says. It may be changed until the first message."""
         self.is_open = False
         """Anyone may make it."""
         self.tenant: str | None = None
@@ -231,6 +234,7 @@ class Call:
 
     def begin(self, headers: Headers, methods: Methods) -> None:
         fields = dict(headers)
+        self.request_id = drawn_id(fields.get(b"x-request-id", b"").decode("latin-1"))
         content_type = fields.get(b"content-type", b"")
         if fields.get(b":method") != b"POST":
             return self._refuse_http(b"405")
@@ -477,11 +481,15 @@ class Call:
                 return True
         return True
 
+    @property
+    def _opening(self) -> Headers:
+        return (*_OPENING, (b"x-request-id", self.request_id.encode()))
+
     def _send(self) -> bool:
         """Whether all was taken."""
         if not self.has_opened:
             self.has_opened = True
-            self._stream.send_headers(self.stream_id, _OPENING)
+            self._stream.send_headers(self.stream_id, self._opening)
         unsent = self._unsent
         num_taken = self._stream.send(self.stream_id, unsent)
         if num_taken == len(unsent):
@@ -519,7 +527,7 @@ class Call:
         self._stream.unfinished.let_go(self)
 
     def _finish(self, status: Status) -> None:
-        headers = status.trailers if self.has_opened else [*_OPENING, *status.trailers]
+        headers = status.trailers if self.has_opened else [*self._opening, *status.trailers]
         if self._refusal:
             headers = [(b":status", self._refusal)]
         self._stream.send_headers(self.stream_id, headers, ends=True)

@@ -17,6 +17,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from baton.config.router import TenantLimits
 from baton.errors import BatonError
 from baton.v1 import router_pb2
 from kv_transfer.block_hash import TokenIds
@@ -40,6 +41,7 @@ from router.request.validate import (
     parse_generate,
 )
 from router.router import Router
+from router.text.answer import AnswerReader
 
 T = TypeVar("T")
 
@@ -72,6 +74,15 @@ class Opened:
     def leave(self) -> None:
         """Its client has gone, with or without having seen the end."""
         self.router.leave(self.run, self.reader)
+
+    def answer_reader(self) -> AnswerReader | None:
+        """None: the answer is all that the model writes."""
+        parsed, model = self.parsed, self.router.text
+        if not parsed.is_chat:
+            return None
+        key = f"{self.run.arrival.request_id}/{parsed.body_digest.hex()}"
+        made = AnswerReader(model, parsed.token_ids[-64:].tolist(), parsed.tool_names, key)
+        return None if made.is_plain else made
 
     @property
     def parsed(self) -> ParsedRequest:
@@ -106,6 +117,9 @@ class Intake:
         """Do what a large request takes in the tokenizer's line, and on its thread."""
         timeout_s = self.door.config.default_timeout_s
         return await self.tokenizing.run(work, tenant or "", num_bytes, timeout_s)
+
+    def limits_of(self, tenant: str) -> TenantLimits:
+        return self.callers.limits_of(tenant) if self.callers else self.door.config.limits
 
     # --- Generate ------------------------------------------------------------------------------
 
@@ -152,7 +166,9 @@ class Intake:
             raise
         finally:
             if opened is None:
-                of_refused(request, outcome, self.door.clock.now_s() - arrived_s).write()
+                self.door.metrics.refused(request.tenant, outcome)
+                e2e_s = self.door.clock.now_s() - arrived_s
+                of_refused(request, drawn_id, outcome, e2e_s).write()
         return opened
 
     async def _arrival(
@@ -173,8 +189,7 @@ class Intake:
 
     async def _read(self, router: Router, request: router_pb2.GenerateRequest) -> ParsedRequest:
         model = router.text
-        own = self.callers.limits_of(request.tenant) if self.callers else router.config.limits
-        limits = router.request_limits(own)
+        limits = router.request_limits(self.limits_of(request.tenant))
         has_ids = request.HasField("token_ids")
         is_small = request.ByteSize() <= (IDS_AT_ONCE_BYTES if has_ids else TEXT_AT_ONCE_BYTES)
         # A template and a grammar are programs: no length says what they cost.

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import prometheus_client
-from prometheus_client import Histogram
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.requests import Request
@@ -35,6 +34,7 @@ from router.door.openai.guard import Guard
 from router.door.openai.http_server import HttpServer
 from router.door.sharing import Sharing
 from router.fleet.fleet import WorkerEntry
+from router.report.tally import Buckets, Family
 from router.router import Router
 
 EVERY_S = 1.0
@@ -140,14 +140,12 @@ def _unit(router: Router) -> dict[str, Any]:
 
 def _worker(router: Router, entry: WorkerEntry) -> dict[str, Any]:
     arrays, slot, facts = router.fleet.arrays, entry.slot, entry.facts
-    total = facts.num_blocks * facts.block_size
-    free = max(0.0, float(arrays.free_tokens[slot]))
     return {
         "id": facts.worker_id,
         "pool": facts.pool,
         "role": "mixed" if facts.can_prefill and facts.can_decode else _role(facts.can_prefill),
         "state": entry.state.value if entry.connected else "disconnected",
-        "kv_used": 1 - min(free, total) / total if total else 0.0,
+        "kv_used": router.fleet.kv_use(entry),
         "running": int(arrays.running[slot]),
         "max_running": int(arrays.max_running[slot]),
         "queued_tokens": int(arrays.queued_tokens[slot]),
@@ -159,12 +157,10 @@ def _role(can_prefill: bool) -> str:
     return "prefill" if can_prefill else "decode"
 
 
-def _buckets(histogram: Histogram) -> list[tuple[str, int]]:
-    """(upper bound in seconds, how many up to it and above the one before)."""
-    (family,) = histogram.collect()
-    found, before = [], 0.0
-    for sample in family.samples:
-        if sample.name.endswith("_bucket"):
-            found.append((sample.labels["le"], int(sample.value - before)))
-            before = sample.value
-    return found
+def _buckets(family: Family[Buckets]) -> list[tuple[str, int]]:
+    """(upper bound in seconds, how many up to it and above the one before), over all labels."""
+    children = list(family.children.values())
+    if not children:
+        return []
+    bounds = [*map(str, children[0].bounds), "+Inf"]
+    return [(bound, sum(each)) for bound, *each in zip(bounds, *(it.counts for it in children))]

@@ -13,11 +13,12 @@ import socket
 from contextlib import ExitStack
 from typing import Any
 
+from google.protobuf import descriptor_pb2, descriptor_pool, json_format
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
+from grpc_reflection.v1alpha import reflection, reflection_pb2, reflection_pb2_grpc
 
 from baton.config.router import RouterConfig
-from baton.v1 import router_pb2, router_pb2_grpc
+from baton.v1 import control_pb2, control_pb2_grpc, router_pb2, router_pb2_grpc
 from router.door.access import Access, Contexts
 from router.door.door import Door
 from router.door.gate import Gate
@@ -35,6 +36,8 @@ _GRACE_S = 1.0
 _OF_PROBES = Limits(max_message_bytes=1 << 16)
 _MAX_PROBES = 64
 SERVICE = router_pb2.DESCRIPTOR.services_by_name["RouterService"].full_name
+_FLEET_SERVICE = control_pb2.DESCRIPTOR.services_by_name["FleetService"].full_name
+_REFLECTION_V1 = reflection.SERVICE_NAME.replace("v1alpha", "v1")
 
 
 class RouterServer:
@@ -67,12 +70,12 @@ class RouterServer:
         limits = Limits(self._config.max_message_bytes)
         gate = Gate(self._access.callers, self.intake)
         server = GrpcServer(limits, gate, listener, self._sharing)
-        names = (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
         methods: Any = server.methods
-        reflected: Any = reflection.aio.ReflectionServicer(names)
-        router_pb2_grpc.add_RouterServiceServicer_to_server(RouterService(self.intake), methods)
+        service: Any = RouterService(self.intake)
+        router_pb2_grpc.add_RouterServiceServicer_to_server(service, methods)
+        control_pb2_grpc.add_FleetServiceServicer_to_server(service, methods)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, methods)
-        reflection_pb2_grpc.add_ServerReflectionServicer_to_server(reflected, methods)
+        _add_reflection(methods)
         return server
 
     def _make_health(self, opened: ExitStack, config: RouterConfig) -> GrpcServer | None:
@@ -157,3 +160,16 @@ class RouterServer:
     async def _set_health(self, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
         for name in ("", SERVICE):
             await self._health.set(name, status)
+
+
+def _add_reflection(methods: Any) -> None:
+    """Serve reflection as v1alpha, which the library has, and as v1: it differs in name alone."""
+    names = (SERVICE, _FLEET_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME, _REFLECTION_V1)
+    alpha, v1 = descriptor_pb2.FileDescriptorProto(), descriptor_pb2.FileDescriptorProto()
+    reflection_pb2.DESCRIPTOR.CopyToProto(alpha)
+    json_format.Parse(json_format.MessageToJson(alpha).replace("v1alpha", "v1"), v1)
+    descriptor_pool.Default().AddSerializedFile(v1.SerializeToString())
+    reflected: Any = reflection.aio.ReflectionServicer(names)
+    reflection_pb2_grpc.add_ServerReflectionServicer_to_server(reflected, methods)
+    handler = methods.find(f"/{reflection.SERVICE_NAME}/ServerReflectionInfo".encode())
+    methods.add_registered_method_handlers(_REFLECTION_V1, {"ServerReflectionInfo": handler})

@@ -1,18 +1,20 @@
-"""`RouterService`: gRPC's face of `Intake`. Client messages stop here.
+"""`RouterService` and `FleetService`: gRPC's face of `Intake`. Client messages stop here.
 
 gRPC does not distinguish a cancelled call from a lost connection; `intake` says what follows.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from itertools import chain
 
-from baton.v1 import common_pb2, control_pb2, router_pb2, router_pb2_grpc
+from baton.v1 import common_pb2, control_pb2, control_pb2_grpc, router_pb2, router_pb2_grpc
 from router.door.grpc_call import Call, Feed
 from router.door.intake import Ended, Intake, Opened, pieces
 from router.placement.placement import Placement
 from router.request.output import Event, Finished, FinishReason, TokenRun
+from router.request.validate import REQUEST_ID
+from router.text.answer import AnswerReader, Said, Thought
 
 _REASONS = {
     FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
@@ -21,7 +23,7 @@ _REASONS = {
 }
 
 
-class RouterService(router_pb2_grpc.RouterServiceServicer):
+class RouterService(router_pb2_grpc.RouterServiceServicer, control_pb2_grpc.FleetServiceServicer):
     """Takes requests in and streams their output. A BatonError ends its call."""
 
     def __init__(self, intake: Intake) -> None:
@@ -30,7 +32,9 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
     async def Generate(  # type: ignore[override]  # noqa: N802
         self, request: router_pb2.GenerateRequest, context: Call
     ) -> Feed | router_pb2.GenerateResponse:
-        opened = await self._intake.open(request)
+        if REQUEST_ID.fullmatch(request.request_id):
+            context.request_id = request.request_id
+        opened = await self._intake.open(request, context.request_id)
         return _response(opened.event) if isinstance(opened, Ended) else _Output(opened)
 
     async def Abort(  # type: ignore[override]  # noqa: N802
@@ -66,15 +70,15 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         return router_pb2.ExplainRouteResponse(candidates=candidates, unit=router.model.unit)
 
     async def WatchFleet(  # type: ignore[override]  # noqa: N802
-        self, request: router_pb2.RouterServiceWatchFleetRequest, context: Call
-    ) -> AsyncIterator[router_pb2.RouterServiceWatchFleetResponse]:
+        self, request: control_pb2.FleetServiceWatchFleetRequest, context: Call
+    ) -> AsyncIterator[control_pb2.FleetServiceWatchFleetResponse]:
         """Of the unit that gets most requests; ends with its router."""
         router, callers = await self._intake.door.main_router(), self._intake.callers
         is_tenant = callers is not None and not callers.is_operator(context.tenant)
         seen = None
         while (seen := await router.watch.next_after(seen)) is not None:
             shown = _for_tenants(seen) if is_tenant else seen
-            yield router_pb2.RouterServiceWatchFleetResponse(fleet=shown)
+            yield control_pb2.FleetServiceWatchFleetResponse(fleet=shown)
 
 
 class _Output(Feed):
@@ -82,6 +86,7 @@ class _Output(Feed):
 
     def __init__(self, opened: Opened) -> None:
         self._opened, self._reader = opened, opened.reader
+        self._answer = opened.answer_reader()
 
     def follow(self, on_news: Callable[[], None]) -> None:
         self._reader.on_news = on_news
@@ -92,10 +97,34 @@ class _Output(Feed):
 
     def take(self) -> Sequence[router_pb2.GenerateResponse] | None:
         events = self._reader.take_now()
-        return None if events is None else [_response(event) for event in events]
+        if events is None:
+            return None
+        answer = self._answer
+        return list(map(_response, events) if answer is None else self._told_apart(answer, events))
 
     def leave(self) -> None:
         self._opened.leave()
+
+    def _told_apart(
+        self, answer: AnswerReader, events: Sequence[Event]
+    ) -> Iterator[router_pb2.GenerateResponse]:
+        """What tokens say comes with them: so a client that comes back, and names the first token
+        that it has not seen, misses nothing. What is left at the end comes without ids, once."""
+        rest: list[Said] = []
+        for event in events:
+            if isinstance(event, TokenRun | Finished):
+                answer.push(self._reader.take_seen())
+            if isinstance(event, TokenRun):
+                rest += answer.push(event.text)
+                if event.ids:
+                    yield _tokens(event, rest)
+                    rest = []
+            elif isinstance(event, Finished):
+                if rest := rest + answer.finish():
+                    yield _tokens(TokenRun(event.num_output_tokens, (), "", ()), rest)
+                yield router_pb2.GenerateResponse(finished=_finished(event, answer.has_called))
+            else:
+                yield _response(event)
 
 
 # --- values to messages ---------------------------------------------------------------------------
@@ -104,10 +133,7 @@ class _Output(Feed):
 def _response(event: Event) -> router_pb2.GenerateResponse:
     match event:
         case TokenRun():
-            tokens = router_pb2.Tokens(
-                index=event.index, ids=event.ids, text=event.text, logprobs=event.logprobs
-            )
-            return router_pb2.GenerateResponse(tokens=tokens)
+            return _tokens(event, (event.text,))
         case Finished():
             return router_pb2.GenerateResponse(finished=_finished(event))
         case router_pb2.Routed():
@@ -120,10 +146,24 @@ def _response(event: Event) -> router_pb2.GenerateResponse:
             return router_pb2.GenerateResponse(migrated=event)
 
 
-def _finished(event: Finished) -> router_pb2.Finished:
+def _tokens(run: TokenRun, said: Iterable[Said]) -> router_pb2.GenerateResponse:
+    tokens = router_pb2.Tokens(index=run.index, ids=run.ids, logprobs=run.logprobs)
+    for each in said:
+        if isinstance(each, str):
+            tokens.text += each
+        elif isinstance(each, Thought):
+            tokens.reasoning += each.text
+        else:
+            named = {"id": each.call_id, "name": each.name or ""}
+            tokens.tool_calls.add(index=each.index, arguments=each.arguments, **named)
+    return router_pb2.GenerateResponse(tokens=tokens)
+
+
+def _finished(event: Finished, has_called: bool = False) -> router_pb2.Finished:
     timings = {name.removesuffix("_s") + "_ms": s * 1e3 for name, s in vars(event.timings).items()}
+    calls = has_called and event.reason is FinishReason.STOP
     return router_pb2.Finished(
-        reason=_REASONS[event.reason],
+        reason=common_pb2.FINISH_REASON_TOOL_CALLS if calls else _REASONS[event.reason],
         usage=router_pb2.Usage(
             num_prompt_tokens=event.num_prompt_tokens,
             num_output_tokens=event.num_output_tokens,

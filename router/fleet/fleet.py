@@ -334,6 +334,12 @@ class Fleet:
     def _is_here(self, entry: WorkerEntry) -> bool:
         return self._by_slot.get(entry.slot) is entry
 
+    def kv_use(self, entry: WorkerEntry) -> float:
+        """Share of a worker's KV that this router's bookings and quarantine take."""
+        total = entry.facts.num_blocks * entry.facts.block_size
+        free = max(0.0, float(self.arrays.free_tokens[entry.slot]))
+        return 1 - min(free, total) / total if total else 0.0
+
     # --- bookings ------------------------------------------------------------------------------
 
     def book(self, placement: Placement, max_new_tokens: int) -> Booking:

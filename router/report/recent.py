@@ -34,6 +34,10 @@ class EndedRequest:
     handoff_s: float
     """From the first token to the second."""
     e2e_s: float
+    tokenize_s: float
+    decode_s: float
+    """From the first token to the last; the mean gap is:"""
+    tpot_s: float
 
 
 class Recent:

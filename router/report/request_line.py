@@ -1,9 +1,8 @@
-"""The line that a request leaves in the log at its end, as JSON: ids, workers, outcome and times.
+"""The line that a request leaves in the log at its end: ids, workers, outcome and times as fields.
 It holds names, but nothing else that the client wrote, and nothing of the answer."""
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 from dataclasses import dataclass
@@ -47,13 +46,15 @@ class RequestLine:
     def write(self) -> None:
         if log.isEnabledFor(logging.INFO):
             known = {name: _short(value) for name, value in vars(self).items() if _is_known(value)}
-            log.info("%s", json.dumps(known))
+            log.info("request", extra={"fields": known})
 
 
-def of_refused(request: router_pb2.GenerateRequest, outcome: str, e2e_s: float) -> RequestLine:
+def of_refused(
+    request: router_pb2.GenerateRequest, drawn_id: str, outcome: str, e2e_s: float
+) -> RequestLine:
     """The line of a request that never ran. Its client may have named it anything."""
     return RequestLine(
-        request_id=request.request_id,
+        request_id=request.request_id or drawn_id,
         tenant=request.tenant,
         outcome=outcome,
         e2e_ms=e2e_s * 1e3,

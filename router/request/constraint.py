@@ -12,6 +12,7 @@ from baton.v1 import common_pb2, router_pb2
 from kv_transfer.block_hash import TokenIds
 from router.text import TextModel
 from router.text.grammar import (
+    UNFORCED,
     Answer,
     Calls,
     GrammarError,
@@ -36,14 +37,11 @@ _ANY_OBJECT = '{"type": "object"}'
 _NO_ARGUMENTS = {"properties": {}, "additionalProperties": False}
 _MAX_TOOLS = 128  # each is a grammar of its own
 
-_UNFORCED = '\n%llguidance {"no_forcing": true}'
-"""The library follows what a grammar leaves no choice of, and some never end: `/b+/ /b+/ "a"`."""
-
 _BODIES: dict[str, Callable[[router_pb2.GenerateRequest, bool], Part]] = {
     "json_schema": lambda request, close: of_schema(request.json_schema, close=close),
     "json_object": lambda *_: of_schema(_ANY_OBJECT),
     "regex": lambda request, _: of_regex(request.regex),
-    "grammar": lambda request, _: of_lark(in_lark(request.grammar) + _UNFORCED),
+    "grammar": lambda request, _: of_lark(in_lark(request.grammar) + UNFORCED),
     "choice": lambda request, _: of_choice(request.choice.texts),
 }
 
@@ -94,11 +92,11 @@ def _calls(
     """None: the answer may not be calls."""
     chat, choice = request.chat, request.chat.tool_choice
     is_forced, field = chat.HasField("tool_choice"), "chat.tool_choice"
-    if model.tool_format is None or not chat.tools:
+    if not chat.tools:
         if not is_forced:
             return None
-        why = "the model's format of calls is not known" if chat.tools else "only with tools"
-        raise InvalidRequestError(f"{field}: {why}", field=field)
+        raise InvalidRequestError(f"{field}: only with tools", field=field)
+    assert model.tool_format is not None, "tools are refused then"
     if len(chat.tools) > _MAX_TOOLS:
         problem = f"chat.tools: {len(chat.tools)}; beside a constraint at most {_MAX_TOOLS}"
         raise InvalidRequestError(problem, field="chat.tools")

@@ -165,7 +165,7 @@ class OutputReader:
 
     def __init__(self, log: OutputLog, from_index: int) -> None:
         self._log = log
-        self._from_index = self._index = from_index
+        self._from_index = self._index = self._num_seen = from_index
         self._num_before = len(log.ids)  # when it came
         self._next_mark = 0
         self._tail_taken = False
@@ -199,6 +199,11 @@ class OutputReader:
             return None
         self._tail_taken = True
         return self._ending(end)
+
+    def take_seen(self) -> str:
+        """Text of the tokens before its first one, once they are there; a second time, none."""
+        num_seen, self._num_seen = self._num_seen, 0
+        return "".join(self._log.texts[:num_seen])
 
     @property
     def num_unread(self) -> int:

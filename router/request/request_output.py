@@ -11,14 +11,17 @@ from baton.errors import (
     DeadlineError,
     KvTransferError,
     NotResumableError,
+    OverloadedError,
     PoisonError,
+    UnavailableError,
     WorkerLostError,
 )
 from baton.v1 import router_pb2, worker_pb2
 from router.fleet.fleet import Booking
 from router.placement.placement import least_prefill_s
 from router.report.recent import EndedRequest
-from router.report.request_line import RequestLine, judged, trace_id
+from router.report.request_line import MISSED, RequestLine, judged, trace_id
+from router.report.tally import Buckets
 from router.request.output import (
     Finished,
     FinishReason,
@@ -31,6 +34,7 @@ from router.text import Detokenizer
 
 _NOT_OF_CLIENT = (BatonError, KvTransferError, WorkerLostError, PoisonError, NotResumableError)
 
+_MISSED = (*_NOT_OF_CLIENT, OverloadedError, UnavailableError)
 _AT_ONCE_S = 0.001
 """Tokens that follow the first one sooner were there before it: no model is that fast."""
 REPORT_S = 0.25  # a stream's tokens reach the figures this often
@@ -55,6 +59,7 @@ class RequestOutput:
         self.queue_s = 0.0
         self._arrival, self._parts = arrival, parts
         parsed = arrival.parsed
+        self._labels = parts.metrics.of(parsed.tenant)
         self._ends = frozenset(parsed.stop_token_ids)
         text, may_think = parts.model.text, parsed.is_chat and parsed.stop
         self._detokenizer = Detokenizer(
@@ -65,6 +70,8 @@ class RequestOutput:
             thoughts=text.new_splitter(parsed.token_ids[-64:].tolist()) if may_think else None,
         )
         self._booking: Booking | None = None
+        self._predicted_s: float | None = None
+        self._gap_buckets: Buckets | None = None  # of the pool that decodes
         self._routed: router_pb2.Routed | None = None
         self._on_taken_in: Callable[[], None] = lambda: None
         self._num_attempts, self._lease_id = 0, ""
@@ -91,12 +98,14 @@ class RequestOutput:
         routed: router_pb2.Routed | None,
         on_taken_in: Callable[[], None],
         has_time: bool,
+        predicted_s: float | None = None,
     ) -> None:
         """This booking's tokens come now. `routed` is sent once its decode worker has room, since a
         full one may be asked many times. `has_time`: as far as is known, a worker could serve it
-        before its deadline."""
+        before its deadline. `predicted_s`: the wait for a first token, from now on."""
         self._report_tokens()
         self._booking, self._attempt_at_s = booking, self._parts.clock.now_s()
+        self._predicted_s, self._gap_buckets = predicted_s, None
         self._routed, self._on_taken_in = routed, on_taken_in
         self._num_attempts, self._lease_id = self._num_attempts + 1, ""
         self._had_time |= has_time
@@ -104,6 +113,14 @@ class RequestOutput:
     def attempt_over(self) -> None:
         """The time in line from here on is no worker's fault."""
         self._still_s += self._parts.clock.now_s() - max(self._attempt_at_s, self._last_at_s)
+
+    @property
+    def _pools(self) -> tuple[str, str]:
+        """That prefill and decode; empty before the first attempt."""
+        booking = self._booking
+        return (
+            ("", "") if booking is None else (booking.prefill.facts.pool, booking.decode.facts.pool)
+        )
 
     @property
     def num_emitted(self) -> int:
@@ -114,6 +131,9 @@ class RequestOutput:
         self._lease_id = lease_id
         self._reserve_s = self._parts.clock.now_s() - self._attempt_at_s
         self._on_taken_in()
+        if self._booking is not None:
+            is_local = self._booking.prefill is self._booking.decode
+            self._parts.metrics.placements.labels("local" if is_local else "remote").inc()
         if self._routed is not None:
             self.log.mark(self._routed)
 
@@ -123,15 +143,23 @@ class RequestOutput:
 
     def first_token(self, first: worker_pb2.FirstToken | None, num_cached_tokens: int) -> None:
         """The prompt is computed, all but what was cached; None where the decode worker did it."""
-        now = self._parts.clock.now_s()
+        now, metrics = self._parts.clock.now_s(), self._parts.metrics
         booking = self._booking
+        num_tokens = len(self._arrival.parsed.token_ids)
+        if self._num_attempts > 1 and (self.has_failed or self.log.ids):
+            num_again = num_tokens + len(self.log.ids) - num_cached_tokens
+            metrics.wasted.labels(*self._labels, "retry").inc(max(0, num_again))
         prefilled = booking is not None and booking.prefill_held  # else found where it ran
         if booking is not None:
             self._parts.fleet.release_prefill(booking)
         if self.log.ids:
             return  # a later attempt: the client has had its first token
+        pool, _ = self._pools
         if prefilled:
             self._parts.request_figures.saw_first_token(now - self._attempt_at_s)
+            if self._predicted_s:
+                ratio = (now - self._attempt_at_s) / self._predicted_s
+                metrics.ttft_ratio.labels(self._labels[0], pool).observe(ratio)
         if first is None:
             self._prefill_s = now - self._attempt_at_s - self._reserve_s
         else:
@@ -139,12 +167,11 @@ class RequestOutput:
             self._prefill_s = first.prefill_ms / 1e3
         self._num_cached_tokens = num_cached_tokens
         ttft_s = now - self._arrival.arrived_s
-        self._parts.metrics.ttft.observe(ttft_s)
-        if booking is not None and prefilled:
-            self._parts.pool_figures.saw_first_token(booking.prefill.facts.pool, ttft_s)
-        num_tokens = len(self._arrival.parsed.token_ids)
-        self._parts.metrics.cached_tokens.inc(self._num_cached_tokens)
-        self._parts.metrics.prefilled_tokens.inc(num_tokens)
+        metrics.ttft.labels(*self._labels, pool).observe(ttft_s)
+        if prefilled:
+            self._parts.pool_figures.saw_first_token(pool, ttft_s)
+        metrics.cached_tokens.labels(*self._labels).inc(self._num_cached_tokens)
+        metrics.prefilled_tokens.labels(*self._labels).inc(num_tokens)
         self._parts.counts.cached_tokens += self._num_cached_tokens
         self._parts.counts.prefilled_tokens += num_tokens
         self.log.mark(
@@ -159,6 +186,7 @@ class RequestOutput:
             workers = booking.prefill.facts.worker_id, booking.decode.facts.worker_id
             self._parts.recent.handed_off(*workers, done.num_bytes)
         self._parts.metrics.handoff_bytes.inc(done.num_bytes)
+        self._parts.metrics.handoff.labels(self._labels[0], self._pools[1]).observe(put_s)
         self.log.mark(
             router_pb2.HandedOff(
                 kv_bytes=done.num_bytes, put_ms=done.put_ms, exposed_ms=done.exposed_ms
@@ -211,6 +239,10 @@ class RequestOutput:
             self._first_at_s = now_s
         else:
             gap_s = now_s - self._last_at_s
+            if self._gap_buckets is None:
+                labels = *self._labels, self._pools[1]
+                self._gap_buckets = self._parts.metrics.itl.labels(*labels)
+            self._gap_buckets.observe(gap_s)
             if not self._gaps_s:
                 self._second_token_s = gap_s
                 self._num_gaps_reported = num_new  # it contains the handoff
@@ -230,7 +262,7 @@ class RequestOutput:
             return
         self._num_reported = num_tokens
         self.log.measure(self._parts.config.max_unread_bytes)
-        self._parts.metrics.tokens.inc(num_tokens - num_before)
+        self._parts.metrics.tokens.labels(*self._labels).inc(num_tokens - num_before)
         self._parts.counts.output_tokens += num_tokens - num_before
         gaps_s = self._gaps_s[self._num_gaps_reported :]
         if gaps_s and self._booking is not None:
@@ -261,9 +293,10 @@ class RequestOutput:
         self._close(FinishReason.ABORTED, "")
 
     def fail(self, error: BatonError) -> None:
-        self._parts.metrics.requests.labels(error.reason).inc()
+        timings = self._timings()
         self._count(self._judge(error))
-        self._report_end(error.reason, self._timings())
+        self._count_goodput(timings, error)
+        self._report_end(error.reason, timings)
         self.log.close(error)
 
     def _judge(self, error: BatonError) -> Served:
@@ -292,24 +325,23 @@ class RequestOutput:
             self._parts.request_figures.abandoned()
         elif served is not Served.NOT_JUDGED:
             self._parts.request_figures.ended(failed=served is Served.FAILED)
-        self._parts.metrics.served.labels(served.value).inc()
 
     def _close(self, reason: FinishReason, stop: str) -> None:
-        metrics, timings = self._parts.metrics, self._timings()
-        metrics.requests.labels(reason.value).inc()
+        timings = self._timings()
         is_aborted = reason is FinishReason.ABORTED
         self._parts.counts.num_ended += not is_aborted
         self._count(self._judge_aborted() if is_aborted else Served.WELL)
-        metrics.e2e.observe(timings.e2e_s)
-        metrics.queue_wait.observe(timings.queue_s)
-        if timings.itl_s:
-            metrics.itl.observe(timings.itl_s)
+        self._count_goodput(timings)
+        num_out = len(self.log.ids)
+        if is_aborted and num_out:
+            num_wasted = len(self._arrival.parsed.token_ids) - self._num_cached_tokens + num_out
+            self._parts.metrics.wasted.labels(*self._labels, "abort").inc(num_wasted)
         self._report_end(reason.value, timings)
         self.log.close(
             Finished(
                 reason=reason,
                 num_prompt_tokens=len(self._arrival.parsed.token_ids),
-                num_output_tokens=len(self.log.ids),
+                num_output_tokens=num_out,
                 num_cached_tokens=self._num_cached_tokens,
                 timings=timings,
                 stop=stop,
@@ -324,26 +356,29 @@ class RequestOutput:
         if booking is not None:
             decode = booking.decode.facts.worker_id
             prefill = "" if booking.prefill is booking.decode else booking.prefill.facts.worker_id
-        self._parts.recent.requests.append(
-            EndedRequest(
-                request_id=arrival.request_id,
-                tenant=parsed.tenant,
-                outcome=outcome,
-                reason="" if self._routed is None else self._routed.reason,
-                prefill_worker=prefill,
-                decode_worker=decode,
-                num_prompt_tokens=len(parsed.token_ids),
-                num_cached_tokens=self._num_cached_tokens,
-                num_output_tokens=len(self.log.ids),
-                num_attempts=self._num_attempts,
-                queue_s=timings.queue_s,
-                reserve_s=timings.reserve_s,
-                prefill_queue_s=timings.prefill_queue_s,
-                prefill_s=timings.prefill_s,
-                handoff_s=timings.second_token_s,
-                e2e_s=timings.e2e_s,
-            )
+        ended = EndedRequest(
+            request_id=arrival.request_id,
+            tenant=parsed.tenant,
+            outcome=outcome,
+            reason="" if self._routed is None else self._routed.reason,
+            prefill_worker=prefill,
+            decode_worker=decode,
+            num_prompt_tokens=len(parsed.token_ids),
+            num_cached_tokens=self._num_cached_tokens,
+            num_output_tokens=len(self.log.ids),
+            num_attempts=self._num_attempts,
+            queue_s=timings.queue_s,
+            reserve_s=timings.reserve_s,
+            prefill_queue_s=timings.prefill_queue_s,
+            prefill_s=timings.prefill_s,
+            handoff_s=timings.second_token_s,
+            e2e_s=timings.e2e_s,
+            tokenize_s=timings.tokenize_s,
+            decode_s=self._last_at_s - self._first_at_s,
+            tpot_s=timings.tpot_s,
         )
+        self._parts.recent.requests.append(ended)
+        self._parts.metrics.ended(ended, *self._pools)
         ttft_target, itl_target = self._judged(timings)
         RequestLine(
             request_id=arrival.request_id,
@@ -382,6 +417,25 @@ class RequestOutput:
             if result:
                 metrics.targets.labels(target, result).inc()
         return found
+
+    def _count_goodput(self, timings: Timings, error: BatonError | None = None) -> None:
+        """A request is good if it ends well within both targets, its own or the router's. A client
+        that leaves, or names too short a deadline, judges what it had."""
+        parsed, config = self._arrival.parsed, self._parts.config
+        is_fault = type(error) in _MISSED
+        if parsed.resume_from_index is not None or not (
+            error is None or is_fault or isinstance(error, DeadlineError)
+        ):
+            return
+        has_begun = bool(self.log.ids)
+        first_s = timings.ttft_s if has_begun else timings.e2e_s
+        first_target_s = parsed.ttft_target_s or config.ttft_target_s
+        found = judged(first_target_s, first_s, is_over=has_begun)
+        gap_target_s = parsed.itl_target_s or config.itl_target_s
+        if is_fault or timings.tpot_s > gap_target_s:
+            found = MISSED
+        if found:
+            self._parts.metrics.goodput.labels(*self._labels, found).inc()
 
     def _timings(self) -> Timings:
         """The gap before the second token is reported apart, since it contains the handoff."""

@@ -288,7 +288,9 @@ class RequestRun:
         self._first_index = len(self._spec.token_ids) // 4 - self._spec.num_prompt_tokens
         self.progress_s = -math.inf
         taken_in = partial(self._retrying.taken_in, self._booking.decode)
-        self._output.new_attempt(self._booking, routed, taken_in, self._has_time(self._booking))
+        has_time, placement = self._has_time(self._booking), self._placement
+        predicted_s = placement.queue_s + placement.prefill_s if placement else None
+        self._output.new_attempt(self._booking, routed, taken_in, has_time, predicted_s)
         for link in self._workers.links:
             link.waiting.add(self)
 

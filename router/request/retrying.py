@@ -78,9 +78,8 @@ class Retrying:
         follow."""
         parts, failure = self._parts, failed.failure
         parts.metrics.failures.labels(failure.name).inc()
-        log.info(
-            "request %s: attempt %d: %s", self._request_id, self.attempt_number, failed.message
-        )
+        fields = {"request_id": self._request_id}
+        log.info("attempt %d: %s", self.attempt_number, failed.message, extra={"fields": fields})
         if ending := _ending(failed):
             raise ending
         if self._was_not_begun(failed):

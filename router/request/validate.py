@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import math
 import re
+import uuid
 from array import array
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,11 +26,13 @@ from router.text import SamplingDefaults, TextModel
 
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:@/+=-]{1,128}")
 MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS = 16, 64
+ALL_THAT_FIT = (1 << 32) - 1  # of `truncate_prompt_tokens`
 MAX_BAD_WORDS, _MAX_BIASES = 128, 1024
 _MAX_STOP_CHARS = 256
 _MAX_LOGPROBS = 20
 _MAX_PROMPT_LOGPROBS = 1 << 16  # of a request: they come in one message
 _MAX_NAME_CHARS = 128
+_MAX_GIVEN_CHARS = 64
 _MAX_BYTES_PER_TOKEN = 64  # of a whole message, for every token of the context: no text needs it
 # What a client may change when it comes back for a request that runs.
 _NOT_IN_DIGEST = (
@@ -92,6 +95,8 @@ class ParsedRequest:
     session_id: str
     resume_from_index: int | None
     is_chat: bool
+    tool_names: frozenset[str]
+    """What its answer may call."""
     continues_text: bool
     includes_stop: bool
     shows_special: bool
@@ -120,6 +125,8 @@ def parse_generate(
     NotFoundError for an unknown model.
     """
     check_names(request, limits)
+    if request.chat.tools and model.tool_format is None:
+        raise _wrong("chat.tools", "the format of calls is not known; router.tool_calls sets one")
     _check_stop(request, model.vocab_size)
     _check_sampling(request.sampling)
     _check_biases(request.sampling.logit_bias, model.vocab_size)
@@ -147,6 +154,7 @@ def parse_generate(
         session_id=request.session_id,
         resume_from_index=index,
         is_chat=request.HasField("chat"),
+        tool_names=frozenset(tool.name for tool in request.chat.tools),
         continues_text=not request.HasField("chat") or request.chat.continue_final_message,
         includes_stop=request.include_stop_str_in_output,
         shows_special=request.show_special_tokens,
@@ -204,7 +212,7 @@ def encode_prompt(request: Prompted, model: TextModel, limits: RequestLimits) ->
     else:
         assert isinstance(request, router_pb2.GenerateRequest)
         ids = request.token_ids.ids
-    ids = ids[-getattr(request, "truncate_prompt_tokens", 0) :]
+    ids = ids[-_num_kept(request, limits) :]
     if isinstance(request, router_pb2.GenerateRequest) and len(ids) >= limits.max_model_len:
         raise _too_long("prompt", len(ids), 1, limits)
     if not ids:
@@ -219,11 +227,27 @@ def encode_prompt(request: Prompted, model: TextModel, limits: RequestLimits) ->
     return token_ids
 
 
+def _num_kept(request: Prompted, limits: RequestLimits) -> int:
+    """Of the prompt's last tokens; 0: all."""
+    if not isinstance(request, router_pb2.GenerateRequest):
+        return 0
+    if request.truncate_prompt_tokens != ALL_THAT_FIT:
+        return request.truncate_prompt_tokens
+    return max(1, limits.max_model_len - max(1, request.sampling.max_tokens))
+
+
 def _wrong(field: str, problem: str) -> InvalidRequestError:
     return InvalidRequestError(f"{field}: {problem}", field=field)
 
 
 # --- names --------------------------------------------------------------------------------------
+
+
+def drawn_id(given: str) -> str:
+    """Return an id for a request whose body names none. `given`: its client's `x-request-id`, which
+    becomes part of it; it may be one for several."""
+    is_name = len(given) <= _MAX_GIVEN_CHARS and REQUEST_ID.fullmatch(given)
+    return f"{given}-{uuid.uuid4().hex[:8]}" if is_name else uuid.uuid4().hex
 
 
 def _check_model_name(name: str, limits: RequestLimits) -> None:

@@ -31,6 +31,8 @@ _WHITE_SPACE = " ?"  # where JSON may have any: models that are unsure write it 
 _NUM_KEPT = 256  # a request's tools, each by itself, and the whole
 _NUM_TRIED, _NUM_TRIED_BYTES = 64, 100  # schemas within one; of a value
 _TOO_WIDE = "too much may come next; have fewer optional properties or alternatives"
+UNFORCED = '\n%llguidance {"no_forcing": true}'
+"""The library follows what a grammar leaves no choice of, and some never end: `/b+/ /b+/ "a"`."""
 _WORDS = {
     "NoExtension": "some of its values cannot be ended; look at patternProperties",
     **dict.fromkeys(("Too many items", "Current row has"), _TOO_WIDE),
@@ -261,7 +263,9 @@ def _spelt(parts: list[Part], added_tokens: Collection[str]) -> list[Part]:
     without = str.maketrans("", "", "\\[](){}")
     said = said.translate(without)
     found = any(text in said for each in added_tokens if (text := each.translate(without)))
-    return [*parts, _UNFORCED] if found else parts
+    return (
+        [*parts, {"lark_grammar": 'start: "x"' + UNFORCED, "name": "unforced"}] if found else parts
+    )
 
 
 def _call_rules(calls: Calls, marker: Callable[[str], str]) -> list[str]:
@@ -294,9 +298,6 @@ def _call_rules(calls: Calls, marker: Callable[[str], str]) -> list[str]:
         f"call: {' | '.join(f'f{i}' for i in range(len(names)))}",
         *rules,
     ]
-
-
-_UNFORCED = {"name": "unforced", "lark_grammar": '%llguidance {"no_forcing": true}\nstart: "x"'}
 
 
 def _text(text: str) -> str:

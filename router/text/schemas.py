@@ -272,11 +272,11 @@ def _round_limits(node: Schema, place: Place) -> None:
 
 
 _UUID = "^[0-9a-fA-F]{8}-[0-9a-fA-F]{4}-V[0-9a-fA-F]{3}-[89abAB][0-9a-fA-F]{3}-[0-9a-fA-F]{12}$"
+_BASE64 = "^([A-Za-z0-9_-]{4})*([A-Za-z0-9_-]{2}==|[A-Za-z0-9_-]{3}=)?$"
 _SPELT: dict[str, Schema] = {
     **{f"uuid{n}": {"pattern": _UUID.replace("V", str(n))} for n in range(1, 9)},
-    "base64": {"pattern": "^([A-Za-z0-9+/]{4})*$"},
-    "byte": {"pattern": "^([A-Za-z0-9+/]{4})*$"},
-    "base64url": {"pattern": "^([A-Za-z0-9_-]{4})*$"},
+    **{name: {"pattern": _BASE64.replace("_-", "+/")} for name in ("base64", "byte")},
+    "base64url": {"pattern": _BASE64},
     "idn-email": {"pattern": r"^[^\s@]+@[^\s@]+$"},
     "multi-host-uri": {"pattern": r"^[A-Za-z][A-Za-z0-9+.-]*:[^\s]+$"},
 }

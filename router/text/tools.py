@@ -47,11 +47,12 @@ def tool_format_of(template: str) -> ToolFormat | None:
 
 @dataclass(frozen=True)
 class CallDelta:
-    """A further piece of a call. The first one of each call has its name."""
+    """A further piece of a call. The first one of each call has its name, and later an id."""
 
     index: int
     name: str | None
     arguments: str
+    call_id: str = ""
 
 
 Piece = str | CallDelta

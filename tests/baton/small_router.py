@@ -86,6 +86,7 @@ class SmallRouter(router_pb2_grpc.RouterServiceServicer):
         self.fail = fail
         self._server = grpc.server(ThreadPoolExecutor(8), options=(("grpc.so_reuseport", 0),))
         router_pb2_grpc.add_RouterServiceServicer_to_server(self, self._server)  # type: ignore
+        control_pb2_grpc.add_FleetServiceServicer_to_server(self, self._server)  # type: ignore
         self.address = f"127.0.0.1:{self._server.add_insecure_port(f'127.0.0.1:{port}')}"
         self._server.start()
 
@@ -186,7 +187,7 @@ class SmallRouter(router_pb2_grpc.RouterServiceServicer):
 
     def WatchFleet(self, request: Any, context: Any) -> Iterator[Any]:  # noqa: N802
         self._refuse(context)
-        yield router_pb2.RouterServiceWatchFleetResponse(fleet=SmallControl().fleet())
+        yield control_pb2.FleetServiceWatchFleetResponse(fleet=SmallControl().fleet())
 
 
 def _end(context: Any, error: BatonError) -> None:

@@ -236,13 +236,14 @@ def test_scaling_a_pool_whose_workers_do_not_start_says_why(capsys: Capture) -> 
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        (["scale", "decode", "-1"], "argument N: '-1' is not a number of workers"),
-        (["scale", "decode", "1.5"], "argument N: '1.5' is not a number of workers"),
+        (["scale", "decode", "-1"], "argument N: '-1' is not a whole number"),
+        (["scale", "decode", "1.5"], "argument N: '1.5' is not a whole number"),
         (["status", "--control", "localhost"], "'localhost' is not HOST:PORT"),
         (
             ["generate", "hi", "--router", "127.0.0.1:7100,localhost"],
             "'localhost' is not HOST:PORT",
         ),
+        (["size", ".", "--tp", "0"], "argument --tp: '0' is not above 0"),
         (["nonsense"], "invalid choice: 'nonsense'"),
         *(
             (

@@ -35,7 +35,7 @@ def test_nothing_at_all_is_one_prefill_and_one_decode_worker_of_the_demo_model()
         ({"modle": "x"}, "modle: unknown key; did you mean 'model'?"),
         (
             {"qqqq": 1},
-            "qqqq: unknown key; valid keys: control, decode, engine, internal, log_level, model",
+            "qqqq: unknown key; valid keys: control, decode, engine, internal, log_format",
         ),
         ({"engine": {"block_size": "3"}}, "engine.block_size: a whole number is expected, not '3'"),
         ({"engine": {"block_size": True}}, "engine.block_size: a whole number is expected"),
@@ -187,7 +187,7 @@ def test_what_the_file_sets_reaches_the_workers() -> None:
     reported = worker_config(config, "decode", "decode-0", "127.0.0.1:1")
     assert (reported.settings, reported.decode) == (config.worker, config.decode)
     assert (reported.settings.drain_timeout_s, reported.settings.metrics_port) == (7.0, None)
-    assert (reported.decode.orphan_ttl_s, reported.log_level) == (5.0, "debug")
+    assert (reported.decode.orphan_ttl_s, reported.log.level) == (5.0, "debug")
     assert (reported.transfer.checksum, reported.transfer.net_devices) == ("always", "lo")
 
 

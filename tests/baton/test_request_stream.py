@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import grpc
 import pytest
+from google.protobuf import text_format
 
 from baton import status
-from baton.client.events import Logprobs, Tokens, from_response
+from baton.client.events import Logprobs, Tokens, ToolCallDelta, from_response
 from baton.client.request_stream import RequestStream, build_request
 from baton.errors import (
     AlreadyExistsError,
@@ -15,8 +16,32 @@ from baton.errors import (
     OverloadedError,
 )
 from baton.v1 import common_pb2
-from baton.v1.router_pb2 import GenerateResponse, Routed
+from baton.v1.router_pb2 import ChatMessages, GenerateResponse, Routed
 from baton.v1.router_pb2 import Tokens as TokensMessage
+
+IMAGE = {"type": "image_url", "image_url": {"url": "data:,"}}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+CALLING = {"role": "assistant", "content": None, "audio": None, "tool_calls": [CALL]}
+CHAT = """
+messages {role: "assistant" reasoning_content: "hm"
+  tool_calls {id: "c1" name: "f" arguments: '{"a": 1}'}}
+messages {role: "tool" tool_call_id: "c1" name: "f" content: "42"}
+messages {role: "user" parts {text: "and now?"}}
+tools {name: "f" parameters: '{"type": "object"}'} tool_choice {name: "f"}
+"""
+
+
+def test_a_chat_keeps_every_field_of_its_messages() -> None:
+    result = {"role": "tool", "tool_call_id": "c1", "name": "f", "content": "42"}
+    asked = {"role": "user", "content": [{"type": "text", "text": "and now?"}]}
+    chat, named = [{**CALLING, "reasoning": "hm"}, result, asked], {"function": {"name": "f"}}
+    request = build_request(chat=chat, tools=[TOOL], tool_choice=named, itl_target_ms=20)
+    assert request.chat == text_format.Parse(CHAT, ChatMessages())
+    assert request.itl_target_ms == 20
+    forced = build_request(chat=[asked], tools=[TOOL], tool_choice="required")
+    assert forced.chat.HasField("tool_choice")
+    assert not build_request(chat=[asked], tools=[TOOL], tool_choice="none").chat.tools
 
 
 @pytest.mark.parametrize(
@@ -25,7 +50,7 @@ from baton.v1.router_pb2 import Tokens as TokensMessage
         ({}, "prompt"),
         ({"prompt": "a", "token_ids": [1]}, "prompt"),
         ({"token_ids": [-1]}, "prompt"),
-        ({"chat": [{"role": "user"}]}, "prompt"),
+        ({"chat": [{"role": "user"}]}, "chat[0]"),
         ({"prompt": "\ud800"}, "prompt"),
         ({"prompt": "a", "top_k": -1}, "top_k"),
         ({"prompt": "a", "stop": 3}, "stop"),
@@ -41,8 +66,13 @@ from baton.v1.router_pb2 import Tokens as TokensMessage
         ({"prompt": "a", "stop": "END"}, "stop"),
         ({"prompt": "a", "temperature": None}, "temperature"),
         ({"prompt": "a", "chat": ["x"]}, "prompt"),
-        ({"chat": 3}, "prompt"),
-        ({"chat": [{"role": "user", "content": None}]}, "prompt"),
+        ({"chat": 3}, "chat"),
+        ({"chat": [{"role": "user", "content": None}]}, "chat[0]"),
+        ({"chat": [{"role": "user", "content": [IMAGE]}]}, "chat[0]"),
+        ({"chat": [{"role": "user", "content": "a", "audio": {"id": "1"}}]}, "chat[0]"),
+        ({"chat": [CALLING], "tools": [{"type": "web_search"}]}, "tools[0]"),
+        ({"chat": [CALLING], "tool_choice": "any"}, "tool_choice"),
+        ({"prompt": "a", "tools": [TOOL]}, "tools"),
     ],
 )
 def test_what_the_wire_cannot_carry_is_refused_before_it_is_sent(
@@ -65,6 +95,12 @@ def test_a_gap_in_the_stream_is_an_error_and_what_was_seen_is_dropped() -> None:
     assert stream.absorb(tokens(2, [], "tail")) is None
     with pytest.raises(BatonError, match="tokens 2 to 2 "):
         stream.absorb(tokens(3, [7], "c"))
+    stream = RequestStream(build_request("a"), ["nowhere"])
+    call = {"index": 0, "id": "c1", "name": "f", "arguments": "{}"}
+    said = GenerateResponse(tokens=TokensMessage(reasoning="hm", tool_calls=[call]))
+    expected = Tokens(0, (), "", reasoning="hm", tool_calls=(ToolCallDelta(**call),))
+    assert stream.absorb(said) == expected
+    assert stream.absorb(said) is None
 
 
 def test_a_reconnect_brings_back_seed_and_unit_as_the_last_router_named_them() -> None:

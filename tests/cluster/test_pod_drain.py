@@ -24,7 +24,7 @@ async def test_a_pod_is_drained_once_what_runs_in_it_has_ended_and_its_worker_ha
         status, said = await pod.drain(60)
         assert status == 0, said
         assert "decode-0: 1 running" in said
-        assert said.splitlines()[-2].startswith("decode-0 has left")
+        assert "pod_drain: decode-0 has left" in said.splitlines()[-2]
         assert pod.link.of("last").in_order() == kit.oracle.tokens(pod.spec)
         assert await asyncio.wait_for(pod.fleet.processes["decode-0"].wait(), 5) == 0
         status, said = await pod.drain(60)  # there is nothing any more

@@ -84,7 +84,8 @@ async def test_metrics_are_served_with_the_workers_labels(kit: Any) -> None:
     async with kit.running_worker("decode-7", Role.DECODE, settings=WITH_METRICS) as worker:
         text = await asyncio.to_thread(scrape, worker.metrics_address)
     assert 'baton_worker_num_orphans{pool="decode",worker="decode-7"} 0.0' in text
-    assert "baton_worker_steps_total" in text
+    for name, cause in (("worker_steps", ""), ("wasted_tokens", 'cause="preemption",')):
+        assert f'baton_{name}_total{{{cause}pool="decode",worker="decode-7"}} ' in text
 
 
 async def test_quarantined_memory_is_a_metric_in_bytes(kit: Any) -> None:

@@ -21,6 +21,7 @@ from pathlib import Path
 import uvloop
 
 from baton.config.cluster import load_config
+from baton.process_log import set_up_logging
 from cluster.node.pod import Pod
 from cluster.worker.config import (
     RankPosition,
@@ -28,7 +29,7 @@ from cluster.worker.config import (
     with_node_settings,
     worker_config,
 )
-from cluster.worker.process import serve_worker, set_up_logging
+from cluster.worker.process import serve_worker
 from cluster.worker.rank import follow_rank0, listen
 from cluster.worker.worker import Worker
 
@@ -52,7 +53,7 @@ def main() -> int:
     cluster = load_config(options.config)
     config = worker_config(cluster, options.pool, options.id, options.control)
     config = with_node_settings(config, Pod.of(os.environ), config.host)
-    set_up_logging(config.log_level)
+    set_up_logging(config.log, {})
     position = RankPosition(options.rank, config.tp_size, options.meet)
     try:
         if position.rank > 0:

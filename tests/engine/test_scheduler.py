@@ -99,6 +99,8 @@ def test_the_newest_request_is_preempted_and_the_oldest_never_waits() -> None:
     assert len(restarts) == 100  # every index sampled once
     recomputed = sum(len(s.token_ids) for p in seen.plans for s in p.seqs if s.request_id == "new")
     assert recomputed > 60 + 99
+    assert core.load().num_preemptions == 1
+    assert core.load().num_recomputed_tokens == recomputed - (60 + 99)
     assert len(streams.tokens["new"]) == 100
     pool_is_whole(core)
 

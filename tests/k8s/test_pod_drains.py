@@ -39,7 +39,7 @@ OUTLAST_S = 5.0
 DRAINED_WITHIN_S = 180.0
 NOTICE_S = 120.0
 """As long as aws gives; the streams take a fraction of it."""
-_DRAINED = re.compile(r"^pod \S+ is drained after ([\d.]+) s$", re.MULTILINE)
+_DRAINED = re.compile(r"pod_drain: pod \S+ is drained after ([\d.]+) s$", re.MULTILINE)
 _HELD = re.compile(r"(\d+) running, .*; (\d+) s left$", re.MULTILINE)
 
 

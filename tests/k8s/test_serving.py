@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+
 from baton.client import Client
 from baton.client.events import Finished, HandedOff, Tokens
 from cli.kubectl import target
+from deploy.controller.manifests.common import POOL_LABEL
 from tests.k8s.control_plane.plane import ControlPlane
 from tests.k8s.installed import (
     DECODE_STEP_S,
+    HEAD,
     MODEL,
     Installed,
     check_patches,
@@ -17,6 +21,8 @@ from tests.k8s.installed import (
 )
 from tests.k8s.kubelet.kubelet import Kubelet
 from tests.k8s.kubelet.kuberay import KubeRay
+from tests.k8s.kubelet.objects import name_of
+from tests.k8s.operating import eventually
 from tests.k8s.plugin import Plugin
 from tests.k8s.seen import BAD_ROUTER
 from tests.k8s.streaming import streaming
@@ -24,6 +30,7 @@ from tests.k8s.streaming import streaming
 pytestmark = on_pods(600)
 
 NUM_TOKENS = 300
+ROUTER = "app.kubernetes.io/component=router"
 
 
 def pod_behind(control_plane: ControlPlane, installed: Installed, endpoint: str) -> str:
@@ -46,6 +53,13 @@ def test_helm_install_ends_with_an_answer_whose_kv_crossed_from_pod_to_pod(
         advanced={"router": {"localPrefill": "never", "handoffReportWaitSeconds": 10.0}},
     )
     installed.wait_available()
+    of_pods = {HEAD: "ray-head-0", f"{POOL_LABEL}=decode": "ray-worker-0", ROUTER: "router-0"}
+    runs = [(name_of(kubelet.pods(label)[0]), run) for label, run in of_pods.items()]
+    logs = lambda: [kubelet.log(*run) for run in runs]  # noqa: E731
+    for name, log in zip(("head: ", "decode-0 cluster.worker.worker: ", "router: "), logs()):
+        assert f"Z INFO {name}" in log, "Baton's own log"
+    installed.change(logLevel="debug", logFormat="json")
+    eventually(lambda: all("read again: /etc/baton/" in log for log in logs()), "they follow it")
     with Client(router_address(kubelet)) as client:
         events = list(client.generate(chat=[{"role": "user", "content": "Who is Hugo?"}]))
     text = "".join(event.text for event in events if isinstance(event, Tokens))
@@ -71,6 +85,12 @@ def test_helm_install_ends_with_an_answer_whose_kv_crossed_from_pod_to_pod(
     done = plugin("drain", leaves, "--address", control)
     assert done.returncode == 0, done.stderr
     assert f"{leaves} has left" in done.stdout
+    written = [[json.loads(line) for line in log.splitlines() if line[:1] == "{"] for log in logs()]
+    assert all(written), "in pods that were not restarted"
+    _, said, asked = written
+    drains = [line for line in said if line["message"] == f"{leaves} drains"]
+    assert [(line["worker"], line["pool"]) for line in drains] == [(leaves, "decode")]
+    assert [line["outcome"] for line in asked if line["message"] == "request"] == ["stop"]
 
 
 # --- scaling while streams run --------------------------------------------------------------------

@@ -21,8 +21,8 @@ from baton.config.engine import EngineConfig
 from baton.v1 import (
     common_pb2,
     control_pb2,
+    control_pb2_grpc,
     router_pb2,
-    router_pb2_grpc,
     worker_pb2,
 )
 from cluster.worker.rank import free_port
@@ -295,19 +295,19 @@ async def another_router(path: WholePath, local_prefill: str) -> AsyncIterator[A
     """One more router process, which uses the same workers."""
     config = write_config(path.shape, path.folder.parent, local_prefill)
     async with (
-        _routers(path.fleet.control, [config]) as addresses,
+        routers(path.fleet.control, [config]) as addresses,
         AsyncClient(addresses[0]) as client,
     ):
-        await _until_routed_to(addresses[0], set(path.fleet.processes))
+        await until_routed_to(addresses[0], set(path.fleet.processes))
         yield client
 
 
-async def _until_routed_to(address: str, worker_ids: set[str]) -> None:
+async def until_routed_to(address: str, worker_ids: set[str]) -> None:
     """Wait until the router at `address` gives work to these workers and no others."""
     known: set[str] = set()
     async with asyncio.timeout(_ROUTER_S), grpc.aio.insecure_channel(address) as channel:
-        stub = router_pb2_grpc.RouterServiceStub(channel)
-        async for news in stub.WatchFleet(router_pb2.RouterServiceWatchFleetRequest()):
+        stub = control_pb2_grpc.FleetServiceStub(channel)
+        async for news in stub.WatchFleet(control_pb2.FleetServiceWatchFleetRequest()):
             known = {w.info.ref.worker_id for w in news.fleet.workers if w.state == _LIVE}
             if known == worker_ids:
                 return
@@ -315,7 +315,7 @@ async def _until_routed_to(address: str, worker_ids: set[str]) -> None:
 
 
 @contextlib.asynccontextmanager
-async def _routers(control: str, configs: Sequence[Path]) -> AsyncIterator[list[str]]:
+async def routers(control: str, configs: Sequence[Path]) -> AsyncIterator[list[str]]:
     """A router process for each file, started together; their addresses."""
     processes = [
         await asyncio.create_subprocess_exec(
@@ -371,12 +371,12 @@ async def whole_path(shape: Shape, folder: Path) -> AsyncIterator[WholePath]:
     async with started(far) as fleet:
         async with contextlib.AsyncExitStack() as stack:
             configs = (both_doors, near, far)
-            addresses = await stack.enter_async_context(_routers(fleet.control, configs))
+            addresses = await stack.enter_async_context(routers(fleet.control, configs))
             clients = [await stack.enter_async_context(AsyncClient(a)) for a in addresses]
             caller = HttpCaller(f"127.0.0.1:{http_port}")
             stack.push_async_callback(caller.close)
             path = WholePath(shape, folder / "model", fleet, addresses, *clients, caller)
-            await asyncio.gather(*(_until_routed_to(a, set(fleet.processes)) for a in addresses))
+            await asyncio.gather(*(until_routed_to(a, set(fleet.processes)) for a in addresses))
             yield path
             await path.until_idle()
         await _drain_all(fleet)

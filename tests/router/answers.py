@@ -32,6 +32,11 @@ class Answer:
     from_index: int = 0
     ids: list[int] = field(default_factory=list)
     text: str = ""
+    reasoning: str = ""
+    calls: list[tuple[str, str]] = field(default_factory=list)
+    """Of each its id and name."""
+    arguments: str = ""
+    """Of all calls."""
     routed: list[router_pb2.Routed] = field(default_factory=list)
     migrated: list[router_pb2.Migrated] = field(default_factory=list)
     handed_off: list[router_pb2.HandedOff] = field(default_factory=list)
@@ -67,6 +72,9 @@ class Answer:
             assert tokens.index == self.from_index + len(self.ids), "a gap or a repetition"
             self.ids.extend(tokens.ids)
             self.text += tokens.text
+            self.reasoning += tokens.reasoning
+            self.calls += [(call.id, call.name) for call in tokens.tool_calls if call.id]
+            self.arguments += "".join(call.arguments for call in tokens.tool_calls)
             self.num_token_messages += 1
         elif kind == "finished":
             self.finished = response.finished
@@ -148,5 +156,4 @@ def field_at_fault(error: grpc.aio.AioRpcError) -> str:
 
 def failures_of(router: Router) -> dict[str, float]:
     """How often each reason ended an attempt at a worker."""
-    samples = (one for each in router.metrics.failures.collect() for one in each.samples)
-    return {one.labels["failure"]: one.value for one in samples if one.name.endswith("_total")}
+    return {failure: count.value for (failure,), count in router.metrics.failures.children.items()}

@@ -21,8 +21,9 @@ from h2.events import (
     TrailersReceived,
 )
 
+from baton.client.connections import Connection
 from baton.errors import InvalidRequestError, OverloadedError
-from baton.v1 import router_pb2, router_pb2_grpc
+from baton.v1 import control_pb2, control_pb2_grpc, router_pb2, router_pb2_grpc
 from router.door.gate import Gate
 from router.door.grpc_call import Feed
 from router.door.h2_server import GrpcServer, Limits
@@ -107,10 +108,10 @@ class TestedService(router_pb2_grpc.RouterServiceServicer):
         return router_pb2.TokenizeResponse(ids=[len(request.text)])
 
     async def WatchFleet(  # noqa: N802
-        self, request: router_pb2.RouterServiceWatchFleetRequest, context: Any
-    ) -> AsyncIterator[router_pb2.RouterServiceWatchFleetResponse]:
+        self, request: control_pb2.FleetServiceWatchFleetRequest, context: Any
+    ) -> AsyncIterator[control_pb2.FleetServiceWatchFleetResponse]:
         for _ in range(3):
-            yield router_pb2.RouterServiceWatchFleetResponse()
+            yield control_pb2.FleetServiceWatchFleetResponse()
 
 
 class Served:
@@ -142,6 +143,7 @@ async def served(context: ssl.SSLContext | None = None, **limits: Any) -> AsyncI
     service = TestedService()  # type: ignore[abstract]
     methods: Any = server.methods
     router_pb2_grpc.add_RouterServiceServicer_to_server(service, methods)
+    control_pb2_grpc.add_FleetServiceServicer_to_server(service, methods)  # type: ignore[arg-type]
     server.start(context)
     try:
         yield Served(server, service)
@@ -152,7 +154,7 @@ async def served(context: ssl.SSLContext | None = None, **limits: Any) -> AsyncI
 
 
 def stub_of(channel: Any) -> Any:
-    return router_pb2_grpc.RouterServiceStub(channel)
+    return Connection(0, channel).stub
 
 
 def channel_to(made: Served) -> grpc.aio.Channel:

@@ -17,7 +17,7 @@ import grpc
 import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2
 
 from baton.client import AsyncClient
 from baton.client.credentials import Tls, token_in
@@ -89,7 +89,10 @@ async def test_whoever_trusts_the_authority_and_has_a_token_is_answered(site: Si
     await site.d.check_empty()
 
 
-async def test_without_a_known_token_nothing_is_served_but_health(site: Site) -> None:
+async def test_without_a_known_token_nothing_is_served_but_health_and_reflection(
+    site: Site,
+) -> None:
+    asked = [reflection_pb2.ServerReflectionRequest(list_services="")]
     for token in (None, "", "guess", RED[:-1], f"{RED}x"):
         async with grpc.aio.secure_channel(site.address, site.tls.credentials()) as channel:
             stub = router_pb2_grpc.RouterServiceStub(channel)
@@ -105,11 +108,12 @@ async def test_without_a_known_token_nothing_is_served_but_health(site: Site) ->
             )
             for call in short:
                 assert (await error_of(call)).code() is grpc.StatusCode.UNAUTHENTICATED
-            reflected = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(
-                iter([reflection_pb2.ServerReflectionRequest(list_services="")])
-            )
-            with pytest.raises(grpc.aio.AioRpcError):
-                await reflected.read()
+            for service in (f"grpc.reflection.{v}.ServerReflection" for v in ("v1alpha", "v1")):
+                reflect: Any = channel.stream_stream(
+                    f"/{service}/ServerReflectionInfo",
+                    request_serializer=reflection_pb2.ServerReflectionRequest.SerializeToString,
+                )
+                assert service.encode() in await reflect(iter(asked)).read()
             health = await health_pb2_grpc.HealthStub(channel).Check(
                 health_pb2.HealthCheckRequest()
             )

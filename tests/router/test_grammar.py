@@ -24,6 +24,7 @@ from router.request.validate import parse_generate as read
 from router.text import TextModel
 from router.text.reasoning import ReasoningSplitter
 from router.text.tools import MARKERS, ToolFormat
+from tests.router.test_grammar_chains import LINKS, RULES, rules, schema
 from tests.router.test_text_tools import found
 from tests.router.text_fixtures import byte_level_tokenizer, load_text, write_model
 
@@ -52,12 +53,15 @@ def request(**fields: Any) -> router_pb2.GenerateRequest:
 
 
 def chat(
-    choice: router_pb2.ToolChoice | None = None, names: tuple[str, ...] = tuple(TOOLS), **more: Any
+    choice: router_pb2.ToolChoice | None = None,
+    names: tuple[str, ...] = tuple(TOOLS),
+    parameters: str = "{}",
+    **more: Any,
 ) -> router_pb2.GenerateRequest:
     made = router_pb2.ChatMessages(tool_choice=choice)
     made.messages.add(role="user", content="hi")
     for name in names:
-        made.tools.add(name=name, parameters=json.dumps(TOOLS[name]) if name == "f" else "{}")
+        made.tools.add(name=name, parameters=json.dumps(TOOLS[name]) if name == "f" else parameters)
     return router_pb2.GenerateRequest(chat=made, **more)
 
 
@@ -125,13 +129,13 @@ def test_texts_of_added_tokens_are_spelt_in_ordinary_ones(
 ) -> None:
     special = () if added else ("<|user|>", "<§ü§>")
     model = model_of(tmp_path, "{{ tools }}[TOOL_CALLS]", special, added)
-    schema = {"type": "object", "properties": {text: {"const": text}}, "required": [text]}
+    holds = {"type": "object", "properties": {text: {"const": text}}, "required": [text]}
     value = json.dumps({text: text}, ensure_ascii=False)
     for fields in (
         {"choice": {"texts": [text]}},
         {"regex": re.escape(text)},
         {"grammar": f"start: {json.dumps(text)}"},
-        {"json_schema": json.dumps(schema)},
+        {"json_schema": json.dumps(holds)},
     ):
         parsed = read(request(**fields), model, LIMITS)
         said_text = said(tmp_path, model, parsed, 1)
@@ -160,6 +164,9 @@ def test_thousands_of_choices_are_one_lexeme(tmp_path: Path) -> None:
         ({"regex": "("}, "regex"),
         ({"grammar": "start: ["}, "grammar"),
         ({"grammar": '{"grammars": []}'}, "grammar"),
+        ({"grammar": rules(RULES[:3], 2700)}, "grammar"),
+        ({"grammar": "start: %lark {\nstart: /a/\n}"}, "grammar"),
+        ({"json_schema": schema(LINKS[1:2], 1500)}, "json_schema"),
         ({"choice": {}}, "choice"),
         ({"choice": {"texts": ["a", ""]}}, "choice"),
         ({"regex": "a", "sampling": {"ignore_eos": True}}, "sampling.ignore_eos"),
@@ -229,7 +236,12 @@ def test_offered_tools_leave_the_choice_between_a_call_and_what_the_constraint_s
     [
         (chat(router_pb2.ToolChoice(), ()), "{{ tools }}<tool_call>", "chat.tool_choice"),
         (chat(router_pb2.ToolChoice(name="k")), "{{ tools }}<tool_call>", "chat.tool_choice"),
-        (chat(router_pb2.ToolChoice()), "no format", "chat.tool_choice"),
+        (chat(router_pb2.ToolChoice()), "no format", "chat.tools"),
+        (
+            chat(router_pb2.ToolChoice(), parameters='{"type": "frob"}'),
+            "{{ tools }}<tool_call>",
+            "chat.tools[1].parameters",
+        ),
     ],
 )
 def test_a_tool_choice_that_cannot_be_made_is_refused(
@@ -238,14 +250,6 @@ def test_a_tool_choice_that_cannot_be_made_is_refused(
     with pytest.raises(InvalidRequestError) as refused:
         read(made, model_of(tmp_path, template), LIMITS)
     assert refused.value.field == field
-
-
-def test_a_tool_whose_parameters_cannot_be_kept_is_named(tmp_path: Path) -> None:
-    made = chat(router_pb2.ToolChoice())
-    made.chat.tools[1].parameters = '{"type": "frob"}'
-    with pytest.raises(InvalidRequestError) as refused:
-        read(made, model_of(tmp_path, "{{ tools }}<tool_call>"), LIMITS)
-    assert refused.value.field == "chat.tools[1].parameters"
 
 
 # --- thoughts -----------------------------------------------------------------------------------

@@ -13,14 +13,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from baton.errors import InvalidRequestError
 from baton.grammar_chains import MAX_CHAIN
-from baton.v1 import router_pb2
 from engine.constraints import GrammarCompiler
 from engine.errors import InvalidRequestError as RefusedByEngine
-from router.request.validate import RequestLimits, parse_generate
 from router.text.grammar import GrammarError, of_lark, of_regex, of_schema
-from tests.router.text_fixtures import byte_level_tokenizer, load_text, write_model
 
 ROOT = Path(__file__).resolve().parents[2]
 TAKEN = ["taken", "taken"]
@@ -109,24 +105,6 @@ def test_only_references_whose_chain_is_known_are_taken(ask: Ask) -> None:
         every = [{"$ref": ref} for ref in refs]
         made = {"$id": "http://x.y/r", "$defs": defs | more, "anyOf": every}
         assert all(why in each for each in ask("schema", json.dumps(made))), refs
-
-
-def test_a_refusal_names_the_field(tmp_path: Path) -> None:
-    template, long = "{{ tools }}<tool_call>", schema(LINKS[1:2], 1500)
-    model = load_text(write_model(tmp_path, byte_level_tokenizer(), chat_template=template))
-    chat = router_pb2.ChatMessages(tool_choice=router_pb2.ToolChoice())
-    chat.messages.add(role="user", content="hi")
-    chat.tools.add(name="f", parameters=long)
-    for field, values in (
-        ("json_schema", {"text": "x", "json_schema": long}),
-        ("grammar", {"text": "x", "grammar": rules(RULES[:3], 2700)}),
-        ("grammar", {"text": "x", "grammar": "start: %lark {\nstart: /a/\n}"}),
-        ("chat.tools[0].parameters", {"chat": chat}),
-    ):
-        request = router_pb2.GenerateRequest(**values)  # type: ignore[arg-type]
-        with pytest.raises(InvalidRequestError) as refused:
-            parse_generate(request, model, RequestLimits(max_model_len=1 << 18))
-        assert refused.value.field == field
 
 
 # --- anything -------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 
 from baton.errors import InvalidRequestError, OverloadedError
 from baton.status import from_rpc_error
-from baton.v1 import router_pb2
+from baton.v1 import control_pb2, router_pb2
 from router.door import access
 from router.door.grpc_call import metadata_of
 from tests.certificates import Authority
@@ -53,7 +53,7 @@ GZIP = grpc.Compression.Gzip
 async def test_answers_and_streams_reach_the_asyncio_client() -> None:
     async with asked() as (made, stub):
         assert (await stub.Tokenize(tokenize("four"))).ids == [4]
-        fleets = stub.WatchFleet(router_pb2.RouterServiceWatchFleetRequest())
+        fleets = stub.WatchFleet(control_pb2.FleetServiceWatchFleetRequest())
         assert len([fleet async for fleet in fleets]) == 3
         call = stub.Generate(router_pb2.GenerateRequest())
         feed = await made.feed()
@@ -75,7 +75,7 @@ async def test_answers_and_streams_reach_the_blocking_client() -> None:
             with grpc.insecure_channel(made.address) as channel:
                 stub = stub_of(channel)
                 assert stub.Tokenize(tokenize("four"), timeout=10).ids == [4]
-                fleets = stub.WatchFleet(router_pb2.RouterServiceWatchFleetRequest(), timeout=10)
+                fleets = stub.WatchFleet(control_pb2.FleetServiceWatchFleetRequest(), timeout=10)
                 assert len(list(fleets)) == 3
                 assert fleets.code() is grpc.StatusCode.OK
                 with pytest.raises(grpc.RpcError) as caught:
@@ -422,6 +422,7 @@ async def test_reflection_describes_the_service_to_who_knows_nothing_of_it() -> 
                 database = ProtoReflectionDescriptorDatabase(channel)
                 assert "grpc.health.v1.Health" in database.get_services()
                 pool = descriptor_pool.DescriptorPool(database)
+                assert pool.FindServiceByName("grpc.reflection.v1.ServerReflection")
                 service = pool.FindServiceByName("baton.v1.RouterService")
                 assert "Generate" in service.methods_by_name
 

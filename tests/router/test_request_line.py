@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from typing import Any
 
@@ -16,7 +15,7 @@ from baton.v1 import router_pb2
 from router.report.request_line import judged, trace_id
 from router.request.output import FinishReason
 from router.router import Router
-from tests.router.answers import PROMPT, ask_for
+from tests.router.answers import PROMPT, ask_for, error_of
 from tests.router.deployment import deployment
 from tests.router.request_outputs import output_for
 
@@ -31,7 +30,7 @@ def log_level(caplog: pytest.LogCaptureFixture) -> None:
 
 def lines(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
     records = [each for each in caplog.records if each.name == "router.report.request_line"]
-    return [json.loads(each.getMessage()) for each in records]
+    return [dict(each.fields) for each in records]  # type: ignore[attr-defined]
 
 
 async def test_a_request_s_line_shows_where_it_ran_and_how_it_went_but_nothing_that_was_said(
@@ -109,9 +108,27 @@ async def test_what_is_refused_or_aborted_has_its_line_too(
     ends = [(line["request_id"], line["outcome"]) for line in lines(caplog)]
     assert ends == [
         ("unknown", "NOT_FOUND"),
-        ("secret words", "INVALID_PROMPT"),
+        ("secret words", "INVALID_REQUEST"),
         ("stopped", FinishReason.ABORTED.value),
     ]
+
+
+async def test_a_call_s_x_request_id_names_its_request_unless_the_body_does(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    given: Any = (("x-request-id", "mine"),)
+    async with deployment() as d:
+        stub, found = d.client.stub, []
+        for request in (ask_for(PROMPT), ask_for(PROMPT, request_id="named")):
+            call = stub.Generate(request, metadata=given)
+            found.append(dict(await call.initial_metadata())["x-request-id"])
+            assert [each async for each in call]
+        refused = await error_of(stub.Generate(ask_for(""), metadata=given).read())
+        found.append(dict(refused.trailing_metadata())["x-request-id"])
+        assert [line["request_id"] for line in lines(caplog)] == found
+        assert [name.partition("-")[0] for name in found] == ["mine", "named", "mine"]
+        short = stub.ListModels(router_pb2.ListModelsRequest(), metadata=given)
+        assert dict(await short.initial_metadata())["x-request-id"].startswith("mine-")
 
 
 async def test_no_line_is_made_where_the_log_s_level_leaves_it_out(
@@ -127,12 +144,8 @@ async def test_no_line_is_made_where_the_log_s_level_leaves_it_out(
 
 
 def counted(router: Router) -> dict[tuple[str, str], float]:
-    samples = [s for m in router.metrics.targets.collect() for s in m.samples]
-    return {
-        (s.labels["target"], s.labels["result"]): s.value
-        for s in samples
-        if s.name == "baton_targets_total"
-    }
+    children = router.metrics.targets.children
+    return {(target, result): count.value for (target, result), count in children.items()}
 
 
 @pytest.mark.parametrize(

@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import shutil
 import threading
+from pathlib import Path
+from typing import Any
 
 import grpc
 import grpc.aio
 import pytest
+from google.protobuf import descriptor_pb2, message_factory
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_tools import protoc
 
-from baton.v1 import common_pb2, router_pb2
+from baton import status
+from baton.errors import InvalidRequestError
+from baton.v1 import common_pb2, control_pb2, control_pb2_grpc, router_pb2
 from router.request.alarm import Alarm
 from router.request.request_run import RequestRun
+from tests.generated_code import ROOT
 from tests.router.answers import (
     PROMPT,
     ask_for,
@@ -35,10 +43,18 @@ async def test_a_wrong_field_is_named_and_nothing_else_is_touched() -> None:
         error = await refusal(d.client, bad)
         assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert field_at_fault(error) == "sampling.top_p"
+        assert error_reason(error) == "INVALID_SAMPLING"
         unknown = await refusal(d.client, ask_for(PROMPT, model="unknown"))
         assert unknown.code() is grpc.StatusCode.NOT_FOUND
         too_long = await refusal(d.client, ask_for("x" * 600))
         assert too_long.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert error_reason(too_long) == "INVALID_PROMPT"
+        for wrong, reason in (
+            ({"stop": [""]}, "INVALID_SAMPLING"), ({"regex": "("}, "INVALID_CONSTRAINT"),
+            ({"tenant": "\n"}, "INVALID_REQUEST"),
+        ):  # fmt: skip
+            again = status.from_rpc_error(await refusal(d.client, ask_for(PROMPT, **wrong)))
+            assert (type(again), again.reason) == (InvalidRequestError, reason)
         assert d.worker("d0").num_reserves == 0
 
 
@@ -60,7 +76,7 @@ async def test_an_unreadable_message_is_the_caller_s_mistake_and_harms_no_one(
                     pass
             assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
             assert "unreadable message" in (caught.value.details() or "")
-            assert error_reason(caught.value) == "INVALID_PROMPT"
+            assert error_reason(caught.value) == "INVALID_REQUEST"
         assert (
             await error_of(tokenize(bytes([1 << 3 | 2, 1, 0xFF])))
         ).code() is grpc.StatusCode.INVALID_ARGUMENT
@@ -118,6 +134,24 @@ async def test_a_drawn_seed_is_shown_and_gives_the_same_tokens_again() -> None:
         assert other.routed[0].seed != first.routed[0].seed
 
 
+async def test_a_client_needs_the_public_proto_files_alone(tmp_path: Path) -> None:
+    names, compiled = ("baton/v1/router.proto", "baton/v1/common.proto"), tmp_path / "compiled"
+    (tmp_path / "baton/v1").mkdir(parents=True)
+    for name in names:
+        shutil.copy(ROOT / "proto" / name, tmp_path / name)
+    assert protoc.main(["", f"-I{tmp_path}", f"--descriptor_set_out={compiled}", *names]) == 0
+    files = descriptor_pb2.FileDescriptorSet.FromString(compiled.read_bytes())
+    known = message_factory.GetMessages(files.file)
+    async with deployment() as d:
+        generate: Any = d.client.channel.unary_stream(
+            "/baton.v1.RouterService/Generate",
+            request_serializer=known["baton.v1.GenerateRequest"].SerializeToString,
+            response_deserializer=known["baton.v1.GenerateResponse"].FromString,
+        )
+        answer = [each async for each in generate(known["baton.v1.GenerateRequest"](text="a"))]
+        assert answer[-1].finished.usage.num_prompt_tokens == 1
+
+
 async def test_explain_route_lists_what_generate_chooses() -> None:
     async with deployment(2, 2, local_prefill="auto") as d:
         prompt = "a long prompt that several requests have in common, with a different end: "
@@ -142,7 +176,8 @@ async def test_models_tokens_fleet_and_health_are_served() -> None:
         assert [(m.name, m.max_model_len, m.vocab_size) for m in models] == [(MODEL, 512, 257)]
         tokens = await stub.Tokenize(router_pb2.TokenizeRequest(text="abc"))
         assert list(tokens.ids) == [97, 98, 99]
-        watching = stub.WatchFleet(router_pb2.RouterServiceWatchFleetRequest())
+        fleets = control_pb2_grpc.FleetServiceStub(d.client.channel)
+        watching = fleets.WatchFleet(control_pb2.FleetServiceWatchFleetRequest())
         fleet = (await anext(aiter(watching))).fleet
         assert {w.info.ref.worker_id for w in fleet.workers} == {"p0", "d0"}
         watching.cancel()
@@ -239,7 +274,7 @@ async def test_a_request_that_names_no_length_gets_what_its_worker_has_memory_fo
             d.router.fleet.arrays.hold_until_s[:] = 0.0
         for max_tokens, code, reason in (
             (88, grpc.StatusCode.RESOURCE_EXHAUSTED, "NO_CAPACITY"),
-            (503, grpc.StatusCode.INVALID_ARGUMENT, "INVALID_PROMPT"),
+            (503, grpc.StatusCode.INVALID_ARGUMENT, "INVALID_SAMPLING"),
         ):
             error = await refusal(d.client, ask_for("0123456789", max_tokens))
             assert error.code() is code

@@ -70,6 +70,8 @@ def test_a_plain_prompt_is_encoded_as_transformers_does(
     model, reference = pairs[kind]
     assert model.encode(text) == reference(text)["input_ids"]
     assert model.encode(text) == reference(text)["input_ids"]  # from the cache
+    bare = reference(text, add_special_tokens=False)["input_ids"]
+    assert model.encode(text, is_bare=True) == bare
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from collections.abc import Mapping
+from typing import Any
 
 from baton.config.cluster import ClusterConfig, ControlConfig, PoolConfig
 from baton.config.engine import AUTO
@@ -73,17 +74,21 @@ def cluster_config(
     Raises ValueError or ConfigError where one section does not suit another.
     """
     drains_s = [seconds(pool.drain_timeout) for pool in pools.values()]
-    advanced = spec.advanced
+    advanced, aliases = spec.advanced, spec.served_model_aliases
+    names = (model_name(spec), *aliases)
     longest_s = max([advanced.worker.drain_timeout_s, *drains_s])
     host = owner.control_host if unit is None else owner.head_host(unit)
+    log_settings: dict[str, Any] = {}  # of no unit: all pods follow the routers' configuration
+    if unit is None:
+        log_settings = {"log_level": spec.log_level, "log_format": spec.log_format}
     try:
         config = ClusterConfig(
             model=model_path(spec.model),
             model_revision=spec.model.revision,
             tokenizer=spec.tokenizer,
-            served_model_name=model_name(spec),
+            served_model_name=names if unit is None and aliases else names[0],
             unit=unit or "",
-            log_level=spec.log_level,
+            **log_settings,
             runs_on="pods",
             pools={name: _pool_config(spec, pool) for name, pool in pools.items()},
             engine=spec.engine_config,

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from baton.config.workers import POD_LABEL, PORT_VARIABLE, pod_resource
 from baton.identity.keys import Role
+from baton.process_log import LOG_VARIABLE, SETTINGS_VARIABLE
 from deploy.api.serving_cluster import ModelSource, ServingClusterSpec, SpotNotices
 from deploy.api.worker_pool import WorkerPoolSpec, seconds
 from deploy.controller.manifests.cluster_yaml import model_path, pool_device
@@ -23,6 +24,7 @@ from deploy.controller.manifests.common import (
     CONTAINER_SECURITY,
     CONTROL_PORT,
     HEALTH_PORT,
+    LAST_WORDS,
     METRICS_PORT,
     POD_ENV,
     POD_SECURITY,
@@ -50,8 +52,10 @@ OWN_COMMAND = {"ray.io/overwrite-container-cmd": "true"}
 """KubeRay leaves our command as it is, and gives it its own in KUBERAY_GEN_RAY_START_CMD."""
 GRACE_MARGIN_S = 60
 """Kubernetes' patience beyond a drain: what is left then is killed."""
+_LOG_SETTINGS, _LOG_FOLDER = "log-settings", "/etc/baton/log"
 _RAY_ENV = [
     env("RAY_USAGE_STATS_ENABLED", "0"),
+    env(SETTINGS_VARIABLE, f"{_LOG_FOLDER}/cluster.yaml"),
     env("RAY_worker_niceness", "0"),  # Ray's 15 puts engines behind all else in their pod
 ]
 _OUTLIVED_S = 120
@@ -60,6 +64,8 @@ that is there still, as after hibernation, has a pod whose node has left Ray. It
 start anew."""
 HEAD_CONTAINER = "ray-head"
 WORKER_CONTAINER = "ray-worker"
+_SHELL = f"ulimit -n 65536; export {LOG_VARIABLE}=/proc/${{$}}/fd/1; "
+"""The container's main process begins as this shell. Kubernetes would make one $ of two."""
 WEIGHTS = "weights"
 MODEL_VOLUME = "model"
 """The model's claim."""
@@ -97,7 +103,7 @@ def head_template(context: PodContext) -> Object:
     container = {
         "name": HEAD_CONTAINER,
         "command": ["/bin/sh", "-c"],
-        "args": [f'ulimit -n 65536; eval "$KUBERAY_GEN_RAY_START_CMD" & exec {supervise}'],
+        "args": [f'{_SHELL}eval "$KUBERAY_GEN_RAY_START_CMD" & exec {supervise}'],
         "ports": [container_port("gcs-server", RAY_PORT), container_port("control", CONTROL_PORT)],
         "readinessProbe": probe_of(CONTROL_PORT, speaks_grpc) | {"periodSeconds": 5},
         "resources": {"requests": {"cpu": "1", "memory": "4Gi"}, "limits": {"memory": "8Gi"}},
@@ -117,7 +123,7 @@ def worker_template(context: PodContext, pool: WorkerPoolSpec) -> Object:
     container = {
         "name": WORKER_CONTAINER,
         "command": ["/bin/sh", "-c"],
-        "args": [f'ulimit -n 65536; {watch}eval "exec $KUBERAY_GEN_RAY_START_CMD {_OWN_LABEL}"'],
+        "args": [f'{_SHELL}{watch}eval "exec $KUBERAY_GEN_RAY_START_CMD {_OWN_LABEL}"'],
         "ports": [container_port(name, port) for name, port in _WORKER_PORTS.items()],
         # KubeRay's own would ask Ray's agent, which asks the head: see `companions`.
         "readinessProbe": {
@@ -169,6 +175,8 @@ def _template(
     """`text_only`: nobody in the pod reads the model's weights."""
     role: Role = "worker" if component == "worker" else "operator"
     identity, folder, secret = identity_of(context.owner, context.spec, role)
+    # The routers' configuration: all pods follow its level and format, and start without it, too.
+    followed = {"name": context.owner.config_name, "optional": True}
     shared = {
         "image": context.image,
         "imagePullPolicy": context.spec.images.pull_policy,
@@ -178,8 +186,10 @@ def _template(
             {"name": "tmp", "mountPath": "/tmp"},
             {"name": "shm", "mountPath": "/dev/shm"},
             {"name": identity, "mountPath": folder, "readOnly": True},
+            {"name": _LOG_SETTINGS, "mountPath": _LOG_FOLDER, "readOnly": True},
             *_model_mounts(context.spec.model),
         ],
+        **LAST_WORDS,
         "securityContext": dict(CONTAINER_SECURITY),
     }
     return {
@@ -196,6 +206,7 @@ def _template(
                 {"name": "tmp", "emptyDir": {}},
                 {"name": "shm", "emptyDir": {"medium": "Memory"}},
                 {"name": identity, "secret": {"secretName": secret, "defaultMode": SECRET_MODE}},
+                {"name": _LOG_SETTINGS, "configMap": followed},
                 *_model_volumes(context.spec.model),
             ],
             **pull_secrets(context.spec.images),
@@ -265,7 +276,7 @@ def _fetching(spec: ServingClusterSpec, image: str, *, text_only: bool) -> Objec
         "args": fetch[1:],
         "env": environment,
         "resources": {"requests": {"cpu": "500m", "memory": "512Mi"}},
-        "terminationMessagePolicy": "FallbackToLogsOnError",
+        **LAST_WORDS,
         "volumeMounts": _model_mounts(model),
         "securityContext": dict(CONTAINER_SECURITY),
     }

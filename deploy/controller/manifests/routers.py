@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 
 from baton.config.router import AuthConfig, RouterConfig, TlsConfig
+from baton.process_log import SETTINGS_VARIABLE
 from deploy.api.naming import GROUP
 from deploy.api.serving_cluster import RouterSpec, RouterTls, ServingClusterSpec
 from deploy.controller.manifests.common import (
@@ -17,6 +18,7 @@ from deploy.controller.manifests.common import (
     CONTROL_PORT,
     HEALTH_PORT,
     HTTP_PORT,
+    LAST_WORDS,
     METRICS_PORT,
     POD_ENV,
     POD_SECURITY,
@@ -125,7 +127,7 @@ def _router_pod(
             *("--config", CONFIG_FILE),
             *("--listen", f"0.0.0.0:{ROUTER_PORT}"),
         ],
-        "env": [*POD_ENV, env("HOME", "/tmp")],
+        "env": [*POD_ENV, env(SETTINGS_VARIABLE, CONFIG_FILE), env("HOME", "/tmp")],
         "ports": [container_port(name, port) for name, port in ports.items()],
         "startupProbe": probe | {"periodSeconds": 5, "failureThreshold": 120},
         "readinessProbe": probe | {"periodSeconds": 5},
@@ -136,6 +138,7 @@ def _router_pod(
             *({"name": name, "mountPath": folder, "readOnly": True} for name, folder, _ in secrets),
         ],
         "securityContext": dict(CONTAINER_SECURITY),
+        **LAST_WORDS,
     }
     return {
         "serviceAccountName": f"{owner.name}-pods",

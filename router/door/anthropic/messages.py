@@ -6,16 +6,20 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar
 
 from pydantic_core import from_json, to_json
-from starlette.types import Receive, Scope, Send
 
 from router.door.intake import Opened
 from router.door.openai import translating
 from router.door.openai.choices import Choice, Delta, usage_of
 from router.door.openai.errors import shape_of_messages
+from router.door.openai.fields import refused
 from router.door.openai.translating import SEVERAL, Block, Piece, Pieces, events_of
+
+_SWITCHES = {"enabled": True, "disabled": False}
 
 
 class MessagesBody(translating.TranslatedBody):
+    """Answer a chat, as Anthropic's messages."""
+
     messages: Annotated[list[Piece], SEVERAL]
     max_tokens: int
     system: Pieces | None = None
@@ -41,16 +45,17 @@ class MessagesBody(translating.TranslatedBody):
             self.messages, "messages", "user", "assistant", system=self.system
         )
         choice = self.tool_choice or {"type": "auto"}
-        kinds = {"auto": None, "any": "required", "tool": {"function": choice}, "none": "none"}
+        named = {"function": {"name": choice.get("name")}}
+        kinds = {"auto": None, "any": "required", "tool": named, "none": "none"}
         if (kind := str(choice.get("type"))) not in kinds:
-            raise translating.refused("tool_choice", f"{kind} is not served")
+            raise refused("tool_choice", f"{kind} is not served")
         arguments = dict(self.chat_template_kwargs or {})
-        thinking = (self.thinking or {}).get("type", "adaptive")
-        if thinking in ("enabled", "disabled"):
-            arguments["enable_thinking"] = thinking == "enabled"
+        if (thinking := (self.thinking or {}).get("type", "adaptive")) in _SWITCHES:
+            arguments["enable_thinking"] = _SWITCHES[thinking]
         elif thinking != "adaptive":
-            raise translating.refused("thinking", f"{thinking} is not served")
-        tools = [each | {"parameters": each.get("input_schema")} for each in self.tools or ()]
+            raise refused("thinking", f"{thinking} is not served")
+        called = {"input_schema": "parameters"}
+        tools = [{called.get(k, k): v for k, v in each.items()} for each in self.tools or ()]
         return {
             "messages": messages,
             "continue_final_message": bool(messages) and messages[-1]["role"] == "assistant",
@@ -64,6 +69,8 @@ class MessagesBody(translating.TranslatedBody):
 
 
 class CountBody(MessagesBody):
+    """How many tokens a chat's prompt has."""
+
     max_tokens: int | None = None  # type: ignore[assignment]
 
 
@@ -77,14 +84,6 @@ _DELTAS = {
 
 
 class MessageAnswer(translating.Translating):
-    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
-        model = (await self._intake.door.main_router()).text
-        wanted = (self._asked.given.as_chat.chat_template_kwargs or {}).get("enable_thinking")
-        is_switch = model.is_in_template("enable_thinking")
-        if wanted is not None and wanted is not model.reasons and not is_switch:
-            raise translating.refused("thinking", "the template has no enable_thinking")
-        await super()._serve(scope, receive, send)
-
     @property
     def _common(self) -> Delta:
         head = {"id": f"msg_{self._asked.request_id}", "type": "message", "role": "assistant"}

@@ -20,7 +20,7 @@ from typing import Any
 from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
-from baton.errors import BatonError, InvalidRequestError
+from baton.errors import BatonError
 from baton.v1 import router_pb2
 from router.door.intake import Intake
 from router.door.openai.bodies import ChatBody, CompletionBody
@@ -88,8 +88,6 @@ class Answering:
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         body = self._asked.body
-        if isinstance(body, ChatBody) and body.calls_tools:
-            await self._check_tools()
         async with contextlib.AsyncExitStack() as stack:
             choices = []
             for index, request in enumerate(self._asked.requests):
@@ -100,15 +98,6 @@ class Answering:
                 await self._stream(choices, send)
             else:
                 await JSONResponse(await self._whole(choices))(scope, receive, send)
-
-    async def _check_tools(self) -> None:
-        model = (await self._intake.door.main_router()).text
-        if model.tool_format is None:
-            raise InvalidRequestError(
-                "tools: the model's chat template names no format of calls that is known; "
-                "router.tool_calls sets one",
-                field="tools",
-            )
 
     def _choice(self, index: int, opened: Any) -> Choice:
         body = self._asked.body

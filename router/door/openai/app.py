@@ -32,7 +32,6 @@ from router.door.openai.answering import Answering, Asked
 from router.door.openai.bodies import ChatBody, CompletionBody, TokenizeBody, choices_of, parsed
 from router.door.openai.document import openapi
 from router.door.openai.errors import FAULT, NEVER_RETRY, ErrorResponse, response_to, shape
-from router.door.openai.fields import ignored
 from router.door.openai.guard import Guard
 from router.door.openai.naming import Naming
 from router.door.openai.responses import ResponseAnswer, ResponsesBody
@@ -41,35 +40,14 @@ from router.request.validate import REQUEST_ID
 from router.router import Router
 
 _MAX_TRACE_CHARS = 128
-_RENAMED = {
-    "/v1/chat/completions": {
-        "prompt": "messages",
-        "chat": "messages",
-        "sampling.logprobs": "top_logprobs",
-    },
-    "/v1/completions": {"text": "prompt"},
-    "/tokenize": {"text": "prompt", "chat": "messages"},
-    "/v1/responses": ResponsesBody.renamed,
-    "/v1/messages": messages.MessagesBody.renamed,
-    "/v1/messages/count_tokens": messages.MessagesBody.renamed,
-    "/detokenize": {r"prompt(.*)": r"tokens\1"},
-}
-
-
-class _TooLargeError(Exception):
-    """The body is over the limit, which it holds."""
-
-
-class _TooSlowError(Exception):
-    """The body did not come in time."""
 
 
 class _Body:
     """One that comes in."""
 
-    def __init__(self, limit: asyncio.Timeout) -> None:
-        self.limit = limit
-        self.error: Exception = _TooSlowError()
+    def __init__(self, timeout_s: float) -> None:
+        self.limit = asyncio.timeout(timeout_s)
+        self.error: Exception = HTTPException(408, f"the body did not come within {timeout_s:g} s")
 
     def give_way(self, error: BatonError) -> None:
         self.error = error
@@ -113,14 +91,8 @@ class OpenAiApp:
             middleware=[guard, *_cors(config)],
             exception_handlers={
                 BatonError: self._refuse,
-                HTTPException: _no_such,
+                HTTPException: _not_read,
                 ClientDisconnect: lambda *_: Response(status_code=400),
-                _TooLargeError: lambda _, error: _plain(
-                    413, f"the body has more than {error} bytes"
-                ),
-                _TooSlowError: lambda *_: _plain(
-                    408, f"the body did not come within {config.http_read_timeout_s:g} s"
-                ),
                 Exception: lambda *_: _plain(500, FAULT),
             },
         )
@@ -137,30 +109,33 @@ class OpenAiApp:
         body = getattr(given, "as_chat", given)
         if REQUEST_ID.fullmatch(body.request_id or ""):
             request.state.request_id = body.request_id
-        if names := ignored(body.model_extra, bodies.SERVED):
-            self._intake.door.metrics.saw_ignored(names)
-            request.state.ignored_fields = ", ".join(names)
         traceparent = request.headers.get("traceparent", "")
         for each in made:
             each.traceparent = traceparent if len(traceparent) <= _MAX_TRACE_CHARS else ""
             confine(each, tenant)
+            largest = self._intake.limits_of(each.tenant).largest_max_tokens
+            if not each.HasField("chat") and body.max_tokens is None and largest:
+                each.sampling.max_tokens = min(each.sampling.max_tokens, largest)
         renamed = self._renamed(request, body)
         each_choice = choices_of(made, body.num_choices)
         asked = Asked(body, each_choice, request.state.request_id, renamed, given)
         return answer(self._intake, asked)
 
     async def _embeddings(self, request: Request) -> Response:
+        """Not supported yet."""
         self._tenant(request)
         return _plain(501, "embeddings are not supported by this release", "not_implemented")
 
     # --- the rest ------------------------------------------------------------------------------
 
     async def _models(self, request: Request) -> Response:
+        """The names of the served model."""
         self._tenant(request)
         names = self._intake.door.model_names
         return JSONResponse({"object": "list", "data": [self._entry(name) for name in names]})
 
     async def _model(self, request: Request) -> Response:
+        """The served model."""
         self._tenant(request)
         name, served = request.path_params["name"], self._intake.door.model_names
         if name not in served:
@@ -186,19 +161,23 @@ class OpenAiApp:
         return await self._intake.tokenize(made, answer)
 
     async def _version(self, request: Request) -> Response:
+        """Baton's version."""
         self._tenant(request)
         return JSONResponse({"version": importlib.metadata.version("baton-serve")})
 
     async def _health(self, request: Request) -> Response:
+        """Whether the process runs."""
         return JSONResponse({"status": "ok"})
 
     async def _ready(self, request: Request) -> Response:
+        """Whether requests can be served."""
         if not self.is_ready or not self._intake.door.serves:
             return _plain(503, "not ready: no worker serves, or the router leaves")
         return JSONResponse({"status": "ready"})
 
     async def _openapi(self, request: Request) -> Response:
-        return JSONResponse(openapi(self._intake.door.max_request_bytes))
+        """This document."""
+        return JSONResponse(openapi(self.routes, self._intake.door.max_request_bytes))
 
     # --- what comes in -------------------------------------------------------------------------
 
@@ -212,29 +191,37 @@ class OpenAiApp:
         return self._callers.tenant_of(headers, "the header `Authorization: Bearer TOKEN`")
 
     async def _read(self, request: Request, tenant: str | None, kind: type[Any]) -> Any:
-        """As `parsed`; off the loop where the body is large."""
+        """A body and its requests; parsed off the loop where it is large."""
+        request.state.renamed = kind.renamed
         data = await self._body(request)
         if len(data) <= AT_ONCE_BYTES:
-            return parsed(kind, data)
-        return await self._intake.off_loop(lambda: parsed(kind, data), tenant, len(data))
+            made = parsed(kind, data)
+        else:
+            made = await self._intake.off_loop(lambda: parsed(kind, data), tenant, len(data))
+        body, requests, names = made
+        if names:
+            self._intake.door.metrics.saw_ignored(names)
+            request.state.ignored_fields = ", ".join(names)
+        return body, requests
 
     async def _body(self, request: Request) -> bytes:
         """A body that says that it is too large is not read."""
         limit = self._intake.door.max_request_bytes
+        too_large = HTTPException(413, f"the body has more than {limit} bytes")
         length = request.headers.get("content-length", "0")
         if length.isdecimal() and int(length) > limit:
-            raise _TooLargeError(limit)
+            raise too_large
         if request.headers.get("content-encoding", "identity") != "identity":
             raise InvalidRequestError("content-encoding: only identity", field="content-encoding")
         parts, size = [], 0
-        body = _Body(asyncio.timeout(self._config.http_read_timeout_s))
+        body = _Body(self._config.http_read_timeout_s)
         try:
             async with body.limit:
                 async for part in request.stream():
                     self._unfinished.hold(body, len(part))
                     size += len(part)
                     if size > limit:
-                        raise _TooLargeError(limit)
+                        raise too_large
                     parts.append(part)
         except TimeoutError:
             parts.clear()  # the error's traceback holds them
@@ -247,12 +234,11 @@ class OpenAiApp:
 
     def _refuse(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, BatonError)
-        renamed = getattr(request.state, "renamed", _RENAMED.get(request.url.path, {}))
-        return response_to(error, renamed)
+        return response_to(error, getattr(request.state, "renamed", {}))
 
     def _renamed(self, request: Request, body: ChatBody | CompletionBody) -> dict[str, str]:
         """What this body calls fields of the `GenerateRequest`."""
-        renamed = dict(_RENAMED.get(request.url.path, {}))
+        renamed = dict(request.state.renamed)
         if isinstance(body, ChatBody) and body.max_completion_tokens is not None:
             renamed["max_tokens"] = "max_completion_tokens"
         for name in body.constraints:
@@ -280,13 +266,13 @@ def _post(path: str, how: Callable[..., Any], *kinds: Any) -> Route:
     return Route(path, partial(how, *kinds), methods=["POST"])
 
 
-def _no_such(request: Request, error: Exception) -> Response:
+def _not_read(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    if error.status_code == 405:
-        message = f"{request.url.path} does not take {request.method}"
-    else:
-        message = f"unknown path {request.method} {request.url.path}"
-    response = _plain(error.status_code, message)
+    ours = {
+        404: f"unknown path {request.method} {request.url.path}",
+        405: f"{request.url.path} does not take {request.method}",
+    }
+    response = _plain(error.status_code, ours.get(error.status_code, error.detail))
     response.headers.update(error.headers or {})
     return response
 

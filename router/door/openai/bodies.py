@@ -7,18 +7,23 @@ fields that no body has is in `fields.py`.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Annotated, Any, Literal
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal
 
 import pydantic_core
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from baton.errors import InvalidRequestError
 from baton.v1 import common_pb2, router_pb2
-from router.door.openai.fields import ignored
+from router.door.openai.fields import ignored, refused
 from router.request.chat import MAX_CALLS, MAX_MESSAGES, MAX_PARTS, MAX_TOOLS
 from router.request.counting import check_json
-from router.request.validate import MAX_BAD_WORDS, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
+from router.request.validate import (
+    ALL_THAT_FIT,
+    MAX_BAD_WORDS,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+)
 
 MAX_CHOICES = 128
 _COMPLETION_TOKENS = 16
@@ -31,7 +36,7 @@ _SAMPLING = (
 )
 _PLAIN = (
     *("request_id", "priority", "timeout_ms", "ttft_target_ms", "itl_target_ms", "tenant"),
-    *("cache_salt", "session_id", "truncate_prompt_tokens", "include_stop_str_in_output"),
+    *("cache_salt", "session_id", "include_stop_str_in_output"),
 )
 _CONSTRAINTS = {
     **{f"guided_{name}": name for name in ("json", "regex", "choice", "grammar")},
@@ -52,10 +57,13 @@ def _at_most(count: int) -> Any:
 Int = Annotated[  # 16.0 is one, too
     int, BeforeValidator(lambda x: int(x) if isinstance(x, float) and x.is_integer() else x)
 ]
+TokenId = Annotated[Int, Field(ge=0, lt=1 << 32)]
 
 
 class _Part(BaseModel):
-    model_config = ConfigDict(strict=True)
+    model_config = ConfigDict(strict=True, extra="allow")  # `fields` judges what is not listed
+    renamed: ClassVar[Mapping[str, str]] = {}
+    """What a body calls fields of its request, by patterns."""
 
 
 class TextPart(_Part):
@@ -93,6 +101,7 @@ class Message(_Part):
     reasoning_content: str | None = None
     reasoning: str | None = None  # what vLLM calls it
     name: str | None = None
+    refusal: str | None = None  # in place of content
 
 
 class StreamOptions(_Part):
@@ -115,13 +124,12 @@ class ResponseFormat(_Part):
         if self.type == "json_schema" and schema is not None:
             return "json", schema
         problem = f"the type {self.type!r} is unknown, or needs json_schema.schema"
-        raise InvalidRequestError(f"response_format: {problem}", field="response_format")
+        raise refused("response_format", problem)
 
 
 class StructuredOutputs(_Part):
     """As vLLM has it; one of them."""
 
-    model_config = ConfigDict(extra="allow")
     json_schema: dict[str, Any] | str | None = Field(default=None, alias="json")
     regex: str | None = None
     choice: Annotated[list[str], _FAIL_FAST] | None = None
@@ -129,12 +137,11 @@ class StructuredOutputs(_Part):
     json_object: bool | None = None
 
     def constraint(self) -> tuple[str, Any]:
-        known = [info.alias or name for name, info in type(self).model_fields.items()]
-        dumped = self.model_dump(by_alias=True, exclude_none=True)
-        given = [(name, value) for name, value in dumped.items() if value is not False]
-        if len(given) != 1 or given[0][0] not in known:
-            problem = f"structured_outputs: one constraint, of {', '.join(known)}"
-            raise InvalidRequestError(problem, field="structured_outputs")
+        known = {info.alias or name: name for name, info in type(self).model_fields.items()}
+        every = ((name, getattr(self, field)) for name, field in known.items())
+        given = [(name, value) for name, value in every if value is not None and value is not False]
+        if len(given) != 1:
+            raise refused("structured_outputs", f"one constraint, of {', '.join(known)}")
         return given[0]
 
 
@@ -160,7 +167,6 @@ class AllowedToolsChoice(_Part):
 class _Templated(_Part):
     """What the chat template reads beside messages and tools."""
 
-    model_config = ConfigDict(extra="allow")
     chat_template_kwargs: dict[str, Any] | None = None
     documents: Annotated[list[dict[str, Any]], _FAIL_FAST] | None = None
     reasoning_effort: str | None = None
@@ -176,21 +182,19 @@ class _Templated(_Part):
         chat.continue_final_message = bool(self.continue_final_message)
         chat.omit_generation_prompt = self.add_generation_prompt is False
         if self.continue_final_message and self.add_generation_prompt:
-            field = "continue_final_message"
-            raise InvalidRequestError(f"{field}: not with add_generation_prompt", field=field)
+            raise refused("continue_final_message", "not with add_generation_prompt")
         return chat
 
 
 class _Body(_Part):
     """What every body that asks for an answer may have."""
 
-    model_config = ConfigDict(extra="allow")
     model: str | None = None
     n: Int | None = Field(default=None, ge=1, le=MAX_CHOICES)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     stop: str | Annotated[list[str], _at_most(MAX_STOP_STRINGS)] | None = None
-    stop_token_ids: Annotated[list[Int], _at_most(MAX_STOP_TOKEN_IDS)] | None = None
+    stop_token_ids: Annotated[list[TokenId], _at_most(MAX_STOP_TOKEN_IDS)] | None = None
     seed: Int | None = Field(default=None, ge=-(1 << 63), le=_OF_64_BITS)
     temperature: float | None = None
     top_p: float | None = None
@@ -205,7 +209,7 @@ class _Body(_Part):
     logit_bias: dict[str, float] | None = None
     allowed_token_ids: Annotated[list[int], _FAIL_FAST] | None = None
     bad_words: Annotated[list[str], _at_most(MAX_BAD_WORDS)] | None = None
-    truncate_prompt_tokens: Int | None = Field(default=None, ge=1, le=(1 << 32) - 1)
+    truncate_prompt_tokens: Int | None = Field(default=None, ge=-1, lt=ALL_THAT_FIT)
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     return_token_ids: bool | None = None
@@ -252,20 +256,17 @@ class _Body(_Part):
     def request(self) -> router_pb2.GenerateRequest:
         """Without its prompt."""
         if self.stream_options is not None and not self.stream:
-            raise InvalidRequestError(
-                "stream_options: only with stream: true", field="stream_options"
-            )
+            raise refused("stream_options", "only with stream: true")
         made = router_pb2.GenerateRequest(
             model=self.model or "", stop=_listed(self.stop), sampling=self._sampling()
         )
         made.show_special_tokens = self.skip_special_tokens is False
+        kept = self.truncate_prompt_tokens or 0
+        made.truncate_prompt_tokens = ALL_THAT_FIT if kept < 0 else kept
         for name in _PLAIN:
             if (value := getattr(self, name)) is not None:
                 setattr(made, name, value)
-        try:
-            made.stop_token_ids.extend(self.stop_token_ids or ())
-        except ValueError:
-            raise _out_of_range("stop_token_ids") from None
+        made.stop_token_ids.extend(self.stop_token_ids or ())
         if self.seed is not None:
             made.seed = self.seed & _OF_64_BITS
         if self.request_id:  # it may come again, of which HTTP does not tell
@@ -277,15 +278,11 @@ class _Body(_Part):
     def _limit_tokens(self, made: router_pb2.GenerateRequest) -> None:
         for token, bias in (self.logit_bias or {}).items():
             if not (token.isdecimal() and len(token) <= 10 and int(token) < 1 << 32):
-                raise InvalidRequestError(f"logit_bias: {token!r} is no id", field="logit_bias")
+                raise refused("logit_bias", f"{token!r} is no id")
             made.sampling.logit_bias[int(token)] = bias
         made.bad_words.extend(self.bad_words or ())
         if self.allowed_token_ids is not None:
-            made.allowed_token_ids.SetInParent()
-            try:
-                made.allowed_token_ids.ids.extend(self.allowed_token_ids)
-            except ValueError:
-                raise _out_of_range("allowed_token_ids") from None
+            _add_ids(made.allowed_token_ids, self.allowed_token_ids, "allowed_token_ids")
 
     def _sampling(self) -> common_pb2.SamplingParams:
         sampling = common_pb2.SamplingParams()
@@ -298,8 +295,7 @@ class _Body(_Part):
     def _constrain(self, made: router_pb2.GenerateRequest) -> None:
         named = self.constraints
         if len(named) > 1:
-            problem = f"{named[1]}: not beside {named[0]}; one constraint is taken"
-            raise InvalidRequestError(problem, field=named[1])
+            raise refused(named[1], f"not beside {named[0]}; one constraint is taken")
         if not named:
             return
         value, kind = getattr(self, named[0]), _CONSTRAINTS.get(named[0])
@@ -317,17 +313,16 @@ class _Body(_Part):
 
 
 class ChatBody(_Body, _Templated):
+    """Answer a chat."""
+
+    renamed = {"prompt|chat": "messages", "sampling.logprobs": "top_logprobs"}
     messages: Annotated[list[Message], _at_most(MAX_MESSAGES)]
     max_completion_tokens: Int | None = _UINT32
     logprobs: bool | None = None
-    top_logprobs: Int | None = Field(default=None, ge=0, le=(1 << 32) - 1)
+    top_logprobs: Int | None = _UINT32
     tools: Annotated[list[Tool], _at_most(MAX_TOOLS)] | None = None
     tool_choice: Literal["auto", "none", "required"] | NamedTool | AllowedToolsChoice | None = None
     parallel_tool_calls: bool | None = None
-
-    @property
-    def calls_tools(self) -> bool:
-        return bool(self.offered)
 
     @property
     def offered(self) -> list[Tool]:
@@ -338,10 +333,6 @@ class ChatBody(_Body, _Templated):
             return [tool for tool in tools if tool.function.name in names]
         return [] if choice == "none" else tools
 
-    @property
-    def tool_names(self) -> frozenset[str]:
-        return frozenset(tool.function.name for tool in self.offered)
-
     def requests(self) -> list[router_pb2.GenerateRequest]:
         self._check_tool_choice()
         made = self.request()
@@ -350,9 +341,7 @@ class ChatBody(_Body, _Templated):
         if self.logprobs:
             made.sampling.logprobs = self.top_logprobs or 0
         elif self.top_logprobs:
-            raise InvalidRequestError(
-                "top_logprobs: only with logprobs: true", field="top_logprobs"
-            )
+            raise refused("top_logprobs", "only with logprobs: true")
         made.chat.CopyFrom(self.chat(self.messages, self.offered))
         choice = self.tool_choice
         if isinstance(choice, AllowedToolsChoice):
@@ -366,17 +355,20 @@ class ChatBody(_Body, _Templated):
 
     def _check_tool_choice(self) -> None:
         if self.tool_choice not in (None, "none") and not self.offered:
-            raise InvalidRequestError("tool_choice: only with tools", field="tool_choice")
+            raise refused("tool_choice", "only with tools")
 
 
 class CompletionBody(_Body):
+    """Continue a text."""
+
+    renamed = {"text": "prompt"}
     prompt: (
         str
         | Annotated[list[str], _at_most(MAX_CHOICES)]
         | Annotated[list[int], _FAIL_FAST]
         | Annotated[list[Annotated[list[int], _FAIL_FAST]], _at_most(MAX_CHOICES)]
     )
-    logprobs: Int | None = Field(default=None, ge=0, le=(1 << 32) - 1)
+    logprobs: Int | None = _UINT32
     echo: bool | None = None
     prompt_logprobs: Int | None = _UINT32
     add_special_tokens: bool | None = None
@@ -395,13 +387,10 @@ class CompletionBody(_Body):
             base.sampling.max_tokens = 1
         prompts = _prompts(self.prompt)
         if len(prompts) * self.num_choices > MAX_CHOICES:
-            raise InvalidRequestError(
-                f"prompt: {len(prompts)} prompts of {self.num_choices} choices; at most "
-                f"{MAX_CHOICES} in all are taken",
-                field="prompt",
-            )
+            asked = f"{len(prompts)} prompts of {self.num_choices} choices"
+            raise refused("prompt", f"{asked}; at most {MAX_CHOICES} in all are taken")
         if base.request_id and len(prompts) > 1:
-            raise InvalidRequestError("request_id: for one prompt only", field="request_id")
+            raise refused("request_id", "for one prompt only")
         made = []
         for prompt in prompts:
             request = router_pb2.GenerateRequest()
@@ -409,18 +398,15 @@ class CompletionBody(_Body):
             if isinstance(prompt, str):
                 request.text = prompt
             else:
-                try:
-                    request.token_ids.ids.extend(prompt)
-                except ValueError:
-                    raise _out_of_range("prompt") from None
-                request.token_ids.SetInParent()
+                _add_ids(request.token_ids, prompt, "prompt")
             made.append(request)
         return made
 
 
 class TokenizeBody(_Templated):
-    """As vLLM has it."""
+    """A prompt's token ids, as vLLM has it."""
 
+    renamed = {"text": "prompt", "chat": "messages"}
     model: str | None = None
     prompt: str | None = None
     messages: Annotated[list[Message], _at_most(MAX_MESSAGES)] | None = None
@@ -431,7 +417,7 @@ class TokenizeBody(_Templated):
     def requests(self) -> list[router_pb2.TokenizeRequest]:
         made = router_pb2.TokenizeRequest(model=self.model or "", tenant=self.tenant or "")
         if (self.prompt is None) == (self.messages is None):
-            raise InvalidRequestError("prompt: either prompt or messages", field="prompt")
+            raise refused("prompt", "either prompt or messages")
         if self.messages is not None:
             made.chat.CopyFrom(self.chat(self.messages, self.tools))
         else:
@@ -441,26 +427,27 @@ class TokenizeBody(_Templated):
 
 
 class DetokenizeBody(_Part):
-    """As vLLM has it."""
+    """The text of token ids, as vLLM has it."""
 
+    renamed = {r"prompt(.*)": r"tokens\1"}
     model: str | None = None
-    tokens: Annotated[list[Annotated[int, Field(ge=0, lt=1 << 32)]], _FAIL_FAST]
+    tokens: Annotated[list[int], _FAIL_FAST]
     tenant: str | None = None
 
     def requests(self) -> list[router_pb2.GenerateRequest]:
         made = router_pb2.GenerateRequest(model=self.model or "", tenant=self.tenant or "")
-        made.token_ids.ids.extend(self.tokens)
+        _add_ids(made.token_ids, self.tokens, "tokens")
         return [made]
 
 
-def parsed(kind: type[Any], data: bytes) -> tuple[Any, list[Any]]:
-    """The body, and its requests. Raises InvalidRequestError, which names the field."""
+def parsed(kind: type[Any], data: bytes) -> tuple[Any, list[Any], list[str]]:
+    """The body, its requests and the fields that were ignored. Raises InvalidRequestError, which
+    names the field."""
     check_json(data)
     try:
         body = kind.model_validate_json(data)
-        chat = getattr(body, "as_chat", body)  # what another API's body becomes
-        ignored(chat.model_extra or {}, SERVED)  # it raises for those that are refused
-        return body, body.requests()
+        names = ignored(body, getattr(body, "as_chat", body), SERVED)
+        return body, body.requests(), names
     except UnicodeEncodeError:
         raise InvalidRequestError("a text holds half of a surrogate pair") from None
     except ValidationError as error:
@@ -493,9 +480,7 @@ def chat_of(
         _add(chat, message, f"messages[{index}]")
     for index, tool in enumerate(tools or ()):
         if tool.type != "function":
-            raise InvalidRequestError(
-                f"tools[{index}].type: functions only", field=f"tools[{index}].type"
-            )
+            raise refused(f"tools[{index}].type", "functions only")
         function = tool.function
         parameters = "" if function.parameters is None else _json(function.parameters)
         chat.tools.add(
@@ -513,16 +498,14 @@ def _add(chat: router_pb2.ChatMessages, message: Message, field: str) -> None:
         reasoning_content=message.reasoning_content or message.reasoning or "",
         name=message.name or "",
     )
-    if isinstance(message.content, str):
-        made.content = message.content
-    for index, part in enumerate(message.content or () if not made.content else ()):
-        assert isinstance(part, TextPart)
+    content = message.refusal if message.content is None else message.content
+    if isinstance(content, str):
+        made.content = content
+    for index, part in enumerate(content if isinstance(content, list) else ()):
         text = part.refusal if part.type == "refusal" else part.text
         if part.type not in ("text", "refusal") or text is None:
-            raise InvalidRequestError(
-                f"{field}.content[{index}]: {part.type} parts are not supported; text is",
-                field=f"{field}.content[{index}]",
-            )
+            problem = f"{part.type} parts are not supported; text is"
+            raise refused(f"{field}.content[{index}]", problem)
         made.parts.add(text=text)
     for call in message.tool_calls or ():
         given = call.function.arguments
@@ -555,7 +538,7 @@ def _prompts(given: str | list[str] | list[int] | list[list[int]]) -> list[str |
     if isinstance(given, str):
         return [given]
     if not given:
-        raise InvalidRequestError("prompt: the prompt is empty", field="prompt")
+        raise refused("prompt", "the prompt is empty")
     if isinstance(given[0], int):
         return [given]
     return list(given)
@@ -565,8 +548,12 @@ def _listed(stop: str | list[str] | None) -> list[str]:
     return [stop] if isinstance(stop, str) else stop or []
 
 
-def _out_of_range(field: str) -> InvalidRequestError:
-    return InvalidRequestError(f"{field}: a token id is out of range", field=field)
+def _add_ids(made: router_pb2.TokenIds, ids: list[int], field: str) -> None:
+    made.SetInParent()
+    try:
+        made.ids.extend(ids)
+    except ValueError:
+        raise refused(field, "a token id is out of range") from None
 
 
 SERVED = frozenset(ChatBody.model_fields) | frozenset(CompletionBody.model_fields)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import secrets
-import string
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
@@ -14,15 +12,14 @@ from router.door.intake import Ended, Opened
 from router.door.openai.bodies import ChatBody, CompletionBody
 from router.request.output import Event, Finished, FinishReason, TokenRun
 from router.text import TextModel
-from router.text.reasoning import CLOSE, Split
-from router.text.tools import CallDelta, Piece, ToolFormat, new_parser
+from router.text.answer import Said, Thought
+from router.text.reasoning import CLOSE
+from router.text.tools import CallDelta
 
 Delta = dict[str, Any]
 
 _REASONING = ("reasoning_content", "reasoning")  # what SGLang and others, and vLLM, call it
 _LEAST_LOGPROB = -9999.0  # JSON has no infinities
-_ID_CHARS = string.ascii_letters + string.digits
-_ID_LENGTHS = {"mistral": 9}  # its templates refuse others
 
 
 class Choice(ABC):
@@ -110,17 +107,11 @@ class ChatChoice(Choice):
         self._has_role = False
         self._reason: str | None = None
         self._is_parallel = body.parallel_tool_calls is not False
-        self._splitter = self._parser = None
-        self._format: ToolFormat | None = None
-        if self._model is None or not isinstance(opened, Opened):
-            return
-        self._splitter = self._model.new_splitter(opened.parsed.token_ids[-64:].tolist())
-        self._format = self._model.tool_format
-        if body.calls_tools and self._format is not None:
-            self._parser = new_parser(self._format, body.tool_names)
+        self._answer = opened.answer_reader() if isinstance(opened, Opened) else None
 
     def _tokens(self, run: TokenRun) -> list[Delta]:
-        deltas = self._deltas(run.text)
+        plain = [run.text] if run.text else []
+        deltas = self._deltas(plain if self._answer is None else self._answer.push(run.text))
         logprobs = None
         if self._logprobs is not None and self._model is not None:
             new = [_chat_logprob(self._model, *each) for each in zip(run.ids, run.logprobs)]
@@ -135,7 +126,7 @@ class ChatChoice(Choice):
         return made
 
     def _finish(self, reason: FinishReason) -> list[Delta]:
-        deltas = self._rest()
+        deltas = self._deltas([] if self._answer is None else self._answer.finish())
         made = [] if self._has_role else [self._piece({"role": "assistant", "content": ""})]
         has_called = reason is FinishReason.STOP and self._calls
         self._reason = "tool_calls" if has_called else _REASONS[reason]
@@ -152,31 +143,13 @@ class ChatChoice(Choice):
             "finish_reason": reason,
         }
 
-    def _deltas(self, text: str) -> list[Delta]:
-        if self._splitter is None:
-            return self._of_content(self._parsed(text))
-        return self._of_split(self._splitter.push(text))
-
-    def _rest(self) -> list[Delta]:
-        deltas = [] if self._splitter is None else self._of_split(self._splitter.finish())
-        return deltas + ([] if self._parser is None else self._of_content(self._parser.finish()))
-
-    def _of_split(self, split: Split) -> list[Delta]:
+    def _deltas(self, said: Sequence[Said]) -> list[Delta]:
         made: list[Delta] = []
-        if split.reasoning:
-            self._reasoning.append(split.reasoning)
-            made.append(dict.fromkeys(_REASONING, split.reasoning))
-        return made + self._of_content(self._parsed(split.content))
-
-    def _parsed(self, text: str) -> Sequence[Piece]:
-        if not text:
-            return ()
-        return (text,) if self._parser is None else self._parser.push(text)
-
-    def _of_content(self, pieces: Sequence[Piece]) -> list[Delta]:
-        made: list[Delta] = []
-        for piece in pieces:
-            if isinstance(piece, str):
+        for piece in said:
+            if isinstance(piece, Thought):
+                self._reasoning.append(piece.text)
+                made.append(dict.fromkeys(_REASONING, piece.text))
+            elif isinstance(piece, str):
                 self._content.append(piece)
                 made.append({"content": piece})
             elif self._is_parallel or piece.index == 0:
@@ -188,7 +161,7 @@ class ChatChoice(Choice):
             self._calls[delta.index]["function"]["arguments"] += delta.arguments
             return {"index": delta.index, "function": {"arguments": delta.arguments}}
         function = {"name": delta.name, "arguments": delta.arguments}
-        call = {"id": _call_id(self._format), "type": "function", "function": function}
+        call = {"id": delta.call_id, "type": "function", "function": function}
         self._calls.append({**call, "function": dict(function)})
         return {"index": delta.index, **call}
 
@@ -303,10 +276,3 @@ def _logprob_of(known: common_pb2.Logprobs) -> float:
 
 def _finite(logprob: float) -> float:
     return logprob if math.isfinite(logprob) else _LEAST_LOGPROB
-
-
-def _call_id(tool_format: ToolFormat | None) -> str:
-    length = _ID_LENGTHS.get(tool_format or "")
-    if length is None:
-        return f"call_{secrets.token_hex(12)}"
-    return "".join(secrets.choice(_ID_CHARS) for _ in range(length))

@@ -1,15 +1,15 @@
-"""The OpenAPI document, made from the bodies."""
+"""The OpenAPI document, made from the routes and their bodies."""
 
 from __future__ import annotations
 
 import functools
+import inspect
+from collections.abc import Sequence
 from typing import Any
 
+from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
-
-from router.door.anthropic.messages import CountBody, MessagesBody
-from router.door.openai.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
-from router.door.openai.responses import ResponsesBody
+from starlette.routing import Route
 
 _REF = "#/components/schemas/{model}"
 _ERRORS = {
@@ -24,16 +24,13 @@ _ERRORS = {
     "421": "The Host is none that the router is called by.",
     "429": "The queue is full; Retry-After says when to ask again.",
     "500": "A fault of the router's, or a request that ended its workers.",
+    "501": "Not supported.",
     "503": "No worker can serve it now.",
     "504": "The request's deadline has passed.",
 }
 
 
-@functools.lru_cache(1)
-def openapi(max_bytes: int) -> dict[str, Any]:
-    others = (DetokenizeBody, ResponsesBody, MessagesBody, CountBody)
-    kinds = (ChatBody, CompletionBody, TokenizeBody, *others)
-    _, schemas = models_json_schema([(kind, "validation") for kind in kinds], ref_template=_REF)
+def openapi(routes: Sequence[Route], max_bytes: int) -> dict[str, Any]:
     return {
         "openapi": "3.1.0",
         "info": {
@@ -41,35 +38,25 @@ def openapi(max_bytes: int) -> dict[str, Any]:
             "version": "1",
             "description": f"OpenAI-compatible serving. A body has at most {max_bytes} bytes.",
         },
-        "paths": {
-            "/v1/chat/completions": _post("Answer a chat", "ChatBody", streams=True),
-            "/v1/completions": _post("Continue a text", "CompletionBody", streams=True),
-            "/v1/responses": _post("Answer, as OpenAI's responses", "ResponsesBody", streams=True),
-            "/v1/messages": _post("Answer, as Anthropic's messages", "MessagesBody", streams=True),
-            "/v1/messages/count_tokens": _post("A chat's tokens", "CountBody", streams=False),
-            "/v1/embeddings": {
-                "post": {"summary": "Not supported yet", "responses": _responses("501")}
-            },
-            "/v1/models": _get("The served model", "401"),
-            "/v1/models/{name}": {
-                **_get("A model", "401", "404"),
-                "parameters": [
-                    {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
-                ],
-            },
-            "/tokenize": _post("A prompt's token ids", "TokenizeBody", streams=False),
-            "/detokenize": _post("The text of token ids", "DetokenizeBody", streams=False),
-            "/version": _get("Baton's version", "401"),
-            "/health": _get("Whether the process runs"),
-            "/ready": _get("Whether requests can be served", "503"),
-            "/openapi.json": _get("This document"),
-        },
+        "paths": {route.path_format: _operation(route) for route in routes},
         "components": {
-            "schemas": {**schemas["$defs"], "Error": _ERROR},
+            "schemas": {**_schemas(*filter(None, map(_kind, routes))), "Error": _ERROR},
             "securitySchemes": {"bearer": {"type": "http", "scheme": "bearer"}},
         },
         "security": [{}, {"bearer": []}],
     }
+
+
+@functools.cache
+def _schemas(*kinds: type[BaseModel]) -> dict[str, Any]:
+    _, made = models_json_schema([(kind, "validation") for kind in kinds], ref_template=_REF)
+    return made["$defs"]  # type: ignore[no-any-return]
+
+
+def _kind(route: Route) -> type[BaseModel] | None:
+    """Of its body, if it has one."""
+    kind: type[BaseModel] | None = next(iter(getattr(route.endpoint, "args", ())), None)
+    return kind
 
 
 _NULLABLE = {"type": ["string", "null"]}
@@ -79,7 +66,7 @@ _ERROR = {
     "properties": {
         "error": {
             "type": "object",
-            "required": ["message", "type", "param", "code"],
+            "required": ["message", "type"],  # of messages it has no more
             "properties": {
                 "message": {"type": "string"},
                 "type": {"type": "string"},
@@ -91,33 +78,26 @@ _ERROR = {
 }
 
 
-def _post(summary: str, body: str, *, streams: bool) -> dict[str, Any]:
+def _operation(route: Route) -> dict[str, Any]:
+    kind = _kind(route)
     content: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}}
-    if streams:
+    if kind and "stream" in kind.model_fields:
         content["text/event-stream"] = {"schema": {"type": "string"}}
-    schema = {"$ref": _REF.format(model=body)}
-    return {
-        "post": {
-            "summary": summary,
-            "requestBody": {"required": True, "content": {"application/json": {"schema": schema}}},
-            "responses": {
-                "200": {"description": "The answer.", "content": content},
-                **_responses(*_ERRORS),
-            },
+    error = {"application/json": {"schema": {"$ref": _REF.format(model="Error")}}}
+    made: dict[str, Any] = {
+        "summary": inspect.getdoc(kind or route.endpoint),
+        "responses": {
+            "200": {"description": "The answer.", "content": content},
+            **{status: {"description": why, "content": error} for status, why in _ERRORS.items()},
+        },
+    }
+    if kind:
+        schema = {"$ref": _REF.format(model=kind.__name__)}
+        made["requestBody"] = {
+            "required": True,
+            "content": {"application/json": {"schema": schema}},
         }
-    }
-
-
-def _get(summary: str, *errors: str) -> dict[str, Any]:
-    content = {"application/json": {"schema": {"type": "object"}}}
-    ok = {"200": {"description": "It.", "content": content}}
-    return {"get": {"summary": summary, "responses": {**ok, **_responses(*errors)}}}
-
-
-def _responses(*statuses: str) -> dict[str, Any]:
-    schema = {"$ref": _REF.format(model="Error")}
-    content = {"application/json": {"schema": schema}}
-    return {
-        status: {"description": _ERRORS.get(status, "Not supported."), "content": content}
-        for status in statuses
-    }
+    if names := route.param_convertors:
+        place = {"in": "path", "required": True, "schema": {"type": "string"}}
+        made["parameters"] = [{"name": name, **place} for name in names]
+    return {"post" if "POST" in (route.methods or ()) else "get": made}

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import uuid
-
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from router.request.validate import REQUEST_ID
-
-_MAX_GIVEN_CHARS = 64
+from router.request.validate import drawn_id
 
 
 class Naming:
@@ -24,7 +20,7 @@ class Naming:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         state = scope.setdefault("state", {})
-        state["request_id"] = _drawn(Headers(scope=scope).get("x-request-id", ""))
+        state["request_id"] = drawn_id(Headers(scope=scope).get("x-request-id", ""))
 
         async def send_named(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -35,9 +31,3 @@ class Naming:
             await send(message)
 
         await self._app(scope, receive, send_named)
-
-
-def _drawn(given: str) -> str:
-    """Until the body names the request. `given`: by the client; it may be one for several."""
-    is_name = len(given) <= _MAX_GIVEN_CHARS and REQUEST_ID.fullmatch(given)
-    return f"{given}-{uuid.uuid4().hex[:8]}" if is_name else uuid.uuid4().hex

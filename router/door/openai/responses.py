@@ -9,10 +9,13 @@ from router.door.intake import Intake
 from router.door.openai import translating
 from router.door.openai.answering import Asked
 from router.door.openai.choices import Choice, Delta, usage_of
-from router.door.openai.translating import SEVERAL, Block, Piece, Pieces, events_of
+from router.door.openai.fields import refused
+from router.door.openai.translating import SEVERAL, Block, Piece, Pieces, events_of, without_type
 
 
 class ResponsesBody(translating.TranslatedBody):
+    """Answer a chat, as OpenAI's responses."""
+
     input: Pieces
     instructions: str | None = None
     max_output_tokens: int | None = None
@@ -39,9 +42,16 @@ class ResponsesBody(translating.TranslatedBody):
 
     def fields(self) -> Delta:
         wanted = (self.text or {}).get("format")
-        choice = None if self.tool_choice == "auto" else self.tool_choice  # also without tools
-        if isinstance(choice, dict) and choice.get("type") != "function":
-            raise translating.refused("tool_choice", f"{choice.get('type')} is not served")
+        choice: Any = None if self.tool_choice == "auto" else self.tool_choice  # also without tools
+        match choice:
+            case {"type": "function"}:
+                choice = {"function": without_type(choice)}
+            case {"type": "allowed_tools"}:
+                allowed = without_type(choice)
+                allowed["tools"] = translating.tools_of(allowed.get("tools"), "function") or []
+                choice = {"type": "allowed_tools", "allowed_tools": allowed}
+            case dict():
+                raise refused("tool_choice", f"{choice.get('type')} is not served")
         said = self.input
         asked = [Piece(role="user", content=said)] if isinstance(said, str) else said
         system = self.instructions
@@ -49,9 +59,13 @@ class ResponsesBody(translating.TranslatedBody):
             "messages": translating.messages_of(asked, "input", "assistant", system=system),
             "max_tokens": self.max_output_tokens,
             "tools": translating.tools_of(self.tools, "function"),
-            "tool_choice": {"function": choice} if isinstance(choice, dict) else choice,
+            "tool_choice": choice,
             "parallel_tool_calls": self.parallel_tool_calls,
-            "response_format": wanted and {"type": wanted.get("type"), "json_schema": wanted},
+            "response_format": wanted
+            and {
+                "type": wanted.get("type"),
+                "json_schema": without_type(wanted),
+            },
             "reasoning_effort": (self.reasoning or {}).get("effort"),
         }
 
@@ -122,7 +136,7 @@ class ResponseAnswer(translating.Translating):
             "output": self._items(status),
             "usage": {
                 "input_tokens": usage["prompt_tokens"],
-                "input_tokens_details": usage["prompt_tokens_details"],
+                "input_tokens_details": usage["prompt_tokens_details"] | {"cache_write_tokens": 0},
                 "output_tokens": usage["completion_tokens"],
                 "output_tokens_details": {"reasoning_tokens": thoughts},
                 "total_tokens": usage["total_tokens"],

@@ -13,11 +13,11 @@ from typing import Annotated, Any, ClassVar
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 from pydantic_core import to_json
 
-from baton.errors import InvalidRequestError
 from router.door.intake import Intake
 from router.door.openai.answering import Answering, Asked
 from router.door.openai.bodies import ChatBody
 from router.door.openai.choices import Choice, Delta
+from router.door.openai.fields import refused
 from router.request.chat import MAX_PARTS
 
 SEVERAL = Field(max_length=MAX_PARTS, fail_fast=True)
@@ -35,7 +35,7 @@ def _called(*names: str) -> Any:
 class Piece(BaseModel):
     """An item of OpenAI's responses; a turn or a block of Anthropic's."""
 
-    model_config = ConfigDict(strict=True)
+    model_config = ConfigDict(strict=True, extra="allow")
     type: str = "message"
     role: str | None = None
     content: str | Annotated[list[Piece], SEVERAL] | None = _called("content", "output", "thinking")
@@ -73,10 +73,6 @@ class Piece(BaseModel):
 Pieces = str | Annotated[list[Piece], SEVERAL]
 
 
-def refused(field: str, problem: str) -> InvalidRequestError:
-    return InvalidRequestError(f"{field}: {problem}", field=field)
-
-
 def texts_of(pieces: Pieces | None, field: str) -> list[Delta]:
     """Parts of a chat's message."""
     if not isinstance(pieces, list):
@@ -104,7 +100,11 @@ def tools_of(tools: Iterable[Delta] | None, *kinds: str | None) -> list[Delta] |
     for index, tool in enumerate(tools := list(tools or ())):
         if (kind := tool.get("type")) not in kinds:
             raise refused(f"tools[{index}]", f"{kind} is not served; functions are")
-    return [{"function": tool} for tool in tools] or None
+    return [{"function": without_type(tool)} for tool in tools] or None
+
+
+def without_type(value: Delta) -> Delta:
+    return {name: each for name, each in value.items() if name != "type"}
 
 
 class TranslatedBody(BaseModel):

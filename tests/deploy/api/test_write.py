@@ -18,6 +18,7 @@ FILE = """
 model: Qwen/Qwen3-0.6B
 model_revision: v2
 tokenizer: Qwen/Qwen3-8B
+served_model_name: [mine, other]
 engine:
   max_num_seqs: 32
   fake: {vocab_size: 9}
@@ -40,6 +41,7 @@ def test_a_cluster_file_is_printed_as_the_resource_that_means_the_same(
     assert spec.model.name == config.model
     assert spec.model.revision == config.model_revision == "v2"
     assert spec.tokenizer == config.tokenizer == "Qwen/Qwen3-8B"
+    assert (spec.served_model_name, *spec.served_model_aliases) == config.model_names
     assert spec.engine_config == config.engine
     assert spec.advanced.router.max_queue == 7
     assert spec.advanced.router.port == 7100, "where one machine listens is no setting of pods"

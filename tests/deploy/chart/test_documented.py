@@ -6,6 +6,7 @@ import re
 
 from deploy.api.generate import CHART
 from tests.deploy.chart.permissions import PERMISSIONS
+from tests.deploy.chart.told import names
 
 README = (CHART / "README.md").read_text()
 DOCS = CHART.parents[2] / "docs"
@@ -48,3 +49,9 @@ def test_who_switches_redis_off_is_told_to_delete_all_that_is_kept_of_it() -> No
     for text in (section, NOTES):
         (told,) = re.findall(r"delete (\S+) --selector baton.dev/redis=", text)
         assert set(told.split(",")) == {short.get(kind, kind.lower()) for kind in kinds}
+
+
+def test_every_metric_is_told_of_and_no_other() -> None:
+    page = (DOCS / "metrics.md").read_text()
+    first_cells = [line.split("|")[1] for line in page.splitlines() if line.startswith("|")]
+    assert {name for cell in first_cells for name in re.findall(r"`(\w+)`", cell)} == names()

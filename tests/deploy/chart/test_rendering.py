@@ -48,6 +48,7 @@ def check_restricted(pod: Object) -> None:
     for volume in pod.get("volumes", ()):
         assert {"emptyDir", "persistentVolumeClaim"} & set(volume)
     for container in pod["containers"]:
+        assert container["terminationMessagePolicy"] == "FallbackToLogsOnError"
         security = container["securityContext"]
         assert security["allowPrivilegeEscalation"] is False
         assert security["readOnlyRootFilesystem"] is True

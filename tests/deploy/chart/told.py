@@ -18,13 +18,17 @@ _TARGET_LABELS = (CLUSTER_LABEL, POOL_LABEL, OPERATOR_LABEL)
 OF_THE_POD = {"namespace", *(re.sub(r"\W", "_", it) for it in _TARGET_LABELS)}
 """Added to each metric by Prometheus and the PodMonitor."""
 
-_OF_EMPTY = {"le", "state", "end", "failure"}  # of metrics that have no sample yet
-_APPENDED = re.compile(r"_(bucket|total)$")
+_OF_EMPTY = {  # of metrics that have no sample yet
+    *("le", "state", "end", "failure", "model", "tenant", "result", "cause", "prefill"),
+    *("role", "cluster"),  # of the operator's pools
+}
+_OF_POOLS = {"baton_pool_replicas", "baton_rollout_share"}
+_APPENDED = re.compile(r"_(bucket|total|sum|count)$")
 
 
 def names() -> set[str]:
     """Of metrics, without what a histogram or counter appends."""
-    return {metric.name for metric in _metrics()}
+    return {metric.name for metric in _metrics()} | _OF_POOLS
 
 
 def labels() -> set[str]:

@@ -149,7 +149,7 @@ def test_a_units_configuration_goes_with_its_ray_cluster_and_is_what_its_head_re
     assert made["metadata"]["labels"]["baton.dev/unit"] == "2x4bz"
     volumes = ray["spec"]["headGroupSpec"]["template"]["spec"]["volumes"]
     mounted = [each["configMap"]["name"] for each in volumes if "configMap" in each]
-    assert mounted == [made["metadata"]["name"]]
+    assert mounted[0] == made["metadata"]["name"]
     read = parse_config(yaml.safe_load(made["data"]["cluster.yaml"]))
     assert read.control.announced_host == "main-2x4bz-head-svc.models.svc"
 
@@ -173,6 +173,20 @@ def test_another_release_of_the_operator_leaves_head_and_groups_as_they_are() ->
     later = context_of(spec, Release("baton-worker:2", "r:2", "2.99.0"))
     groups = before["spec"]["workerGroupSpecs"]
     assert ray_cluster(later, Record(), groups, before) == before
+
+
+def test_every_container_that_fails_leaves_the_end_of_its_log_in_its_pods_status() -> None:
+    spec = spec_of(model={"uri": "s3://bucket/model"})
+    ray = ray_of(spec)["spec"]
+    templates = [each["template"] for each in (ray["headGroupSpec"], *ray["workerGroupSpecs"])]
+    pods = [each["spec"] for each in (*templates, routers_of(spec)["spec"]["template"])]
+    found = [each for pod in pods for each in (*pod.get("initContainers", ()), *pod["containers"])]
+    assert len(found) == 7
+    assert {each.get("terminationMessagePolicy") for each in found} == {"FallbackToLogsOnError"}
+
+
+def test_no_pod_of_ray_is_made_anew_for_the_settings_of_its_log() -> None:
+    assert ray_of(spec_of(logLevel="debug", logFormat="json")) == ray_of(spec_of())
 
 
 # --- configuration --------------------------------------------------------------------------------
@@ -291,13 +305,17 @@ def test_the_service_leads_to_the_routers() -> None:
 def test_another_model_is_called_as_the_first_was_unless_the_spec_says_otherwise() -> None:
     """Routers use no worker of another name: of two the old one's would serve nobody."""
 
-    def called(served: dict[str, str], **spec: Any) -> str:
+    def called(served: dict[str, str], **spec: Any) -> str | tuple[str, ...] | None:
         named = with_name(spec_of(model={"uri": "s3://models/qwen-v2"}, **spec), {"status": served})
-        return cluster_config(OWNER, named, pools_of(named)).model_name
+        of_unit = cluster_config(OWNER, named, pools_of(named), "u1").served_model_name
+        of_routers = cluster_config(OWNER, named, {})
+        assert of_unit == of_routers.model_name, "its aliases are the routers'"
+        return of_routers.served_model_name
 
     assert called({}) == "qwen-v2"
     assert called({"model": "qwen-v1"}) == "qwen-v1"
     assert called({"model": "qwen-v1"}, servedModelName="mine") == "mine"
+    assert called({}, servedModelAliases=["a", "b"]) == ("qwen-v2", "a", "b")
 
 
 def test_the_longest_name_that_a_model_can_have_stays_its_own() -> None:

@@ -47,6 +47,7 @@ def test_a_fixed_spec_has_this_code_for_good() -> None:
         {"images": CLUSTER["images"] | {"router": "registry/router:8", "pullPolicy": "Always"}},
         {"advanced": {"transfer": {}, "router": {"maxQueue": 9}}},
         {"hub": {"offline": False}},
+        {"logLevel": "debug", "logFormat": "json"},
         {"aFieldOfALaterRelease": {"itsDefault": True}},
     ],
 )
@@ -79,7 +80,6 @@ def test_a_pools_size_makes_no_other_unit(changed: dict[str, Any]) -> None:
         {"advanced": {"worker": {"heartbeatSeconds": 0.5}}},
         {"advanced": {"registry": {"goneAfterSeconds": 60}}},
         {"advanced": {"supervisor": {"fenceAfterSeconds": 60}}},
-        {"logLevel": "debug"},
         {"images": {"worker": "registry/worker:8"}},
         {"fabric": {"required": True}},
         {"spotNotices": {"cloud": "aws"}},

@@ -173,6 +173,7 @@ class ContainerRun:
 
     def _start(self, entry: Entry, held: tuple[int, ...] = ()) -> subprocess.Popen[bytes]:
         with self._log_path.open("ab") as log:
+            os.fchown(log.fileno(), entry.user.uid, -1)  # as a runtime does: its user may open it
             return subprocess.Popen(
                 self._command(entry),
                 **self._options(),

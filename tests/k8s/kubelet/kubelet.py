@@ -14,7 +14,7 @@ from deploy.controller.kit.errors import NotFoundError
 from deploy.controller.kit.informer import Informer, InformerSettings
 from deploy.controller.kit.objects import Key, Object, Resource, Selection
 from deploy.controller.kit.workqueue import Backoff, Workers, WorkQueue
-from deploy.controller.resources import PODS, SERVICES
+from deploy.controller.resources import CONFIG_MAPS, PODS, SERVICES
 from tests.k8s.kubelet.container import ContainerRun, now_text
 from tests.k8s.kubelet.errors import KubeletError
 from tests.k8s.kubelet.hosts import service_hosts
@@ -50,14 +50,16 @@ class Kubelet:
         self._pods = self._informer(PODS, Selection(namespace))
         self._services = self._informer(SERVICES, Selection(namespace))
         self._nodes = self._informer(NODES, Selection())
+        self._configs = self._informer(CONFIG_MAPS, Selection(namespace))
         self._pods.add_handler(self._queue.add)
         self._nodes.add_handler(lambda _: self._look_at_unbound())
+        self._configs.add_handler(lambda _: self._refresh_volumes())
         for informer in (self._pods, self._services):
             informer.add_handler(lambda _: self._refresh_hosts())
 
     def start(self) -> None:
         """Raises KubeletError, KubeError; the caller stops it nevertheless."""
-        informers = (self._pods, self._services, self._nodes)
+        informers = (self._pods, self._services, self._nodes, self._configs)
         for informer in informers:
             informer.start()
         self._workers.start()
@@ -72,7 +74,7 @@ class Kubelet:
     def stop(self) -> None:
         """Every process is ended at once, and every pod and node deleted. Raises KubeletError
         where something is left, KubeError where the API server does not help."""
-        for informer in (self._pods, self._services, self._nodes):
+        for informer in (self._pods, self._services, self._nodes, self._configs):
             informer.stop()
         self._workers.stop(_END_S)
         for run in self._runs.values():
@@ -168,6 +170,10 @@ class Kubelet:
                 self._hosts = hosts
                 for run in list(self._runs.values()):
                     run.refresh_hosts()
+
+    def _refresh_volumes(self) -> None:
+        for run in list(self._runs.values()):
+            run.refresh_volumes()
 
 
 @contextlib.contextmanager

@@ -116,6 +116,11 @@ class PodRun:
             if self._sandbox is not None:
                 self._sandbox.write_hosts(self._around.service_hosts())
 
+    def refresh_volumes(self) -> None:
+        with self._hosts_lock:
+            if self._sandbox is not None:
+                self._sandbox.volumes.refresh(self._around.api.values)
+
     # --- its thread -----------------------------------------------------------------------------
 
     def _run(self) -> None:
@@ -242,7 +247,7 @@ class _Sandbox:
         self.address, self.host_address = self._network.address, machine.network.gateway
         self._facts = PodFacts(pod, self.address, self.host_address)
         volumes = self._folder / "volumes"
-        self._volumes = Volumes(self._facts, volumes, self._memory, machine.folder)
+        self.volumes = Volumes(self._facts, volumes, self._memory, machine.folder)
         (self._folder / "resolv.conf").write_text(_NO_RESOLVER)
         self.write_hosts("")
 
@@ -257,7 +262,7 @@ class _Sandbox:
     def start(self, spec: Mapping[str, Any], number: int) -> ContainerRun:
         """Raises ContainerError, KubeError."""
         api, network = self._around.api, self._network
-        self._volumes.make(api.values, api.token)
+        self.volumes.make(api.values, api.token)
         user = user_of(self._pod, spec)
         home = {"HOME": "/root" if user.uid == 0 else "/"}
         base = image_environment() | home | ENVIRONMENT
@@ -270,7 +275,7 @@ class _Sandbox:
             container_pid=None,
             root=str(self._folder / called),
             shares_memory=bool(self._pod["spec"].get("hostIPC")),
-            mounts=(*self._own_mounts(), *self._volumes.mounts_of(spec)),
+            mounts=(*self._own_mounts(), *self.volumes.mounts_of(spec)),
             opened=opened_folders(),
             user=user,
             folder=spec.get("workingDir") or "/",

@@ -55,12 +55,15 @@ class Volumes:
             return _made(parent / volume["name"], 0o777, group)
         files = self._files(volume, values, token)  # may raise, and be tried again
         path = _made(self._folder / volume["name"], 0o755, group)
-        for name, text in files.items():
-            file = path / name
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(text)
-            file.chmod(0o644)
+        _write(path, files)
         return path
+
+    def refresh(self, values: Values) -> None:
+        """Write what ConfigMaps say by now: a mounted folder shows it."""
+        for volume in self._facts.pod["spec"].get("volumes") or ():
+            if (source := volume.get("configMap")) and volume["name"] in self._paths:
+                texts = selected(source.get("items"), values("ConfigMap", source["name"]) or {})
+                _write(self._paths[volume["name"]], texts)
 
     def _host_path(self, source: Mapping[str, Any]) -> Path:
         """This machine's, or a folder of the pod's node, which this machine gets to see nothing
@@ -108,6 +111,14 @@ def claim_folder(shared: Path, name: str) -> Path:
     path.mkdir(parents=True, exist_ok=True)
     path.chmod(0o777)
     return path
+
+
+def _write(folder: Path, files: Mapping[str, str]) -> None:
+    for name, text in files.items():
+        file = folder / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+        file.chmod(0o644)
 
 
 def _made(path: Path, mode: int, group: int | None) -> Path:

@@ -10,10 +10,15 @@ from typing import Any
 
 import pytest
 
+from baton.config.router import TenantLimits
 from baton.errors import ConfigError
 from baton.v1 import common_pb2, router_pb2, worker_pb2
 from router.door.openai.choices import Choice
+from router.door.service import _tokens
+from router.request.output import TokenRun
+from router.text.answer import AnswerReader
 from tests.router import scripted_worker
+from tests.router.answers import Answer
 from tests.router.deployment import Deployment
 from tests.router.openai.spoken import CHAT, MARKS, Http, Speaks, prompt_for, saying
 
@@ -92,15 +97,6 @@ async def test_choices_stream_together_each_under_its_number(d: Deployment, http
     assert seeds == {5, 6, 7}
 
 
-async def test_a_stop_string_ends_the_text_wherever_its_tokens_are_cut(http: Http) -> None:
-    for stop in ("END", ["never", "END"]):
-        answer = (await http.chat("before END after", stop=stop)).json
-        assert answer["choices"][0]["message"]["content"] == "before "
-        assert answer["choices"][0]["finish_reason"] == "stop"
-    events = (await http.complete("before END after", stop="END", stream=True)).events
-    assert "".join(event["choices"][0]["text"] for event in events) == "before "
-
-
 @pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
 async def test_an_answer_ends_at_its_length(http: Http, name: str) -> None:
     answer = (await http.chat("much too long", **{name: 4})).json
@@ -146,11 +142,6 @@ async def test_a_completions_logprobs_are_columns(http: Http) -> None:
     assert columns["tokens"] == ["h", "i", "<end>"]
     assert columns["token_logprobs"] == [-0.25] * 3
     assert columns["top_logprobs"] == [{"h": -0.25}, {"i": -0.25}, {"<end>": -0.25}]
-    assert columns["text_offset"] == [0, 1, 2]
-    events = (await http.complete("hi", logprobs=1, stream=True)).events
-    parts = [event["choices"][0]["logprobs"] for event in events]
-    assert [token for part in parts if part for token in part["tokens"]] == columns["tokens"]
-    assert [offset for part in parts if part for offset in part["text_offset"]] == [0, 1, 2]
 
 
 async def test_a_completions_offsets_point_into_its_text(http: Http) -> None:
@@ -161,8 +152,9 @@ async def test_a_completions_offsets_point_into_its_text(http: Http) -> None:
         for token, at in zip(tokens, offsets):
             assert token in ("\ufffd", "<end>", said[at : at + 1])
         events = (await http.complete(said, logprobs=1, stream=True)).events
-        parts = [event["choices"][0]["logprobs"] for event in events]
-        assert [offset for part in parts if part for offset in part["text_offset"]] == offsets
+        parts = [part for event in events if (part := event["choices"][0]["logprobs"])]
+        for name, column in choice["logprobs"].items():
+            assert [each for part in parts for each in part[name]] == column
 
 
 async def test_a_completions_top_logprobs_keep_their_number_and_the_sampled_token(
@@ -182,11 +174,17 @@ async def test_a_completions_top_logprobs_keep_their_number_and_the_sampled_toke
         assert columns["top_logprobs"][0] == {"h": -3.0} | others
 
 
-async def test_a_completion_has_16_tokens_where_its_client_names_no_number(http: Http) -> None:
-    for fields, count in (({}, 16), ({"max_tokens": None}, 16), ({"min_tokens": 20}, 20)):
-        answer = (await http.complete("x" * 30, **fields)).json
-        assert answer["usage"]["completion_tokens"] == count
-        assert answer["choices"][0]["finish_reason"] == "length"
+async def test_a_completion_has_16_tokens_where_its_client_names_no_number(
+    http: Http, speaks: Speaks
+) -> None:
+    async with speaks(limits=TenantLimits(largest_max_tokens=5)) as (_, few):
+        for door, fields, count in (
+            (http, {}, 16), (http, {"max_tokens": None}, 16), (http, {"min_tokens": 20}, 20),
+            (few, {}, 5), (few, {"max_tokens": 4}, 4),
+        ):  # fmt: skip
+            answer = (await door.complete("x" * 30, **fields)).json
+            assert answer["usage"]["completion_tokens"] == count
+            assert answer["choices"][0]["finish_reason"] == "length"
     assert (await http.chat("x" * 30)).json["usage"]["completion_tokens"] == 31
 
 
@@ -257,7 +255,7 @@ async def test_stop_strings_apply_to_the_answer_and_not_to_the_thoughts(speaks: 
         asked = router_pb2.ChatMessage(role="user", content=saying(f"{thoughts}</think>{answer}"))
         chat = router_pb2.ChatMessages(messages=[asked], template_arguments='{"thinks": true}')
         over_grpc = await d.client.ask(router_pb2.GenerateRequest(chat=chat, stop=["END"]))
-        assert over_grpc.text == f"{thoughts}</think>The answer: 4 "
+        assert (over_grpc.reasoning, over_grpc.text) == (thoughts, "The answer: 4 ")
 
 
 async def test_a_model_s_calls_come_as_calls(speaks: Speaks) -> None:
@@ -435,31 +433,51 @@ def read_all(sock: socket.socket) -> bytes:
     return b"".join(parts)
 
 
-async def test_grpc_has_the_same_chats_as_typed_messages(d: Deployment, http: Http) -> None:
+async def test_grpc_has_the_same_chats_and_answers_as_typed_messages(speaks: Speaks) -> None:
+    said = f"<think>hm </think>Sure.\n{CALLS}\n{CALLS}"
     call = router_pb2.ToolCall(id="c1", name="f", arguments='{"a": 1}')
     chat = router_pb2.ChatMessages(
         messages=[
             router_pb2.ChatMessage(role="assistant", tool_calls=[call]),
             router_pb2.ChatMessage(role="tool", tool_call_id="c1", content="42"),
-            router_pb2.ChatMessage(
-                role="user", parts=[router_pb2.ContentPart(text=saying("it is 42"))]
-            ),
+            router_pb2.ChatMessage(role="user", parts=[router_pb2.ContentPart(text=saying(said))]),
         ],
         tools=[router_pb2.Tool(name="f")],
     )
-    answer = await d.client.ask(router_pb2.GenerateRequest(chat=chat))
-    assert answer.text == "it is 42"
-    ids = (await d.client.stub.Tokenize(router_pb2.TokenizeRequest(chat=chat))).ids
-    (run,) = d.worker("d0").finished.values()
-    assert list(ids) == run.tokens[: run.num_prompt]
     messages = [
         {"role": "assistant", "tool_calls": [
             {"id": "c1", "function": {"name": "f", "arguments": '{"a": 1}'}}]},
         {"role": "tool", "tool_call_id": "c1", "content": "42"},
-        {"role": "user", "content": saying("it is 42")},
+        {"role": "user", "content": saying(said)},
     ]  # fmt: skip
     body = {"messages": messages, "tools": [{"function": {"name": "f"}}]}
-    assert (await http.post("/tokenize", body)).json["tokens"] == list(ids)
+    async with speaks("{# <think> #}" + MARKS["hermes"] + CHAT, resume_window_s=20.0) as (d, http):
+        request = router_pb2.GenerateRequest(chat=chat, request_id="r")
+        whole = await d.client.ask(request)
+        ids = (await d.client.stub.Tokenize(router_pb2.TokenizeRequest(chat=chat))).ids
+        (run,) = d.worker("d0").finished.values()
+        assert list(ids) == run.tokens[: run.num_prompt]
+        assert (await http.post("/tokenize", body)).json["tokens"] == list(ids)
+        (choice,) = (await http.post("/v1/chat/completions", body)).json["choices"]
+        message, calls = choice["message"], choice["message"]["tool_calls"]
+        assert bytes(whole.ids[:-1]).decode() == said
+        assert (whole.reasoning, whole.text) == (message["reasoning"], message["content"])
+        assert [name for _, name in whole.calls] == [call["function"]["name"] for call in calls]
+        assert whole.arguments == "".join(call["function"]["arguments"] for call in calls)
+        assert whole.reason == common_pb2.FINISH_REASON_TOOL_CALLS
+        for index in range(len(whole.ids) + 1):  # its client comes back, having seen so many
+            request.resume_from_index = index
+            seen, rest = Answer(), await d.client.ask(request)
+            pieces = AnswerReader(d.router.text, [], {"f"}, "").push(said[:index])
+            seen.take(_tokens(TokenRun(0, whole.ids[:index], "", ()), pieces))
+            for name in ("reasoning", "text", "arguments"):
+                assert getattr(seen, name) + getattr(rest, name) == getattr(whole, name)
+            assert whole.calls[len(seen.calls) :] == rest.calls
+            assert rest.finished == whole.finished
+        request = router_pb2.GenerateRequest(chat=chat)
+        del request.chat.tools[:]
+        without = await d.client.ask(request)
+        assert (without.text, without.calls) == (f"Sure.\n{CALLS}\n{CALLS}", [])
 
 
 async def test_a_router_that_leaves_finishes_its_streams_and_takes_nothing_new(

@@ -76,7 +76,7 @@ async def test_a_body_is_as_large_as_the_context_needs_or_the_setting_says(
 def test_choices_of_long_prompts_exist_one_at_a_time() -> None:
     prompts = ["\\u00e9" * 5000] * 64
     asked = {"prompt": prompts, "n": 2.0, "seed": 1.0}  # whole numbers, however they are written
-    body, made = parsed(CompletionBody, json.dumps(asked).encode())
+    body, made, _ = parsed(CompletionBody, json.dumps(asked).encode())
     each = choices_of(made, body.num_choices)
     assert next(each) is made[0]
     assert [request.seed for request in each] == [2, *[1, 2] * 63]

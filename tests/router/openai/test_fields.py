@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,44 +13,83 @@ import pytest
 from baton.errors import InvalidRequestError
 from router.door.openai.bodies import SERVED, ChatBody, CompletionBody, parsed
 from router.door.openai.fields import PASSED, REFUSED
+from router.door.openai.responses import ResponsesBody
 from tests.router.deployment import Deployment
-from tests.router.openai.spoken import Http, Speaks
+from tests.router.openai.spoken import Http, Speaks, prompt_for
 from tests.router.openai.test_refusals import TOOL, USER
 
 NEEDED: dict[Any, Any] = {ChatBody: {"messages": [USER]}, CompletionBody: {"prompt": "x"}}
+FUNCTION = TOOL["function"]
+WITHIN: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+    "messages": lambda each: {"messages": [USER, USER | each]},
+    "content": lambda each: {"messages": [USER | {"content": [TEXT | each]}]},
+    "tool_calls": lambda each: {"messages": [CALLER | {"tool_calls": [TOOL | each]}]},
+    "tools": lambda each: {"tools": [TOOL | each]},
+    "function": lambda each: {"tools": [TOOL | {"function": FUNCTION | each}]},
+    "json_schema": lambda each: {"response_format": FORMAT | {"json_schema": SCHEMA | each}},
+    "stream_options": lambda each: {"stream": True, "stream_options": each},
+    "structured_outputs": lambda each: {"structured_outputs": {"regex": "x"} | each},
+}
+TEXT, CALLER = {"type": "text", "text": "hi"}, {"role": "assistant", "content": None}
+FORMAT, SCHEMA = {"type": "json_schema"}, {"schema": {"type": "object"}}
 
 
 def made(kind: Any = ChatBody, **fields: Any) -> Any:
     return parsed(kind, json.dumps({**NEEDED[kind], **fields}).encode())[1][0]
 
 
+def listed(schema: Any, defs: Any, before: str = "") -> Iterator[str]:
+    for name, each in schema["properties"].items():
+        yield before + name
+        for kind in re.findall(r'"#/\$defs/(\w+)"', json.dumps(each)):
+            yield from listed(defs[kind], defs, f"{name}.")
+
+
 def test_the_page_lists_what_is_served_passed_and_refused() -> None:
+    schemas = [kind.model_json_schema() for kind in NEEDED]
+    served = {name for each in schemas for name in listed(each, each["$defs"])}
     page = (Path(__file__).parents[3] / "docs" / "openai.md").read_text()
-    for word, names in (("Served", SERVED), ("Passed", PASSED), ("Refused", REFUSED)):
+    for word, names in (("Served", served), ("Passed", PASSED), ("Refused", REFUSED)):
         (bullet,) = re.findall(rf"^- \*\*{word}\*\*(.*?)^- ", page, re.M | re.S)
-        assert sorted(re.findall(r"`(\w+)`", bullet)) == sorted(names)
+        assert sorted(re.findall(r"`([\w.]+)`", bullet)) == sorted(names)
 
 
 def test_a_field_that_is_not_served_is_refused_unless_it_changes_nothing() -> None:
     for kind in NEEDED:
         elsewhere = dict.fromkeys(SERVED - kind.model_fields.keys(), (False,))
         for name, neutral in {**REFUSED, **elsewhere}.items():
-            assert all(made(kind, **{name: value}) for value in (None, *neutral))
-            with pytest.raises(InvalidRequestError, match=f"{name}: not served"):
-                made(kind, **{name: ["x"]})
-        plain = dict.fromkeys(SERVED - NEEDED[kind].keys()) | dict.fromkeys(PASSED, "x")
+            if "." not in name:
+                assert all(made(kind, **{name: value}) for value in (None, *neutral))
+                with pytest.raises(InvalidRequestError, match=f"{name}: not served"):
+                    made(kind, **{name: ["x"]})
+        plain = {name: "x" for name in PASSED if "." not in name}
+        plain |= dict.fromkeys(SERVED - NEEDED[kind].keys())
         assert made(kind, **plain) == made(kind)
+    for name in [*PASSED, *REFUSED]:
+        around, _, own = name.partition(".")
+        if own and around in WITHIN:
+            within = WITHIN[around]
+            assert made(**within({own: None})) == made(**within({}))
+            value = "x" if name in PASSED else False
+            body = json.dumps(NEEDED[ChatBody] | within({own: value}))
+            assert parsed(ChatBody, body.encode())[2] == []
+            if name in REFUSED:
+                with pytest.raises(InvalidRequestError, match=rf"{around}\b.*\.{own}: not served"):
+                    made(**within({own: ["x"]}))
 
 
 async def test_what_nobody_knows_is_told_and_counted(d: Deployment, http: Http) -> None:
     for stream in (True, False):
         answer = await http.chat("yes", stream=stream, frob=1, user="x", **{"a b": 2, "null": None})
         assert answer.headers["x-baton-ignored-fields"] == "frob, other"
+    turn = [USER, USER | {"frob": None, "grob": 1, "annotations": []}]
+    answer = await http.post("/tokenize", {"messages": turn, "frob": 1})
+    assert answer.headers["x-baton-ignored-fields"] == "messages.grob, frob"
     metrics = d.servers[0].intake.door.metrics
     metrics.saw_ignored([f"f{number}" for number in range(100)])
     value = metrics.registry.get_sample_value
     counts = [value("baton_ignored_fields_total", {"field": f}) for f in ("frob", "other", "f99")]
-    assert counts == [2, 2 + 100 - 62, None]
+    assert counts == [3, 2 + 100 - 61, None]
 
 
 async def test_constraints_have_older_names_too_and_grammars_may_be_gbnf(http: Http) -> None:
@@ -88,6 +128,9 @@ async def test_an_answer_s_text_and_ids_are_as_they_were_asked_for(http: Http) -
         ({"skip_special_tokens": False, **stop}, "abcd<end>"),
     ):
         assert (await http.complete("abcd", **fields)).json["choices"][0]["text"] == text
+    long = {"prompt": "x" * 3000 + prompt_for("ab"), "truncate_prompt_tokens": -1, "max_tokens": 9}
+    assert (await http.post("/v1/completions", long)).json["usage"]["prompt_tokens"] == 2048 - 9
+    assert made(CompletionBody, add_special_tokens=False).omit_special_tokens
     asked = {"return_token_ids": True, "truncate_prompt_tokens": 5}
     prompt, ids = [*b"\x02ab\x03\x1c"], [*b"ab", 256]
     whole = (await http.complete("ab", **asked)).json["choices"][0]
@@ -100,8 +143,12 @@ async def test_an_answer_s_text_and_ids_are_as_they_were_asked_for(http: Http) -
 
 
 def test_allowed_tools_are_the_only_ones_and_may_be_required() -> None:
-    other = {"type": "function", "function": {"name": "g"}}
-    choice = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [other]}}
-    chat = made(tools=[TOOL, other], tool_choice=choice).chat
-    assert [tool.name for tool in chat.tools] == ["g"]
-    assert chat.HasField("tool_choice")
+    other, flat = {"type": "function", "function": {"name": "g"}}, {"type": "function", "name": "g"}
+    mode, kind = {"mode": "required"}, {"type": "allowed_tools"}
+    choice = kind | {"allowed_tools": mode | {"tools": [other]}}
+    asked = {"input": "x", "tools": [flat | {"name": "f"}, flat]}
+    asked["tool_choice"] = kind | mode | {"tools": [flat]}
+    response = parsed(ResponsesBody, json.dumps(asked).encode())[1][0]
+    for request in (made(tools=[TOOL, other], tool_choice=choice), response):
+        assert [tool.name for tool in request.chat.tools] == ["g"]
+        assert request.chat.HasField("tool_choice")

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import re
 from itertools import groupby
-from typing import Any
+from typing import Any, get_args
 
+import jsonschema
 import pytest
+from openai.types.responses import ResponseStreamEvent
 
 from tests.router.deployment import Deployment
 from tests.router.openai.spoken import CHAT, MARKS, TURN, Answer, Http, Speaks, saying
@@ -24,6 +26,10 @@ TYPES = """created in_progress output_item.added content_part.added reasoning_te
  reasoning_text.done content_part.done output_item.done output_item.added content_part.added
  output_text.delta output_text.done content_part.done output_item.done output_item.added
  function_call_arguments.delta function_call_arguments.done output_item.done completed"""
+CLASSES: Any = get_args(get_args(ResponseStreamEvent)[0])
+OFFICIAL = {get_args(each.model_fields["type"].annotation)[0]: each for each in CLASSES}
+SERVED = r"""response\.(created|in_progress|completed|(output_item|content_part)\..*
+    |(output_text|reasoning_text|function_call_arguments)\.(delta|done))"""
 
 
 @pytest.fixture
@@ -35,6 +41,9 @@ def events_of(answer: Answer) -> list[Any]:
     pairs = [each.split("\n") for each in answer.text.removesuffix("\n\n").split("\n\n")]
     events = [json.loads(data.removeprefix("data: ")) for _, data in pairs]
     assert [name for name, _ in pairs] == [f"event: {event['type']}" for event in events]
+    for event in events:
+        if event["type"].startswith("response."):
+            OFFICIAL[event["type"]].model_validate(event)  # strict, unlike the client
     return events
 
 
@@ -56,6 +65,10 @@ async def test_a_response_has_thoughts_text_and_calls_as_items(http: Http) -> No
 async def test_a_response_streams_every_change_of_its_items(http: Http) -> None:
     events = events_of(await http.post(RESPONSES, RESPONSE | {"stream": True}))
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    served = {name for name in OFFICIAL if re.fullmatch(SERVED, name, re.VERBOSE)}
+    assert {event["type"] for event in events} == served
+    cut = {"stream": True, "max_output_tokens": 16}
+    assert events_of(await http.post(RESPONSES, RESPONSE | cut))[-1]["type"].endswith("incomplete")
     types = [event["type"].removeprefix("response.") for event in events]
     assert [name for name, _ in groupby(types)] == TYPES.split()
     for index, item in enumerate(events[-1]["response"]["output"]):
@@ -111,11 +124,13 @@ async def test_an_answer_goes_back_into_the_same_prompt(speaks: Speaks) -> None:
         call["call_id"] = use["id"] = "c1"
         result = {"type": "function_call_output", "call_id": "c1", "output": "42"}
         said = [asked, *items, call, result, {"role": "user", "content": [text]}]
-        await http.post(RESPONSES, {"input": said, "instructions": "brief", "tools": [FUNCTION]})
-        result = {"type": "tool_result", "tool_use_id": "c1", "content": "42"}
+        body = {"input": said, "instructions": "brief", "tools": [FUNCTION | {"strict": True}]}
+        answers = [await http.post(RESPONSES, body)]
+        result = {"type": "tool_result", "tool_use_id": "c1", "content": "42", "cache_control": {}}
         his = {"role": "assistant", "content": [*blocks, use]}
         turns = [asked, his, {"role": "user", "content": [result, text]}]
-        await http.post(MESSAGES, {"messages": turns, "system": "brief", **TOOLS})
+        answers += [await http.post(MESSAGES, {"messages": turns, "system": "brief", **TOOLS})]
+        assert not any("x-baton-ignored-fields" in answer.headers for answer in answers)
         *_, one, other = d.worker("d0").finished.values()
         assert one.tokens[: one.num_prompt] == other.tokens[: other.num_prompt]
         prompt = bytes(one.tokens[: one.num_prompt]).decode()
@@ -126,7 +141,8 @@ async def test_an_answer_goes_back_into_the_same_prompt(speaks: Speaks) -> None:
 
 
 PICTURE = {"role": "user", "content": [{"type": "input_image"}]}
-POEM, DISABLED, ACTS = {"format": {"type": "poem"}}, {"type": "disabled"}, [{"type": "mcp"}]
+POEM, ACTS = {"format": {"type": "poem"}}, [{"type": "mcp"}]
+SECRET = [{"type": "reasoning", "encrypted_content": "x"}]
 SEARCH = ["file_search_call.results"]
 REFUSED: Any = {
     RESPONSES: {
@@ -134,22 +150,25 @@ REFUSED: Any = {
         "prompt.id": {"id": "p"}, "truncation": "auto", "include[0]": SEARCH, "tools[0]": ACTS,
         "tools[0].name": [{"type": "function"}], "tool_choice": {"type": "mcp"}, "input": [],
         "max_output_tokens": 0, "text.format": POEM, "input[0].content[0]": [PICTURE],
-        "input[0]": [{"type": "item_reference"}], "reasoning.effort": {"effort": 1},
+        "input[0].encrypted_content": SECRET, "input[0]": [{"type": "item_reference"}],
+        "reasoning.effort": {"effort": 1},
     },
     MESSAGES: {
         "max_tokens": None, "messages[0].content[0]": [PICTURE], "tools[0]": ACTS,
-        "container": "x", "stop_sequences[0]": [""], "thinking": DISABLED,
+        "container": "x", "stop_sequences[0]": [""],
     },
 }  # fmt: skip
 
 
 async def test_what_is_not_served_is_refused_by_name(d: Deployment, http: Http) -> None:
+    schemas = (await http.call("GET", "/openapi.json")).json["components"]["schemas"]
     for path, body in ((RESPONSES, RESPONSE), (MESSAGES, MESSAGE)):
         for name, value in REFUSED[path].items():
             answer = await http.post(path, body | {re.split(r"[\[.]", name)[0]: value})
             error = answer.json["error"]
             assert (answer.status, error["type"]) == (400, "invalid_request_error"), name
             assert error["message"].startswith(f"{name}: "), error
+            jsonschema.validate(answer.json, schemas["Error"])
             assert answer.json.get("type") == ("error" if path == MESSAGES else None)
     assert d.worker("d0").num_reserves == 0
 

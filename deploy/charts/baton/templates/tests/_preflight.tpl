@@ -67,7 +67,7 @@ baton.preflightPod made. */ -}}
 {{- range .pod.containers -}}
 {{- if eq .name "ray-worker" -}}
 {{- $flags := include "baton.preflightFlags" (dict "spec" $.spec "pool" $.pool "resources" .resources) | fromJsonArray -}}
-{{- $own := dict "name" "preflight" "command" (concat (list "python" "-m" "cluster.preflight") $flags) -}}
+{{- $own := dict "name" "preflight" "terminationMessagePolicy" "FallbackToLogsOnError" "command" (concat (list "python" "-m" "cluster.preflight") $flags) -}}
 {{- $_ := set $own "image" (coalesce .image $images.worker (include "baton.image" (dict "root" $.root "of" "worker"))) -}}
 {{- $_ := set $own "imagePullPolicy" (coalesce .imagePullPolicy $images.pullPolicy $.root.Values.images.pullPolicy) -}}
 {{- $mounts := list -}}
