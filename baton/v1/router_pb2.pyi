@@ -80,7 +80,7 @@ class ChatMessage(_message.Message):
     REASONING_CONTENT_FIELD_NUMBER: _builtins.int
     NAME_FIELD_NUMBER: _builtins.int
     role: _builtins.str
-    """"system", "user", "assistant" or "tool"."""
+    """"system", "developer" (the same), "user", "assistant" or "tool"."""
     content: _builtins.str
     tool_call_id: _builtins.str
     """Of a tool: the call that it answers."""

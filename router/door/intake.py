@@ -81,7 +81,8 @@ class Opened:
         if not parsed.is_chat:
             return None
         key = f"{self.run.arrival.request_id}/{parsed.body_digest.hex()}"
-        made = AnswerReader(model, parsed.token_ids[-64:].tolist(), parsed.tool_names, key)
+        must = parsed.constraint is not None and parsed.constraint.field == "chat.tool_choice"
+        made = AnswerReader(model, parsed.token_ids[-64:].tolist(), parsed.tool_names, key, must)
         return None if made.is_plain else made
 
     @property

@@ -10,7 +10,7 @@ from baton.v1 import router_pb2
 from router.request.counting import check_json
 from router.text import Conversation
 
-_ROLES = ("system", "user", "assistant", "tool")
+ROLES = ("system", "developer", "user", "assistant", "tool")
 MAX_MESSAGES, MAX_TOOLS, MAX_CALLS, MAX_PARTS = 4096, 1024, 1024, 4096
 
 
@@ -34,12 +34,11 @@ def conversation_of(chat: router_pb2.ChatMessages) -> Conversation:
 
 
 def _message(message: router_pb2.ChatMessage, field: str, names: dict[str, str]) -> dict[str, Any]:
-    if message.role not in _ROLES:
-        raise InvalidRequestError(
-            f"chat: unknown role {message.role!r}; it is one of {', '.join(_ROLES)}",
-            field=f"{field}.role",
-        )
-    made: dict[str, Any] = {"role": message.role, "content": _content(message, field)}
+    if message.role not in ROLES:
+        problem = f"chat: unknown role {message.role!r}; it is one of {', '.join(ROLES)}"
+        raise InvalidRequestError(problem, field=f"{field}.role")
+    role = "system" if message.role == "developer" else message.role
+    made: dict[str, Any] = {"role": role, "content": _content(message, field)}
     if message.tool_calls:
         if message.role != "assistant":
             raise InvalidRequestError(

@@ -47,6 +47,7 @@ class Failed:
     retry_after_s: float = 0.0
     field: str | None = None
     """Of the request, that the worker calls INVALID."""
+    problem: str = ""  # what the client reads of it
 
 
 _REJECTIONS = {

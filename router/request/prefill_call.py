@@ -78,8 +78,10 @@ class PrefillCall:
             log.info("%s: %s", self._worker_id, error.details())
             self._listener.on_lease_refused()
         else:
-            field = from_rpc_error(error).field
-            self._fail(failure_of_call(error, self._writer), f"{self._worker_id}: {error}", field)
+            told, message = from_rpc_error(error), f"{self._worker_id}: {error}"
+            failure = failure_of_call(error, self._writer)
+            failed = Failed(failure, self._writer, message, 0.0, told.field, told.message)
+            self._listener.on_prefill_failed(failed)
 
-    def _fail(self, failure: Failure, message: str, field: str | None = None) -> None:
-        self._listener.on_prefill_failed(Failed(failure, self._writer, message, field=field))
+    def _fail(self, failure: Failure, message: str) -> None:
+        self._listener.on_prefill_failed(Failed(failure, self._writer, message))

@@ -415,7 +415,7 @@ class RequestRun:
         decode, failure = self._decode, failure_of(rejected)
         message = f"{decode.facts.worker_id}: {failure.value}: {rejected.message}"
         retry_after_s, field = rejected.retry_after_ms / 1e3, rejected.field or None
-        failed = Failed(failure, decode, message, retry_after_s, field)
+        failed = Failed(failure, decode, message, retry_after_s, field, rejected.message)
         self._feed(machine.Rejected(failed))
 
     def on_admitted(self, admitted: worker_pb2.HandoffAdmitted) -> None:
@@ -502,10 +502,10 @@ class RequestRun:
             self._feed(machine.Complete())
         elif tokens.finished:
             failure = Failure.DEADLINE if tokens.error == DEADLINE else Failure.DECODE_FAILED
-            why = f"{common_pb2.FinishReason.Name(tokens.finished)}: {tokens.error}"
+            why = tokens.error or common_pb2.FinishReason.Name(tokens.finished)
             failed = Failed(failure, self._decode, f"{self._decode.facts.worker_id}: {why}")
             if tokens.error.startswith(BROKEN_GRAMMAR):
-                failed = replace(failed, failure=Failure.INVALID, field="grammar")
+                failed = replace(failed, failure=Failure.INVALID, field="grammar", problem=why)
             self._feed(machine.AttemptFailed(failed))
 
     # --- what the prefill worker reports -------------------------------------------------------

@@ -154,7 +154,8 @@ def _final(failed: Failed, why: str) -> BatonError:
 def _ending(failed: Failed) -> BatonError | None:
     """Of a failure after which no other attempt makes sense."""
     if failed.failure is Failure.INVALID:
-        return InvalidRequestError(failed.message, field=failed.field)
+        named = f"{failed.field}: " if failed.field else ""
+        return InvalidRequestError(named + failed.problem.removeprefix(named), field=failed.field)
     if failed.failure is Failure.TAKEN:
         return AlreadyExistsError(failed.message, field="request_id")
     if failed.failure is Failure.DEADLINE:

@@ -25,11 +25,13 @@ class AnswerReader:
     """Own what was not decided yet. What it returns does not depend on how the text was cut."""
 
     def __init__(
-        self, model: TextModel, prompt: Sequence[int], tools: Collection[str], key: str
+        self, model: TextModel, prompt: Sequence[int], tools: Collection[str], key: str, must: bool
     ) -> None:
         """`tools`: names of those that the answer may call. `key`: the ids of its calls follow from
-        it, so that they are the same for a client that comes back."""
+        it, so that they are the same for a client that comes back. `must`: it calls one, so text is
+        a call that was cut off, and is left out."""
         self._format, self._key, self.has_called = model.tool_format, key, False
+        self._must = must
         self._splitter = model.new_splitter(prompt)
         self._parser = new_parser(self._format, tools) if tools and self._format else None
         self.is_plain = self._splitter is None and self._parser is None
@@ -42,16 +44,19 @@ class AnswerReader:
         """What was held back, once it is certain that nothing follows."""
         said = [] if self._splitter is None else self._said(self._splitter.finish())
         held = [] if self._parser is None else self._parser.finish()
-        return said + list(map(self._named, held))
+        return said + self._named(held)
 
     def _said(self, split: Split) -> list[Said]:
         pieces: list[Piece] = [split.content] if split.content else []
         if pieces and self._parser is not None:
             pieces = self._parser.push(split.content)
         thoughts: list[Said] = [Thought(split.reasoning)] if split.reasoning else []
-        return thoughts + list(map(self._named, pieces))
+        return thoughts + self._named(pieces)
 
-    def _named(self, piece: Piece) -> Piece:
+    def _named(self, pieces: Sequence[Piece]) -> list[Said]:
+        return [self._with_id(each) for each in pieces if not (self._must and type(each) is str)]
+
+    def _with_id(self, piece: Piece) -> Piece:
         """Give a call's first piece an id."""
         if isinstance(piece, str) or piece.name is None:
             return piece

@@ -31,6 +31,8 @@ _WHITE_SPACE = " ?"  # where JSON may have any: models that are unsure write it 
 _NUM_KEPT = 256  # a request's tools, each by itself, and the whole
 _NUM_TRIED, _NUM_TRIED_BYTES = 64, 100  # schemas within one; of a value
 _TOO_WIDE = "too much may come next; have fewer optional properties or alternatives"
+_LARK = re.compile(r'"(?:\\.|[^"\\\n])*"|(?://|#)[^\n]*|/((?:\\.|[^/\\\n])+)/')
+"""Texts and comments, which are to stay, or an expression."""
 UNFORCED = '\n%llguidance {"no_forcing": true}'
 """The library follows what a grammar leaves no choice of, and some never end: `/b+/ /b+/ "a"`."""
 _WORDS = {
@@ -133,11 +135,19 @@ def _byte_tokens() -> llguidance.LLTokenizer:
 def of_regex(regex: str) -> Part:
     from llguidance import LLMatcher
 
-    return _checked(json.loads(LLMatcher.grammar_from_regex(regex))["grammars"][0])
+    return _checked(json.loads(LLMatcher.grammar_from_regex(_in_ascii(regex)))["grammars"][0])
 
 
 def of_lark(grammar: str) -> Part:
-    return _checked({"lark_grammar": grammar})
+    made = _LARK.sub(lambda it: f"/{_in_ascii(it[1])}/" if it[1] else it[0], grammar)
+    return _checked({"lark_grammar": made})
+
+
+def _in_ascii(regex: str) -> str:
+    r"""With `\d`, `\w` and `\s` of ASCII, as vLLM has them: digits of any script are no numbers."""
+    from llguidance import regex_to_lark
+
+    return str(regex_to_lark(regex, "dws"))
 
 
 def in_lark(grammar: str) -> str:

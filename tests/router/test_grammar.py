@@ -97,9 +97,13 @@ def test_every_kind_of_constraint_becomes_a_grammar(tmp_path: Path) -> None:
             lambda text: Draft202012Validator(TOWN).is_valid(json.loads(text)),
         ),
         ({"json_object": {}}, lambda text: isinstance(json.loads(text), dict)),
-        ({"regex": "a/[0-9]{2}"}, lambda text: re.fullmatch("a/[0-9]{2}", text)),
         ({"grammar": 'start: "x" y\ny: "y" | "z"'}, lambda text: text in ("xy", "xz")),
         ({"choice": {"texts": texts}}, lambda text: text in texts),
+        ({"regex": r"\d[\w]/\s\\d"}, lambda text: re.fullmatch(r"(?a)\d\w/\s\\d", text)),
+        (
+            {"grammar": r'start: /[\d]\w\// "//\\d" D // "' + "\nD: /\\s/"},
+            lambda text: re.fullmatch(r"(?a)\d\w///\\d\s", text),
+        ),
     ]
     for fields, fits in cases:
         parsed = read(request(**fields), model, LIMITS)

@@ -47,8 +47,9 @@ async def test_what_a_worker_calls_invalid_is_reported_and_not_retried() -> None
     async with deployment() as d:
         d.worker("d0").faults.reject = [(worker_pb2.REJECT_REASON_INVALID, 0)]
         d.worker("p0").faults.refuse_prefills = 1
-        for worker_field in ("token_ids", "sampling.top_k"):  # the decode worker's, then p0's
+        for worker_field, said in (("token_ids", ""), ("sampling.top_k", " refusal")):  # d0's, p0's
             error = await refusal(d.client, ask_for(PROMPT))
+            assert error.details() == f"{worker_field}: scripted{said}"
             assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
             assert from_rpc_error(error).field == worker_field
         assert (d.worker("d0").num_reserves, d.worker("p0").num_prefills) == (2, 1)

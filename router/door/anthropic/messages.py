@@ -35,10 +35,12 @@ class MessagesBody(translating.TranslatedBody):
         r"(tools\[\d+\])\.function\.parameters": r"\1.input_schema",
         r"(tools\[\d+\]|tool_choice)\.function(.*)": r"\1\2",
     }
-    unserved: ClassVar[Sequence[str]] = (
-        *("container", "mcp_servers", "context_management", "output_config", "output_format"),
-        *("stop", "parallel_tool_calls"),
-    )
+    unserved: ClassVar[Mapping[str, str]] = {
+        **dict.fromkeys(("container", "mcp_servers", "context_management", "output_config"), ""),
+        **dict.fromkeys(("output_format", "response_format", "continue_final_message"), ""),
+        **{"stop": "stop_sequences", "max_completion_tokens": "max_tokens"},
+        "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
+    }
 
     def fields(self) -> Delta:
         messages = translating.messages_of(
@@ -116,9 +118,9 @@ class MessageAnswer(translating.Translating):
         return events_of(shape_of_messages(status, error))
 
     def _document(self, choices: Sequence[Choice]) -> Delta:
-        usage, stop = usage_of(choices, 1), choices[0].end and choices[0].end.stop
+        usage, stop = usage_of(choices, 1), choices[0].stop_reason
         reason = {"length": "max_tokens", "tool_calls": "tool_use"}.get(self._reason, "end_turn")
-        is_stop = reason == "end_turn" and stop in (self._asked.body.stop or ())
+        is_stop = reason == "end_turn" and isinstance(stop, str)
         cached = usage["prompt_tokens_details"]["cached_tokens"]
         return {
             **self._common,

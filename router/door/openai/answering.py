@@ -115,7 +115,7 @@ class Answering:
                 choice.take(events)
 
         await _all(*(run(choice) for choice in choices))
-        made = [choice.whole() | choice.own_ids() for choice in choices]
+        made = [c.whole() | c.own_ids() | {"stop_reason": c.stop_reason} for c in choices]
         return {
             **self._head,
             **self._beside(made[0]),

@@ -234,6 +234,10 @@ class _Body(_Part):
     session_id: str | None = None
 
     @property
+    def stops(self) -> list[str]:
+        return [self.stop] if isinstance(self.stop, str) else self.stop or []
+
+    @property
     def num_choices(self) -> int:
         return self.n or 1
 
@@ -258,7 +262,7 @@ class _Body(_Part):
         if self.stream_options is not None and not self.stream:
             raise refused("stream_options", "only with stream: true")
         made = router_pb2.GenerateRequest(
-            model=self.model or "", stop=_listed(self.stop), sampling=self._sampling()
+            model=self.model or "", stop=self.stops, sampling=self._sampling()
         )
         made.show_special_tokens = self.skip_special_tokens is False
         kept = self.truncate_prompt_tokens or 0
@@ -375,6 +379,8 @@ class CompletionBody(_Body):
 
     def requests(self) -> list[router_pb2.GenerateRequest]:
         base = self.request()
+        if self.stream and self.prompt_logprobs is not None:
+            raise refused("prompt_logprobs", "not with stream: true")
         base.omit_special_tokens = self.add_special_tokens is False
         if self.max_tokens is None:
             base.sampling.max_tokens = max(_COMPLETION_TOKENS, base.sampling.min_tokens)
@@ -452,7 +458,9 @@ def parsed(kind: type[Any], data: bytes) -> tuple[Any, list[Any], list[str]]:
         raise InvalidRequestError("a text holds half of a surrogate pair") from None
     except ValidationError as error:
         errors = error.errors(include_url=False, include_input=False)
-        first = next((each for each in errors if each["type"] == "too_long"), errors[0])
+        of_field = [each for each in errors if each["loc"][:1] == errors[0]["loc"][:1]]
+        # Of a union's errors, the one that gets furthest is of the kind that was meant.
+        first = max(of_field, key=lambda each: (each["type"] == "too_long", len(each["loc"])))
         field, problem = _field(first["loc"]), first["msg"]
         if first["type"] == "too_long":
             problem = f"at most {first['ctx']['max_length']} are taken"
@@ -493,7 +501,7 @@ def chat_of(
 
 def _add(chat: router_pb2.ChatMessages, message: Message, field: str) -> None:
     made = chat.messages.add(
-        role="system" if message.role == "developer" else message.role,
+        role=message.role,
         tool_call_id=message.tool_call_id or "",
         reasoning_content=message.reasoning_content or message.reasoning or "",
         name=message.name or "",
@@ -542,10 +550,6 @@ def _prompts(given: str | list[str] | list[int] | list[list[int]]) -> list[str |
     if isinstance(given[0], int):
         return [given]
     return list(given)
-
-
-def _listed(stop: str | list[str] | None) -> list[str]:
-    return [stop] if isinstance(stop, str) else stop or []
 
 
 def _add_ids(made: router_pb2.TokenIds, ids: list[int], field: str) -> None:

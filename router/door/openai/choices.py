@@ -53,6 +53,7 @@ class Choice(ABC):
             elif isinstance(event, Finished):
                 self.end = event
                 made += self._finish(event.reason)
+                made[-1]["stop_reason"] = self.stop_reason
         if made and self._body.stream:
             made[0] |= self.own_ids()
         options = self._body.stream_options
@@ -68,6 +69,12 @@ class Choice(ABC):
         start, self._num_told = self._num_told, len(self._ids)
         prompt = {"prompt_token_ids": list(map(int, self._prompt))} if start < 0 else {}
         return {"token_ids": self._ids[max(0, start) :], **prompt}
+
+    @property
+    def stop_reason(self) -> str | int | None:
+        """At the end: the stop string or stop id that ended it, as vLLM has it."""
+        stop, ids = self.end.stop if self.end else "", self._body.stop_token_ids or ()
+        return stop if stop in self._body.stops else int(stop) if stop in map(str, ids) else None
 
     @property
     def num_reasoning_tokens(self) -> int:

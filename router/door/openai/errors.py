@@ -39,6 +39,7 @@ _STATUSES = {
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 _OTHERS = {404: "not_found_error", 413: "request_too_large", 503: "overloaded_error"}
 _NAMED = re.compile(r"^[\w.\[\]]+: ")  # what begins a message that is about a field
+GIVEN = "given."  # before a field that is called as its client called it
 _CONTEXT = re.compile(r"exceed the context of (\d+)")  # as `validate` words it
 # Of a path in a `GenerateRequest`: how OpenAI's bodies call it.
 _RENAMED = (
@@ -91,6 +92,7 @@ def shape_of(error: BatonError, renamed: Mapping[str, str]) -> dict[str, Any]:
             param = pattern.sub(name, param)
         known = (name for name in renamed if re.fullmatch(name, param))
         param = next((re.sub(name, renamed[name], param) for name in known), param)
+        param = param.removeprefix(GIVEN)
         message = _NAMED.sub(lambda _: f"{param}: ", message)
     if found := _CONTEXT.search(message):  # litellm and others know it by OpenAI's words
         message = f"This model's maximum context length is {found[1]} tokens: {message}"

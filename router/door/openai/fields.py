@@ -64,7 +64,8 @@ def ignored(body: BaseModel, chat: BaseModel, elsewhere: Collection[str]) -> lis
     names = dict[str, None]()
     for name, place, value in chain(_unlisted(chat), *own):
         if name in REFUSED or name in elsewhere:
-            if value is not None and value not in REFUSED.get(name, _EMPTY):
+            is_zero = name in elsewhere and value == 0 and value is not False
+            if value is not None and (is_zero or value not in REFUSED.get(name, _EMPTY)):
                 raise refused(place, "not served at this endpoint")
         elif value is not None and name not in PASSED:
             is_told = len(names) < _MAX_NAMES and _NAME.fullmatch(name)

@@ -22,7 +22,9 @@ class ResponsesBody(translating.TranslatedBody):
     tools: Annotated[list[dict[str, Any]], SEVERAL] | None = None
     tool_choice: Literal["auto", "none", "required"] | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
-    text: dict[Literal["format"], dict[str, Any] | None] | None = None
+    text: dict[Literal["format", "verbosity"], Literal["medium"] | dict[str, Any] | None] | None = (
+        None
+    )
     reasoning: dict[str, Any] | None = None
     metadata: dict[str, str] | None = None
     include: Annotated[list[Literal["reasoning.encrypted_content"]], SEVERAL] | None = None
@@ -35,10 +37,13 @@ class ResponsesBody(translating.TranslatedBody):
         r"response_format(.*)": r"text.format\1",
         r"(tools\[\d+\]|tool_choice)\.function(.*)": r"\1\2",
     }
-    unserved: ClassVar[Sequence[str]] = (
-        *("previous_response_id", "conversation", "background", "prompt", "max_tool_calls"),
-        *("context_management", "messages", "max_tokens"),
-    )
+    unserved: ClassVar[Mapping[str, str]] = {
+        **dict.fromkeys(("previous_response_id", "conversation", "background", "prompt"), ""),
+        **dict.fromkeys(("max_tool_calls", "context_management"), ""),
+        **dict.fromkeys(("max_tokens", "max_completion_tokens"), "max_output_tokens"),
+        **{"response_format": "text.format", "messages": "input"},
+        "reasoning_effort": "reasoning.effort",
+    }
 
     def fields(self) -> Delta:
         wanted = (self.text or {}).get("format")
@@ -61,11 +66,9 @@ class ResponsesBody(translating.TranslatedBody):
             "tools": translating.tools_of(self.tools, "function"),
             "tool_choice": choice,
             "parallel_tool_calls": self.parallel_tool_calls,
-            "response_format": wanted
-            and {
-                "type": wanted.get("type"),
-                "json_schema": without_type(wanted),
-            },
+            "response_format": {"type": wanted.get("type"), "json_schema": without_type(wanted)}
+            if isinstance(wanted, dict)
+            else wanted,
             "reasoning_effort": (self.reasoning or {}).get("effort"),
         }
 
@@ -77,18 +80,22 @@ _TYPES: dict[str, tuple[str, str, str, Delta]] = {
     "content": ("msg", "message", "output_text", {"content_index": 0, "logprobs": []}),
     "tool_calls": ("fc", "function_call", "function_call_arguments", {}),
 }
+_WHOLE = ("", "stop", "tool_calls")  # reasons of an end that cuts nothing off; "" before it
 _NOT_SAID: Delta = {
-    **dict.fromkeys(("instructions", "max_output_tokens", "temperature", "top_p", "reasoning")),
+    **dict.fromkeys(("instructions", "max_output_tokens", "temperature", "top_p")),
     **dict.fromkeys(("error", "incomplete_details", "usage", "previous_response_id")),
     **{"metadata": {}, "tools": [], "tool_choice": "auto", "parallel_tool_calls": True},
     **{"text": {"format": {"type": "text"}}, "truncation": "disabled"},
+    "reasoning": {"effort": None, "summary": None},
 }
+_ECHOED = {*_NOT_SAID, "user", "safety_identifier", "prompt_cache_key", "service_tier"}
 
 
 class ResponseAnswer(translating.Translating):
     def __init__(self, intake: Intake, asked: Asked) -> None:
         super().__init__(intake, asked)
-        said = asked.given.model_dump(exclude_none=True, include=set(_NOT_SAID))
+        said = asked.given.model_dump(exclude_none=True, include=_ECHOED)
+        said["reasoning"] = _NOT_SAID["reasoning"] | said.get("reasoning", {})
         self._num_events, self._id = 0, asked.request_id
         head = {"id": f"resp_{self._id}", "object": "response", "created_at": self._head["created"]}
         more = {"model": self._head["model"], "store": False}
@@ -111,7 +118,7 @@ class ResponseAnswer(translating.Translating):
         said = {"text": block.text} if part else {"name": block.name, "arguments": block.text}
         made = [self._of(f"{name}.done", block, **said)]
         made += [self._of("content_part.done", block, part=each) for each in part]
-        item = self._item(block, "completed")
+        item = self._item(block, "completed" if self._reason in _WHOLE else "incomplete")
         return [*made, self._event("output_item.done", output_index=block.index, item=item)]
 
     def _ending(self, choices: Sequence[Choice]) -> bytes:
@@ -125,7 +132,7 @@ class ResponseAnswer(translating.Translating):
 
     def _document(self, choices: Sequence[Choice]) -> Delta:
         usage = usage_of(choices, 1)
-        is_whole = self._reason in ("stop", "tool_calls")
+        is_whole = self._reason in _WHOLE
         why = "max_output_tokens" if self._reason == "length" else self._reason
         status = "completed" if is_whole else "incomplete"
         thoughts = usage["completion_tokens_details"]["reasoning_tokens"]

@@ -17,15 +17,13 @@ from router.door.intake import Intake
 from router.door.openai.answering import Answering, Asked
 from router.door.openai.bodies import ChatBody
 from router.door.openai.choices import Choice, Delta
+from router.door.openai.errors import GIVEN
 from router.door.openai.fields import refused
-from router.request.chat import MAX_PARTS
+from router.request.chat import MAX_PARTS, ROLES
 
 SEVERAL = Field(max_length=MAX_PARTS, fail_fast=True)
 _TEXTS = ("text", "input_text", "output_text", "reasoning_text")
-_OF_CHATS = (
-    *("n", "stream_options", "max_completion_tokens", "logprobs", "top_logprobs"),
-    *("response_format", "return_token_ids"),
-)
+_OF_CHATS = ("n", "stream_options", "logprobs", "top_logprobs", "return_token_ids")
 
 
 def _called(*names: str) -> Any:
@@ -47,6 +45,8 @@ class Piece(BaseModel):
     def messages(self, field: str, within: str | None) -> list[Delta]:
         """A chat's. `within`: the role of what it is a part of."""
         place = f"{field}.content"
+        if self.type == "message" and self.role not in ROLES:
+            raise refused(f"{GIVEN}{field}.role", f"it is one of {', '.join(ROLES)}")
         match self.type:
             case "message" if isinstance(self.content, list):
                 return messages_of(self.content, place, self.role, within=self.role)
@@ -118,17 +118,17 @@ class TranslatedBody(BaseModel):
     chat_template_kwargs: dict[str, Any] | None = None
 
     renamed: ClassVar[Mapping[str, str]]  # how errors call fields of the chat
-    unserved: ClassVar[Sequence[str]]  # they would change the answer, or are named otherwise here
+    unserved: ClassVar[Mapping[str, str]]  # they would change the answer; their name here, or ""
 
     @cached_property
     def as_chat(self) -> ChatBody:
         given = dict(self.model_extra or {})
-        for name in (*self.unserved, *_OF_CHATS):
+        for name, here in {**dict.fromkeys(_OF_CHATS, ""), **self.unserved}.items():
             value = given.pop(name, None)
-            if isinstance(value, dict):
+            if isinstance(value, dict) and not here:
                 name, value = ".".join((name, *list(value)[:1])), any(value.values())
             if value:
-                raise refused(name, "not served here")
+                raise refused(GIVEN + name, f"here it is {here}" if here else "not served here")
         own = {name: getattr(self, name) for name in TranslatedBody.model_fields}
         return ChatBody.model_validate(given | own | self.fields())
 

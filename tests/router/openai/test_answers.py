@@ -273,6 +273,9 @@ async def test_a_model_s_calls_come_as_calls(speaks: Speaks) -> None:
         unread = (await http.chat(CALLS, tools=TOOLS, tool_choice="none")).json["choices"][0]
         assert (unread["message"]["content"], unread["finish_reason"]) == (CALLS, "stop")
         await check_streamed_call(await http.chat(CALLS, tools=TOOLS, stream=True))
+        forced = await http.chat(CALLS, tools=TOOLS, tool_choice="required", max_tokens=15)
+        cut = forced.json["choices"][0]  # within the call's name
+        assert (cut["message"]["content"], cut["finish_reason"]) == ("", "length")
 
 
 async def test_baton_takes_its_own_answer_back_whatever_the_model_wrote(speaks: Speaks) -> None:
@@ -468,7 +471,7 @@ async def test_grpc_has_the_same_chats_and_answers_as_typed_messages(speaks: Spe
         for index in range(len(whole.ids) + 1):  # its client comes back, having seen so many
             request.resume_from_index = index
             seen, rest = Answer(), await d.client.ask(request)
-            pieces = AnswerReader(d.router.text, [], {"f"}, "").push(said[:index])
+            pieces = AnswerReader(d.router.text, [], {"f"}, "", False).push(said[:index])
             seen.take(_tokens(TokenRun(0, whole.ids[:index], "", ()), pieces))
             for name in ("reasoning", "text", "arguments"):
                 assert getattr(seen, name) + getattr(rest, name) == getattr(whole, name)

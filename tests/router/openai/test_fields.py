@@ -122,12 +122,14 @@ async def test_templates_read_names_documents_and_how_the_turn_goes_on(speaks: S
 
 async def test_an_answer_s_text_and_ids_are_as_they_were_asked_for(http: Http) -> None:
     stop = {"include_stop_str_in_output": True}
-    for fields, text in (
-        ({"stop": ["c"], **stop}, "abc"),
-        ({"stop_token_ids": [ord("c")], **stop}, "abc"),
-        ({"skip_special_tokens": False, **stop}, "abcd<end>"),
+    for fields, text, why in (
+        ({"stop": ["c"], **stop}, "abc", "c"),
+        ({"stop_token_ids": [ord("c")], **stop}, "abc", ord("c")),
+        ({"skip_special_tokens": False, **stop}, "abcd<end>", None),
     ):
-        assert (await http.complete("abcd", **fields)).json["choices"][0]["text"] == text
+        choice = (await http.complete("abcd", **fields)).json["choices"][0]
+        last = (await http.chat("abcd", stream=True, **fields)).events[-1]["choices"][0]
+        assert (choice["text"], choice["stop_reason"], last["stop_reason"]) == (text, why, why)
     long = {"prompt": "x" * 3000 + prompt_for("ab"), "truncate_prompt_tokens": -1, "max_tokens": 9}
     assert (await http.post("/v1/completions", long)).json["usage"]["prompt_tokens"] == 2048 - 9
     assert made(CompletionBody, add_special_tokens=False).omit_special_tokens

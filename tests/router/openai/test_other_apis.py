@@ -49,6 +49,7 @@ def events_of(answer: Answer) -> list[Any]:
 
 async def test_a_response_has_thoughts_text_and_calls_as_items(http: Http) -> None:
     more = {"instructions": "brief", "metadata": {"k": "v"}, "store": True, "request_id": "r"}
+    more |= {"text": {"verbosity": "medium"}, "reasoning": {"effort": "low"}, "user": "me"}
     answer = (await http.post(RESPONSES, RESPONSE | more)).json
     thoughts, message, call = answer["output"]
     assert thoughts["content"] == [{"type": "reasoning_text", "text": "hm"}]
@@ -56,6 +57,7 @@ async def test_a_response_has_thoughts_text_and_calls_as_items(http: Http) -> No
     assert (call["name"], json.loads(call["arguments"])) == ("f", {"a": 1})
     assert (answer["id"], answer["status"], answer["store"]) == ("resp_r", "completed", False)
     assert (answer["instructions"], answer["metadata"]) == ("brief", {"k": "v"})
+    assert (answer["reasoning"], answer["user"]) == ({"effort": "low", "summary": None}, "me")
     assert answer["usage"]["output_tokens"] == len(SAID) + 1
     cut = (await http.post(RESPONSES, RESPONSE | {"max_output_tokens": 16})).json
     assert cut["incomplete_details"] == {"reason": "max_output_tokens"}
@@ -67,8 +69,11 @@ async def test_a_response_streams_every_change_of_its_items(http: Http) -> None:
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
     served = {name for name in OFFICIAL if re.fullmatch(SERVED, name, re.VERBOSE)}
     assert {event["type"] for event in events} == served
-    cut = {"stream": True, "max_output_tokens": 16}
-    assert events_of(await http.post(RESPONSES, RESPONSE | cut))[-1]["type"].endswith("incomplete")
+    for length in (1, 16, len(SAID) - 14):  # of thoughts, text and a call
+        cut = {"stream": True, "max_output_tokens": length}
+        *_, item, end = events_of(await http.post(RESPONSES, RESPONSE | cut))
+        assert item["item"] == end["response"]["output"][-1]
+        assert (item["item"]["status"], end["type"]) == ("incomplete", "response.incomplete")
     types = [event["type"].removeprefix("response.") for event in events]
     assert [name for name, _ in groupby(types)] == TYPES.split()
     for index, item in enumerate(events[-1]["response"]["output"]):
@@ -151,11 +156,13 @@ REFUSED: Any = {
         "tools[0].name": [{"type": "function"}], "tool_choice": {"type": "mcp"}, "input": [],
         "max_output_tokens": 0, "text.format": POEM, "input[0].content[0]": [PICTURE],
         "input[0].encrypted_content": SECRET, "input[0]": [{"type": "item_reference"}],
-        "reasoning.effort": {"effort": 1},
+        "reasoning.effort": {"effort": 1}, "max_tokens": 5, "messages": [{}], "input[0].role": [{}],
+        "response_format": {"a": 1}, "reasoning_effort": 1, "text.verbosity": {"verbosity": "x"},
+        "input[1].output": [{}, {"type": "function_call_output", "output": {"a": 1}}],
     },
     MESSAGES: {
         "max_tokens": None, "messages[0].content[0]": [PICTURE], "tools[0]": ACTS,
-        "container": "x", "stop_sequences[0]": [""],
+        "container": "x", "stop_sequences[0]": [""], "stop": "x", "messages[0].role": [{}],
     },
 }  # fmt: skip
 
@@ -168,6 +175,7 @@ async def test_what_is_not_served_is_refused_by_name(d: Deployment, http: Http) 
             error = answer.json["error"]
             assert (answer.status, error["type"]) == (400, "invalid_request_error"), name
             assert error["message"].startswith(f"{name}: "), error
+            assert error.get("param", name) == name
             jsonschema.validate(answer.json, schemas["Error"])
             assert answer.json.get("type") == ("error" if path == MESSAGES else None)
     assert d.worker("d0").num_reserves == 0
