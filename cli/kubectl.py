@@ -1,4 +1,5 @@
 """`kubectl baton status|top|drain|explain`: finds a ServingCluster, and runs that `baton` command.
+`kubectl baton preflight` runs the chart's `helm test` instead and shows what its pods said.
 
 kubectl runs `kubectl-baton` as a plugin, and reaches the cluster for it: this module imports
 nothing of Kubernetes. Exit codes are those of `baton`, and 3 where no ServingCluster is found or
@@ -36,6 +37,7 @@ _COMMANDS = {
     "explain": ("grpc", "PROMPT: where it would run, and at what cost"),
 }
 """The endpoint that each asks, as the ServingCluster's status calls it, and what it does."""
+_PREFLIGHT = "preflight"
 _OF_ALL_UNITS = ("status", "top")
 """Commands that ask the control service of every unit."""
 _OPTIONS = {"control": "--control", "grpc": "--router"}
@@ -44,6 +46,7 @@ _BY_TLS = "grpcs://"
 _CONTROL_PORT = 7101
 _ANSWER_S = 30.0
 _FORWARD_S = 30.0
+_TEST_S = 900  # the Jobs themselves end within 600
 _RUNNING_S = 10  # kubectl itself waits a minute for a pod that there may never be
 _END_S = 5.0
 _LISTENS = re.compile(rb"Forwarding from (127\.0\.0\.1:[0-9]+)")
@@ -164,8 +167,22 @@ class Kubectl:
                 (Path(folder) / "operator" / file).write_bytes(base64.b64decode(text))
             yield folder
 
+    def pods(self, namespace: str, labels: str) -> Sequence[Mapping[str, Any]]:
+        """Those that a label selector chooses. Raises PluginError."""
+        found: list[Mapping[str, Any]] = self._get(
+            "pods", f"--selector={labels}", f"--namespace={namespace}"
+        )["items"]
+        return found
+
+    def log(self, namespace: str, pod: str, container: str) -> str:
+        """Raises PluginError."""
+        return self._answer("logs", pod, f"--container={container}", f"--namespace={namespace}")
+
     def _get(self, *what: str) -> Any:
-        command = [*self._command, "get", *what, "--output", "json"]
+        return json.loads(self._answer("get", *what, "--output", "json"))
+
+    def _answer(self, *what: str) -> str:
+        command = [*self._command, *what]
         try:
             done = subprocess.run(
                 command, capture_output=True, text=True, timeout=_ANSWER_S, check=False
@@ -175,7 +192,7 @@ class Kubectl:
             raise PluginError(message, "`kubectl cluster-info` asks for nothing else") from error
         if done.returncode:
             raise refusal(done.stderr)
-        return json.loads(done.stdout)
+        return done.stdout
 
     @contextlib.contextmanager
     def forwarded(self, target: Target) -> Iterator[str]:
@@ -255,9 +272,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.print_help()
         return 0 if options.help else cli.EXIT_USAGE
     if options.help:
+        if options.command == _PREFLIGHT:
+            parser.print_help()
+            return 0
         return cli.main([options.command, "--help"], prog=_PROGRAM)
-    endpoint, _ = _COMMANDS[options.command]
     try:
+        if options.command == _PREFLIGHT:
+            if rest or options.address:
+                parser.error(f"preflight does not take {' '.join(rest) or '--address'}")
+            return _preflight(options)
+        endpoint, _ = _COMMANDS[options.command]
         with _ending_what_was_started(), _reached(options, endpoint) as where:
             command = [options.command, *where, *rest]
             return cli.main(command, prog=_PROGRAM, unreachable=_hint(options))
@@ -289,9 +313,7 @@ def _reached(options: argparse.Namespace, endpoint: str) -> Iterator[list[str]]:
     if options.address:
         yield [_OPTIONS[endpoint], options.address]
         return
-    given = {name: getattr(options, name) for name in ("kubeconfig", "context", "namespace")}
-    kubectl = Kubectl([f"--{name}={value}" for name, value in given.items() if value])
-    cluster = chosen(kubectl.serving_clusters(), options.cluster)
+    kubectl, cluster = _found(options)
     there = target(cluster, endpoint)
     units = heads(cluster) if options.command in _OF_ALL_UNITS else {}
     more = ["--tls", "--tls-server-name", there.tls_name] if there.tls_name else []
@@ -305,6 +327,45 @@ def _reached(options: argparse.Namespace, endpoint: str) -> Iterator[list[str]]:
         else:
             address = reached.enter_context(kubectl.forwarded(there))
         yield [_OPTIONS[endpoint], address, *more]
+
+
+def _found(options: argparse.Namespace) -> tuple[Kubectl, Mapping[str, Any]]:
+    """kubectl as its flags say, and the cluster that is meant. Raises PluginError."""
+    given = {name: getattr(options, name) for name in ("kubeconfig", "context", "namespace")}
+    kubectl = Kubectl([f"--{name}={value}" for name, value in given.items() if value])
+    return kubectl, chosen(kubectl.serving_clusters(), options.cluster)
+
+
+def _preflight(options: argparse.Namespace) -> int:
+    """Run `helm test` of the cluster's release, and print what each of its pods found. Raises
+    PluginError."""
+    kubectl, cluster = _found(options)
+    metadata = cluster["metadata"]
+    release = (metadata.get("annotations") or {}).get("meta.helm.sh/release-name")
+    if release is None:
+        raise PluginError(
+            f"ServingCluster {metadata['name']} is not of a Helm release",
+            "`python -m cluster.preflight` in a worker's pod checks that pod alone",
+        )
+    if shutil.which("helm") is None:
+        raise PluginError("helm is not on PATH", "it runs the preflight's pods: install it")
+    namespace = metadata["namespace"]
+    given = {"kubeconfig": options.kubeconfig, "kube-context": options.context}
+    flags = [f"--{name}={value}" for name, value in given.items() if value]
+    command = ["helm", "test", release, f"--namespace={namespace}", f"--timeout={_TEST_S}s", *flags]
+    test = subprocess.run(command, capture_output=True, text=True, check=False)
+    labels = f"app.kubernetes.io/component=preflight,app.kubernetes.io/instance={release}"
+    pods = kubectl.pods(namespace, labels)
+    if test.returncode and not pods:
+        raise PluginError(test.stderr.strip().rpartition("\n")[2], f"`{' '.join(command)}` says it")
+    for pod in sorted(pods, key=lambda each: str(each["metadata"]["name"])):
+        name, node = pod["metadata"]["name"], pod["spec"].get("nodeName")
+        if node is None:
+            told = [each.get("message", "") for each in pod["status"].get("conditions", ())]
+            print(f"{name}\nFAIL  on no node: {' '.join(told)}\n")
+        else:
+            print(f"{name} on {node}\n{kubectl.log(namespace, name, 'preflight')}")
+    return cli.EXIT_FAILED if test.returncode else 0
 
 
 @contextlib.contextmanager
@@ -335,11 +396,12 @@ def _parser() -> argparse.ArgumentParser:
         description="The baton command line for a ServingCluster.",
         epilog="commands: "
         + "; ".join(f"{name}: {what}" for name, (_, what) in _COMMANDS.items())
+        + f"; {_PREFLIGHT}: check the pools' nodes and the link between them, by `helm test`"
         + ". Their other options are those of baton: kubectl baton COMMAND --help.",
         add_help=False,
         allow_abbrev=False,
     )
-    parser.add_argument("command", nargs="?", choices=_COMMANDS, metavar="COMMAND")
+    parser.add_argument("command", nargs="?", choices=[*_COMMANDS, _PREFLIGHT], metavar="COMMAND")
     parser.add_argument("-h", "--help", action="store_true", help="show this, or a command's own")
     parser.add_argument("-n", "--namespace", metavar="NAME", help="the cluster's (the context's)")
     parser.add_argument("--cluster", metavar="NAME", help="of the ServingCluster, if several")

@@ -11,28 +11,32 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from cluster.preflight.handoff import check_handoff
+from cluster.preflight.handoff import Meeting, check_handoff, check_pair
 from cluster.preflight.machine import (
     Check,
     Wanted,
     as_json,
     as_table,
     check_adapters,
+    check_gpu_direct,
     check_gpus,
     check_memory,
+    exports_dmabuf,
     has_failed,
 )
 
 
-def all_checks(root: Path, wanted: Wanted) -> list[Check]:
-    """Run all checks. `root`: the folder of /proc, /sys and /dev."""
+def all_checks(root: Path, wanted: Wanted, meeting: Meeting | None) -> list[Check]:
+    """Run all checks. `root`: the folder of /proc, /sys and /dev. `meeting`: with another pod."""
     gpus = check_gpus(root, wanted)
     device = "cuda" if wanted.num_gpus and not has_failed(gpus) else "cpu"
     return [
         *gpus,
         *check_memory(root, wanted),
         *check_adapters(root, os.environ, wanted),
+        *([check_gpu_direct(root, exports_dmabuf())] if wanted.rdma and wanted.num_gpus else []),
         *check_handoff(wanted, device),
+        *(check_pair(root, wanted, device, meeting) if meeting else []),
     ]
 
 
@@ -48,8 +52,12 @@ def parser() -> argparse.ArgumentParser:
         "--ucx-library",
         default="wheel",
         metavar="LIBRARY",
-        help="wheel, system or a path, as spec.transfer.ucxLibrary (%(default)s)",
+        help="wheel, system or a path, as spec.advanced.transfer.ucxLibrary (%(default)s)",
     )
+    made.add_argument("--node", default="here", metavar="NAME", help="of this machine")
+    pair = made.add_mutually_exclusive_group()
+    pair.add_argument("--listen", type=int, metavar="PORT", help="receive KV of another node")
+    pair.add_argument("--connect", metavar="HOST:PORT", help="hand over to the one that listens")
     made.add_argument("--root", type=Path, default=Path("/"), help="of proc, sys and dev")
     made.add_argument("--json", action="store_true", help="for programs")
     return made
@@ -58,7 +66,9 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     options = parser().parse_args(argv)
     wanted = Wanted(options.gpus, options.rdma, options.hugepages, options.ucx_library)
-    checks = all_checks(options.root, wanted)
+    is_pair = options.listen is not None or options.connect is not None
+    meeting = Meeting(options.node, options.listen, options.connect) if is_pair else None
+    checks = all_checks(options.root, wanted, meeting)
     print(as_json(checks) if options.json else as_table(checks))
     return 1 if has_failed(checks) else 0
 

@@ -1,6 +1,7 @@
-"""A real handoff between two processes of this machine: which transports it used, and how fast.
+"""A real handoff, within this machine or to another node: which transports it used, and how fast.
 
     python -m cluster.preflight.handoff [--library wheel|system|PATH] [--device cpu|cuda]
+        [--node NAME] [--listen PORT | --connect HOST:PORT]
 
 A fault in UCX or a driver may end a process. So the preflight runs this as a separate process,
 which prints one line of JSON. `LoneRank` is the transfer side of a worker without an engine;
@@ -13,18 +14,31 @@ import argparse
 import asyncio
 import json
 import multiprocessing
+import os
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 import uvloop
 
 from baton.config.transfer import TransferConfig
 from baton.interpreter import share_interpreter
-from cluster.preflight.machine import Check, Wanted, failure, ok, warning
+from baton.v1 import common_pb2, worker_pb2
+from cluster.preflight.machine import (
+    Check,
+    Link,
+    Wanted,
+    failure,
+    ok,
+    rdma_links,
+    tcp_links,
+    warning,
+)
 from engine.api import LocalDeviceMemory
 from kv_transfer.errors import TransferError
 from kv_transfer.exporter import Exporter
@@ -117,15 +131,25 @@ _BLOCKS_PER_REGION = 65
 _NUM_ROUNDS = 3
 """The first one maps what later ones find mapped."""
 _SENT = 7
+_BLOCKS = [BlockId(block) for block in range(1, 4 * _BLOCKS_PER_REGION, 2)]
+"""No two of them are neighbours."""
 _SLOW_GB_PER_S = 0.5
+_LEAST_OF_LINK = 0.5
+_MEET_S = 300.0
+"""Longest wait for the other pod, whose node may have to pull the image."""
+_TRY_S, _PAUSE_S = 5.0, 1.0
+_LEASE, _END = b"lease", b"end"
+_LONGEST_MESSAGE = 1 << 20
 _BETWEEN_PROCESSES = SHARED_MEMORY - {"self"}
 _OWN_IMAGE = (
     "the image of deploy/images/worker.Dockerfile, whose libucx is built with CUDA and RDMA"
 )
-_WITH_CUDA = f"{_OWN_IMAGE}, or spec.transfer.ucxLibrary: wheel (built with CUDA, no RDMA)"
+_WITH_CUDA = f"{_OWN_IMAGE}, or spec.advanced.transfer.ucxLibrary: wheel (built with CUDA, no RDMA)"
 _FIXES = {
-    "cannot load libucp": f"{_OWN_IMAGE}, or spec.transfer.ucxLibrary: wheel",
+    "cannot load libucp": f"{_OWN_IMAGE}, or spec.advanced.transfer.ucxLibrary: wheel",
     "cannot reach cuda memory": _WITH_CUDA,
+    "nobody": "see whether the other pool's Job is placed and what it says; let NetworkPolicies "
+    "admit the release's preflight pods to each other at every port",
 }
 """Transport error text -> fix."""
 _RDMA = ("rc_", "dc_", "ud_", "srd")
@@ -134,34 +158,76 @@ _RDMA = ("rc_", "dc_", "ud_", "srd")
 
 @dataclass(frozen=True)
 class Report:
-    """The handoff's result. `transports`: what UCX could use here; `lanes`: what it used."""
+    """The handoff's result. `transports`: what UCX could use here; `lanes`: what it used;
+    `receiver`: its node."""
 
     version: str
     transports: list[str]
     lanes: list[str]
     num_bytes: int
     gb_per_s: float
+    receiver: str = ""
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """How this pod and another one find each other: one listens at `port`, the other connects to
+    `address`. `node`: the name of this pod's."""
+
+    node: str
+    port: int | None = None
+    address: str | None = None
 
 
 def check_handoff(wanted: Wanted, device: str) -> list[Check]:
-    """Run the handoff and check it. `device`: cpu or cuda memory. Takes one or two seconds; raises
-    nothing."""
+    """Run the handoff within this machine and check it. `device`: cpu or cuda memory. Takes one or
+    two seconds; raises nothing."""
+    try:
+        report = Report(**json.loads(_run(wanted, device, (), _TIMEOUT_S)))
+    except _BrokenError as error:
+        return [_broken("handoff", str(error), wanted)]
+    return [check_transports(report, wanted), check_lanes(report, device)]
+
+
+def check_pair(root: Path, wanted: Wanted, device: str, meeting: Meeting) -> list[Check]:
+    """Hand over to the pod that listens, or receive from the one that connects, and check what it
+    took. Waits for the other for `_MEET_S` at most; raises nothing."""
+    if meeting.port is not None:
+        how = ("--node", meeting.node, "--listen", str(meeting.port))
+    else:
+        how = ("--node", meeting.node, "--connect", str(meeting.address))
+    try:
+        said = json.loads(_run(wanted, device, how, _MEET_S + _TIMEOUT_S))
+    except _BrokenError as error:
+        return [_broken("pair", str(error), wanted)]
+    if meeting.port is not None:
+        return [ok("pair", f"received from {said['sender']}, which judges it")]
+    report = Report(**said)
+    rdma, tcp = rdma_links(root, os.environ), tcp_links(root, os.environ)
+    return judge_pair(report, wanted, meeting.node, rdma, tcp)
+
+
+class _BrokenError(Exception):
+    """A handoff that did not end well."""
+
+
+def _run(wanted: Wanted, device: str, how: Sequence[str], timeout_s: float) -> str:
+    """The last line that the handoff's process printed. Raises _BrokenError."""
     command = [
-        *(sys.executable, "-m", __name__),
+        *(sys.executable, "-m", __name__, *how),
         *("--library", wanted.ucx_library, "--device", device),
     ]
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
+            command, capture_output=True, text=True, timeout=timeout_s, check=False
         )
-    except subprocess.TimeoutExpired:
-        return [_broken(f"not over after {_TIMEOUT_S:g} s", wanted)]
+    except subprocess.TimeoutExpired as error:
+        raise _BrokenError(f"not over after {timeout_s:g} s") from error
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if line.strip()]
         words = lines[-1] if lines else "no word"
-        return [_broken(f"ended with {done.returncode}: {words}", wanted)]
-    report = Report(**json.loads(done.stdout.splitlines()[-1]))
-    return [check_transports(report, wanted), check_lanes(report, device)]
+        raise _BrokenError(f"ended with {done.returncode}: {words}")
+    return done.stdout.splitlines()[-1]
 
 
 def check_transports(report: Report, wanted: Wanted) -> Check:
@@ -178,7 +244,7 @@ def check_transports(report: Report, wanted: Wanted) -> Check:
 
 def _rdma_fix(wanted: Wanted) -> str:
     if wanted.ucx_library == "wheel":
-        return "spec.transfer.ucxLibrary: system (the wheel's has no RDMA)"
+        return "spec.advanced.transfer.ucxLibrary: system (the wheel's has no RDMA)"
     return f"{_OWN_IMAGE}; and see the adapters' checks above"
 
 
@@ -198,10 +264,56 @@ def check_lanes(report: Report, device: str) -> Check:
     return ok("handoff", found)
 
 
-def _broken(found: str, wanted: Wanted) -> Check:
+def judge_pair(
+    report: Report, wanted: Wanted, node: str, rdma: Sequence[Link], tcp: Sequence[Link]
+) -> list[Check]:
+    """`rdma`, `tcp`: this side's links that UCX may use."""
+    rate = f"{report.num_bytes / 1e6:.0f} MB at {report.gb_per_s:.2g} GB/s"
+    if report.receiver == node:
+        found = f"both pods are on {node}, {rate}: no link between nodes was tried"
+        return [warning("pair", found, "free room for one of them on another node of its pool")]
+    uses_rdma = any(lane.startswith(_RDMA) for lane in report.lanes)
+    return [
+        ok("pair", f"{node} to {report.receiver}"),
+        _transport(report, wanted, rdma),
+        _bandwidth(report, rate, rdma if uses_rdma else tcp),
+    ]
+
+
+def _transport(report: Report, wanted: Wanted, rdma: Sequence[Link]) -> Check:
+    found = ", ".join(report.lanes)
+    if "tcp" not in report.lanes or any(lane.startswith(_RDMA) for lane in report.lanes):
+        return ok("transport", found)
+    if wanted.rdma:
+        fix = "the adapters' rows above, on both nodes; UCX_TLS and UCX_NET_DEVICES in "
+        return failure(
+            "transport", f"{found}: UCX fell back to TCP", f"{fix}cluster.nodes.env must leave them"
+        )
+    if rdma:
+        names = ", ".join(link.name for link in rdma)
+        fix = "cluster.nodes.preset: gpu-rdma, and rdma/... in cluster.nodes.resources"
+        return warning("transport", f"{found}, though {names} could carry RDMA", fix)
+    return ok("transport", f"{found}: no RDMA adapter is here")
+
+
+def _bandwidth(report: Report, rate: str, links: Sequence[Link]) -> Check:
+    link = max(links, key=lambda each: each.gb_per_s, default=None)
+    fix = "look for other load on the link, the MTU, a CPU limit of the pod that throttles"
+    if link is None:
+        found = f"{rate}; the link's own speed is not seen in this pod"
+        is_slow = report.gb_per_s < _SLOW_GB_PER_S
+        return warning("bandwidth", found, fix) if is_slow else ok("bandwidth", found)
+    share = report.gb_per_s * 8 / link.gb_per_s
+    found = f"{rate}, {share:.0%} of {link.name}'s {link.gb_per_s:g} Gb/s"
+    if share < _LEAST_OF_LINK:
+        return warning("bandwidth", found, f"{fix}, the adapter's PCIe slot (nvidia-smi topo -m)")
+    return ok("bandwidth", found)
+
+
+def _broken(name: str, found: str, wanted: Wanted) -> Check:
     usual = f"python -m {__name__} --library {wanted.ucx_library} shows more"
     fixes = [fix for words, fix in _FIXES.items() if words in found]
-    return failure("handoff", found, fixes[0] if fixes else usual)
+    return failure(name, found, fixes[0] if fixes else usual)
 
 
 # --- the two processes ----------------------------------------------------------------------------
@@ -212,38 +324,39 @@ def _shape(device: str) -> MemoryShape:
 
 
 def _receiver_main(pipe: Connection, device: str, config: TransferConfig) -> None:
-    uvloop.run(_receive(pipe, device, config))
+    uvloop.run(_receive(pipe, "", device, config))
 
 
-async def _receive(pipe: Connection, device: str, config: TransferConfig) -> None:
-    rank = LoneRank("receiver", _shape(device), config)
-    writer: WorkerIdentity = await asyncio.to_thread(pipe.recv)
-    pipe.send(rank.identity)
-    while (blocks := await asyncio.to_thread(pipe.recv)) is not None:
-        pipe.send(rank.table.grant("preflight", writer, [blocks], 0, _LEASE_S))
-    pipe.send(rank.count(_SENT))
+async def _receive(pipe: Connection, node: str, device: str, config: TransferConfig) -> str:
+    """The sender's node. What passes the pipe is protobuf: it may come from the network."""
+    rank = LoneRank(node, _shape(device), config)
+    writer = _identity(await _next(pipe))
+    pipe.send_bytes(rank.identity.to_proto().SerializeToString())
+    while await _next(pipe) == _LEASE:
+        lease = rank.table.grant("preflight", writer, [_BLOCKS], 0, _LEASE_S)
+        pipe.send_bytes(lease.to_proto().SerializeToString())
+    pipe.send_bytes(str(rank.count(_SENT)).encode())
     rank.close()
+    return writer.worker_id
 
 
-async def _send(pipe: Connection, device: str, config: TransferConfig) -> Report:
+async def _send(pipe: Connection, node: str, device: str, config: TransferConfig) -> Report:
     """Send blocks and measure. Raises TransferError, EOFError if the receiver ended, and ValueError
     for lost bytes."""
-    rank = LoneRank("sender", _shape(device), config)
+    shape = _shape(device)
+    rank = LoneRank(node, shape, config)
     rank.memory.buffer[:] = _SENT
     rank.count(_SENT)  # which waits for the GPU: a put would not
-    pipe.send(rank.identity)
-    await asyncio.to_thread(pipe.recv)
-    shape = _shape(device)
-    last = shape.num_regions * shape.blocks_per_region
-    blocks = [BlockId(block) for block in range(1, last, 2)]  # no two of them are neighbours
+    pipe.send_bytes(rank.identity.to_proto().SerializeToString())
+    receiver = _identity(await _next(pipe))
     fastest_s = float("inf")
     for _ in range(_NUM_ROUNDS):
-        pipe.send(blocks)
-        lease: Lease = await asyncio.to_thread(pipe.recv)
-        fastest_s = min(fastest_s, await _hand_over(rank, lease, blocks, shape.num_layers))
-    pipe.send(None)
-    num_bytes = len(blocks) * shape.block_bytes * shape.num_layers
-    arrived = await asyncio.to_thread(pipe.recv)
+        pipe.send_bytes(_LEASE)
+        lease = Lease.from_proto(worker_pb2.Lease.FromString(await _next(pipe)))
+        fastest_s = min(fastest_s, await _hand_over(rank, lease, _BLOCKS, shape.num_layers))
+    pipe.send_bytes(_END)
+    num_bytes = len(_BLOCKS) * shape.block_bytes * shape.num_layers
+    arrived = int(await _next(pipe))
     if arrived != num_bytes:
         raise ValueError(f"{arrived} bytes have arrived of {num_bytes}")
     transport = rank.transport
@@ -254,9 +367,18 @@ async def _send(pipe: Connection, device: str, config: TransferConfig) -> Report
         lanes=sorted(transport.connect(lease.ranks[0].put_address).lanes),
         num_bytes=num_bytes,
         gb_per_s=num_bytes / fastest_s / 1e9,
+        receiver=receiver.worker_id,
     )
     rank.close()
     return report
+
+
+async def _next(pipe: Connection) -> bytes:
+    return await asyncio.to_thread(pipe.recv_bytes, _LONGEST_MESSAGE)
+
+
+def _identity(message: bytes) -> WorkerIdentity:
+    return WorkerIdentity.from_proto(common_pb2.WorkerRef.FromString(message))
 
 
 async def _hand_over(
@@ -271,25 +393,73 @@ async def _hand_over(
     return time.perf_counter() - start
 
 
-def main() -> None:
+def _accepted(port: int) -> Connection:
+    """To whoever connects first. Raises OSError."""
+    both = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
+    with socket.create_server(("", port), family=family, dualstack_ipv6=both) as server:
+        server.settimeout(_MEET_S)
+        try:
+            found, _ = server.accept()
+        except TimeoutError as error:
+            raise OSError(f"nobody came within {_MEET_S:g} s") from error
+    found.setblocking(True)
+    return Connection(found.detach())
+
+
+def _connected(address: str) -> Connection:
+    """To HOST:PORT, whose pod may still have to start. Raises OSError."""
+    host, _, port = address.rpartition(":")
+    give_up_at = time.monotonic() + _MEET_S
+    while True:
+        try:
+            found = socket.create_connection((host, int(port)), timeout=_TRY_S)
+        except OSError as error:
+            if time.monotonic() >= give_up_at:
+                raise OSError(f"nobody listens at {address}: {error}") from error
+            time.sleep(_PAUSE_S)
+            continue
+        found.setblocking(True)
+        return Connection(found.detach())
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--library", default="wheel")
     parser.add_argument("--device", default="cpu")
-    options = parser.parse_args()
+    parser.add_argument("--node", default="")
+    parser.add_argument("--listen", type=int, metavar="PORT")
+    parser.add_argument("--connect", metavar="HOST:PORT")
+    return parser
+
+
+def main() -> None:
+    options = _parser().parse_args()
     config = TransferConfig(ucx_library=options.library)
+    device, node = options.device, options.node
+    try:
+        if options.listen is not None:
+            sender = uvloop.run(_receive(_accepted(options.listen), node, device, config))
+            print(json.dumps({"sender": sender}))
+        elif options.connect is not None:
+            report = uvloop.run(_send(_connected(options.connect), node, device, config))
+            print(json.dumps(asdict(report)))
+        else:
+            print(json.dumps(asdict(_within(device, config))))
+    except (TransferError, EOFError, OSError, ValueError) as error:
+        sys.exit(str(error) or "the other process ended")
+
+
+def _within(device: str, config: TransferConfig) -> Report:
+    """A handoff to another process of this machine."""
     context = multiprocessing.get_context("spawn")
     pipe, there = context.Pipe()
-    process = context.Process(
-        target=_receiver_main, args=(there, options.device, config), daemon=True
-    )
+    process = context.Process(target=_receiver_main, args=(there, device, config), daemon=True)
     process.start()
     there.close()  # so that the end of the receiver is an EOF
-    try:
-        report = uvloop.run(_send(pipe, options.device, config))
-    except (TransferError, EOFError, OSError) as error:
-        sys.exit(str(error) or "the receiving process ended")
+    report = uvloop.run(_send(pipe, "", device, config))
     process.join(_TIMEOUT_S)
-    print(json.dumps(asdict(report)))
+    return report
 
 
 if __name__ == "__main__":

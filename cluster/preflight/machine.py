@@ -2,11 +2,13 @@
 
 - Memory: what a process may lock and share, and huge pages.
 - GPUs: the node's driver against torch's CUDA, and the GPUs that torch sees.
+  GPUDirect, for adapters.
 - Adapters: their ports' links and the addresses that RoCE needs, all from sysfs.
 """
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import json
 import os
@@ -23,9 +25,9 @@ _LONGEST_FOUND = 160
 
 
 class Outcome(StrEnum):
-    OK = "ok"
-    WARNING = "warning"
-    FAILURE = "failure"
+    OK = "PASS"
+    WARNING = "WARN"
+    FAILURE = "FAIL"
 
 
 @dataclass(frozen=True)
@@ -236,8 +238,8 @@ def check_number(num_seen: int, wanted: Wanted) -> Check:
     return failure(
         "GPUs",
         found,
-        "set the pod's limit of nvidia.com/gpu to parallelism.tensor; if it is set, nvidia-smi on "
-        "the node shows which GPU fails",
+        "the pod's limit of nvidia.com/gpu is to be spec.pools.NAME.parallelism.tensor; if it is, "
+        "nvidia-smi on the node shows which GPU fails",
     )
 
 
@@ -265,6 +267,38 @@ def num_gpus_seen() -> int:
     import torch  # only on a machine with a driver
 
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+_DMA_BUF_SUPPORTED = 124
+"""CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED."""
+
+
+def check_gpu_direct(root: Path, exports_dmabuf: bool) -> Check:
+    """Whether an adapter can read and write a GPU's memory itself."""
+    if (root / "sys/module/nvidia_peermem").exists():
+        return ok("GPUDirect", "nvidia_peermem is loaded")
+    if exports_dmabuf:
+        return ok("GPUDirect", "dmabuf: the driver exports the GPU's memory")
+    return warning(
+        "GPUDirect",
+        "neither nvidia_peermem nor dmabuf: KV is copied through the host's memory",
+        "modprobe nvidia-peermem on the node (NVIDIA's GPU operator: driver.rdma.enabled), or the "
+        "open kernel modules for dmabuf",
+    )
+
+
+def exports_dmabuf() -> bool:
+    """Whether the driver exports the first GPU's memory as a dmabuf; False without a driver."""
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    value, device = ctypes.c_int(0), ctypes.c_int(0)
+    if cuda.cuInit(0) or cuda.cuDeviceGet(ctypes.byref(device), 0):
+        return False
+    return not cuda.cuDeviceGetAttribute(ctypes.byref(value), _DMA_BUF_SUPPORTED, device) and bool(
+        value.value
+    )
 
 
 # --- adapters -----------------------------------------------------------------------------------
@@ -400,3 +434,37 @@ def _address(port: Port, environment: Mapping[str, str]) -> Check:
     index = int(chosen) if chosen.isdecimal() else routable[0].index
     (gid,) = [gid for gid in routable if gid.index == index]
     return ok(name, f"{gid.address} ({gid.kind}) at index {gid.index}")
+
+
+# --- the link between two nodes -----------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Link:
+    """What KV may leave this pod by."""
+
+    name: str
+    gb_per_s: float
+    """Gigabits per second."""
+
+
+def rdma_links(root: Path, environment: Mapping[str, str]) -> list[Link]:
+    """Ports that are up and that UCX_NET_DEVICES leaves."""
+    ports = (Link(port.name, port.gb_per_s) for port in read_ports(root) if _is_up(port))
+    return [link for link in ports if _may_use(link.name, environment)]
+
+
+def tcp_links(root: Path, environment: Mapping[str, str]) -> list[Link]:
+    """Interfaces with hardware of their own: a pod's virtual one makes its speed up."""
+    found = []
+    for folder in sorted((root / "sys/class/net").glob("*")):
+        is_up = _text(folder / "operstate") == "up" and (folder / "device").exists()
+        mb_per_s = _number(folder / "speed")
+        if is_up and mb_per_s > 0 and _may_use(folder.name, environment):
+            found.append(Link(folder.name, mb_per_s / 1000))
+    return found
+
+
+def _may_use(name: str, environment: Mapping[str, str]) -> bool:
+    chosen = environment.get("UCX_NET_DEVICES", "all").split(",")
+    return "all" in chosen or name in chosen

@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
+import ast
+import dataclasses
 import json
+import re
 import resource
+import typing
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import jsonschema
 import pytest
+import yaml
 
 from cluster.preflight import handoff
 from cluster.preflight.__main__ import main
-from cluster.preflight.handoff import Report, check_lanes, check_transports
+from cluster.preflight.handoff import Report, check_lanes, check_transports, judge_pair
 from cluster.preflight.machine import (
     Check,
+    Link,
     Outcome,
     Wanted,
     as_json,
     as_table,
     check_adapters,
     check_driver,
+    check_gpu_direct,
     check_memory,
     check_number,
     driver_version,
@@ -29,10 +38,15 @@ from cluster.preflight.machine import (
     huge_pages,
     locked_memory,
     ok,
+    rdma_links,
     shared_memory,
+    tcp_links,
     torch_cuda,
     warning,
 )
+from deploy.api.generate import CHART, CRDS
+from deploy.api.naming import camel
+from deploy.api.serving_cluster import Advanced
 from tests.cluster.preflight import made_up
 
 GPUS = Wanted(num_gpus=8)
@@ -242,8 +256,8 @@ def test_this_machine_hands_over_in_shared_memory_and_the_command_says_so(
     reported = json.loads(capsys.readouterr().out)
     assert reported["ok"] is False
     found = {check["name"]: check for check in reported["checks"]}
-    assert found["huge pages"]["outcome"] == "failure"
-    assert found["UCX"]["outcome"] == "ok"
+    assert found["huge pages"]["outcome"] == "FAIL"
+    assert found["UCX"]["outcome"] == "PASS"
     assert " GB/s over " in found["handoff"]["found"]
     assert "shared memory was not used" not in found["handoff"]["found"]
 
@@ -271,6 +285,104 @@ def test_a_gpus_memory_is_handed_over() -> None:
         assert check.outcome is not Outcome.FAILURE, check
 
 
+# --- a pair of nodes ------------------------------------------------------------------------------
+
+CROSSED = Report("1.21.0", ["rc_mlx5", "tcp"], ["rc_mlx5"], 68 << 20, 40.0, "node-b")
+INFINIBAND = [Link("mlx5_0:1", 400.0)]
+
+
+def judged(report: Report, wanted: Wanted, rdma: Sequence[Link] = ()) -> dict[str, Check]:
+    found = judge_pair(report, wanted, "node-a", rdma, [Link("eth0", 100.0)])
+    return {check.name: check for check in found}
+
+
+def test_a_pair_by_rdma_is_measured_against_its_link() -> None:
+    found = judged(CROSSED, RDMA, INFINIBAND)
+    assert found["pair"] == ok("pair", "node-a to node-b")
+    assert found["transport"] == ok("transport", "rc_mlx5")
+    assert found["bandwidth"] == ok("bandwidth", "71 MB at 40 GB/s, 80% of mlx5_0:1's 400 Gb/s")
+    slow = judged(replace(CROSSED, gb_per_s=20.0), RDMA, INFINIBAND)["bandwidth"]
+    assert slow.outcome is Outcome.WARNING
+    assert "40% of mlx5_0:1's" in slow.found
+
+
+def test_a_fall_back_to_tcp_is_named_and_fails_who_wants_rdma() -> None:
+    by_tcp = replace(CROSSED, lanes=["tcp"], gb_per_s=10.0)
+    failed = judged(by_tcp, RDMA, INFINIBAND)
+    assert failed["transport"].outcome is Outcome.FAILURE
+    assert "fell back to TCP" in failed["transport"].found
+    assert failed["bandwidth"].found == "71 MB at 10 GB/s, 80% of eth0's 100 Gb/s"
+    unused = judged(by_tcp, GPUS, INFINIBAND)["transport"]
+    assert unused.outcome is Outcome.WARNING
+    assert "mlx5_0:1 could carry RDMA" in unused.found
+    assert judged(by_tcp, GPUS)["transport"].outcome is Outcome.OK
+
+
+def test_links_are_those_that_are_up_that_ucx_may_use_and_that_have_hardware(
+    tmp_path: Path,
+) -> None:
+    made_up.port(tmp_path, "mlx5_0")
+    made_up.port(tmp_path, "mlx5_1", state="1: DOWN")
+    assert rdma_links(tmp_path, {}) == INFINIBAND
+    assert not rdma_links(tmp_path, {"UCX_NET_DEVICES": "eth0"})
+    for name, state in (("eth0", "up"), ("eth1", "down"), ("veth0", "up")):
+        made_up.write(tmp_path, f"sys/class/net/{name}/operstate", state)
+        made_up.write(tmp_path, f"sys/class/net/{name}/speed", "100000")
+    for name in ("eth0", "eth1"):
+        made_up.write(tmp_path, f"sys/class/net/{name}/device/vendor", "0x15b3")
+    assert tcp_links(tmp_path, {"UCX_NET_DEVICES": "mlx5_0:1,eth0"}) == [Link("eth0", 100.0)]
+
+
+def test_an_adapter_reads_a_gpus_memory_by_peermem_or_dmabuf(tmp_path: Path) -> None:
+    assert check_gpu_direct(tmp_path, False).outcome is Outcome.WARNING
+    assert "dmabuf" in check_gpu_direct(tmp_path, True).found
+    made_up.write(tmp_path, "sys/module/nvidia_peermem/refcnt", "0")
+    assert check_gpu_direct(tmp_path, False) == ok("GPUDirect", "nvidia_peermem is loaded")
+
+
+# --- fixes ----------------------------------------------------------------------------------------
+
+_FIELD = re.compile(r"((?:spec|cluster)\.[A-Za-z.]*[A-Za-z])(?:: (\w+))?")
+
+
+def fields_named() -> set[tuple[str, str]]:
+    """Fields, each with the value that a fix gives it or "", in all text of the package."""
+    found: set[tuple[str, str]] = set()
+    for path in Path(handoff.__file__).parent.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found |= set(_FIELD.findall(node.value))
+    return {each for each in found if not each[0].startswith("cluster.preflight")}
+
+
+def test_each_field_that_a_fix_names_is_one_that_the_resource_or_the_chart_takes() -> None:
+    named = fields_named()
+    assert ("spec.advanced.transfer.ucxLibrary", "system") in named
+    values = json.loads((CHART / "values.schema.json").read_text())
+    crd = yaml.safe_load((CRDS / "servingclusters.baton.dev.yaml").read_text())
+    resource = crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
+    for field, text in sorted(named):
+        first, *rest = field.split(".")
+        of_chart = first == "cluster"
+        schema: Any = (
+            values["properties"]["cluster"] if of_chart else resource["properties"]["spec"]
+        )
+        if rest[:1] == ["advanced"]:
+            section = typing.get_type_hints(Advanced)[rest[1]]
+            assert rest[2] in {camel(each.name) for each in dataclasses.fields(section)}, field
+            continue
+        for name in rest:
+            while "$ref" in schema:
+                schema = values["definitions"][schema["$ref"].rpartition("/")[2]]
+            known = schema.get("properties", {})
+            assert name in known or schema.get("additionalProperties"), field
+            schema = known.get(name) or schema["additionalProperties"]
+        if text and schema is not True:
+            while "$ref" in schema:
+                schema = values["definitions"][schema["$ref"].rpartition("/")[2]]
+            jsonschema.validate(yaml.safe_load(text), schema)
+
+
 # --- telling --------------------------------------------------------------------------------------
 
 CHECKS = [
@@ -282,11 +394,11 @@ CHECKS = [
 
 def test_columns_align_and_what_mends_stands_below_what_is_wrong() -> None:
     assert as_table(CHECKS).splitlines() == [
-        "driver         ok       550.54.15, torch is built for CUDA 12.8",
-        "locked memory  failure  at most 64 KiB",
-        "               fix      ipcLock: true",
-        "UCX            warning  no shared memory",
-        "               fix      UCX_TLS",
+        "driver         PASS  550.54.15, torch is built for CUDA 12.8",
+        "locked memory  FAIL  at most 64 KiB",
+        "               fix   ipcLock: true",
+        "UCX            WARN  no shared memory",
+        "               fix   UCX_TLS",
     ]
 
 

@@ -72,9 +72,9 @@ class Helm:
         return self._rendered(values, chart, "--skip-tests", *arguments)
 
     def tests(self, values: Values) -> list[Object]:
-        """What `helm test` of that release makes."""
-        found = self._rendered(values, CHART)
-        return [each for each in found if _hook(each) == "test"]
+        """What `helm test` of that release makes, at one time."""
+        lists = [each for each in self._rendered(values, CHART) if _hook(each) == "test"]
+        return [item for each in lists for item in each["items"]]
 
     def _rendered(self, values: Values | None, chart: Path, *arguments: str) -> list[Object]:
         command = ("template", "baton", chart, "--namespace", NAMESPACE, "--values", "-")

@@ -1,4 +1,4 @@
-"""`helm test`: a Job for each pool, with what that pool's pods have."""
+"""`helm test`: a Job for each pool, with what that pool's pods have; two of them are a pair."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from cluster.preflight.__main__ import parser
-from tests.deploy.chart.chart import Helm, Object, first_cluster, of_kind
+from tests.deploy.chart.chart import Helm, Object, first_cluster, of_kind, one
 from tests.deploy.chart.matrix import ON, Values, each_once
 from tests.deploy.schemas import check_kubernetes
 
@@ -24,7 +24,7 @@ RDMA: dict[str, Any] = {
 
 def jobs(helm: Helm, **cluster: Any) -> dict[str, Object]:
     """By the ends of their names."""
-    found = helm.tests(first_cluster(**cluster))
+    found = of_kind(helm.tests(first_cluster(**cluster)), "Job")
     for each in found:
         check_kubernetes(each)
     return {each["metadata"]["name"].removeprefix("baton-preflight-"): each for each in found}
@@ -84,15 +84,47 @@ def test_a_pools_job_lands_where_its_pods_do(helm: Helm) -> None:
     assert shm["emptyDir"]["sizeLimit"] == "16Gi"
 
 
+def test_prefills_job_hands_over_to_decodes_on_another_node(helm: Helm) -> None:
+    made = jobs(helm)
+    service = one(helm.tests(first_cluster()), "Service")
+    check_kubernetes(service)
+    assert flags(made["decode"]).listen == service["spec"]["ports"][0]["port"]
+    assert flags(made["prefill"]).connect == f"{service['metadata']['name']}:7105"
+    node = {"name": "NODE_NAME", "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}}
+    for name, job in made.items():
+        labels = pod(job)["metadata"]["labels"].items()
+        assert (service["spec"]["selector"].items() <= labels) == (name == "decode")
+        apart = pod(job)["spec"]["affinity"]["podAntiAffinity"]
+        (term,) = apart["preferredDuringSchedulingIgnoredDuringExecution"]
+        assert term["podAffinityTerm"]["topologyKey"] == "kubernetes.io/hostname"
+        assert term["podAffinityTerm"]["labelSelector"]["matchLabels"].items() <= labels
+        assert node in container(job)["env"]
+        assert flags(job).node == "$(NODE_NAME)"
+
+
+@pytest.mark.parametrize(
+    ("roles", "sender", "receiver"),
+    [
+        ({"a": "mixed"}, None, None),
+        ({"a": "decode", "b": "decode"}, None, None),
+        ({"a": "mixed", "b": "mixed"}, "b", "a"),
+        ({"a": "prefill", "b": "mixed", "c": "prefill"}, "a", "b"),
+    ],
+)
+def test_two_pools_that_hand_over_are_a_pair(
+    helm: Helm, roles: dict[str, str], sender: str | None, receiver: str | None
+) -> None:
+    pools = {"prefill": None, "decode": None} | {name: {"role": it} for name, it in roles.items()}
+    options = {name: flags(job) for name, job in jobs(helm, spec=ON | {"pools": pools}).items()}
+    assert [name for name, each in options.items() if each.connect] == [sender] * bool(sender)
+    assert [name for name, each in options.items() if each.listen] == [receiver] * bool(receiver)
+
+
 def test_a_job_ends_runs_once_and_keeps_what_it_said(helm: Helm) -> None:
     sidecar = {
         "podTemplate": {"spec": {"containers": [{"name": "exporter", "image": "exporter:1"}]}}
     }
     job = jobs(helm, nodes={"preset": "cpu"}, spec=ON | {"pools": {"decode": sidecar}})["decode"]
-    assert job["metadata"]["annotations"] == {
-        "helm.sh/hook": "test",
-        "helm.sh/hook-delete-policy": "before-hook-creation",
-    }
     assert job["spec"]["backoffLimit"] == 0
     assert job["spec"]["activeDeadlineSeconds"] == 600
     assert pod(job)["spec"]["restartPolicy"] == "Never"
@@ -163,13 +195,13 @@ def test_a_weights_cache_is_mounted_where_a_template_says(helm: Helm) -> None:
 
 def test_releases_whose_names_begin_alike_have_jobs_of_their_own(helm: Helm) -> None:
     def names(release: str) -> set[str]:
-        found = helm.tests(first_cluster() | {"fullnameOverride": release})
+        found = of_kind(helm.tests(first_cluster() | {"fullnameOverride": release}), "Job")
         return {each["metadata"]["name"] for each in found}
 
     assert names("of-12-letter") == {f"of-12-letter-preflight-{it}" for it in ("prefill", "decode")}
     assert not names("of-12-letters") & names("of-12-letterz")
     longest = first_cluster(spec={"pools": {"p" * 34: {"role": "mixed"}}})
-    found = helm.tests(longest | {"fullnameOverride": "f" * 40})
+    found = of_kind(helm.tests(longest | {"fullnameOverride": "f" * 40}), "Job")
     assert max(len(each["metadata"]["name"]) for each in found) <= 63 - len("-pod12")
 
 

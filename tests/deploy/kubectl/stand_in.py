@@ -1,7 +1,8 @@
 """A program that answers as kubectl does to `get` and `port-forward`, where no kubelet forwards.
 
 FOLDER in its environment holds `clusters.json`, what `get` prints, and `secret.json`, what it
-prints of a Secret (else nobody may read one); `upstream`, where a forwarded port leads, or
+prints of a Secret (else nobody may read one); `pods.json`, what it prints of pods, and `log`, what
+each has said; `upstream`, where a forwarded port leads, or
 `refusal`, what kubectl says instead (`refusal-NAME` for one Service alone). Into `pid` it writes
 who forwards, into `asked` every command line.
 """
@@ -41,6 +42,9 @@ def main() -> None:
         sys.exit("Error from server (Forbidden): secrets is forbidden")
     if "secret" in sys.argv:
         print((folder / "secret.json").read_text())
+        return
+    if "pods" in sys.argv or "logs" in sys.argv:
+        print((folder / ("log" if "logs" in sys.argv else "pods.json")).read_text())
         return
     if "get" in sys.argv:
         print((folder / "clusters.json").read_text())

@@ -197,6 +197,34 @@ def test_a_watch_that_is_ended_ends_what_it_started(folder: Path, control: str) 
         assert not wait_until_gone(started, 5)
 
 
+# --- preflight ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("code", [0, 1])
+def test_the_preflight_shows_what_each_pod_of_helms_test_found(
+    folder: Path, capsys: Capture, code: int
+) -> None:
+    helm = folder / "bin" / "helm"
+    helm.write_text(f'#!/bin/sh\necho "helm $@" >> {folder}/asked\nexit {code}\n')
+    helm.chmod(0o700)
+    of_helm = cluster("default")
+    of_helm["metadata"]["annotations"] = {"meta.helm.sh/release-name": "mine"}
+    (folder / "clusters.json").write_text(json.dumps({"items": [of_helm]}))
+    placed = {"metadata": {"name": "pod-a"}, "spec": {"nodeName": "node-a"}}
+    waiting = {"message": "0/2 nodes are available"}
+    pending = {"metadata": {"name": "pod-b"}, "spec": {}, "status": {"conditions": [waiting]}}
+    (folder / "pods.json").write_text(json.dumps({"items": [pending, placed]}))
+    (folder / "log").write_text("pair  PASS  node-a to node-b")
+    assert main(["preflight", "--context", "there"]) == code
+    assert capsys.readouterr().out.split("\n\n")[:2] == [
+        "pod-a on node-a\npair  PASS  node-a to node-b",
+        "pod-b\nFAIL  on no node: 0/2 nodes are available",
+    ]
+    asked = (folder / "asked").read_text()
+    assert "helm test mine --namespace=serving --timeout=900s --kube-context=there" in asked
+    assert "component=preflight,app.kubernetes.io/instance=mine --namespace=serving" in asked
+
+
 # --- two units ------------------------------------------------------------------------------------
 
 

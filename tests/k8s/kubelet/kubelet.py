@@ -45,6 +45,7 @@ class Kubelet:
         self._hosts = ""
         self._hosts_lock = threading.Lock()
         self._runs: dict[str, PodRun] = {}
+        self._bound: dict[str, str] = {}  # by uid; the API server's word of it comes later
         self._queue: WorkQueue[Key] = WorkQueue(_QUICKLY)
         self._workers = Workers(self._queue, self._reconcile, 1, "kubelet")
         self._pods = self._informer(PODS, Selection(namespace))
@@ -147,15 +148,20 @@ class Kubelet:
     def _schedule(self, pod: Object) -> None:
         if "deletionTimestamp" in pod["metadata"]:
             return
-        pods = self._pods.snapshot().values()
+        pods = [self._as_bound(each) for each in self._pods.snapshot().values()]
         chosen = node_for(pod, self._nodes.snapshot().values(), pods)
         if chosen is not None:
             self._api.bind(pod, chosen)
+            self._bound[pod["metadata"]["uid"]] = chosen
             return
         status = pod.get("status") or {}
         unplaced = condition("PodScheduled", False, status, "Unschedulable", "no node takes it")
         if unplaced not in (status.get("conditions") or ()):
             self._api.put_status(pod, {"conditions": [unplaced]})
+
+    def _as_bound(self, pod: Object) -> Object:
+        chosen = self._bound.get(pod["metadata"]["uid"])
+        return pod | {"spec": {"nodeName": chosen} | pod["spec"]} if chosen else pod
 
     def _look_at_unbound(self) -> None:
         for key, pod in self._pods.snapshot().items():

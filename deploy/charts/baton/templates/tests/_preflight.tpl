@@ -31,7 +31,21 @@ pages: flags of cluster.preflight. `spec`: the ServingCluster's; `pool`; `resour
 {{- default 1 (default dict .pool.parallelism).tensor -}}
 {{- end -}}
 
-{{- /* A pool's pod as the operator makes it, but for what only a worker needs. */ -}}
+{{- /* Which pools' Jobs hand over KV: JSON of {sender, receiver}; empty where no two pools do. */ -}}
+{{- define "baton.preflightPair" -}}
+{{- $pair := dict -}}
+{{- range $name, $pool := .pools -}}
+{{- if and (has $pool.role (list "decode" "mixed")) (not $pair.receiver) -}}
+{{- $_ := set $pair "receiver" $name -}}
+{{- else if and (has $pool.role (list "prefill" "mixed")) (not $pair.sender) -}}
+{{- $_ := set $pair "sender" $name -}}
+{{- end -}}
+{{- end -}}
+{{- ternary $pair dict (and (hasKey $pair "sender") (hasKey $pair "receiver")) | toJson -}}
+{{- end -}}
+
+{{- /* A pool's pod as the operator makes it, but for what only a worker needs. It avoids a node that
+has another pool's, so that KV goes over a link. `labels`: of these pods. */ -}}
 {{- define "baton.preflightPod" -}}
 {{- $requests := dict "cpu" "1" "memory" "2Gi" -}}
 {{- $resources := dict "requests" $requests -}}
@@ -41,9 +55,11 @@ pages: flags of cluster.preflight. `spec`: the ServingCluster's; `pool`; `resour
 {{- end -}}
 {{- $mounts := list (dict "name" "tmp" "mountPath" "/tmp") (dict "name" "shm" "mountPath" "/dev/shm") -}}
 {{- $security := dict "allowPrivilegeEscalation" false "capabilities" (dict "drop" (list "ALL")) "runAsNonRoot" true "seccompProfile" (dict "type" "RuntimeDefault") -}}
-{{- $container := dict "name" "ray-worker" "env" (list (dict "name" "HOME" "value" "/tmp")) "resources" $resources "volumeMounts" $mounts "securityContext" $security -}}
+{{- $container := dict "name" "ray-worker" "env" (list (dict "name" "HOME" "value" "/tmp") (dict "name" "NODE_NAME" "valueFrom" (dict "fieldRef" (dict "fieldPath" "spec.nodeName")))) "resources" $resources "volumeMounts" $mounts "securityContext" $security -}}
 {{- $volumes := list (dict "name" "tmp" "emptyDir" dict) (dict "name" "shm" "emptyDir" (dict "medium" "Memory")) -}}
-{{- $spec := dict "containers" (list $container) "volumes" $volumes "securityContext" (dict "fsGroup" 1000 "runAsUser" 1000 "runAsNonRoot" true) -}}
+{{- $apart := dict "weight" 100 "podAffinityTerm" (dict "topologyKey" "kubernetes.io/hostname" "labelSelector" (dict "matchLabels" .labels)) -}}
+{{- $affinity := dict "podAntiAffinity" (dict "preferredDuringSchedulingIgnoredDuringExecution" (list $apart)) -}}
+{{- $spec := dict "affinity" $affinity "containers" (list $container) "volumes" $volumes "securityContext" (dict "fsGroup" 1000 "runAsUser" 1000 "runAsNonRoot" true) -}}
 {{- $secrets := list -}}
 {{- range (default dict .spec.images).pullSecrets -}}{{- $secrets = append $secrets (dict "name" .) -}}{{- end -}}
 {{- with $secrets -}}{{- $_ := set $spec "imagePullSecrets" . -}}{{- end -}}
@@ -59,7 +75,7 @@ pages: flags of cluster.preflight. `spec`: the ServingCluster's; `pool`; `resour
 
 {{- /* The preflight in the place of a worker, with what that has: of its volumes those that are the Job's
 too, for it needs neither the model nor what the operator keeps. `root`; `spec`; `pool`; `pod`: what
-baton.preflightPod made. */ -}}
+baton.preflightPod made; `more`: flags. */ -}}
 {{- define "baton.preflightContainer" -}}
 {{- $volumes := list -}}
 {{- range .pod.volumes -}}{{- $volumes = append $volumes .name -}}{{- end -}}
@@ -67,7 +83,7 @@ baton.preflightPod made. */ -}}
 {{- range .pod.containers -}}
 {{- if eq .name "ray-worker" -}}
 {{- $flags := include "baton.preflightFlags" (dict "spec" $.spec "pool" $.pool "resources" .resources) | fromJsonArray -}}
-{{- $own := dict "name" "preflight" "terminationMessagePolicy" "FallbackToLogsOnError" "command" (concat (list "python" "-m" "cluster.preflight") $flags) -}}
+{{- $own := dict "name" "preflight" "terminationMessagePolicy" "FallbackToLogsOnError" "command" (concat (list "python" "-m" "cluster.preflight") $flags $.more) -}}
 {{- $_ := set $own "image" (coalesce .image $images.worker (include "baton.image" (dict "root" $.root "of" "worker"))) -}}
 {{- $_ := set $own "imagePullPolicy" (coalesce .imagePullPolicy $images.pullPolicy $.root.Values.images.pullPolicy) -}}
 {{- $mounts := list -}}
