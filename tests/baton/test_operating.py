@@ -163,7 +163,7 @@ def test_ctrl_c_stops_an_answer_and_not_the_chat(cluster: Cluster) -> None:
             chat.wait_for("> ")
             chat.type("Tell me a story\n")
             # After the spinner, which is drawn in braille and shows the time.
-            chat.wait_for(r"first token +[\d:]+\s+[^\s\d⠀-⣿]\S* \S+ ")
+            chat.wait_for(r"first token +[\d:]+\s+[^\s\d⠀-⣿]\S*\s+\S+\s")
             chat.type(CTRL_C)
             chat.wait_for("stopped")
             cluster.wait_until(
