@@ -11,7 +11,6 @@ import grpc.aio
 import pytest
 
 from baton.config.workers import DecodeConfig
-from baton.errors import InvalidRequestError
 from baton.link.frames import LinkError
 from baton.status import from_rpc_error
 from baton.v1 import common_pb2, worker_pb2
@@ -106,10 +105,10 @@ def improbable(spec: worker_pb2.RequestSpec) -> None:
 
 
 WRONG = (
-    (unknown_token, "token_ids"),
-    (half_a_token, "token_ids"),
-    (more_prompt_than_tokens, "num_prompt_tokens"),
-    (improbable, "sampling.top_p"),
+    (unknown_token, "token_ids", "INVALID_PROMPT"),
+    (half_a_token, "token_ids", "INVALID_PROMPT"),
+    (more_prompt_than_tokens, "num_prompt_tokens", "INVALID_REQUEST"),
+    (improbable, "sampling.top_p", "INVALID_SAMPLING"),
 )
 
 
@@ -124,7 +123,7 @@ def wrong(
 async def test_a_worker_that_refuses_a_request_names_the_field() -> None:
     async with paired() as pair:
         link, router, writer = pair.link, pair.router, pair.writer
-        for number, (spoil, field) in enumerate(WRONG):
+        for number, (spoil, field, reason) in enumerate(WRONG):
             for name, named in ((f"local-{number}", None), (f"apart-{number}", writer)):
                 await link.reserve(wrong(name, spoil), named)
                 heard = link.of(name)
@@ -137,7 +136,7 @@ async def test_a_worker_that_refuses_a_request_names_the_field() -> None:
                 await router.hand_off(wrong(f"good-{number}", spoil), lease)
             assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
             refused = from_rpc_error(caught.value)
-            assert (refused.field, refused.reason) == (field, InvalidRequestError.reason)
+            assert (refused.field, refused.reason) == (field, reason)
             await link.cancel(f"good-{number}")
 
 

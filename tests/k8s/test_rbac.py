@@ -179,7 +179,7 @@ class Life:
             self._change({"router": {"podTemplate": None}})
             eventually(lambda: ("Recovered", count) in self._events(), "taken back")  # noqa: B023
         (unit,) = self._names(RAY_CLUSTERS)
-        self._change({"logLevel": "debug"})
+        self._change({"servedModelName": "chat"})
         eventually(lambda: self._names(RAY_CLUSTERS) not in ({unit}, set()), "another unit")
         self._change({"router": {"gateway": "edge"}})
         self._until(GRPC_ROUTES, {"main-router"})
