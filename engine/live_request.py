@@ -46,6 +46,7 @@ class LiveRequest:
     num_lost_tokens: int = 0  # that were computed when it was preempted
     num_pushed_blocks: int = 0
     started_at: float | None = None
+    chunks: list[tuple[int, float, float]] = field(default_factory=list)  # of an export
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # of the steps so far
     _tokens: TokenIds = field(init=False)
 

@@ -166,6 +166,8 @@ class PrefilledEvent:
     queue_s: float
     prefill_s: float
     finished: FinishReason | None = None
+    chunks: tuple[tuple[int, float, float], ...] = ()
+    """Of the first ones: tokens, and when its step began and ended, since the first began."""
 
 
 @dataclass(frozen=True)

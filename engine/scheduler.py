@@ -51,6 +51,8 @@ from engine.step_draft import StepDraft
 from engine.step_work import StepWork
 from kv_transfer.layout import BlockId
 
+_MAX_CHUNKS = 64  # of a prompt, whose times are told
+
 
 class Scheduler:
     """Own the state of every request; `plan` and `commit` alternate."""
@@ -72,7 +74,7 @@ class Scheduler:
         self._quarantine = Quarantine(kv)
         self._events: list[EngineEvent] = []
         self._num_arrived = 0
-        self._num_steps = 0
+        self._num_steps, self._step_began_s = 0, 0.0
         self.num_preemptions = 0
         self.num_recomputed_tokens = 0
         """After preemptions: those that the prefix cache had lost."""
@@ -181,6 +183,7 @@ class Scheduler:
 
     def plan(self, sink_messages: tuple[bytes, ...] = ()) -> StepPlan:
         """Choose the step's sequences. The caller runs the plan and then calls `commit`."""
+        self._step_began_s = self._clock()
         draft = StepDraft(self._limits.max_num_batched_tokens, self._kv, self._itl)
         num_running = len(self._running)
         self._plan_decodes(draft)
@@ -211,6 +214,8 @@ class Scheduler:
             request = self._requests[seq.request_id]
             num_new = len(seq.token_ids)
             request.num_computed_tokens += num_new
+            if request.export is not None and len(request.chunks) < _MAX_CHUNKS:
+                request.chunks.append((num_new, self._step_began_s, self._clock()))
             became_full = request.num_computed_tokens % block_size < num_new
             if became_full or self._kv.has_windows:
                 self._kv.computed(request.blocks, request.tokens, request.num_computed_tokens)
@@ -291,7 +296,7 @@ class Scheduler:
             self.num_recomputed_tokens += max(0, request.num_lost_tokens - cached)
             request.num_lost_tokens = 0
             if request.started_at is None:
-                request.started_at = self._clock()
+                request.started_at = self._step_began_s
                 request.num_cached_tokens = cached
             self._run(request)
             draft.schedule(request)
@@ -322,6 +327,7 @@ class Scheduler:
             queue_s=started_at - request.arrived_at,
             prefill_s=now - started_at,
             finished=finished,
+            chunks=tuple((n, t - started_at, end - started_at) for n, t, end in request.chunks),
         )
 
     def _take(self, spec: RequestSpec, export: Export | None = None) -> LiveRequest:

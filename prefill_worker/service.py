@@ -107,6 +107,9 @@ def _message(outcome: Outcome) -> worker_pb2.PrefillResponse:
                 queue_ms=outcome.queue_s * 1000,
                 prefill_ms=outcome.prefill_s * 1000,
                 finished=finish_reason_to_proto(outcome.finished),
+                chunk_tokens=[tokens for tokens, _, _ in outcome.chunks],
+                chunk_began_ms=[began_s * 1000 for _, began_s, _ in outcome.chunks],
+                chunk_ended_ms=[ended_s * 1000 for _, _, ended_s in outcome.chunks],
             )
         )
     if isinstance(outcome, Receipt):

@@ -9,6 +9,7 @@ import os
 import resource
 import signal
 import sys
+from dataclasses import replace
 
 import uvloop
 
@@ -47,7 +48,9 @@ async def serve(config: ClusterConfig, control: str, listen: str) -> int:
     own = open_identity(config.internal, "router")
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # clients' connections are files
-    door = Door(config.router, control, config.model_names, own)
+    traces_to = config.router.trace_endpoint or os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT")
+    routing = replace(config.router, trace_endpoint=traces_to or None)
+    door = Door(routing, control, config.model_names, own)
     server = RouterServer(door, config.router, listen)
     operators = operator_port(config.router, door, server.intake.callers)
     signals: asyncio.Queue[int] = asyncio.Queue()

@@ -35,6 +35,7 @@ from router.placement.ticket import Ticket
 from router.report.figures import Counts, Figures, PoolFigures, RequestFigures
 from router.report.metrics import Gauges, RouterMetrics
 from router.report.recent import Recent
+from router.report.stages import Trace
 from router.request.output import Finished, FinishReason, OutputReader
 from router.request.request_run import SHUTTING_DOWN, RequestRun
 from router.request.run_parts import Arrival, RunParts, ServedModel, Sought, key_of, wire_id
@@ -54,6 +55,7 @@ class Router:
         registry: RegistryAccess,
         model: ServedModel,
         metrics: RouterMetrics,
+        trace: Trace = lambda *_: "",
         *,
         on_fault: Callable[[asyncio.Task[None]], None],
         clock: Clock,
@@ -65,7 +67,7 @@ class Router:
         self.clock, self._on_fault = clock, on_fault
         self._rng = rng or random.SystemRandom()
         self._registry = registry
-        self.metrics = metrics
+        self.metrics, self._trace = metrics, trace
         self.identity = RouterIdentity(f"router-{uuid.uuid4().hex[:12]}", time.time_ns())
         self._figures = Figures(self.identity.router_id, clock.now_s)
         self.index = make_index(config.max_predictions)
@@ -104,6 +106,7 @@ class Router:
             ),
             retries=RetryBudget(self.config, self.clock.now_s),
             metrics=self.metrics,
+            trace=self._trace,
             counts=Counts(),
             request_figures=RequestFigures(self.clock.now_s),
             pool_figures=PoolFigures(self.clock.now_s),

@@ -102,6 +102,11 @@ class RouterConfig(Ranged):
     """Tenants that metrics tell apart, the first that come; all others are "other"."""
     vllm_metrics: bool = False
     """The metrics that vLLM has too are served under its names as well, for dashboards of it."""
+    trace_endpoint: str | None = None
+    """A collector of OpenTelemetry's traces, OTLP over HTTP: http://collector:4318. It needs the
+    extra `traces`. None: as OTEL_EXPORTER_OTLP_ENDPOINT says; without it there are none."""
+    trace_ratio: _Fraction = 1.0
+    """Share of requests that are traced; one with a `traceparent` is as its flag says."""
     ttft_target_s: Positive = 2.0
     """When the first token of a good request has come, where it names no target itself. It is
     counted as met or missed, and changes nothing."""
@@ -249,6 +254,8 @@ class RouterConfig(Ranged):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if not (self.trace_endpoint or "http://").startswith(("http://", "https://")):
+            raise ValueError("trace_endpoint must be a URL of http or https")
         if self.reconnect_min_s > self.reconnect_max_s:
             raise ValueError(
                 f"reconnect_min_s must be at most reconnect_max_s ({self.reconnect_max_s}), "

@@ -786,6 +786,9 @@ class FirstToken(_message.Message):
     QUEUE_MS_FIELD_NUMBER: _builtins.int
     PREFILL_MS_FIELD_NUMBER: _builtins.int
     FINISHED_FIELD_NUMBER: _builtins.int
+    CHUNK_TOKENS_FIELD_NUMBER: _builtins.int
+    CHUNK_BEGAN_MS_FIELD_NUMBER: _builtins.int
+    CHUNK_ENDED_MS_FIELD_NUMBER: _builtins.int
     id: _builtins.int
     num_cached_tokens: _builtins.int
     queue_ms: _builtins.float
@@ -794,6 +797,14 @@ class FirstToken(_message.Message):
     """Set when the first token ends the request: nothing is admitted, the receiver is told the token."""
     @_builtins.property
     def logprobs(self) -> _common_pb2.Logprobs: ...
+    @_builtins.property
+    def chunk_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Of the prompt's first 64 chunks: tokens, and when its step began and ended, since the first began."""
+
+    @_builtins.property
+    def chunk_began_ms(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]: ...
+    @_builtins.property
+    def chunk_ended_ms(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]: ...
     def __init__(
         self,
         *,
@@ -803,10 +814,13 @@ class FirstToken(_message.Message):
         queue_ms: _builtins.float = ...,
         prefill_ms: _builtins.float = ...,
         finished: _common_pb2.FinishReason.ValueType = ...,
+        chunk_tokens: _abc.Iterable[_builtins.int] | None = ...,
+        chunk_began_ms: _abc.Iterable[_builtins.float] | None = ...,
+        chunk_ended_ms: _abc.Iterable[_builtins.float] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finished", b"finished", "id", b"id", "logprobs", b"logprobs", "num_cached_tokens", b"num_cached_tokens", "prefill_ms", b"prefill_ms", "queue_ms", b"queue_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_began_ms", b"chunk_began_ms", "chunk_ended_ms", b"chunk_ended_ms", "chunk_tokens", b"chunk_tokens", "finished", b"finished", "id", b"id", "logprobs", b"logprobs", "num_cached_tokens", b"num_cached_tokens", "prefill_ms", b"prefill_ms", "queue_ms", b"queue_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

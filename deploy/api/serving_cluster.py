@@ -48,6 +48,7 @@ OPERATORS: Mapping[str, tuple[str, ...]] = {
         "metrics_host",
         "health_port",
         "reuse_port",
+        "trace_endpoint",
         "tls",
         "auth",
     ),
@@ -195,6 +196,9 @@ class RouterSpec(PodSettings):
     gateway: str | None = bounded(None, max_size=317, pattern=NAMESPACED_NAME)
     """The GRPCRoute's Gateway, `name` or `namespace/name`; None: an Ingress."""
     ingress: RouterIngress | None = None
+    trace_endpoint: str | None = bounded(None, max_size=2048, pattern="^https?://")
+    """Where a collector takes traces by OTLP over HTTP: http://collector.observability:4318. None:
+    there are none."""
     rules = (
         Rule(
             "!has(self.gateway) || has(self.hostname)",

@@ -74,6 +74,8 @@ def _router(config: RouterConfig, name: str) -> dict[str, Any]:
         made["tls"] = {"secretName": f"{name}-router-tls"}
         if config.tls.client_ca_file is not None:
             made["tls"]["requireClientCertificate"] = True
+    if config.trace_endpoint is not None:
+        made["traceEndpoint"] = config.trace_endpoint
     if config.auth is not None:
         made["auth"] = {"tokenSecretName": f"{name}-router-tokens"}
     return made

@@ -4,7 +4,7 @@ FROM python:${PYTHON} AS build
 WORKDIR /src
 RUN python -m venv /opt/baton
 COPY . .
-RUN /opt/baton/bin/pip install --no-cache-dir '.[router,s3]'
+RUN /opt/baton/bin/pip install --no-cache-dir '.[router,s3,traces]'
 
 FROM python:${PYTHON}
 # A compiler: the choice of a placement, the prefix index and block hashes are built for the machine that they run on.

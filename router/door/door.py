@@ -33,6 +33,7 @@ from baton.v1 import control_pb2, router_pb2
 from router.door.unit import ReadTokenizer, UnitKey, UnitRouter, drawn, read_tokenizer
 from router.fleet.registry import Followed, RegistryAccess, keep_reporting
 from router.report.metrics import METRICS_EVERY_S, RouterMetrics
+from router.report.stages import open_traces
 from router.request.request_run import SHUTTING_DOWN
 from router.request.run_parts import ServedModel, not_resumable, wire_id
 from router.router import Router
@@ -63,6 +64,7 @@ class Door:
         self.config, self.model_names, self.clock = config, model_names, clock or LoopClock()
         self._own = own
         self.metrics = RouterMetrics(model_names[0], config)
+        self._trace = open_traces(config.trace_endpoint, config.trace_ratio)
         self.num_waiting = 0
         self._door_id = f"door-{uuid.uuid4().hex[:12]}"
         self._control_address, self._read, self._rng = control_address, read, rng
@@ -335,6 +337,7 @@ class Door:
             registry,
             model,
             self.metrics,
+            self._trace,
             on_fault=self.report_fault,
             clock=self.clock,
             rng=self._rng,

@@ -214,6 +214,7 @@ class Call:
         self._handler: Handler | None = None
         self.request_id = ""
         """What the answer's `x-request-id` says. It may be changed until the first message."""
+        self.traceparent = ""
         self.is_open = False
         """Anyone may make it."""
         self.tenant: str | None = None
@@ -235,6 +236,7 @@ class Call:
     def begin(self, headers: Headers, methods: Methods) -> None:
         fields = dict(headers)
         self.request_id = drawn_id(fields.get(b"x-request-id", b"").decode("latin-1"))
+        self.traceparent = fields.get(b"traceparent", b"").decode("latin-1")
         content_type = fields.get(b"content-type", b"")
         if fields.get(b":method") != b"POST":
             return self._refuse_http(b"405")

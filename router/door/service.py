@@ -34,6 +34,7 @@ class RouterService(router_pb2_grpc.RouterServiceServicer, control_pb2_grpc.Flee
     ) -> Feed | router_pb2.GenerateResponse:
         if REQUEST_ID.fullmatch(request.request_id):
             context.request_id = request.request_id
+        request.traceparent = request.traceparent or context.traceparent[:128]
         opened = await self._intake.open(request, context.request_id)
         return _response(opened.event) if isinstance(opened, Ended) else _Output(opened)
 

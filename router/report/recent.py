@@ -38,6 +38,7 @@ class EndedRequest:
     decode_s: float
     """From the first token to the last; the mean gap is:"""
     tpot_s: float
+    trace_id: str = ""
 
 
 class Recent:

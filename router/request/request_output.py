@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import statistics
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from baton.errors import (
     BatonError,
@@ -21,6 +22,7 @@ from router.fleet.fleet import Booking
 from router.placement.placement import least_prefill_s
 from router.report.recent import EndedRequest
 from router.report.request_line import MISSED, RequestLine, judged, trace_id
+from router.report.stages import Stages
 from router.report.tally import Buckets
 from router.request.output import (
     Finished,
@@ -57,6 +59,7 @@ class RequestOutput:
     def __init__(self, arrival: Arrival, parts: RunParts) -> None:
         self.log = OutputLog()
         self.queue_s = 0.0
+        self.stages = Stages(parts.clock, arrival.arrived_s, arrival.tokenize_s)
         self._arrival, self._parts = arrival, parts
         parsed = arrival.parsed
         self._labels = parts.metrics.of(parsed.tenant)
@@ -109,10 +112,12 @@ class RequestOutput:
         self._routed, self._on_taken_in = routed, on_taken_in
         self._num_attempts, self._lease_id = self._num_attempts + 1, ""
         self._had_time |= has_time
+        self.stages.enter("reserve" if routed else "attached", booking.decode.facts.worker_id)
 
     def attempt_over(self) -> None:
         """The time in line from here on is no worker's fault."""
         self._still_s += self._parts.clock.now_s() - max(self._attempt_at_s, self._last_at_s)
+        self.stages.leave()
 
     @property
     def _pools(self) -> tuple[str, str]:
@@ -133,6 +138,7 @@ class RequestOutput:
         self._on_taken_in()
         if self._booking is not None:
             is_local = self._booking.prefill is self._booking.decode
+            self.stages.enter("prefill", self._booking.prefill.facts.worker_id)
             self._parts.metrics.placements.labels("local" if is_local else "remote").inc()
         if self._routed is not None:
             self.log.mark(self._routed)
@@ -145,6 +151,7 @@ class RequestOutput:
         """The prompt is computed, all but what was cached; None where the decode worker did it."""
         now, metrics = self._parts.clock.now_s(), self._parts.metrics
         booking = self._booking
+        self.stages.first_token(first, "" if booking is None else booking.decode.facts.worker_id)
         num_tokens = len(self._arrival.parsed.token_ids)
         if self._num_attempts > 1 and (self.has_failed or self.log.ids):
             num_again = num_tokens + len(self.log.ids) - num_cached_tokens
@@ -185,6 +192,7 @@ class RequestOutput:
             self._parts.fleet.observe_handoff(booking, done.num_bytes, put_s)
             workers = booking.prefill.facts.worker_id, booking.decode.facts.worker_id
             self._parts.recent.handed_off(*workers, done.num_bytes)
+            self.stages.handed_off(done, " -> ".join(workers))
         self._parts.metrics.handoff_bytes.inc(done.num_bytes)
         self._parts.metrics.handoff.labels(self._labels[0], self._pools[1]).observe(put_s)
         self.log.mark(
@@ -376,7 +384,10 @@ class RequestOutput:
             tokenize_s=timings.tokenize_s,
             decode_s=self._last_at_s - self._first_at_s,
             tpot_s=timings.tpot_s,
+            trace_id=trace_id(arrival.traceparent),
         )
+        traced = self._parts.trace(ended, arrival.traceparent, self.stages)
+        ended = replace(ended, trace_id=traced or ended.trace_id)
         self._parts.recent.requests.append(ended)
         self._parts.metrics.ended(ended, *self._pools)
         ttft_target, itl_target = self._judged(timings)
@@ -386,7 +397,7 @@ class RequestOutput:
             outcome=outcome,
             e2e_ms=timings.e2e_s * 1e3,
             session_id=parsed.session_id,
-            trace_id=trace_id(arrival.traceparent),
+            trace_id=ended.trace_id,
             prefill_worker=prefill,
             decode_worker=decode,
             lease_id=self._lease_id,

@@ -223,6 +223,7 @@ class RequestRun:
         """A request that runs already needs no position in line, so it gets one here."""
         parsed, admission, num_out = self.arrival.parsed, self._parts.admission, len(self.log.ids)
         self._queued_at_s = self._parts.clock.now_s()
+        self._output.stages.enter("queue")
         try:
             if self._ticket is None:
                 deadline_s = None if parsed.timeout_s is None else self._deadline_s
@@ -337,6 +338,10 @@ class RequestRun:
             self._feed(machine.Verdict(error=error))
         else:
             self._output.has_failed |= retrying.num_failures > num_failures
+            again = "migration" if self.log.ids else "retry"
+            self._output.stages.begin_again(
+                again, failed.worker.facts.worker_id, failed.failure.value
+            )
             self._feed(machine.Verdict(wait_s))
 
     def _end(self, how: machine.Outcome | BatonError) -> None:

@@ -16,6 +16,7 @@ from router.placement.fairness import FairLine, RetryBudget
 from router.report.figures import Counts, PoolFigures, RequestFigures
 from router.report.metrics import RouterMetrics
 from router.report.recent import Recent
+from router.report.stages import Trace
 from router.request.validate import ParsedRequest
 from router.text import TextModel
 
@@ -58,6 +59,7 @@ class RunParts:
     """Of requests that are looked for at the decode workers."""
     retries: RetryBudget
     metrics: RouterMetrics
+    trace: Trace
     counts: Counts
     request_figures: RequestFigures
     pool_figures: PoolFigures

@@ -16,7 +16,7 @@ import yaml
 from deploy.api.generate import CHART, DEPLOY
 
 ROOT = DEPLOY.parent
-EXTRAS = {"worker": "pods", "router": "router,s3", "controller": "controller"}
+EXTRAS = {"worker": "pods", "router": "router,s3,traces", "controller": "controller"}
 ROLES = tuple(EXTRAS)
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 

@@ -58,6 +58,7 @@ def router_settings(spec: ServingClusterSpec) -> RouterConfig:
         metrics_host="0.0.0.0",
         health_port=None if router.tls is None else HEALTH_PORT,
         tls=None if router.tls is None else _tls_files(router.tls),
+        trace_endpoint=router.trace_endpoint,
         auth=None if router.auth is None else AuthConfig(_TOKENS_FOLDER, router.auth.operators),
     )
 

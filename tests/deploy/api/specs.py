@@ -126,6 +126,7 @@ BAD_CLUSTERS = [
     ("router.tls", {"secretName": ""}, "spec.router.tls.secretName"),
     ("router.tls", {"issuerRef": {"name": ""}}, "spec.router.tls.issuerRef.name"),
     ("router.auth", {"tokenSecretName": ""}, "spec.router.auth.tokenSecretName"),
+    ("router.traceEndpoint", "collector:4318", "spec.router.traceEndpoint"),
     ("images.pullSecrets", ["Bad Name"], "spec.images.pullSecrets"),
 ]  # fmt: skip
 GOOD_CLUSTERS: list[tuple[str, object]] = [

@@ -13,6 +13,7 @@ from cli.main import main
 from deploy.api.checked import read_spec
 from deploy.api.serving_cluster import ServingClusterSpec
 from deploy.api.write import serving_cluster
+from deploy.controller.manifests.routers import router_settings
 
 FILE = """
 model: Qwen/Qwen3-0.6B
@@ -22,7 +23,7 @@ served_model_name: [mine, other]
 engine:
   max_num_seqs: 32
   fake: {vocab_size: 9}
-router: {port: 9999, max_queue: 7}
+router: {port: 9999, max_queue: 7, trace_endpoint: "http://c:1"}
 pools:
   prefill: {role: prefill, tensor_parallel: 2}
   decode: {role: decode, replicas: 3, max_replicas: 5, engine: {block_size: 32}}
@@ -44,6 +45,7 @@ def test_a_cluster_file_is_printed_as_the_resource_that_means_the_same(
     assert (spec.served_model_name, *spec.served_model_aliases) == config.model_names
     assert spec.engine_config == config.engine
     assert spec.advanced.router.max_queue == 7
+    assert router_settings(spec).trace_endpoint == spec.router.trace_endpoint == "http://c:1"
     assert spec.advanced.router.port == 7100, "where one machine listens is no setting of pods"
     assert spec.pools["prefill"].parallelism.tensor == 2
     assert spec.pools["decode"].initial_replicas == 3
