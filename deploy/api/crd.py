@@ -127,6 +127,8 @@ SERVING_CLUSTER = Kind(
         _column("Fault", _condition("Degraded", "reason"), wide=True),
         _column("Endpoint", ".status.endpoints.grpc", wide=True),
         _column("External", ".status.endpoints.external", wide=True),
+        _column("HTTP", ".status.endpoints.openai", wide=True),
+        _column("External-HTTP", ".status.endpoints.externalOpenai", wide=True),
         _column("Unit", ".status.unit", wide=True),
         AGE,
     ),

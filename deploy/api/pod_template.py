@@ -180,6 +180,8 @@ class PodSettings(Checked):
     resources: Mapping[str, Any] = bounded(dict, foreign=RESOURCES)
     """Requests and limits of the container. GPUs follow from `parallelism` unless they are given
     here; 0 takes a device away."""
+    guaranteed: bool = False
+    """True: limits are the requests (QoS Guaranteed). What `podTemplate` adds needs its own."""
     node_selector: Mapping[str, str] = bounded(dict, max_size=64)
     """Labels that a node must have."""
     tolerations: tuple[Any, ...] = bounded((), foreign=TOLERATIONS)
@@ -187,7 +189,7 @@ class PodSettings(Checked):
     affinity: Mapping[str, Any] = bounded(dict, foreign=AFFINITY)
     """Nodes and pods to be near, or far from."""
     topology_spread_constraints: tuple[Any, ...] = bounded((), foreign=SPREAD_CONSTRAINTS)
-    """How pods spread over zones or nodes."""
+    """How pods spread over zones or nodes; without it over nodes, where there is room."""
     priority_class_name: str | None = bounded(None, max_size=253)
     """Which pods give way when nodes are full."""
     env: tuple[Any, ...] = bounded((), foreign=ENV)

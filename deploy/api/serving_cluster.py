@@ -60,7 +60,8 @@ OPERATORS: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class ClaimSource(Checked):
-    """A folder of a PersistentVolumeClaim, which every worker mounts read-only."""
+    """A folder of a PersistentVolumeClaim, which every worker mounts read-only: of access mode
+    ReadOnlyMany or ReadWriteMany, or ReadWriteOnce where all workers are on one node."""
 
     claim_name: str = bounded(max_size=253, pattern=OBJECT_NAME)
     path: str | None = bounded(None, max_size=1024, pattern=r"^[^/.][^/]*(/[^/.][^/]*)*$")
@@ -170,12 +171,12 @@ class RouterAuth(Checked):
 
 @dataclass(frozen=True)
 class RouterIngress(Checked):
-    """Settings of the Ingress to the routers' Service."""
+    """Settings of the Ingresses to the routers' Service."""
 
     class_name: str | None = bounded(None, max_size=253, pattern=OBJECT_NAME)
     """None: the default class."""
     annotations: Mapping[str, str] = bounded(dict, max_size=64)
-    """For its controller, over the operator's own, which make ingress-nginx speak gRPC."""
+    """For its controller, over the operator's own, by which ingress-nginx speaks gRPC and HTTP."""
     tls_secret_name: str | None = bounded(None, max_size=253, pattern=OBJECT_NAME)
     """A Secret with the certificate that clients see; None: the routers' own, if any."""
 
@@ -192,30 +193,40 @@ class RouterSpec(PodSettings):
     auth: RouterAuth | None = None
     service_type: Literal["ClusterIP", "NodePort", "LoadBalancer"] = "ClusterIP"
     hostname: str | None = bounded(None, max_size=253, pattern=HOSTNAME)
-    """A GRPCRoute or Ingress leads this name to the routers. None: there is none."""
+    """A GRPCRoute or Ingress leads this name to the routers' gRPC. None: there is none."""
+    http_hostname: str | None = bounded(None, max_size=253, pattern=HOSTNAME)
+    """An HTTPRoute or Ingress leads this name to OpenAI's API. Not `hostname`: a Gateway takes one
+    kind of route for a name."""
     gateway: str | None = bounded(None, max_size=317, pattern=NAMESPACED_NAME)
-    """The GRPCRoute's Gateway, `name` or `namespace/name`; None: an Ingress."""
+    """The routes' Gateway, `name` or `namespace/name`; None: an Ingress."""
     ingress: RouterIngress | None = None
     trace_endpoint: str | None = bounded(None, max_size=2048, pattern="^https?://")
     """Where a collector takes traces by OTLP over HTTP: http://collector.observability:4318. None:
     there are none."""
     rules = (
         Rule(
-            "!has(self.gateway) || has(self.hostname)",
-            "hostname is needed where gateway is given",
-            lambda router: router.gateway is None or router.hostname is not None,
+            "!has(self.gateway) || has(self.hostname) || has(self.httpHostname)",
+            "hostname or httpHostname is needed where gateway is given",
+            lambda router: router.gateway is None or bool(router.hostnames),
         ),
         Rule(
-            "!has(self.ingress) || has(self.hostname) && !has(self.gateway)",
-            "ingress needs hostname and must not be given beside gateway: there is no Ingress then",
+            "!has(self.httpHostname) || !has(self.hostname) || self.httpHostname != self.hostname",
+            "httpHostname must not be hostname: a Gateway takes one kind of route for a name",
+            lambda router: router.http_hostname is None or router.http_hostname != router.hostname,
+        ),
+        Rule(
+            "!has(self.ingress) || (has(self.hostname) || has(self.httpHostname)) && "
+            "!has(self.gateway)",
+            "ingress needs hostname or httpHostname, and must not be given beside gateway",
             lambda router: router.ingress is None or router.has_ingress,
         ),
         Rule(
-            "!has(self.hostname) || has(self.gateway) || !has(self.tls) || "
+            "!has(self.hostname) && !has(self.httpHostname) || has(self.gateway) || "
+            "!has(self.tls) || "
             "!has(self.tls.requireClientCertificate) || !self.tls.requireClientCertificate || "
             "has(self.ingress) && has(self.ingress.annotations) && "
             "self.ingress.annotations.size() > 0",
-            "tls.requireClientCertificate needs ingress.annotations where hostname makes an "
+            "tls.requireClientCertificate needs ingress.annotations where a hostname makes an "
             "Ingress: they let it pass TLS through, or show the routers a certificate",
             lambda router: (
                 not router.has_ingress
@@ -226,8 +237,12 @@ class RouterSpec(PodSettings):
     )
 
     @property
+    def hostnames(self) -> list[str]:
+        return [name for name in (self.hostname, self.http_hostname) if name is not None]
+
+    @property
     def has_ingress(self) -> bool:
-        return self.hostname is not None and self.gateway is None
+        return bool(self.hostnames) and self.gateway is None
 
     @property
     def wants_certificates(self) -> bool:

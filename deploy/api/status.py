@@ -60,6 +60,8 @@ class RolloutStatus(Reported):
     reason: str = bounded("", max_size=4096)
     units: Mapping[str, str] = field(default_factory=dict)
     """While there are two: each unit's share of the requests and live workers, by code."""
+    shares: Mapping[str, int] = field(default_factory=dict)
+    """The shares alone, in percent."""
 
 
 @dataclass(frozen=True)
@@ -99,8 +101,9 @@ class ServingClusterStatus(Reported):
     """What clients call the model. Set when it is first available; another model without a
     `servedModelName` keeps it."""
     endpoints: Mapping[str, str] = field(default_factory=dict)
-    """`grpc`: the routers inside the cluster, grpcs:// where they serve TLS. `external`:
-    `spec.router.hostname`, at the port of the Gateway or Ingress. `control`: the supervisor."""
+    """`grpc` and `openai`: the routers inside the cluster, grpcs:// and https:// where they serve
+    TLS. `external`, and externalOpenai: `spec.router.hostname` and `httpHostname`, at the port of
+    the Gateway or Ingress. `control`: the supervisor."""
     unit: str = bounded("", max_size=64)
     """The unit's code. Its RayCluster is called `<cluster>-<code>`, its pods carry the label
     baton.dev/unit."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from baton.config import settings
 from baton.config.cluster import ClusterConfig, PoolConfig
-from baton.config.engine import EngineSettings
+from baton.config.engine import AUTO, EngineSettings
 from baton.config.planner import PlannerTargets
 from baton.config.router import RouterConfig
 from baton.errors import ConfigError
@@ -21,7 +21,7 @@ from deploy.api.worker_pool import PoolTemplate
 
 
 def serving_cluster(config: ClusterConfig, name: str, namespace: str | None) -> dict[str, Any]:
-    """The object for `kubectl apply`; what is at its default is left out.
+    """The object for `kubectl apply`; what is at its default is left out, but `auto` is a GPU.
 
     Raises ConfigError where model or tokenizer is a folder of this machine, which no pod has.
     """
@@ -49,6 +49,8 @@ def serving_cluster(config: ClusterConfig, name: str, namespace: str | None) -> 
         spec["router"] = router
     sections = {"engine": EngineSettings(), "planner": PlannerTargets()}
     spec |= _changed(config, sections)
+    if config.engine.device == AUTO and config.engine.backend != "fake":
+        spec["engine"] = {"device": "cuda"} | spec.get("engine", {})
     if advanced := _changed(config, vars(Advanced())):
         spec["advanced"] = advanced
     metadata = {"name": name} | ({"namespace": namespace} if namespace else {})

@@ -15,20 +15,22 @@ from deploy.controller.manifests.common import Object as Manifest
 from deploy.controller.manifests.common import Owner, Release
 from deploy.controller.manifests.companions import (
     BudgetKind,
-    grpc_route,
     ingress,
     network_policies,
     pod_monitor,
     pool_budget,
+    route,
     router_budget,
     router_certificate,
     unit_policy,
+    ways_in,
 )
 from deploy.controller.manifests.identity import role_certificates
 from deploy.controller.resources import (
     BUDGETS,
     CERTIFICATES,
     GRPC_ROUTES,
+    HTTP_ROUTES,
     INGRESSES,
     NETWORK_POLICIES,
     POD_MONITORS,
@@ -55,7 +57,8 @@ def companions(
     owner, router = view.owner, view.spec.router
     key = Key(owner.namespace, owner.router_name)
     pools = [_pool_budget(owner, name, pool, budgets) for name, pool in view.pools.items()]
-    route = None if router.gateway is None else grpc_route(owner, router)
+    ways = [(way, Key(owner.namespace, way.name)) for way in ways_in(owner, router)]
+    routes = zip((GRPC_ROUTES, HTTP_ROUTES), ways, strict=True)
     monitors = release.pod_monitors
     monitor = None if monitors is None else pod_monitor(owner, monitors, router.auth)
     policies = network_policies(owner, operator_namespace)
@@ -63,8 +66,8 @@ def companions(
     return [
         *(_wanted(NETWORK_POLICIES, each) for each in policies),
         *(_wanted(budgets.resource, budget) for budget in (router_budget(owner, budgets), *pools)),
-        Companion(GRPC_ROUTES, key, route),
-        Companion(INGRESSES, key, ingress(owner, view.spec) if router.has_ingress else None),
+        *(Companion(kind, named, route(owner, router, way)) for kind, (way, named) in routes),
+        *(Companion(INGRESSES, named, ingress(owner, view.spec, way)) for way, named in ways),
         Companion(CERTIFICATES, key, router_certificate(owner, router)),
         *(_wanted(CERTIFICATES, each) for each in role_certificates(owner, view.spec)),
         Companion(POD_MONITORS, Key(owner.namespace, owner.name), monitor),

@@ -1,6 +1,6 @@
-"""The operator's metrics: its own work, and the conditions of each resource.
+"""The operator's metrics: its own work, and conditions, sizes and shares of each resource.
 
-Conditions are read from the cached objects at each scrape. Only the operator that leads reports
+They are read from the cached objects at each scrape. Only the operator that leads reports
 them.
 """
 
@@ -17,6 +17,7 @@ from deploy.controller.kit.errors import KubeError
 from deploy.controller.kit.objects import Key, Object
 
 _SECONDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
+_OF_CLUSTER = ("namespace", "cluster")  # a scrape has to keep it: `honor_labels`
 _OF_RESOURCE = ("kind", "resource_namespace", "resource")
 Reconcile = Callable[[Key], float | None]
 
@@ -83,12 +84,16 @@ class OperatorMetrics(Collector):
             "Workers of a WorkerPool that drain for longer than its drainTimeout",
             labels=_OF_RESOURCE,
         )
+        text, of_pool = "Workers of a pool that are wanted, or ready", ("pool", "role", "state")
+        sizes = GaugeMetricFamily("baton_pool_replicas", text, labels=(*_OF_CLUSTER, *of_pool))
+        text = "Share of the requests that a unit gets: 1 where it is alone"
+        shares = GaugeMetricFamily("baton_rollout_share", text, labels=(*_OF_CLUSTER, "unit"))
         if is_leading:
             for kind, resources in self._resources.items():
                 for key, obj in resources().items():
                     _add(conditions, drains, (kind, key.namespace, key.name), obj)
-        yield conditions
-        yield drains
+                    _add_figures(sizes, shares, key, obj)
+        yield from (conditions, drains, sizes, shares)
 
 
 def _add(
@@ -100,6 +105,21 @@ def _add(
         conditions.add_metric((*name, each["type"], each.get("reason", "")), is_true)
     if "draining" in status:
         drains.add_metric(name, sum("heldBy" in each for each in status["draining"] or ()))
+
+
+def _add_figures(
+    sizes: GaugeMetricFamily, shares: GaugeMetricFamily, key: Key, obj: Object
+) -> None:
+    """Of a WorkerPool, and of a ServingCluster. None is wanted of a pool that is being deleted."""
+    spec, status = obj.get("spec", {}), obj.get("status", {})
+    if "pool" in spec and "readyReplicas" in status:
+        name = (key.namespace, spec["cluster"], spec["pool"], spec["role"])
+        wanted = 0 if "deletionTimestamp" in obj["metadata"] else spec.get("replicas", 1)
+        sizes.add_metric((*name, "wanted"), wanted)
+        sizes.add_metric((*name, "ready"), status["readyReplicas"])
+    alone = {status["unit"]: 100} if status.get("unit") else {}
+    for unit, percent in ((status.get("rollout") or {}).get("shares") or alone).items():
+        shares.add_metric((key.namespace, key.name, unit), percent / 100)
 
 
 def _gauge(name: str, text: str, value: float) -> GaugeMetricFamily:

@@ -17,6 +17,7 @@ DEPLOYMENTS = Resource("apps", "v1", "deployments")
 NETWORK_POLICIES = Resource("networking.k8s.io", "v1", "networkpolicies")
 INGRESSES = Resource("networking.k8s.io", "v1", "ingresses")
 GRPC_ROUTES = Resource("gateway.networking.k8s.io", "v1", "grpcroutes")
+HTTP_ROUTES = Resource("gateway.networking.k8s.io", "v1", "httproutes")
 CERTIFICATES = Resource("cert-manager.io", "v1", "certificates")
 POD_MONITORS = Resource("monitoring.coreos.com", "v1", "podmonitors")
 BUDGETS = tuple(

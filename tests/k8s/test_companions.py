@@ -122,6 +122,7 @@ def test_people_read_what_has_happened(seen: Seen) -> None:
     pool = lambda: seen.kubectl("describe", "wp/main-decode")  # noqa: E731
     eventually(lambda: "ScaledOut" in pool(), "its size is reported")
     assert "from 1 to 3 replicas" in pool()
+    assert "by the planner" not in pool(), "a person scaled it"
     patch = json.dumps({"spec": {"replicas": 2}})
     seen.kubectl("patch", "wp/main-decode", "--type=merge", "-p", patch)
     eventually(lambda: "from 3 to 2 replicas, by kubectl-patch" in pool(), "and who scaled it")
@@ -131,3 +132,7 @@ def test_people_read_what_has_happened(seen: Seen) -> None:
     assert BAD_FIELD in bad()
     seen.change(router={"podTemplate": None})
     eventually(lambda: "Recovered" in bad(), "it is well again")
+    decode = {"role": "decode", "nodeSelector": {"nvidia.com/gpu.product": "L40S"}}
+    seen.change(engine={"device": "cpu"}, pools={"decode": decode})
+    said = seen.condition_soon("servingcluster/main", "Degraded", "GpuUnused")["message"]
+    assert said.startswith("spec.pools.decode.nodeSelector is for GPUs")

@@ -99,7 +99,8 @@ def test_kubectl_get_shows_what_a_cluster_serves_or_why_it_does_not(
     )
     status = {
         "model": "demo", "unit": "bcdfg", "conditions": conditions,
-        "endpoints": {"grpc": "main-router.here.svc:7100", "external": "llm.example.com"},
+        "endpoints": {"grpc": "main-router.here.svc:7100", "external": "llm.example.com",
+                      "openai": "http://main-router.here.svc:8000/v1", "externalOpenai": "a.b/v1"},
     }  # fmt: skip
     key = Key(namespace, "main")
     kube.merge_patch(SERVING_CLUSTERS, key, {"status": status}, "status")
@@ -112,6 +113,7 @@ def test_kubectl_get_shows_what_a_cluster_serves_or_why_it_does_not(
     more = {
         "PROGRESS": "Changing", "FAULT": "Refused", "ENDPOINT": "main-router.here.svc:7100",
         "EXTERNAL": "llm.example.com", "UNIT": "bcdfg",
+        "HTTP": "http://main-router.here.svc:8000/v1", "EXTERNAL-HTTP": "a.b/v1",
     }  # fmt: skip
     wide = shown(control_plane, namespace, "serving", "-o", "wide")
     assert wide.items() >= (usual | more).items()

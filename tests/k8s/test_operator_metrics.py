@@ -57,5 +57,7 @@ def test_it_shows_who_leads_and_what_is_wrong_with_each_resource(
             return any(line.startswith(begins) and line.endswith(ends) for line in scrape())
 
         eventually(is_shown, f"{name} is not available")
+    size = 'role="decode",state="wanted"} 1.0'
+    eventually(lambda: any(each.endswith(size) for each in scrape()), "a pool's size")
     ended = 'baton_operator_reconciles_total{end="succeeded"} '
     eventually(lambda: ended + "0.0" not in scrape(), "reconciles are counted")

@@ -27,6 +27,7 @@ from deploy.controller.resources import (
     CONFIG_MAPS,
     DEPLOYMENTS,
     GRPC_ROUTES,
+    HTTP_ROUTES,
     INGRESSES,
     POD_MONITORS,
     PODS,
@@ -123,8 +124,9 @@ def account(control_plane: ControlPlane, installed: str) -> Path:
 @pytest.fixture(scope="module")
 def further_kinds(control_plane: ControlPlane) -> Iterator[None]:
     """What the operator writes of others' kinds."""
-    crds = (open_crd(GRPC_ROUTES, "GRPCRoute"), open_crd(POD_MONITORS, "PodMonitor"),
-            open_crd(CERTIFICATES, "Certificate"))  # fmt: skip
+    kinds = {GRPC_ROUTES: "GRPCRoute", HTTP_ROUTES: "HTTPRoute",
+             POD_MONITORS: "PodMonitor", CERTIFICATES: "Certificate"}  # fmt: skip
+    crds = [open_crd(resource, kind) for resource, kind in kinds.items()]
     with served(control_plane, *crds):
         yield
 
@@ -166,10 +168,11 @@ class Life:
     namespace: str
 
     def begin(self) -> None:
-        router = {"hostname": "llm.example.com", "tls": {"issuerRef": {"name": "internal"}}}
+        tls = {"issuerRef": {"name": "internal"}}
+        router = {"hostname": "llm.b", "httpHostname": "api.b", "tls": tls}
         self.control_plane.apply(cluster(self.namespace, router=router))
         self._until(WORKER_POOLS, {"main-prefill", "main-decode"})
-        self._until(INGRESSES, {"main-router"})
+        self._until(INGRESSES, {"main-router", "main-http"})
         self._until(CERTIFICATES, {"main-router"})
         self._until(POD_MONITORS, {"main"})
         eventually(self._conditions, "conditions")
@@ -183,12 +186,14 @@ class Life:
         eventually(lambda: self._names(RAY_CLUSTERS) not in ({unit}, set()), "another unit")
         self._change({"router": {"gateway": "edge"}})
         self._until(GRPC_ROUTES, {"main-router"})
+        self._until(HTTP_ROUTES, {"main-http"})
         self._until(INGRESSES, set())
 
     def end(self) -> None:
         self._until(POD_MONITORS, set())
-        self._change({"router": {"gateway": None, "hostname": None, "tls": None}})
+        self._change({"router": dict.fromkeys(("gateway", "hostname", "httpHostname", "tls"))})
         self._until(GRPC_ROUTES, set())
+        self._until(HTTP_ROUTES, set())
         self._until(CERTIFICATES, set())
         self._change({"pools": {"prefill": None}})
         self._until(WORKER_POOLS, {"main-decode"})
@@ -250,7 +255,22 @@ def test_a_cluster_wide_account_has_its_lease_in_its_own_namespace_alone(
             if each.where is not Where.LEASE
             for verb in each.verbs
         }
+        if control_plane.has_controllers:
+            _check_people(control_plane)
         control_plane.helm("uninstall", "baton", "--namespace", namespace)
+
+
+def _check_people(control_plane: ControlPlane) -> None:
+    """Kubernetes' own roles have taken in what the chart adds to them."""
+
+    def verbs(role: str) -> set[str]:
+        rules = control_plane.read(f"clusterrole/{role}")["rules"]
+        ours = [each for each in rules if "servingclusters" in each.get("resources", ())]
+        return {verb for each in ours for verb in each["verbs"]}
+
+    for role in ("edit", "admin"):
+        eventually(lambda: {"get", "create"} <= verbs(role), role)  # noqa: B023
+    assert verbs("view") == {"get", "list", "watch"}
 
 
 def test_what_would_open_more_doors_is_refused(installed: str, account: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -27,6 +28,7 @@ from deploy.controller.manifests.common import (
 from deploy.controller.manifests.routers import router_settings
 
 _LEAVE_MARGIN_S = 30.0
+_OF_GPUS = re.compile("nvidia[.]com/").match
 
 
 def model_path(model: ModelSource) -> str:
@@ -113,15 +115,23 @@ def cluster_config(
 
 
 def pool_device(spec: ServingClusterSpec, pool: PoolShape) -> str:
-    """cpu or cuda. `auto` is a GPU where the pool's resources, or its pod template's,
-    limit one of nvidia.com."""
+    """cpu or cuda. `auto` is a GPU where a field of the pool asks for one."""
     device: str = pool.engine.get("device", spec.engine.device)
     if device != AUTO:
         return device
+    return "cuda" if gpu_field(pool) else "cpu"
+
+
+def gpu_field(pool: PoolShape) -> str:
+    """Name the first field of a pool that asks for GPUs of nvidia.com; empty: none does."""
     containers = pool.pod_template.get("spec", {}).get("containers", [])
     resources = [pool.resources, *(each.get("resources", {}) for each in containers)]
-    limits = [name for each in resources for name in each.get("limits", {})]
-    return "cuda" if any(name.startswith("nvidia.com/") for name in limits) else "cpu"
+    held = {
+        "nodeSelector": list(pool.node_selector),
+        "tolerations": [each.get("key", "") for each in pool.tolerations],
+        "resources.limits": [name for each in resources for name in each.get("limits", {})],
+    }
+    return next((it for it, keys in held.items() if any(map(_OF_GPUS, keys))), "")
 
 
 def _pool_config(spec: ServingClusterSpec, pool: PoolShape) -> PoolConfig:

@@ -195,7 +195,12 @@ SECRET_MODE = 0o440
 """Of a Secret's files: for the pod's user, and nobody else."""
 LAST_WORDS: Mapping[str, Any] = {"terminationMessagePolicy": "FallbackToLogsOnError"}
 """A container that fails leaves the end of its log in its pod's status."""
-POD_SECURITY: Mapping[str, Any] = {"fsGroup": 1000, "runAsUser": 1000, "runAsNonRoot": True}
+POD_SECURITY: Mapping[str, Any] = {
+    "fsGroup": 1000,
+    "fsGroupChangePolicy": "OnRootMismatch",  # else each start walks all files of a claim
+    "runAsUser": 1000,
+    "runAsNonRoot": True,
+}
 
 CONFIG_VOLUME = "config"
 CONFIG_MOUNT: Mapping[str, Any] = {

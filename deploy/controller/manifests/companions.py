@@ -34,6 +34,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from deploy.api.serving_cluster import RouterAuth, RouterIngress, RouterSpec, ServingClusterSpec
 from deploy.controller.kit.objects import Object as Seen
@@ -61,6 +62,7 @@ from deploy.controller.manifests.routers import tls_secret
 _DASHBOARD_PORT = 8265
 _KUBERAY = {"matchLabels": {COMPONENT_LABEL: "kuberay-operator"}}
 _OPERATOR = {"matchExpressions": [{"key": OPERATOR_LABEL, "operator": "Exists"}]}
+_NGINX = "nginx.ingress.kubernetes.io"
 _ANYWHERE: Mapping[str, object] = {}
 _SCRAPERS = {
     "namespaceSelector": _ANYWHERE,
@@ -173,46 +175,66 @@ def router_certificate(owner: Owner, router: RouterSpec) -> Object | None:
         return None
     service = f"{owner.router_name}.{owner.namespace}.svc"
     names = [owner.router_name, f"{owner.router_name}.{owner.namespace}", service]
-    names += [f"{service}.cluster.local", *([router.hostname] if router.hostname else [])]
+    names += [f"{service}.cluster.local", *router.hostnames]
     metadata, secret = owner.metadata(owner.router_name, "router"), tls_secret(owner, tls)
     return issued_certificate(metadata, tls.issuer_ref, secret, ["server auth"], dnsNames=names)
 
 
-def grpc_route(owner: Owner, router: RouterSpec) -> Object:
-    assert router.gateway is not None
+class Way(NamedTuple):
+    """How clients outside speak to the routers; `name`: of its Ingress or route."""
+
+    name: str
+    hostname: str | None
+    port: int
+    protocol: str
+
+
+def ways_in(owner: Owner, router: RouterSpec) -> tuple[Way, Way]:
+    openai = Way(f"{owner.name}-http", router.http_hostname, HTTP_PORT, "HTTP")
+    return Way(owner.router_name, router.hostname, ROUTER_PORT, "GRPC"), openai
+
+
+def route(owner: Owner, router: RouterSpec, way: Way) -> Object | None:
+    """None: there is no Gateway, or no hostname for this way."""
+    if router.gateway is None or way.hostname is None:
+        return None
     namespace, _, name = router.gateway.rpartition("/")
     gateway = {"name": name} | ({"namespace": namespace} if namespace else {})
-    backend = {"name": owner.router_name, "port": ROUTER_PORT}
+    backend = {"name": owner.router_name, "port": way.port}
     spec = {
         "parentRefs": [gateway],
-        "hostnames": [router.hostname],
+        "hostnames": [way.hostname],
         "rules": [{"backendRefs": [backend]}],
     }
-    metadata = owner.metadata(owner.router_name, "router")
-    return manifest("gateway.networking.k8s.io/v1", "GRPCRoute", metadata, spec=spec)
+    metadata = owner.metadata(way.name, "router")
+    return manifest("gateway.networking.k8s.io/v1", f"{way.protocol}Route", metadata, spec=spec)
 
 
-def ingress(owner: Owner, spec: ServingClusterSpec) -> Object:
-    """The kind knows nothing of gRPC. Our own annotations are ingress-nginx's, others ignore them.
-    It gives up a stream that is silent for its read timeout."""
+def ingress(owner: Owner, spec: ServingClusterSpec, way: Way) -> Object | None:
+    """The kind knows no protocols. Our own annotations are ingress-nginx's, others ignore them. It
+    gives up a stream that is silent for its read timeout, and refuses bodies over 1 MiB unless told
+    otherwise. Both Ingresses name all hosts of the certificate: cert-manager keeps it for one."""
     router = spec.router
+    if way.hostname is None or not router.has_ingress:
+        return None
     settings = router.ingress or RouterIngress()
     longest_s = str(int(spec.advanced.router.max_timeout_s))
-    metadata = owner.metadata(owner.router_name, "router")
+    metadata = owner.metadata(way.name, "router")
     metadata["annotations"] = {
-        "nginx.ingress.kubernetes.io/backend-protocol": "GRPC" if router.tls is None else "GRPCS",
-        "nginx.ingress.kubernetes.io/proxy-read-timeout": longest_s,
-        "nginx.ingress.kubernetes.io/proxy-send-timeout": longest_s,
+        f"{_NGINX}/backend-protocol": way.protocol if router.tls is None else f"{way.protocol}S",
+        f"{_NGINX}/proxy-body-size": str(spec.advanced.router.max_message_bytes),
+        f"{_NGINX}/proxy-read-timeout": longest_s,
+        f"{_NGINX}/proxy-send-timeout": longest_s,
         **settings.annotations,
     }
-    service = {"name": owner.router_name, "port": {"number": ROUTER_PORT}}
+    service = {"name": owner.router_name, "port": {"number": way.port}}
     path = {"path": "/", "pathType": "Prefix", "backend": {"service": service}}
-    made: Object = {"rules": [{"host": router.hostname, "http": {"paths": [path]}}]}
+    made: Object = {"rules": [{"host": way.hostname, "http": {"paths": [path]}}]}
     if settings.class_name is not None:
         made["ingressClassName"] = settings.class_name
     secret = settings.tls_secret_name or (router.tls and tls_secret(owner, router.tls))
     if secret is not None:
-        made["tls"] = [{"hosts": [router.hostname], "secretName": secret}]
+        made["tls"] = [{"hosts": router.hostnames, "secretName": secret}]
     return manifest("networking.k8s.io/v1", "Ingress", metadata, spec=made)
 
 

@@ -18,6 +18,7 @@ _RETAINING = frozenset({"volumes"})
 _WHOLE = frozenset({"env"})
 _QUANTITIES = frozenset({"requests", "limits"})
 _NONE = (0, "0")
+_OVER = {"topologyKey": "kubernetes.io/hostname", "whenUnsatisfiable": "ScheduleAnyway"}
 
 
 def merged_template(own: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
@@ -30,8 +31,24 @@ def merged_template(own: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str
 
 def with_settings(own: Mapping[str, Any], over: PodSettings, container: str) -> dict[str, Any]:
     """A pod's template with a user's pod settings laid over it. Resources and variables go to
-    `container`."""
-    return merged_template(merged(own, over.own_template(container)), over.pod_template)
+    `container`. Where the user says nothing of it, pods of these labels spread over nodes."""
+    if not over.topology_spread_constraints:
+        spread = {"labelSelector": {"matchLabels": own["metadata"]["labels"]}, "maxSkew": 1}
+        own = merged(own, {"spec": {"topologySpreadConstraints": [_OVER | spread]}})
+    made = merged_template(merged(own, over.own_template(container)), over.pod_template)
+    return _guaranteed(made) if over.guaranteed else made
+
+
+def _guaranteed(template: Mapping[str, Any]) -> dict[str, Any]:
+    spec = dict(template["spec"])
+    for kind in spec.keys() & {"containers", "initContainers"}:
+        spec[kind] = [_limited(each, each.get("resources", {})) for each in spec[kind]]
+    return {**template, "spec": spec}
+
+
+def _limited(container: Mapping[str, Any], resources: Mapping[str, Any]) -> dict[str, Any]:
+    held = {**resources.get("requests", {}), **resources.get("limits", {})}
+    return {**container, "resources": {**resources, "requests": held, "limits": held}}
 
 
 def merged(own: Any, over: Any, key: str = "") -> Any:

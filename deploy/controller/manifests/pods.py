@@ -8,7 +8,10 @@ there lets it outlive the pod, and the node's pods share it.
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import math
+import re
 import shlex
 from dataclasses import dataclass
 
@@ -17,7 +20,7 @@ from baton.identity.keys import Role
 from baton.process_log import LOG_VARIABLE, SETTINGS_VARIABLE
 from deploy.api.serving_cluster import ModelSource, ServingClusterSpec, SpotNotices
 from deploy.api.worker_pool import WorkerPoolSpec, seconds
-from deploy.controller.manifests.cluster_yaml import model_path, pool_device
+from deploy.controller.manifests.cluster_yaml import model_name, model_path, pool_device
 from deploy.controller.manifests.common import (
     CONFIG_FILE,
     CONFIG_MOUNT,
@@ -72,6 +75,7 @@ MODEL_VOLUME = "model"
 FETCH = "fetch-model"
 """The init container, for templates that add to it."""
 
+_BILLIONS = re.compile(r"(?<![\w.])(?:([0-9]+)x)?([0-9]{1,4}(?:[.][0-9]+)?)[bB](?!\w)")
 _WORKER_PORTS = {"links": WORKER_PORT, "metrics": METRICS_PORT, "health": HEALTH_PORT}
 _OWN_LABEL = f"--labels={POD_LABEL}=$POD_NAME"
 """KubeRay writes one command for all pods of a group; each gives Ray its own name."""
@@ -220,12 +224,16 @@ def num_gpus(spec: ServingClusterSpec, pool: WorkerPoolSpec) -> int:
 
 
 def _worker_resources(spec: ServingClusterSpec, pool: WorkerPoolSpec) -> Object:
-    """A GPU for each rank; everything else the pool's own template says."""
-    count = num_gpus(spec, pool)
-    if not count:
-        return {"requests": {"cpu": "1", "memory": "2Gi"}}
-    gpus = {"nvidia.com/gpu": str(count)}
-    return {"requests": {"cpu": "4", "memory": "32Gi"} | gpus, "limits": gpus}
+    """A GPU for each rank. Memory follows the weights, which pass through it, and stay on a CPU:
+    two bytes for each parameter that the model's name counts."""
+    source = model_name(dataclasses.replace(spec, served_model_name=None))
+    ranks, counted = pool.parallelism.tensor, _BILLIONS.search(source)
+    weights = counted and math.ceil(int(counted[1] or 1) * float(counted[2]) * 2e9 / 2**30)
+    if not num_gpus(spec, pool):
+        return {"requests": {"cpu": str(ranks), "memory": f"{2 * ranks + (weights or 0)}Gi"}}
+    memory = f"{8 + 8 * ranks + (weights or 16)}Gi"
+    gpus = {"nvidia.com/gpu": str(ranks)}
+    return {"requests": {"cpu": str(2 + 2 * ranks), "memory": memory} | gpus, "limits": gpus}
 
 
 def _same_fabric(context: PodContext) -> Object:
@@ -275,7 +283,7 @@ def _fetching(spec: ServingClusterSpec, image: str, *, text_only: bool) -> Objec
         "command": ["python", "-m", fetch[0]],
         "args": fetch[1:],
         "env": environment,
-        "resources": {"requests": {"cpu": "500m", "memory": "512Mi"}},
+        "resources": {"requests": {"cpu": "1", "memory": "2Gi"}},  # no pod asks for less
         **LAST_WORDS,
         "volumeMounts": _model_mounts(model),
         "securityContext": dict(CONTAINER_SECURITY),

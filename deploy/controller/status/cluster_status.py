@@ -13,7 +13,7 @@ from deploy.controller.manifests.common import HTTP_PORT, ROUTER_PORT, Object
 from deploy.controller.manifests.routers import FIRST_ROUTERS
 from deploy.controller.rollout import State
 from deploy.controller.status.conditions import AVAILABLE, DEGRADED, PROGRESSING, Verdict
-from deploy.controller.status.pool_status import size_problem
+from deploy.controller.status.pool_status import gpu_problem, size_problem
 from deploy.controller.status.waiting import (
     SILENT,
     STARTING,
@@ -44,7 +44,8 @@ def cluster_status(view: ClusterView, verdicts: Sequence[Verdict]) -> Object:
     is_available = any(each.type == AVAILABLE and each.is_true for each in verdicts)
     called = {"model": model_name(view.spec)} if is_available else {}
     host = f"{view.owner.router_name}.{view.owner.namespace}.svc"
-    is_plain = view.spec.router.tls is None
+    ways = view.spec.router
+    is_plain = ways.tls is None
     router, openai = f"{host}:{ROUTER_PORT}", f"{host}:{HTTP_PORT}/v1"
     if not is_plain:
         router = f"grpcs://{router}"
@@ -53,14 +54,15 @@ def cluster_status(view: ClusterView, verdicts: Sequence[Verdict]) -> Object:
         "endpoints": {
             "grpc": router,
             "openai": f"{'http' if is_plain else 'https'}://{openai}",
-            "external": _external(view.spec.router),
+            "external": _external(ways, ways.hostname, "grpcs://"),
+            "externalOpenai": _external(ways, ways.http_hostname and f"{ways.http_hostname}/v1"),
             "control": view.owner.control_address,
         },
         "unit": view.step.unit or None,
         "rollout": {
             "state": view.step.state.value,
             "reason": view.step.reason,
-            "units": _units(view) if len(view.units) > 1 else None,
+            **_units(view),
         },
         "pools": former
         | {name: f"{pool.num_serving}/{pool.replicas}" for name, pool in view.pools.items()},
@@ -68,21 +70,26 @@ def cluster_status(view: ClusterView, verdicts: Sequence[Verdict]) -> Object:
 
 
 def _units(view: ClusterView) -> Object:
-    shares = dict(view.step.routes)
+    """Nothing of one alone."""
+    if len(view.units) < 2:
+        return {"units": None, "shares": None}
+    routes = dict(view.step.routes)
     former = dict.fromkeys((view.obj.get("status", {}).get("rollout") or {}).get("units") or ())
-    now = {}
+    units, shares = dict(former), dict(former)
     for unit in view.units:
         live = sum(len(pool.live) for pool in unit.pools.values())
-        now[unit.code] = f"{shares.get(unit.code, 0.0):.0%} of requests, {live} workers live"
-    return former | now
+        share = routes.get(unit.code, 0.0)
+        units[unit.code] = f"{share:.0%} of requests, {live} workers live"
+        shares[unit.code] = round(100 * share)
+    return {"units": units, "shares": shares}
 
 
-def _external(router: RouterSpec) -> str | None:
+def _external(router: RouterSpec, hostname: str | None, scheme: str = "https://") -> str | None:
     """The port is the gateway's or ingress's. None: nothing leads to the routers from outside."""
     shows_another = router.ingress is not None and router.ingress.tls_secret_name is not None
-    if router.hostname is None or (router.tls is None and not shows_another):
-        return router.hostname
-    return f"grpcs://{router.hostname}"
+    if hostname is None or (router.tls is None and not shows_another):
+        return hostname
+    return f"{scheme}{hostname}"
 
 
 def cluster_verdicts(
@@ -156,6 +163,7 @@ def _degraded(view: ClusterView, refusals: Refusals, errors: Sequence[str]) -> V
     """The reason of the worst fault, the messages of all."""
     problems = {name: size_problem(pool) for name, pool in view.pools.items()}
     no_model = model_problem([pod for pool in view.pools.values() for pod in pool.pods])
+    idle = [gpu_problem(view.spec, pool.spec) for pool in view.pools.values()]
     has_failed = view.step.state in (State.REVERTING, State.REVERTED, State.STRANDED)
     faults = {
         "RolloutFailed": [view.step.reason] if has_failed else [],
@@ -168,6 +176,7 @@ def _degraded(view: ClusterView, refusals: Refusals, errors: Sequence[str]) -> V
         "ModelUnavailable": [f"{model_field(view.spec.model)}: {no_model}"] if no_model else [],
         "StartFailed": errors,
         "NotServed": refusals.unserved,
+        "GpuUnused": list(filter(None, idle)),
     }
     found = {reason: "; ".join(messages) for reason, messages in faults.items() if messages}
     if not found:

@@ -15,8 +15,9 @@ from deploy.controller.view import ClusterView
 
 _ROUTINE = ("AsWanted", "Changing", "Deleting", "Draining", "InvalidSpec", "KubeRayMissing")
 """Reasons of Progressing that come and go, or that other events say better."""
+_OPERATOR = "baton-controller"
 _WRITERS = {
-    "baton-controller": "the planner",
+    _OPERATOR: "the planner",
     "kube-controller-manager": "a HorizontalPodAutoscaler",
 }
 """By their names among those who write fields."""
@@ -119,7 +120,8 @@ def _drains(before: Mapping[str, Object], after: Mapping[str, Object]) -> list[H
 
 
 def _by(obj: Object) -> str:
-    """Who wrote a WorkerPool's size last; empty where the API server does not say."""
+    """Who wrote a WorkerPool's size last; empty where nobody knows. API servers before 1.22 do not
+    note who scales: the operator, which made the pool, stays noted."""
     writers = [
         (each.get("time", ""), each["manager"])
         for each in obj["metadata"].get("managedFields", ())
@@ -128,4 +130,8 @@ def _by(obj: Object) -> str:
     if not writers:
         return ""
     _, manager = max(writers)
+    spec, planned = obj.get("spec", {}), obj.get("status", {}).get("desiredReplicas")
+    is_planners = spec.get("scaling", {}).get("mode") == "planner"
+    if manager == _OPERATOR and not (is_planners and spec.get("replicas") == planned):
+        return ""
     return f", by {_WRITERS.get(manager, manager)}"

@@ -6,8 +6,10 @@ import datetime
 
 from baton.config.planner import PlannerTargets
 from deploy.api.naming import as_written
+from deploy.api.serving_cluster import ServingClusterSpec
 from deploy.api.worker_pool import WorkerPoolSpec, seconds
 from deploy.controller.fleet import Slot, SlotState
+from deploy.controller.manifests.cluster_yaml import gpu_field, pool_device
 from deploy.controller.manifests.common import CLUSTER_LABEL, POOL_LABEL, Object
 from deploy.controller.status.conditions import AVAILABLE, DEGRADED, PROGRESSING, Verdict, shortened
 from deploy.controller.status.waiting import SILENT, STARTING, Silence, model_problem, with_waits
@@ -87,6 +89,14 @@ def size_problem(pool: PoolView) -> str:
         bound = f"below minReplicas {spec.min_replicas}"
         remedy = f"scale to {spec.min_replicas} at least, or lower minReplicas {field}"
     return f"spec.replicas is {asked}, {bound}: the size stays {spec.replicas}; {remedy}"
+
+
+def gpu_problem(spec: ServingClusterSpec, pool: WorkerPoolSpec) -> str:
+    """Why a pool's GPUs stay idle; empty: they do not, or it asks for none."""
+    field = gpu_field(pool)
+    if not field or pool_device(spec, pool) == "cuda":
+        return ""
+    return f"spec.pools.{pool.pool}.{field} is for GPUs, but its engine.device is cpu: none is used"
 
 
 def pool_verdicts(

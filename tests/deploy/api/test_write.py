@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -43,7 +44,7 @@ def test_a_cluster_file_is_printed_as_the_resource_that_means_the_same(
     assert spec.model.revision == config.model_revision == "v2"
     assert spec.tokenizer == config.tokenizer == "Qwen/Qwen3-8B"
     assert (spec.served_model_name, *spec.served_model_aliases) == config.model_names
-    assert spec.engine_config == config.engine
+    assert spec.engine_config == dataclasses.replace(config.engine, device="cuda")
     assert spec.advanced.router.max_queue == 7
     assert router_settings(spec).trace_endpoint == spec.router.trace_endpoint == "http://c:1"
     assert spec.advanced.router.port == 7100, "where one machine listens is no setting of pods"
@@ -53,13 +54,14 @@ def test_a_cluster_file_is_printed_as_the_resource_that_means_the_same(
     assert spec.pools["decode"].engine == {"blockSize": 32}
 
 
-def test_what_is_at_its_default_is_left_out(tmp_path: Path) -> None:
+def test_what_is_at_its_default_is_left_out_but_a_device_that_nobody_named(tmp_path: Path) -> None:
     path = tmp_path / "cluster.yaml"
     path.write_text("model: org/name\n")
     spec = serving_cluster(load_config(path), "chat", None)["spec"]
     assert spec == {
         "model": {"name": "org/name"},
         "pools": {"prefill": {"role": "prefill"}, "decode": {"role": "decode"}},
+        "engine": {"device": "cuda"},
     }
 
 

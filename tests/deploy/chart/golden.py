@@ -22,7 +22,6 @@ COMBINATIONS: dict[str, Any] = {
     "air_gapped": first_cluster(
         spec={"model": {"name": "Qwen/Qwen3-8B"}},
         nodes={"weightsCache": {"claimName": "weights"}},
-        redis={"image": {"registry": "registry.example.com/mirror"}},
     )
     | {
         "images": {"registry": "registry.example.com/mirror", "pullSecrets": ["mirror"]},

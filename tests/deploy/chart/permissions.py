@@ -54,6 +54,8 @@ PERMISSIONS = (
            "apply, for a name; remove its own alone"),
     _needs("gateway.networking.k8s.io", "grpcroutes", "get create patch delete",
            "apply, for a name and a Gateway; remove its own alone"),
+    _needs("gateway.networking.k8s.io", "httproutes", "get create patch delete",
+           "the same, to OpenAI's API"),
     _needs("cert-manager.io", "certificates", "get create patch delete",
            "apply, where routers name an issuer; remove its own alone"),
     _needs("monitoring.coreos.com", "podmonitors", "get create patch delete",

@@ -112,6 +112,21 @@ def test_nodes_settings_reach_every_pools_pods(helm: Helm) -> None:
     assert "hostIPC" not in pods["head"]["spec"]
 
 
+def test_one_field_lets_every_pod_onto_tainted_nodes_and_labels_of_gpus_bind_workers_alone(
+    helm: Helm,
+) -> None:
+    taint = {"key": "team", "operator": "Exists"}
+    selector = {"disk": "ssd", "nvidia.com/gpu.product": "H100"}
+    values = first_cluster(nodes={"tolerations": [taint], "nodeSelector": selector})
+    _, redis = of_kind(helm.template(values), "Deployment")
+    pods = pods_of(helm, values) | {"redis": redis["spec"]["template"]}
+    for name, pod in pods.items():
+        assert pod["spec"]["tolerations"] == [taint]
+        is_worker = name in ("prefill", "decode")
+        assert pod["spec"]["nodeSelector"] == (selector if is_worker else {"disk": "ssd"})
+        assert pod["spec"]["securityContext"]["fsGroupChangePolicy"] == "OnRootMismatch"
+
+
 def test_a_pools_own_settings_come_before_what_all_pools_have(helm: Helm) -> None:
     env = [{"name": "UCX_TLS", "value": "tcp"}]
     own = {"nodeSelector": {"gpu": "l40s"}, "tolerations": [], "env": env}

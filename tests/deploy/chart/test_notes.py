@@ -88,6 +88,7 @@ NO_REDIS = "WARNING: no Redis keeps"
 NO_VOLUME = "WARNING: the Redis of Ray's head has no volume"
 ON_VOLUME = "get pvc default-redis"
 NO_ALERT = "WARNING: no alert can fire"
+TLS = first_cluster(spec={"router": {"tls": {"secretName": "tls"}}})
 ALERTS = {"alerts": {"enabled": True}}
 
 
@@ -97,6 +98,8 @@ ALERTS = {"alerts": {"enabled": True}}
         ({"images": {"registry": ""}}, IMAGES, NO_REDIS),
         ({"images": {"registry": "registry.example.com"}}, "", IMAGES),
         (first_cluster(), ON_VOLUME, NO_REDIS),
+        (first_cluster(), "\n  curl http://localhost:8000/v1/", "--cacert"),
+        (TLS, "\n  curl --cacert CA.crt --connect-to ::localhost: https://default-", "curl http:"),
         (SWITCHED_OFF, NO_REDIS, ON_VOLUME),
         (NAMED, "", NO_REDIS),
         (first_cluster(redis={"storage": ""}), NO_VOLUME, ON_VOLUME),

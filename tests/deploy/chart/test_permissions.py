@@ -32,13 +32,13 @@ def needed(where: Where) -> Granted:
 
 
 def roles(objects: Iterable[Object]) -> dict[tuple[str, str, str], Granted]:
-    """By kind, namespace and name."""
+    """By kind, namespace and name; without those that Kubernetes adds to its own."""
     return {
         (each["kind"], each["metadata"].get("namespace", ""), each["metadata"]["name"]): granted(
             each
         )
         for each in objects
-        if each["kind"] in ("Role", "ClusterRole")
+        if each["kind"] in ("Role", "ClusterRole") and "aggregate-to" not in str(each["metadata"])
     }
 
 

@@ -82,7 +82,7 @@ def test_a_cluster_whose_workers_may_be_on_several_nodes_has_one_and_is_told_of_
 def test_else_there_is_none(helm: Helm, values: dict[str, Any]) -> None:
     objects = helm.template(values)
     assert not redis_of(objects)
-    assert not [each for each in of_kind(objects, "ServingCluster") if "ray" in each["spec"]]
+    assert not [each for each in of_kind(objects, "ServingCluster") if "gcsFault" in str(each)]
 
 
 def test_one_that_is_named_is_taken_instead_and_never_both(helm: Helm) -> None:
@@ -219,13 +219,14 @@ def test_a_password_that_rays_head_could_not_be_told_is_refused_in_clear_words(
 @pytest.mark.parametrize(
     ("image", "name"),
     [
-        ({}, "docker.io/redis:7.2-bookworm"),
+        ({}, "registry.example.com/baton/redis:7.2-bookworm"),
+        ({"registry": "docker.io"}, "docker.io/redis:7.2-bookworm"),
         ({"registry": "registry.example.com/all/"}, "registry.example.com/all/redis:7.2-bookworm"),
         ({"registry": ""}, "redis:7.2-bookworm"),
     ],
-    ids=["where Redis is published", "a mirror", "the node's own"],
+    ids=["with all others", "where Redis is published", "a mirror", "the node's own"],
 )
-def test_its_image_is_not_looked_for_where_batons_own_were_pushed(
+def test_its_image_is_looked_for_where_batons_own_were_pushed_unless_another_place_is_named(
     helm: Helm, image: dict[str, str], name: str
 ) -> None:
     values = first_cluster(redis={"image": image})

@@ -20,15 +20,13 @@ OF_THE_POD = {"namespace", *(re.sub(r"\W", "_", it) for it in _TARGET_LABELS)}
 
 _OF_EMPTY = {  # of metrics that have no sample yet
     *("le", "state", "end", "failure", "model", "tenant", "result", "cause", "prefill"),
-    *("role", "cluster"),  # of the operator's pools
 }
-_OF_POOLS = {"baton_pool_replicas", "baton_rollout_share"}
 _APPENDED = re.compile(r"_(bucket|total|sum|count)$")
 
 
 def names() -> set[str]:
     """Of metrics, without what a histogram or counter appends."""
-    return {metric.name for metric in _metrics()} | _OF_POOLS
+    return {metric.name for metric in _metrics()}
 
 
 def labels() -> set[str]:
@@ -53,7 +51,9 @@ def labels_in(expression: str) -> set[str]:
 def _metrics() -> Iterable[Metric]:
     load, progress = worker_pb2.WorkerLoad(), control_pb2.StepProgress()
     collector = WorkerCollector("w", "p", lambda: load, lambda: progress, lambda: 0, lambda: 0)
-    pool = {"status": {"conditions": [{"type": "t", "status": "True"}], "draining": []}}
+    status = {"conditions": [{"type": "t", "status": "True"}], "draining": [], "readyReplicas": 1}
+    spec = {"cluster": "c", "pool": "p", "role": "decode"}
+    pool = {"metadata": {}, "spec": spec, "status": status | {"unit": "u"}}
     resources = {"WorkerPool": lambda: {Key("n", "p"): pool}}
     operator = OperatorMetrics(lambda: True, lambda: 0, resources)
     for told in (RouterMetrics().registry, collector, operator.registry):

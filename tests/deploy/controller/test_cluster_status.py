@@ -89,7 +89,8 @@ def test_a_status_says_which_unit_there_is_and_how_far_the_next_one_is(state: St
     )
     status = cluster_status(view, [])
     assert status["unit"] == "2x4bz"
-    assert status["rollout"] == {"state": state.value, "reason": "so it is", "units": None}
+    of_two = {"units": None, "shares": None}
+    assert status["rollout"] == {"state": state.value, "reason": "so it is", **of_two}
     said = ServingClusterStatus(unit="2x4bz", rollout=RolloutStatus(state.value, "so it is"))
     assert said.rollout is not None
     none = dataclasses.replace(view, step=Step(State.ENDING, "2 pods are left"))

@@ -13,6 +13,7 @@ from deploy.controller.fleet import NOTHING_HEARD
 from deploy.controller.manifests.common import (
     CONTROL_PORT,
     HEALTH_PORT,
+    HTTP_PORT,
     METRICS_PORT,
     RAY_PORT,
     ROUTER_PORT,
@@ -25,6 +26,7 @@ from deploy.controller.manifests.routers import router_service
 from deploy.controller.pod import Pod
 from deploy.controller.resources import BUDGETS
 from deploy.controller.rollout import Record, UnitPlan
+from deploy.controller.status.cluster_status import cluster_status
 from deploy.controller.view import ClusterView, PoolView, UnitView
 from tests.deploy.controller.clusters import (
     OWNER,
@@ -244,7 +246,8 @@ def test_where_namespaces_do_not_carry_their_names_the_operator_is_still_let_in(
 
 def routes(**router: Any) -> dict[str, dict[str, Any]]:
     found = made(view_of(router=router))
-    return {kind: each for (kind, _), each in found.items() if kind in ("GRPCRoute", "Ingress")}
+    ways = ("GRPCRoute", "HTTPRoute", "Ingress")
+    return {kind: each for (kind, _), each in found.items() if kind in ways}
 
 
 def test_without_a_name_there_is_no_way_in_from_outside() -> None:
@@ -305,6 +308,24 @@ def test_a_gateway_has_a_grpc_route_instead(gateway: str, parent: dict[str, str]
         "hostnames": ["llm.example.com"],
         "rules": [{"backendRefs": [{"name": "main-router", "port": ROUTER_PORT}]}],
     }
+
+
+def test_openais_api_has_a_way_in_of_its_own_hostname_that_is_said_where_people_look() -> None:
+    view = view_of(
+        router={"httpHostname": "api.b", "hostname": "llm.b", "tls": {"secretName": "x"}}
+    )
+    ingress, grpc = (made(view)["Ingress", f"main-{name}"] for name in ("http", "router"))
+    check_kubernetes(ingress)
+    (rule,) = ingress["spec"]["rules"]
+    service = rule["http"]["paths"][0]["backend"]["service"]
+    assert (rule["host"], service["port"]["number"]) == ("api.b", HTTP_PORT)
+    assert ingress["metadata"]["annotations"][PROTOCOL] == "HTTPS"
+    assert ingress["spec"]["tls"] == grpc["spec"]["tls"], "cert-manager keeps it for one of both"
+    (route,) = routes(httpHostname="api.b", gateway="edge").values()
+    backend = {"name": "main-router", "port": HTTP_PORT}
+    assert (route["kind"], route["spec"]["hostnames"]) == ("HTTPRoute", ["api.b"])
+    assert route["spec"]["rules"] == [{"backendRefs": [backend]}]
+    assert cluster_status(view, [])["endpoints"]["externalOpenai"] == "https://api.b/v1"
 
 
 def test_where_an_issuer_is_named_the_certificate_is_kept_beside_the_cluster() -> None:

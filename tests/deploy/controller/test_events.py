@@ -61,23 +61,29 @@ def test_a_condition_is_news_when_it_changes(
 
 
 @pytest.mark.parametrize(
-    ("writer", "by"),
+    ("writer", "mode", "planned", "by"),
     [
-        ("kubectl", ", by kubectl"),
-        ("kube-controller-manager", ", by a HorizontalPodAutoscaler"),
-        ("baton-controller", ", by the planner"),
-        (None, ""),
+        ("kubectl", "manual", 3, ", by kubectl"),
+        ("kube-controller-manager", "hpa", 3, ", by a HorizontalPodAutoscaler"),
+        ("baton-controller", "planner", 3, ", by the planner"),
+        ("baton-controller", "planner", 2, ""),  # by a person, whom an old API server does not note
+        ("baton-controller", "manual", 3, ""),
+        (None, "manual", 3, ""),
     ],
 )
-def test_a_pools_size_is_reported_with_who_wrote_it_last(writer: str | None, by: str) -> None:
+def test_a_pools_size_is_reported_with_who_wrote_it_last(
+    writer: str | None, mode: str, planned: int, by: str
+) -> None:
     fields = [
         {"manager": manager, "time": str(time), "fieldsV1": {"f:spec": {"f:replicas": {}}}}
         for time, manager in enumerate(("old", writer))
     ]
     metadata = {"name": "main-decode"} | ({"managedFields": fields} if writer else {})
-    out = changes(Look(size=1), Look(size=3), {"metadata": metadata})
+    obj = {"metadata": metadata, "spec": {"replicas": 3, "scaling": {"mode": mode}},
+           "status": {"desiredReplicas": planned}}  # fmt: skip
+    out = changes(Look(size=1), Look(size=3), obj)
     assert out == [(NORMAL, "ScaledOut", f"from 1 to 3 replicas{by}")]
-    down = changes(Look(size=3), Look(size=2), {"metadata": metadata})
+    down = changes(Look(size=3), Look(size=2), obj)
     assert down == [(NORMAL, "ScaledIn", f"from 3 to 2 replicas{by}")]
     assert changes(Look(), Look(size=3)) == [], "a first look is no news"
 

@@ -10,6 +10,7 @@ import yaml
 
 from baton.config.cluster import parse_config
 from baton.errors import ConfigError
+from deploy.api.serving_cluster import ServingClusterSpec
 from deploy.api.status import ServingClusterStatus
 from deploy.api.worker_pool import seconds
 from deploy.controller.manifests.cluster_yaml import (
@@ -107,6 +108,45 @@ def test_a_device_left_open_is_a_gpu_where_the_pools_pods_ask_for_one() -> None:
     assert settings.pool_engine("prefill").device == "cpu"
     assert settings.pool_engine("decode").device == "cuda"
     assert "nvidia.com/gpu" not in str(group_of(ray_of(spec), "prefill"))
+
+
+@pytest.mark.parametrize(
+    ("model", "ranks", "cpu", "memory", "on_cpu"),
+    [
+        ({"name": "Qwen/Qwen3-8B"}, 1, "4", "31Gi", "17Gi"),
+        ({"uri": "s3://models/llama-3.3-70b/"}, 8, "18", "203Gi", "147Gi"),
+        ({"name": "Mixtral-8x7B-v0.1"}, 2, "6", "129Gi", "109Gi"),
+        ({"name": "org/v2"}, 1, "4", "32Gi", "2Gi"),
+    ],
+)
+def test_a_worker_asks_for_cores_by_its_ranks_and_memory_by_its_models_size(
+    model: dict[str, Any], ranks: int, cpu: str, memory: str, on_cpu: str
+) -> None:
+    pools = {"decode": {"role": "decode", "parallelism": {"tensor": ranks}}}
+    asked = []
+    for device in ("cuda", "cpu"):
+        (worker, _) = pods_of(spec_of(model=model, pools=pools, engine={"device": device}))
+        asked.append(worker["containers"][0]["resources"]["requests"])
+    on_gpus = {"cpu": cpu, "memory": memory, "nvidia.com/gpu": str(ranks)}
+    assert asked == [on_gpus, {"cpu": str(ranks), "memory": on_cpu}]
+
+
+def pods_of(spec: ServingClusterSpec) -> list[dict[str, Any]]:
+    made = (group_of(ray_of(spec), "decode"), routers_of(spec)["spec"])
+    return [each["template"]["spec"] for each in made]
+
+
+def test_pods_are_guaranteed_where_they_are_to_be_and_spread_over_nodes() -> None:
+    asked = {"guaranteed": True, "resources": {"requests": {"memory": "8Gi"}}}
+    pools = {"decode": {"role": "decode"} | asked}
+    for pod in pods_of(spec_of(model={"uri": "s3://m/8B"}, pools=pools, router=asked)):
+        for each in (*pod["containers"], *pod.get("initContainers", ())):
+            assert each["resources"]["limits"] == each["resources"]["requests"]
+            assert each["resources"]["limits"].keys() == {"cpu", "memory"}
+        (spread,) = pod["topologySpreadConstraints"]
+        assert spread["topologyKey"] == "kubernetes.io/hostname"
+        assert spread["whenUnsatisfiable"] == "ScheduleAnyway", "one node is enough"
+        assert "baton.dev/cluster" in spread["labelSelector"]["matchLabels"]
 
 
 def test_the_head_keeps_its_state_in_redis_as_kuberays_own_schema_takes_it() -> None:

@@ -31,10 +31,10 @@ class World:
     """What the metrics are read from."""
 
     def __init__(self) -> None:
-        self.is_leading = True
+        self.is_leading, self.cluster = True, {**CLUSTER}
         self.pools: dict[Key, Object] = {Key("ns", "decode"): POOL}
         resources: Mapping[str, Any] = {
-            "ServingCluster": lambda: {Key("ns", "main"): CLUSTER},
+            "ServingCluster": lambda: {Key("ns", "main"): self.cluster},
             "WorkerPool": lambda: self.pools,
         }
         self.metrics = OperatorMetrics(lambda: self.is_leading, lambda: 3, resources)
@@ -59,6 +59,24 @@ def test_who_leads_reports_each_condition_with_its_reason() -> None:
     assert world.condition("ServingCluster", "main", "Degraded", "Sound") == 0
     assert world.condition("WorkerPool", "decode", "Progressing", "InvalidSpec") == 0
     assert world.overdue() == 1
+
+
+def test_a_pools_size_and_the_share_of_each_unit_are_reported() -> None:
+    world, of = World(), {"namespace": "ns", "cluster": "main"}
+
+    def said() -> list[float | None]:
+        pool = of | {"pool": "decode", "role": "decode"}
+        sizes = [world.said("baton_pool_replicas", **pool, state=it) for it in ("ready", "wanted")]
+        return sizes + [world.said("baton_rollout_share", **of, unit=unit) for unit in "ab"]
+
+    assert said() == [None] * 4, "nobody has looked at them yet"
+    spec = {"cluster": "main", "pool": "decode", "role": "decode", "replicas": 8}
+    pool: dict[str, Any] = {"metadata": {}, "spec": spec, "status": {"readyReplicas": 1}}
+    world.pools, world.cluster = {Key("ns", "decode"): pool}, {"status": {"unit": "a"}}
+    assert said() == [1, 8, 1, None]
+    pool["metadata"]["deletionTimestamp"] = "now"
+    world.cluster["status"]["rollout"] = {"shares": {"a": 90, "b": 10}}
+    assert said() == [1, 0, 0.9, 0.1], "a pool that is deleted drains, and lacks nobody"
 
 
 def test_what_is_so_no_more_is_reported_no_more() -> None:

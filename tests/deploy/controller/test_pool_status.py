@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from baton.config.planner import PlannerConfig
 from baton.v1 import control_pb2
 from deploy.api.status import MESSAGE, WorkerPoolStatus
@@ -17,8 +19,9 @@ from deploy.controller.fleet import (
 )
 from deploy.controller.manifests.common import Object
 from deploy.controller.pod import Pod
-from deploy.controller.status.pool_status import pool_status, pool_verdicts
+from deploy.controller.status.pool_status import gpu_problem, pool_status, pool_verdicts
 from deploy.controller.view import PoolView
+from tests.deploy.controller.clusters import pools_of, spec_of
 
 SPEC = WorkerPoolSpec(role="decode", cluster="main", pool="decode", drain_timeout="2m")
 NAME = "decode"
@@ -148,3 +151,19 @@ def test_a_pool_whose_unit_drains_says_that_it_makes_way() -> None:
         assert view.size == 0
         progressing = pool_verdicts(view, "")[1]
         assert (progressing.is_true, progressing.reason) == (True, reason)
+
+
+GPUS: dict[str, object] = {
+    "nodeSelector": {"nvidia.com/gpu.product": "L40S"},
+    "tolerations": [{"key": "nvidia.com/gpu"}],
+    "resources": {"limits": {"nvidia.com/gpu": 1}},
+}
+
+
+@pytest.mark.parametrize("name", GPUS)
+@pytest.mark.parametrize("device", ["cpu", "auto"])
+def test_gpus_that_no_engine_uses_are_told_by_their_field(name: str, device: str) -> None:
+    pools = {"decode": {"role": "decode", name: GPUS[name]}}
+    spec = spec_of(pools=pools, engine={"device": device})
+    said = gpu_problem(spec, pools_of(spec)["decode"])
+    assert said.startswith(f"spec.pools.decode.{name}") == (device == "cpu")

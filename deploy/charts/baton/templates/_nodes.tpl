@@ -27,6 +27,18 @@
 {{- end -}}
 {{- end -}}
 
+{{- /* What pods that are no workers have of cluster.nodes: JSON of nodeSelector and tolerations. Labels
+of nvidia.com say which GPUs workers get: the others need none. */ -}}
+{{- define "baton.otherPods" -}}
+{{- $nodes := include "baton.nodes" . | fromJson -}}
+{{- $pod := dict -}}
+{{- range $name, $value := default dict $nodes.nodeSelector -}}
+{{- if not (hasPrefix "nvidia.com/" $name) -}}{{- $_ := merge $pod (dict "nodeSelector" (dict $name $value)) -}}{{- end -}}
+{{- end -}}
+{{- with $nodes.tolerations -}}{{- $_ := set $pod "tolerations" . -}}{{- end -}}
+{{- $pod | toJson -}}
+{{- end -}}
+
 {{- /* What every pool has of cluster.nodes: its own fields of pods, and a podTemplate. */ -}}
 {{- define "baton.workerPods" -}}
 {{- $nodes := include "baton.nodes" . | fromJson -}}
@@ -87,11 +99,13 @@ say. */ -}}
 {{- with $value -}}{{- $_ := set $hub $name . -}}{{- end -}}
 {{- end -}}
 {{- with $hub -}}{{- $_ := set $own "hub" . -}}{{- end -}}
+{{- $head := include "baton.otherPods" . | fromJson -}}
+{{- with $head -}}{{- $_ := set $own "router" (deepCopy .) -}}{{- end -}}
 {{- /* A claim may be mounted anywhere; a node's folder is on the workers' nodes. */ -}}
 {{- with (include "baton.nodes" . | fromJson).weightsCache.claimName -}}
-{{- $template := dict "spec" (dict "volumes" (list (include "baton.weights" $ | fromJson))) -}}
-{{- $_ := set $own "ray" (dict "headTemplate" $template) -}}
+{{- $_ := set $head "volumes" (list (include "baton.weights" $ | fromJson)) -}}
 {{- end -}}
+{{- with $head -}}{{- $_ := set $own "ray" (dict "headTemplate" (dict "spec" .)) -}}{{- end -}}
 {{- with include "baton.faultTolerance" . | fromJson -}}
 {{- $_ := set $own "ray" (merge (dict "gcsFaultTolerance" .) (default dict $own.ray)) -}}
 {{- end -}}

@@ -41,7 +41,7 @@ says what for, and the tests hold the code to it. */ -}}
   resources: [ingresses]
   verbs: [get, create, patch, delete]
 - apiGroups: [gateway.networking.k8s.io]
-  resources: [grpcroutes]
+  resources: [grpcroutes, httproutes]
   verbs: [get, create, patch, delete]
 - apiGroups: [cert-manager.io]
   resources: [certificates]

@@ -68,7 +68,7 @@ scales has no size that is known here. */ -}}
 
 {{- define "baton.redisImage" -}}
 {{- $image := .Values.cluster.redis.image -}}
-{{- with $image.registry }}{{ trimSuffix "/" . }}/{{ end -}}
+{{- with ternary (default "docker.io" .Values.images.registry) $image.registry (kindIs "invalid" $image.registry) }}{{ trimSuffix "/" . }}/{{ end -}}
 {{- $image.repository }}:{{ $image.tag }}
 {{- with $image.digest }}@{{ . }}{{ end -}}
 {{- end -}}

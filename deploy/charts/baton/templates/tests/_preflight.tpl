@@ -17,6 +17,7 @@ pages: flags of cluster.preflight. `spec`: the ServingCluster's; `pool`; `resour
 {{- $device := default "auto" (default (default dict .spec.engine).device $own) -}}
 {{- if eq $device "auto" -}}
 {{- $device = "cpu" -}}
+{{- if contains "\"nvidia.com/" (pick .pool "nodeSelector" "tolerations" | toJson) -}}{{- $device = "cuda" -}}{{- end -}}
 {{- $containers := default list (dig "podTemplate" "spec" "containers" list .pool) -}}
 {{- range prepend $containers (dict "resources" .pool.resources) -}}
 {{- range $name, $_ := default dict (default dict .resources).limits -}}
@@ -59,7 +60,7 @@ has another pool's, so that KV goes over a link. `labels`: of these pods. */ -}}
 {{- $volumes := list (dict "name" "tmp" "emptyDir" dict) (dict "name" "shm" "emptyDir" (dict "medium" "Memory")) -}}
 {{- $apart := dict "weight" 100 "podAffinityTerm" (dict "topologyKey" "kubernetes.io/hostname" "labelSelector" (dict "matchLabels" .labels)) -}}
 {{- $affinity := dict "podAntiAffinity" (dict "preferredDuringSchedulingIgnoredDuringExecution" (list $apart)) -}}
-{{- $spec := dict "affinity" $affinity "containers" (list $container) "volumes" $volumes "securityContext" (dict "fsGroup" 1000 "runAsUser" 1000 "runAsNonRoot" true) -}}
+{{- $spec := dict "affinity" $affinity "containers" (list $container) "volumes" $volumes "securityContext" (dict "fsGroup" 1000 "fsGroupChangePolicy" "OnRootMismatch" "runAsUser" 1000 "runAsNonRoot" true) -}}
 {{- $secrets := list -}}
 {{- range (default dict .spec.images).pullSecrets -}}{{- $secrets = append $secrets (dict "name" .) -}}{{- end -}}
 {{- with $secrets -}}{{- $_ := set $spec "imagePullSecrets" . -}}{{- end -}}
