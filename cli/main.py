@@ -38,6 +38,7 @@ _COMMANDS = {
     "explain": "cli.ask",
     "status": "cli.status",
     "top": "cli.status",
+    "diagnose": "cli.diagnose",
     "scale": "cli.operate",
     "drain": "cli.operate",
     "roles": "cli.operate",
@@ -202,6 +203,14 @@ def _add_operator_commands(commands: Subparsers[argparse.ArgumentParser]) -> Non
     status = commands.add_parser("status", help="pools, workers, load, cache, queue")
     top = commands.add_parser("top", help="how busy pools and workers are")
     top.add_argument("-w", "--watch", action="store_true", help="go on until ctrl-C")
+    diagnose = commands.add_parser("diagnose", help="what slows requests down, and what to do")
+    diagnose.add_argument(
+        "--metrics",
+        type=_address,
+        metavar="HOST:PORT",
+        default=os.environ.get("BATON_METRICS", "127.0.0.1:7102"),
+        help="a router's router.metrics_port (BATON_METRICS; %(default)s), asked with BATON_TOKEN",
+    )
     scale = commands.add_parser("scale", help="change how many workers a pool has")
     scale.add_argument("pool", metavar="POOL")
     scale.add_argument("replicas", metavar="N", type=_count)

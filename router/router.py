@@ -32,7 +32,7 @@ from router.placement.native_index import make_index
 from router.placement.placement import Placement
 from router.placement.public_prefix import PublicPrefix
 from router.placement.ticket import Ticket
-from router.report.figures import Counts, Figures, PoolFigures, RequestFigures
+from router.report.figures import Counts, Figures, PoolFigures, RequestFigures, Waiting
 from router.report.metrics import Gauges, RouterMetrics
 from router.report.recent import Recent
 from router.report.stages import Trace
@@ -316,11 +316,12 @@ class Router:
             close_objects=self.config.close_objects,
         )
 
+    def waiting(self) -> list[Waiting]:
+        now_s = self.clock.now_s()
+        return waiting_requests(self.admission.waiting, self.fleet, self.config, now_s)
+
     def report(self) -> control_pb2.ReportRouterRequest:
-        waiting = waiting_requests(
-            self.admission.waiting, self.fleet, self.config, self.clock.now_s()
-        )
-        report = self._figures.report(self.parts.counts, waiting)
+        report = self._figures.report(self.parts.counts, self.waiting())
         pools = self.parts.pool_figures
         requests = self.parts.request_figures.report(self.num_active, pools.median_gap_s())
         report.requests.CopyFrom(requests)

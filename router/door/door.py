@@ -32,6 +32,7 @@ from baton.identity.identity import Identity
 from baton.v1 import control_pb2, router_pb2
 from router.door.unit import ReadTokenizer, UnitKey, UnitRouter, drawn, read_tokenizer
 from router.fleet.registry import Followed, RegistryAccess, keep_reporting
+from router.report.diagnosis import Looks
 from router.report.metrics import METRICS_EVERY_S, RouterMetrics
 from router.report.stages import open_traces
 from router.request.request_run import SHUTTING_DOWN
@@ -65,6 +66,7 @@ class Door:
         self._own = own
         self.metrics = RouterMetrics(model_names[0], config)
         self._trace = open_traces(config.trace_endpoint, config.trace_ratio)
+        self.looks = Looks()
         self.num_waiting = 0
         self._door_id = f"door-{uuid.uuid4().hex[:12]}"
         self._control_address, self._read, self._rng = control_address, read, rng
@@ -356,5 +358,6 @@ class Door:
     async def _measure(self) -> None:
         """Bring the gauges up to date, once a second."""
         while True:
+            self.looks.look(self)
             self.metrics.measure([router.gauges() for router in self.routers])
             await asyncio.sleep(METRICS_EVERY_S)

@@ -119,6 +119,7 @@ def seen(door: Door) -> dict[str, Any]:
         "units": [_unit(router) for router in door.routers],
         "ttft": _buckets(door.metrics.ttft),
         "itl": _buckets(door.metrics.itl),
+        "diagnosis": door.looks.diagnosis(door),
     }
 
 

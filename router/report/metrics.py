@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import repeat
+from operator import add
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Metric
@@ -23,9 +25,9 @@ SECONDS = (
     *(0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.0),
     *(5.0, 10.0, 30.0, 60.0, 300.0),
 )
-_GAPS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
+GAPS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 _RATIOS = (0.25, 0.5, 0.75, 0.9, 1.1, 1.25, 1.5, 2.0, 4.0, 10.0)
-_TOKENS = tuple(4.0**power for power in range(10))
+TOKENS = tuple(4.0**power for power in range(10))
 
 _OF_ALL = ("model", "tenant")
 _REFUSALS = {OverloadedError.reason, UnavailableError.reason}
@@ -121,17 +123,17 @@ class RouterMetrics(Collector):
             stage,
             _RATIOS,
         )
-        self.itl = histogram("itl_seconds", "Each gap between tokens", by_pool, _GAPS)
+        self.itl = histogram("itl_seconds", "Each gap between tokens", by_pool, GAPS)
         self.handoff = histogram("handoff_seconds", "Time of a handoff's puts", stage)
         self._of_end = {
             "e2e_s": histogram("e2e_seconds", "Whole request", by_end),
             "queue_s": histogram("queue_seconds", "Wait for a placement", by_end),
             "tokenize_s": histogram("tokenize_seconds", "Reading and tokenizing", by_end),
             "num_prompt_tokens": histogram(
-                "request_prompt_tokens", "Length of a prompt", by_end, _TOKENS
+                "request_prompt_tokens", "Length of a prompt", by_end, TOKENS
             ),
             "num_output_tokens": histogram(
-                "request_output_tokens", "Length of an answer", by_end, _TOKENS
+                "request_output_tokens", "Length of an answer", by_end, TOKENS
             ),
         }
         self._of_prefill = {
@@ -141,7 +143,7 @@ class RouterMetrics(Collector):
         self._of_decode = {
             "decode_s": histogram("decode_seconds", "From first to last token", stage),
         }
-        self.tpot = histogram("tpot_seconds", "A request's mean gap", by_pool, _GAPS)
+        self.tpot = histogram("tpot_seconds", "A request's mean gap", by_pool, GAPS)
         self.registry.register(self)
 
     def _counter(self, name: str, text: str, labels: Sequence[str]) -> Family[Count]:
@@ -188,6 +190,18 @@ class RouterMetrics(Collector):
     def measure(self, gauges: Sequence[Gauges]) -> None:
         """Take in the units' routers' parts."""
         self._gauges = gauges
+
+    def totals(self) -> dict[str, list[float]]:
+        """Over all labels but results and places; a histogram's are its counts, then its sum."""
+        found: dict[str, list[float]] = {"arrivals": [0.0]}
+        for family in self._families:
+            for labels, child in family.children.items():
+                name = family.name.removeprefix("baton_")
+                if family in (self.goodput, self.placements):
+                    name = f"{name}/{labels[-1]}"
+                new = [child.value] if isinstance(child, Count) else [*child.counts, child.total]
+                found[name] = [*map(add, found.get(name, repeat(0)), new)]
+        return found
 
     # --- a scrape: in another thread ------------------------------------------------------------
 

@@ -13,6 +13,7 @@ import pytest
 
 from baton.config.router import RouterConfig
 from baton.v1 import router_pb2
+from cli.main import main
 from router.__main__ import operator_port
 from tests.router.answers import PROMPT, Answer, ask_for
 from tests.router.browser import Page, browser
@@ -101,12 +102,13 @@ async def watched(tmp_path: Path) -> AsyncIterator[Watched]:
         await page.until("document.querySelectorAll('.row').length > 20")
         yield Watched(d, page, url, go_on)
         await server.stop()
+        await page.until(f"{TEXT}.includes('the router does not answer: asking again')")
         assert page.complaints == []
         assert all(asked.startswith((url, "data:")) for asked in page.urls), page.urls
 
 
 async def test_the_page_shows_workers_flows_latencies_and_requests_as_they_end(
-    watched: Watched, tmp_path: Path
+    watched: Watched, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     page = watched.page
     lines = await page.run(
@@ -145,6 +147,15 @@ async def test_the_page_shows_workers_flows_latencies_and_requests_as_they_end(
     filled = f"{stages}.reduce((sum, part) => sum + part.getBoundingClientRect().width, 0)"
     cell = "document.querySelector('[data-id=served-11]').children[7].clientWidth"
     assert 0.5 < await page.run(f"{filled} / {cell}") <= 1.0  # it is one of the longest
+    shown = "document.querySelector('#findings').innerText"
+    assert "nothing" in await page.run(f"diagnosis([9, [], []]), {shown}")
+    finding = "[9, [], [['bursts', 'prompts wait', 'keep room']]]"
+    assert await page.run(f"diagnosis({finding}), {shown}") == "bursts: prompts wait\nkeep room"
+    await page.until("document.querySelector('#figures').innerText.includes('first token, p95')")
+    address = watched.url.removeprefix("http://").strip("/")
+    assert await asyncio.to_thread(main, ["diagnose", "--metrics", address]) == 0
+    assert await asyncio.to_thread(main, ["diagnose", "--metrics", "127.0.0.1:1"]) == 3
+    assert re.search(r"Last \d+ s(.|\n)*found cached +\d+%", capsys.readouterr().out)
     for scheme, background in (("light", "rgb(246, 247, 249)"), ("dark", "rgb(18, 22, 28)")):
         await page.prefer(scheme)
         for width in (1280, 600):
