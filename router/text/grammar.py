@@ -17,19 +17,17 @@ from typing import TYPE_CHECKING, Any
 from baton.grammar import MAX_GRAMMAR_BYTES, on_deep_stack, parser_limits, short, try_out
 from baton.grammar_chains import ChainError, check_grammar
 from router.text.reasoning import CLOSE, OPEN
-from router.text.schemas import Place, pointer, rewrite, within
+from router.text.schemas import rewrite
 from router.text.tools import ToolFormat
 
 if TYPE_CHECKING:
-    import llguidance
-
     from router.text.text_model import TextModel
 
 Part = dict[str, Any]
 
 _WHITE_SPACE = " ?"  # where JSON may have any: models that are unsure write it for ever
 _NUM_KEPT = 256  # a request's tools, each by itself, and the whole
-_NUM_TRIED, _NUM_TRIED_BYTES = 64, 100  # schemas within one; of a value
+_NUM_TRIED_BYTES = 100  # of a value
 _TOO_WIDE = "too much may come next; have fewer optional properties or alternatives"
 _LARK = re.compile(r'"(?:\\.|[^"\\\n])*"|(?://|#)[^\n]*|/((?:\\.|[^/\\\n])+)/')
 """Texts and comments, which are to stay, or an expression."""
@@ -47,7 +45,7 @@ class GrammarError(ValueError):
 
 def of_schema(schema: str, *, close: bool = True) -> Part:
     """A JSON value. `close`: its objects have the properties that it lists and no others. What
-    would not be kept is refused, with its place. Raises GrammarError, as do the next ones."""
+    would not be kept is refused. Raises GrammarError, as do the next ones."""
     part, problem = _of_schema(schema, close)
     if part is None:
         raise GrammarError(problem)
@@ -61,7 +59,7 @@ def _of_schema(schema: str, close: bool) -> tuple[Part | None, str]:
         return None, f"it has {len(schema)} characters; at most {MAX_GRAMMAR_BYTES} are taken"
     try:
         value = json.loads(schema)
-        nodes = rewrite(value, close=close)
+        rewrite(value, close=close)
         part = _schema_part(value)
         check_grammar(json.dumps({"grammars": [part]}))
         _check_size(json.dumps(part))
@@ -69,11 +67,8 @@ def _of_schema(schema: str, close: bool) -> tuple[Part | None, str]:
         return None, "it is nested too deeply"
     except ValueError as error:
         return None, short(str(error))
-    suspects = [(value, ()), *(each for each in nodes if each[0].get("patternProperties"))]
-    for node, place in suspects[:_NUM_TRIED]:
-        if problem := _failing(value, node, place):
-            return None, problem
-    return part, ""
+    problem = _problem_at_first(part)
+    return (None, f"#: {problem}") if problem else (part, "")
 
 
 def _schema_part(schema: Any) -> Part:
@@ -88,48 +83,20 @@ def _schema_part(schema: Any) -> Part:
     return part
 
 
-def _failing(root: Any, node: Any, place: Place) -> str:
-    """Where a schema fails and why, by the innermost in it that fails by itself; "" if it does not.
+def _problem_at_first(part: Part) -> str:
+    """What the library finds wrong with how a schema's values begin."""
+    import llguidance
 
-    `root` has its definitions.
-    """
-    found, todo, num_tried = "", [(node, place)], 0
-    while todo and num_tried < _NUM_TRIED:
-        node, place = todo.pop(0)
-        if not isinstance(node, dict):
-            continue
-        num_tried += 1
-        defs = {key: root[key] for key in ("$defs", "definitions") if key in root}
-        if problem := _problem_alone(defs | node):
-            found, todo = f"{pointer(place)}: {problem}", list(within(node, place))
-    return found
-
-
-def _problem_alone(schema: Any) -> str:
-    """What the library finds wrong with a schema, or with how its values begin."""
-    from llguidance import LLMatcher
-
-    grammar, tokens = json.dumps({"grammars": [_schema_part(schema)]}), _byte_tokens()
-    try:
-        check_grammar(grammar)
-    except ChainError:  # refers to what only the whole has
-        return ""
+    tokens = llguidance.LLTokenizer("byte")  # a vocabulary of single bytes
 
     def tried() -> str:
-        matcher = LLMatcher(tokens, grammar, log_level=0, limits=parser_limits())
+        grammar, limits = json.dumps({"grammars": [part]}), parser_limits()
+        matcher = llguidance.LLMatcher(tokens, grammar, log_level=0, limits=limits)
         return try_out(matcher, tokens.eos_tokens, _NUM_TRIED_BYTES, b'",')
 
     problem = on_deep_stack(tried)
     ours = next((ours for theirs, ours in _WORDS.items() if theirs in problem), "")
     return ours or problem.replace("Unsatisfiable schema", "no value fits")
-
-
-@functools.cache
-def _byte_tokens() -> llguidance.LLTokenizer:
-    """A vocabulary of single bytes."""
-    import llguidance
-
-    return llguidance.LLTokenizer("byte")
 
 
 def of_regex(regex: str) -> Part:

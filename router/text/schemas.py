@@ -57,8 +57,8 @@ def pointer(place: Place) -> str:
     return "/".join(["#", *reversed(keys)])
 
 
-def rewrite(schema: Any, *, close: bool) -> list[tuple[Schema, Place]]:
-    """Change a schema to what the library keeps. Return all schemas in it. Raises SchemaError."""
+def rewrite(schema: Any, *, close: bool) -> None:
+    """Change a schema to what the library keeps. Raises SchemaError."""
     if not isinstance(schema, dict):
         raise SchemaError((), "a schema is an object")
     walked = _Walked(schema)
@@ -74,7 +74,6 @@ def rewrite(schema: Any, *, close: bool) -> list[tuple[Schema, Place]]:
             _name_properties(node, (place, "propertyNames"), walked)
     if close:
         _close(walked)
-    return walked.nodes
 
 
 def within(node: Schema, place: Place) -> Iterator[tuple[Any, Place]]:
