@@ -15,25 +15,45 @@ Given = Mapping[str, Any]
 
 
 def chat_of(
-    messages: Sequence[Given], tools: Sequence[Given] | None, choice: str | Given | None
+    messages: Sequence[Given],
+    tools: Sequence[Given] | None = None,
+    tool_choice: str | Given | None = None,
+    template_arguments: str | Given = "",
+    parallel_tool_calls: bool = True,
 ) -> router_pb2.ChatMessages:
-    """Raises InvalidRequestError, which names what is wrong."""
+    """Raises InvalidRequestError, which names the field that is wrong."""
     chat, place = router_pb2.ChatMessages(), "chat"
     try:
         for index, message in enumerate(messages):
-            place = f"chat[{index}]"
-            ParseDict(_message(message), chat.messages.add())
-        for index, tool in enumerate(tools if tools and choice != "none" else ()):
+            place, made = f"chat[{index}]", chat.messages.add()
+            for name, value in _message(message).items():
+                place = f"chat[{index}].{'content' if name == 'parts' else name}"
+                ParseDict({name: value}, made)
+        place = "tools"
+        for index, tool in enumerate(tools if tools and tool_choice != "none" else ()):
             place = f"tools[{index}]"
             ParseDict(_function(tool), chat.tools.add())
         place = "tool_choice"
-        if choice == "required":
+        if tool_choice == "required":
             chat.tool_choice.SetInParent()
-        elif choice not in (None, "auto", "none"):
-            ParseDict(_function(choice), chat.tool_choice)
+        elif tool_choice not in (None, "auto", "none"):
+            ParseDict(_function(tool_choice), chat.tool_choice)
+        place = "template_arguments"
+        chat.template_arguments = in_json(template_arguments)
+        place = "parallel_tool_calls"
+        if parallel_tool_calls is False:
+            if not chat.HasField("tool_choice"):
+                raise ValueError("beside a tool_choice that forces a call alone")
+            chat.tool_choice.is_single = True
     except (ParseError, AttributeError, KeyError, TypeError, ValueError) as error:
-        raise InvalidRequestError(f"{place}: {error}", field=place) from error
+        problem = "not as OpenAI's API has it, or not served"
+        raise InvalidRequestError(f"{place}: {problem}", field=place) from error
     return chat
+
+
+def in_json(value: Any) -> str:
+    """Objects within a request are JSON texts on the wire. Raises TypeError and ValueError."""
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def _message(given: Given) -> dict[str, Any]:
@@ -52,11 +72,11 @@ def _message(given: Given) -> dict[str, Any]:
 
 
 def _function(given: Any) -> dict[str, Any]:
-    """Of a call, a tool or a choice. Objects in it are JSON texts on the wire."""
+    """Of a call, a tool or a choice."""
     if given.get("type", "function") != "function":
         raise ValueError(f"{given['type']} is not served; functions are")
     return {
-        name: value if isinstance(value, str) else json.dumps(value)
+        name: in_json(value)
         for name, value in given["function"].items()
         if value is not None and name != "strict"
     }

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict, Unpack
 
 from baton import status
-from baton.client.chat import chat_of
+from baton.client.chat import chat_of, in_json
 from baton.client.events import Event, Finished, Routed, Tokens, from_response
 from baton.errors import (
     BatonError,
@@ -41,9 +41,13 @@ class GenerateOptions(TypedDict, total=False):
     default."""
 
     chat: Sequence[Mapping[str, Any]] | None
-    """In place of the text: messages as OpenAI's API has them, as are the next two."""
+    """In place of the text: messages as OpenAI's API has them, as are the next three."""
     tools: Sequence[Mapping[str, Any]] | None
     tool_choice: str | Mapping[str, Any] | None
+    parallel_tool_calls: bool
+    """False: one call, beside a `tool_choice` that forces it."""
+    template_arguments: str | Mapping[str, Any]
+    """What OpenAI's clients send as `chat_template_kwargs`."""
     token_ids: Sequence[int] | None
     """In place of the text."""
     model: str
@@ -72,13 +76,14 @@ class GenerateOptions(TypedDict, total=False):
     cache_salt: str
     session_id: str
     request_id: str
-    json_schema: str
+    json_schema: str | Mapping[str, Any]
     """What the answer must be, by this or one of the next two."""
     regex: str
     grammar: str
 
 
 _SAMPLING_FIELDS = frozenset(common_pb2.SamplingParams.DESCRIPTOR.fields_by_name)
+_OF_CHATS = ("tools", "tool_choice", "template_arguments", "parallel_tool_calls")
 _LISTS = frozenset({"stop", "stop_token_ids", "bad_words"})
 _REQUEST_FIELDS = frozenset(GenerateOptions.__annotations__) - _SAMPLING_FIELDS - _LISTS
 _LONGEST_TIMEOUT_S = (2**32 - 1) / 1e3
@@ -95,15 +100,16 @@ def build_request(
     given = [value for value in (prompt, chat, token_ids) if value is not None]
     if len(given) != 1:
         raise InvalidRequestError("give exactly one of prompt, chat and token_ids", field="prompt")
-    tools, tool_choice = options.pop("tools", None), options.pop("tool_choice", None)
-    if chat is None and (tools or tool_choice):
-        raise InvalidRequestError("tools: only with chat", field="tools")
+    given_of_chat = [name for name in _OF_CHATS if name in options]
+    of_chat: Any = {name: options.pop(name) for name in given_of_chat}  # type: ignore[misc]
+    if chat is None and any(of_chat.values()):
+        raise InvalidRequestError(f"{', '.join(of_chat)}: only with chat", field=min(of_chat))
     request = router_pb2.GenerateRequest()
     try:
         if prompt is not None:
             request.text = prompt
         elif chat is not None:
-            request.chat.CopyFrom(chat_of(chat, tools, tool_choice))
+            request.chat.CopyFrom(chat_of(chat, **of_chat))
         elif token_ids is not None:
             request.token_ids.ids.extend(token_ids)
     except (TypeError, ValueError) as error:
@@ -116,7 +122,9 @@ def build_request(
 
 def _set_option(request: router_pb2.GenerateRequest, name: str, value: object) -> None:
     try:
-        if name == "timeout_s":
+        if name == "json_schema":
+            request.json_schema = in_json(value)
+        elif name == "timeout_s":
             request.timeout_ms = _timeout_ms(value)
         elif name == "logit_bias":
             getattr(request.sampling, name).update(value)

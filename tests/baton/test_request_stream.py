@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from typing import Any
+
 import grpc
 import pytest
 from google.protobuf import text_format
@@ -42,6 +45,10 @@ def test_a_chat_keeps_every_field_of_its_messages() -> None:
     forced = build_request(chat=[asked], tools=[TOOL], tool_choice="required")
     assert forced.chat.HasField("tool_choice")
     assert not build_request(chat=[asked], tools=[TOOL], tool_choice="none").chat.tools
+    more: Any = {"template_arguments": {"a": 1}, "json_schema": {"type": "object"}}
+    once = build_request(chat=[asked], tool_choice="required", parallel_tool_calls=False, **more)
+    assert once.chat.tool_choice.is_single
+    assert (once.chat.template_arguments, once.json_schema) == ('{"a": 1}', '{"type": "object"}')
 
 
 @pytest.mark.parametrize(
@@ -68,8 +75,14 @@ def test_a_chat_keeps_every_field_of_its_messages() -> None:
         ({"prompt": "a", "chat": ["x"]}, "prompt"),
         ({"chat": 3}, "chat"),
         ({"chat": [{"role": "user", "content": None}]}, "chat[0]"),
-        ({"chat": [{"role": "user", "content": [IMAGE]}]}, "chat[0]"),
-        ({"chat": [{"role": "user", "content": "a", "audio": {"id": "1"}}]}, "chat[0]"),
+        ({"chat": [{"role": "user", "content": [IMAGE]}]}, "chat[0].content"),
+        ({"chat": [{"role": 5, "content": "a"}]}, "chat[0].role"),
+        ({"chat": [{"role": "user", "content": "a", "audio": {"id": "1"}}]}, "chat[0].audio"),
+        ({"chat": [CALLING], "tools": 5}, "tools"),
+        ({"chat": [CALLING], "tool_choice": {"type": "function"}}, "tool_choice"),
+        ({"chat": [CALLING], "parallel_tool_calls": False}, "parallel_tool_calls"),
+        ({"prompt": "a", "template_arguments": {"x": 1}}, "template_arguments"),
+        ({"prompt": "a", "json_schema": {"x": {1}}}, "json_schema"),
         ({"chat": [CALLING], "tools": [{"type": "web_search"}]}, "tools[0]"),
         ({"chat": [CALLING], "tool_choice": "any"}, "tool_choice"),
         ({"prompt": "a", "tools": [TOOL]}, "tools"),
@@ -81,6 +94,7 @@ def test_what_the_wire_cannot_carry_is_refused_before_it_is_sent(
     with pytest.raises(InvalidRequestError) as caught:
         build_request(**arguments)  # type: ignore[arg-type]
     assert caught.value.field == field
+    assert not re.search("object has no|Message type|Failed to parse", caught.value.message)
 
 
 def tokens(index: int, ids: list[int], text: str) -> GenerateResponse:
