@@ -30,12 +30,17 @@ class AnswerReader:
         """`tools`: names of those that the answer may call. `key`: the ids of its calls follow from
         it, so that they are the same for a client that comes back. `must`: it calls one, so text is
         a call that was cut off, and is left out."""
-        self._format, self._key, self.has_called = model.tool_format, key, False
-        self._must = must
+        self._format, self._key, self._must = model.tool_format, key, must
+        self._has_call = False
         self._splitter = model.new_splitter(prompt)
         self._parser = new_parser(self._format, tools) if tools and self._format else None
         self.is_plain = self._splitter is None and self._parser is None
         """The answer is all that the model writes."""
+
+    @property
+    def has_called(self) -> bool:
+        """Whether it holds a call, and none that is cut off here."""
+        return self._has_call and not (self._parser and self._parser.is_in_call)
 
     def push(self, text: str) -> list[Said]:
         return self._said(Split("", text) if self._splitter is None else self._splitter.push(text))
@@ -60,7 +65,7 @@ class AnswerReader:
         """Give a call's first piece an id."""
         if isinstance(piece, str) or piece.name is None:
             return piece
-        self.has_called = True
+        self._has_call = True
         digest = blake2b(f"{self._key}/{piece.index}".encode(), digest_size=12).hexdigest()
         length = _ID_CHARS.get(self._format or "")
         return replace(piece, call_id=digest[:length] if length else f"call_{digest}")

@@ -63,6 +63,16 @@ def _whole(text: str) -> str:
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
+_HALF, _ESCAPED = r"\\u[dD][89a-fA-F]\w\w", r"\\u[dD][89abAB]\w\w\\u[dD][c-fC-F]\w\w"
+_UNITS = re.compile(rf"{_ESCAPED}|({_HALF})|\\?.", re.DOTALL)
+_MAY_BE_HALF = re.compile(r"\\(u\w{0,3}|u[dD][89abAB]\w\w(\\(u([dD]([c-fC-F]\w?)?)?)?)?)?")
+
+
+def _whole_escapes(json_text: str) -> str:
+    """JSON with U+FFFD for each half of a surrogate pair that it spells as an escape."""
+    return _UNITS.sub(lambda unit: r"\ufffd" if unit[1] else unit[0], json_text)
+
+
 class _At(enum.Enum):
     """Where the reader of a call is in its JSON object."""
 
@@ -103,6 +113,8 @@ class _Call:
         self._depth = 0  # of brackets in a nested value
         self._in_quotes = self._escaped = False
         self._arguments: list[str] | None = None  # not taken yet; None: none have come
+        self._is_argument = False  # the nested value: of two, the first is
+        self._escape = ""  # of the arguments, until it is known whether it is half of a pair
 
     @property
     def is_over(self) -> bool:
@@ -138,12 +150,18 @@ class _Call:
         self._token = [char]
         if self.at is _At.NESTED:
             self._depth = 1
-            if self._key in _ARGUMENTS and self._arguments is None:
+            self._is_argument = self._key in _ARGUMENTS and self._arguments is None
+            if self._is_argument:
                 self._arguments = self._token
 
     def _push_nested(self, char: str) -> None:
-        if self._key in _ARGUMENTS and self._arguments is not None:
-            self._arguments.append(char)
+        if self._is_argument and self._arguments is not None:
+            self._escape += char
+            while self._escape and not _MAY_BE_HALF.fullmatch(self._escape):
+                unit = _UNITS.match(self._escape)
+                assert unit is not None, "any character is one"
+                self._arguments.append(r"\ufffd" if unit[1] else unit[0])
+                self._escape = self._escape[unit.end() :]
         if self._in_quotes:
             self._closes_quotes(char)
             return
@@ -171,10 +189,10 @@ class _Call:
             self._key, self.at = text, _At.COLON
             return
         self.at = _At.AFTER
-        if self._key == "name":
+        if self._key == "name" and self.name is None:
             self.name = text
         elif self._key in _ARGUMENTS and self._arguments is None and text:
-            self._arguments = [text]  # JSON within a text
+            self._arguments = [_whole_escapes(text)]  # JSON within a text
 
 
 class ToolParser(ABC):
@@ -187,7 +205,7 @@ class ToolParser(ABC):
         self._raw = ""  # of the call that is read: text, if it turns out to be none
         self._out: list[Piece] = []
         self._call = _Call()
-        self._is_shown = False  # the call's name is out
+        self.is_in_call = False  # its name is out, and it goes on
         self._num_calls = 0
         self._state: Callable[[], bool] = self._outside
 
@@ -202,7 +220,7 @@ class ToolParser(ABC):
         self._out = []
         rest = self._raw + self._text
         is_between = self._num_calls and self._state in self._between
-        if not self._is_shown and not is_between and (rest.strip() or not self._num_calls):
+        if not self.is_in_call and not is_between and (rest.strip() or not self._num_calls):
             self._put(rest)
         return self._out
 
@@ -242,7 +260,7 @@ class ToolParser(ABC):
 
     def _begin(self, head: str = "") -> bool:
         """A call begins; `head` is read before the model's own text."""
-        self._call, self._is_shown = _Call(), False
+        self._call, self.is_in_call = _Call(), False
         for char in head:
             self._call.push(char)
         self._state = self._in_call
@@ -274,23 +292,23 @@ class ToolParser(ABC):
         call = self._call
         if call.name is None:
             return
-        if not self._is_shown and not self._is_call(call.name):
+        if not self.is_in_call and not self._is_call(call.name):
             call.at = _At.BROKEN
             return
         arguments = call.take()
-        if not self._is_shown or arguments:
-            name = None if self._is_shown else call.name
+        if not self.is_in_call or arguments:
+            name = None if self.is_in_call else call.name
             self._out.append(CallDelta(self._num_calls, name, arguments))
-        self._is_shown, self._raw = True, ""
+        self.is_in_call, self._raw = True, ""
 
     def _end_call(self) -> None:
-        if self._is_shown:
+        if self.is_in_call:
             self._num_calls += 1
             self._state = self._after_call
         else:
             self._put(self._raw)
             self._state = self._outside
-        self._is_shown, self._raw = False, ""
+        self.is_in_call, self._raw = False, ""
 
     def _put(self, text: str) -> None:
         if text and self._out and isinstance(self._out[-1], str):
@@ -431,7 +449,7 @@ def _call_in_code(code: str) -> CallDelta | None:
         values = {each.arg: ast.literal_eval(each.value) for each in call.keywords}
         if call.args or None in values:
             return None
-        arguments = json.dumps(values, allow_nan=False)
+        arguments = _whole_escapes(json.dumps(values, allow_nan=False))
         return CallDelta(0, ast.unparse(call.func).removesuffix(".call"), arguments)
     except (AssertionError, SyntaxError, TypeError, ValueError, RecursionError, MemoryError):
         return None

@@ -79,6 +79,16 @@ CASES: list[tuple[ToolFormat, str, Found]] = [
         r'<tool_call>{"name": "\ud83d\ude00\udc00f", "arguments": "\ud83d"}</tool_call>',
         ("", [("\U0001f600\ufffdf", "\ufffd")]),
     ),
+    (
+        "hermes",
+        r'<tool_call>{"name": "f", "arguments": {"a": "\ud83d\ud83d\ude00\\ud83d\uD8\n\udc00"}}',
+        ("", [("f", r'{"a": "\ufffd\ud83d\ude00\\ud83d\uD8\n\ufffd"}')]),
+    ),
+    (
+        "hermes",
+        '<tool_call>{"name": "f", "arguments": {"a": 1}, "name": "g.h", "arguments": {"b": 2}}',
+        ("", [("f", '{"a": 1}')]),
+    ),
     ("hermes", '<tool_call>{"name": "f", "extra": 5, "arguments": null}', ("", [("f", "{}")])),
     ("hermes", "<tool_call>f(x)</tool_call>!", ("<tool_call>f(x)</tool_call>!", [])),
     ("hermes", "<tool_call>{}</tool_call>", ("<tool_call>{}</tool_call>", [])),

@@ -135,7 +135,7 @@ class ChatChoice(Choice):
     def _finish(self, reason: FinishReason) -> list[Delta]:
         deltas = self._deltas([] if self._answer is None else self._answer.finish())
         made = [] if self._has_role else [self._piece({"role": "assistant", "content": ""})]
-        has_called = reason is FinishReason.STOP and self._calls
+        has_called = reason is FinishReason.STOP and self._answer and self._answer.has_called
         self._reason = "tool_calls" if has_called else _REASONS[reason]
         made += [self._piece(delta) for delta in deltas]
         return [*made, self._piece({}, None, self._reason)]
@@ -194,7 +194,8 @@ class TextChoice(Choice):
         self._texts: list[str] = []
         self._has_logprobs = body.logprobs is not None
         self._logprobs: list[Delta] = []
-        self._decoder = None if self._model is None else self._model.new_decoder(after_text=True)
+        shows: Any = {"after_text": True, "shows_special": body.skip_special_tokens is False}
+        self._decoder = self._model and self._model.new_decoder(**shows)
         self._offset = 0  # of the first character that is not whole yet
         self._reason: str | None = None
 
@@ -204,7 +205,7 @@ class TextChoice(Choice):
         if self._has_logprobs and self._model is not None and run.ids:
             new = [_text_logprob(self._model, *each) for each in zip(run.ids, run.logprobs)]
             for token_id, each in zip(run.ids, new):
-                each["text_offset"] = self._offset
+                each["text_offset"] = max(0, self._offset)
                 self._offset += len(self._decoder.push(token_id)) if self._decoder else 0
             self._logprobs += new
             logprobs = _columns(new)

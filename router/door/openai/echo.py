@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 from baton.v1 import common_pb2
 from router.door.intake import Ended, Opened
-from router.door.openai.bodies import CompletionBody
+from router.door.openai.bodies import CompletionBody, prompts_of
 from router.door.openai.choices import Delta, TextChoice
 from router.request.output import Event, Finished, FinishReason, TokenRun
 
@@ -21,12 +22,13 @@ class EchoChoice(TextChoice):
         super().__init__(index, opened, body)
         self._asked, self._echoed = body, list(map(int, self._prompt))
         self._told: Delta = {}
-        self._text: str | None = None  # of the prompt
+        self._shown: str | None = None  # the prompt, special tokens included
 
     async def events(self) -> list[Event]:
         """Before the first ones, decode the prompt, off the loop: it may be long."""
-        if self._text is None and self._asked.echo and self._model is not None:
-            self._text = await asyncio.to_thread(self._model.decode, self._echoed)
+        if self._shown is None and self._asked.echo and self._model is not None:
+            decode = partial(self._model.decode, self._echoed, shows_special=True)
+            self._shown = await asyncio.to_thread(decode)
         return await super().events()
 
     def take(self, events: Sequence[Event]) -> list[Delta]:
@@ -53,11 +55,16 @@ class EchoChoice(TextChoice):
             self._told = {"prompt_logprobs": [None, *ranked]}
         if not self._asked.echo:
             return []
-        run = TokenRun(0, self._echoed, self._text or "", [unknown, *known])
-        made = self._tokens(run)
+        shown = self._shown or ""
+        came = prompts_of(self._asked.prompt)[self.index // self._asked.num_choices]
+        text = came if isinstance(came, str) and shown.endswith(came) else shown
+        decoder, self._decoder = self._decoder, self._model.new_decoder(shows_special=True)
+        self._offset = len(text) - len(shown)  # what the tokenizer puts before it is not shown
+        made = self._tokens(TokenRun(0, self._echoed, text, [unknown, *known]))
+        self._decoder, self._offset = decoder, len(text)
         for name in ("token_logprobs", "top_logprobs") if self._has_logprobs else ():
             self._logprobs[0][name] = made[0]["logprobs"][name][0] = None
-        return [each | self._told for each in made]
+        return made
 
     def _ranked(self, token_id: int, known: common_pb2.Logprobs) -> Delta:
         assert self._model is not None, "it has a token"
