@@ -65,6 +65,8 @@ class Opened:
     router: Router
     run: RequestRun
     reader: OutputReader
+    parsed: ParsedRequest
+    """As this client sent it: of a run that has ended the prompt is dropped."""
 
     async def take(self) -> list[Event]:
         """What is new, at least one event; empty after the end. Raises the BatonError that the
@@ -84,10 +86,6 @@ class Opened:
         must = parsed.constraint is not None and parsed.constraint.field == "chat.tool_choice"
         made = AnswerReader(model, parsed.token_ids[-64:].tolist(), parsed.tool_names, key, must)
         return None if made.is_plain else made
-
-    @property
-    def parsed(self) -> ParsedRequest:
-        return self.run.arrival.parsed
 
 
 @dataclass(frozen=True)
@@ -161,7 +159,7 @@ class Intake:
             arrived = await arriving
             if arrived is not None:
                 router, arrival = arrived
-                opened = Opened(router, *router.open(arrival))
+                opened = Opened(router, *router.open(arrival), arrival.parsed)
         except BatonError as error:
             outcome = error.reason
             raise

@@ -131,6 +131,8 @@ def parse_generate(
     _check_sampling(request.sampling)
     _check_biases(request.sampling.logit_bias, model.vocab_size)
     token_ids = encode_prompt(request, model, limits)
+    if not len(token_ids):
+        raise _wrong(request.WhichOneof("prompt") or "", "the prompt is empty")
     sampling = _fill_in(request.sampling, model.sampling_defaults, len(token_ids), limits)
     ends = set(request.stop_token_ids)
     if not sampling.ignore_eos:
@@ -188,8 +190,7 @@ Prompted = router_pb2.GenerateRequest | router_pb2.TokenizeRequest
 
 
 def encode_prompt(request: Prompted, model: TextModel, limits: RequestLimits) -> TokenIds:
-    """Token ids of a request's prompt, [num_prompt_tokens] uint32, in the vocabulary and at least
-    one; read-only."""
+    """Token ids of a request's prompt, [num_prompt_tokens] uint32, in the vocabulary; read-only."""
     kind = request.WhichOneof("prompt")
     ids: Sequence[int]
     if request.ByteSize() > limits.max_bytes:  # seconds and gigabytes to tokenize, for nothing
@@ -213,10 +214,6 @@ def encode_prompt(request: Prompted, model: TextModel, limits: RequestLimits) ->
         assert isinstance(request, router_pb2.GenerateRequest)
         ids = request.token_ids.ids
     ids = ids[-_num_kept(request, limits) :]
-    if isinstance(request, router_pb2.GenerateRequest) and len(ids) >= limits.max_model_len:
-        raise _too_long("prompt", len(ids), 1, limits)
-    if not ids:
-        raise InvalidRequestError(f"{kind}: the prompt is empty", field=kind)
     token_ids = np.array(array("I", ids))  # a third of the time that a list takes NumPy
     token_ids.flags.writeable = False
     outside = np.flatnonzero(token_ids >= model.vocab_size)

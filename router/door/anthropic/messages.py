@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic_core import from_json, to_json
 
 from router.door.intake import Opened
 from router.door.openai import translating
+from router.door.openai.bodies import Int
 from router.door.openai.choices import Choice, Delta, usage_of
 from router.door.openai.errors import shape_of_messages
 from router.door.openai.fields import refused
@@ -21,23 +22,26 @@ class MessagesBody(translating.TranslatedBody):
     """Answer a chat, as Anthropic's messages."""
 
     messages: Annotated[list[Piece], SEVERAL]
-    max_tokens: int
+    max_tokens: Int
     system: Pieces | None = None
     stop_sequences: Annotated[list[str], SEVERAL] | None = None
     tools: Annotated[list[dict[str, Any]], SEVERAL] | None = None
     tool_choice: dict[str, Any] | None = None
     # Its `budget_tokens` is not kept to: `max_tokens` bounds thoughts and answer.
     thinking: dict[str, Any] | None = None
+    output_config: dict[Literal["format"], dict[str, Any] | None] | None = None
 
     renamed: ClassVar[Mapping[str, str]] = {
         r"prompt|chat|messages\[\d+\]\.(tool_|role).*": "messages",
         r"stop(\[\d+\])?": r"stop_sequences\1",
+        r"response_format(.*)": r"output_config.format\1",
         r"(tools\[\d+\])\.function\.parameters": r"\1.input_schema",
         r"(tools\[\d+\]|tool_choice)\.function(.*)": r"\1\2",
     }
     unserved: ClassVar[Mapping[str, str]] = {
-        **dict.fromkeys(("container", "mcp_servers", "context_management", "output_config"), ""),
-        **dict.fromkeys(("output_format", "response_format", "continue_final_message"), ""),
+        **dict.fromkeys(("container", "mcp_servers", "context_management"), ""),
+        "continue_final_message": "",
+        **dict.fromkeys(("response_format", "output_format"), "output_config.format"),
         **{"stop": "stop_sequences", "max_completion_tokens": "max_tokens"},
         "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
     }
@@ -52,7 +56,7 @@ class MessagesBody(translating.TranslatedBody):
         if (kind := str(choice.get("type"))) not in kinds:
             raise refused("tool_choice", f"{kind} is not served")
         arguments = dict(self.chat_template_kwargs or {})
-        if (thinking := (self.thinking or {}).get("type", "adaptive")) in _SWITCHES:
+        if (thinking := str((self.thinking or {}).get("type", "adaptive"))) in _SWITCHES:
             arguments["enable_thinking"] = _SWITCHES[thinking]
         elif thinking != "adaptive":
             raise refused("thinking", f"{thinking} is not served")
@@ -65,6 +69,7 @@ class MessagesBody(translating.TranslatedBody):
             "stop": self.stop_sequences,
             "tools": translating.tools_of(tools, None, "custom"),
             "tool_choice": kinds[kind],
+            "response_format": translating.format_of((self.output_config or {}).get("format")),
             "parallel_tool_calls": not choice.get("disable_parallel_tool_use"),
             "chat_template_kwargs": arguments or None,
         }
@@ -73,7 +78,7 @@ class MessagesBody(translating.TranslatedBody):
 class CountBody(MessagesBody):
     """How many tokens a chat's prompt has."""
 
-    max_tokens: int | None = None  # type: ignore[assignment]
+    max_tokens: Int | None = None  # type: ignore[assignment]
 
 
 # --- the answer -----------------------------------------------------------------------------------
@@ -151,4 +156,4 @@ def _input(text: str) -> Delta:
         value = from_json(text, allow_partial=True)
     except ValueError:
         return {}
-    return from_json(to_json(value)) if isinstance(value, dict) else {}  # infinities are null
+    return from_json(to_json(value, inf_nan_mode="null")) if isinstance(value, dict) else {}

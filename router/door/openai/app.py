@@ -106,7 +106,7 @@ class OpenAiApp:
     ) -> Answering:
         tenant = self._tenant(request)
         given, made = await self._read(request, tenant, kind)
-        body = getattr(given, "as_chat", given)
+        body = given.as_chat
         if REQUEST_ID.fullmatch(body.request_id or ""):
             request.state.request_id = body.request_id
         traceparent = request.headers.get("traceparent", "")

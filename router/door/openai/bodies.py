@@ -65,6 +65,11 @@ class _Part(BaseModel):
     renamed: ClassVar[Mapping[str, str]] = {}
     """What a body calls fields of its request, by patterns."""
 
+    @property
+    def as_chat(self) -> _Part:
+        """What the body of another API becomes; any other is that itself."""
+        return self
+
 
 class TextPart(_Part):
     type: str
@@ -119,11 +124,11 @@ class ResponseFormat(_Part):
 
     def constraint(self) -> tuple[str, Any]:
         schema = self.json_schema and self.json_schema.json_schema
-        if self.type == "json_object":
+        if self.type == "json_object" and schema is None:
             return self.type, True
         if self.type == "json_schema" and schema is not None:
             return "json", schema
-        problem = f"the type {self.type!r} is unknown, or needs json_schema.schema"
+        problem = f"{self.type!r} is unknown, or not json_schema with json_schema.schema"
         raise refused("response_format", problem)
 
 
@@ -391,7 +396,7 @@ class CompletionBody(_Body):
             base.sampling.prompt_logprobs = max(wanted)
         if self.echo and self.max_tokens == 0:  # the first token is computed, and left out
             base.sampling.max_tokens = 1
-        prompts = _prompts(self.prompt)
+        prompts = prompts_of(self.prompt)
         if len(prompts) * self.num_choices > MAX_CHOICES:
             asked = f"{len(prompts)} prompts of {self.num_choices} choices"
             raise refused("prompt", f"{asked}; at most {MAX_CHOICES} in all are taken")
@@ -452,10 +457,8 @@ def parsed(kind: type[Any], data: bytes) -> tuple[Any, list[Any], list[str]]:
     check_json(data)
     try:
         body = kind.model_validate_json(data)
-        names = ignored(body, getattr(body, "as_chat", body), SERVED)
+        names = ignored(body, body.as_chat, SERVED)
         return body, body.requests(), names
-    except UnicodeEncodeError:
-        raise InvalidRequestError("a text holds half of a surrogate pair") from None
     except ValidationError as error:
         errors = error.errors(include_url=False, include_input=False)
         of_field = [each for each in errors if each["loc"][:1] == errors[0]["loc"][:1]]
@@ -542,7 +545,7 @@ def choices_of(
             yield other
 
 
-def _prompts(given: str | list[str] | list[int] | list[list[int]]) -> list[str | list[int]]:
+def prompts_of(given: str | list[str] | list[int] | list[list[int]]) -> list[str | list[int]]:
     if isinstance(given, str):
         return [given]
     if not given:

@@ -11,6 +11,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from baton.errors import InvalidRequestError
+from router.door.openai.errors import GIVEN
 
 _EMPTY: tuple[object, ...] = (False, 0, "", [], {})
 _TABLE: tuple[tuple[tuple[object, ...] | None, str], ...] = (
@@ -18,27 +19,28 @@ _TABLE: tuple[tuple[tuple[object, ...] | None, str], ...] = (
     (None, """custom_labels guided_decoding_backend metadata prompt_cache_key prompt_cache_options
         prompt_cache_retention return_mm_kwargs return_token_offsets rid safety_identifier store
         service_tier spaces_between_special_tokens stream_interval user
-        content.annotations content.cache_control content.caller content.citations content.is_error
-        content.logprobs content.signature function.cache_control function.strict input.id
-        input.phase input.status input.summary json_schema.description json_schema.name
+        content.annotations content.cache_control content.caller content.citations content.data
+        content.is_error content.logprobs content.signature function.cache_control function.strict
+        input.id input.phase input.status input.summary json_schema.description json_schema.name
         json_schema.strict messages.annotations messages.cache_control system.cache_control
         stream_options.include_obfuscation tool_calls.index tool_calls.type tools.cache_control"""),
     (_EMPTY, """audio bootstrap_host bootstrap_port bootstrap_room chat_template custom_params task
-        custom_logit_processor ec_transfer_params extra_key functions guided_whitespace_pattern
-        images_config input_ids kv_transfer_params logits_processors logprob_token_ids lora_path
-        max_dynamic_patch media_io_kwargs min_dynamic_patch mm_processor_kwargs moderation suffix
+        custom_logit_processor ec_transfer_params extra_body extra_key format functions grammar
+        guided_whitespace_pattern images_config input_ids kv_transfer_params logits_processors
+        logprob_token_ids lora_path max_dynamic_patch media_io_kwargs min_dynamic_patch mm_processor_kwargs moderation suffix
         ngram_corpus_id no_stop_trim prediction prompt_embeds reasoning repetition_detection
         return_cached_tokens_details return_hidden_states return_meta_info return_prompt_text
         return_prompt_token_ids return_routed_experts return_token_strs return_tokens_as_token_ids
         routed_experts_prompt_start routed_experts_start_len session_params stop_regex vllm_xargs
         structural_tag use_audio_in_video use_beam_search watermarking
         function.defer_loading input.encrypted_content messages.audio messages.function_call
-        messages.tools structured_outputs.disable_additional_properties tools.defer_loading
+        messages.tools response_format.schema tools.defer_loading
+        structured_outputs.disable_additional_properties
         structured_outputs.disable_any_whitespace structured_outputs.structural_tag
         structured_outputs.whitespace_pattern tool_calls.custom"""),
     ((), "data_parallel_rank disagg_prefill_dp_rank routed_dp_rank web_search_options"),
     ((True,), "detokenize include_reasoning separate_reasoning stream_reasoning"),
-    ((1,), "best_of length_penalty"),
+    ((1,), "best_of length_penalty"),  # `best_of` also as `n`
     ((-1,), "max_thinking_tokens thinking_token_budget"),
     (("auto", "none"), "function_call"),
     ((["text"], []), "modalities"),
@@ -60,13 +62,17 @@ def ignored(body: BaseModel, chat: BaseModel, elsewhere: Collection[str]) -> lis
     """Name the fields in no table, at most `_MAX_NAMES` and `_OTHER` for the rest. `chat`: what the
     body of another API became, else the body. `elsewhere`: what some endpoint serves. Raises
     InvalidRequestError for a field that is refused."""
-    own = () if body is chat else (_unlisted(each, f"{name}.", name) for name, each in body)
+    own = type(body).model_fields if body is not chat else ()
+    nested = (_unlisted(getattr(body, name), f"{name}.", name) for name in own)
     names = dict[str, None]()
-    for name, place, value in chain(_unlisted(chat), *own):
+    for name, place, value in chain(_unlisted(chat), *nested):
         if name in REFUSED or name in elsewhere:
             is_zero = name in elsewhere and value == 0 and value is not False
-            if value is not None and (is_zero or value not in REFUSED.get(name, _EMPTY)):
-                raise refused(place, "not served at this endpoint")
+            is_n = name == "best_of" and value == (getattr(chat, "n", None) or 1)
+            neutral = is_n or value is None or value in REFUSED.get(name, _EMPTY)
+            if is_zero or not neutral:
+                field = place if "." in place else GIVEN + place
+                raise refused(field, "not served at this endpoint")
         elif value is not None and name not in PASSED:
             is_told = len(names) < _MAX_NAMES and _NAME.fullmatch(name)
             names[name if is_told else _OTHER] = None

@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from router.door.intake import Intake
 from router.door.openai import translating
 from router.door.openai.answering import Asked
+from router.door.openai.bodies import Int
 from router.door.openai.choices import Choice, Delta, usage_of
 from router.door.openai.fields import refused
 from router.door.openai.translating import SEVERAL, Block, Piece, Pieces, events_of, without_type
@@ -18,7 +19,7 @@ class ResponsesBody(translating.TranslatedBody):
 
     input: Pieces
     instructions: str | None = None
-    max_output_tokens: int | None = None
+    max_output_tokens: Int | None = None
     tools: Annotated[list[dict[str, Any]], SEVERAL] | None = None
     tool_choice: Literal["auto", "none", "required"] | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
@@ -35,7 +36,7 @@ class ResponsesBody(translating.TranslatedBody):
         r"max_tokens": "max_output_tokens",
         r"reasoning_effort": "reasoning.effort",
         r"response_format(.*)": r"text.format\1",
-        r"(tools\[\d+\]|tool_choice)\.function(.*)": r"\1\2",
+        r"(tools\[\d+\]|tool_choice)\.(?:function|allowed_tools)(.*)": r"\1\2",
     }
     unserved: ClassVar[Mapping[str, str]] = {
         **dict.fromkeys(("previous_response_id", "conversation", "background", "prompt"), ""),
@@ -46,7 +47,6 @@ class ResponsesBody(translating.TranslatedBody):
     }
 
     def fields(self) -> Delta:
-        wanted = (self.text or {}).get("format")
         choice: Any = None if self.tool_choice == "auto" else self.tool_choice  # also without tools
         match choice:
             case {"type": "function"}:
@@ -66,9 +66,7 @@ class ResponsesBody(translating.TranslatedBody):
             "tools": translating.tools_of(self.tools, "function"),
             "tool_choice": choice,
             "parallel_tool_calls": self.parallel_tool_calls,
-            "response_format": {"type": wanted.get("type"), "json_schema": without_type(wanted)}
-            if isinstance(wanted, dict)
-            else wanted,
+            "response_format": translating.format_of((self.text or {}).get("format")),
             "reasoning_effort": (self.reasoning or {}).get("effort"),
         }
 
@@ -80,7 +78,6 @@ _TYPES: dict[str, tuple[str, str, str, Delta]] = {
     "content": ("msg", "message", "output_text", {"content_index": 0, "logprobs": []}),
     "tool_calls": ("fc", "function_call", "function_call_arguments", {}),
 }
-_WHOLE = ("", "stop", "tool_calls")  # reasons of an end that cuts nothing off; "" before it
 _NOT_SAID: Delta = {
     **dict.fromkeys(("instructions", "max_output_tokens", "temperature", "top_p")),
     **dict.fromkeys(("error", "incomplete_details", "usage", "previous_response_id")),
@@ -118,7 +115,7 @@ class ResponseAnswer(translating.Translating):
         said = {"text": block.text} if part else {"name": block.name, "arguments": block.text}
         made = [self._of(f"{name}.done", block, **said)]
         made += [self._of("content_part.done", block, part=each) for each in part]
-        item = self._item(block, "completed" if self._reason in _WHOLE else "incomplete")
+        item = self._item(block, "completed" if self._is_whole else "incomplete")
         return [*made, self._event("output_item.done", output_index=block.index, item=item)]
 
     def _ending(self, choices: Sequence[Choice]) -> bytes:
@@ -132,14 +129,14 @@ class ResponseAnswer(translating.Translating):
 
     def _document(self, choices: Sequence[Choice]) -> Delta:
         usage = usage_of(choices, 1)
-        is_whole = self._reason in _WHOLE
-        why = "max_output_tokens" if self._reason == "length" else self._reason
-        status = "completed" if is_whole else "incomplete"
+        status = "completed" if self._is_whole else "incomplete"
         thoughts = usage["completion_tokens_details"]["reasoning_tokens"]
         return {
             **self._common,
             "status": status,
-            "incomplete_details": None if is_whole else {"reason": why},
+            "incomplete_details": {"reason": "max_output_tokens"}
+            if self._reason == "length"
+            else None,
             "output": self._items(status),
             "usage": {
                 "input_tokens": usage["prompt_tokens"],
@@ -149,6 +146,12 @@ class ResponseAnswer(translating.Translating):
                 "total_tokens": usage["total_tokens"],
             },
         }
+
+    @property
+    def _is_whole(self) -> bool:
+        """Whether its end, or what is known before it, cuts nothing off."""
+        is_call = bool(self._blocks) and self._blocks[-1].kind == "tool_calls"
+        return self._reason in ("", "tool_calls") or (self._reason == "stop" and not is_call)
 
     def _items(self, status: str) -> list[Delta]:
         """`status`: of the last one."""

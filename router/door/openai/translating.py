@@ -5,7 +5,7 @@ one after the other: thoughts, text, calls. A stream tells their changes; a whol
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Annotated, Any, ClassVar
@@ -22,7 +22,7 @@ from router.door.openai.fields import refused
 from router.request.chat import MAX_PARTS, ROLES
 
 SEVERAL = Field(max_length=MAX_PARTS, fail_fast=True)
-_TEXTS = ("text", "input_text", "output_text", "reasoning_text")
+_TEXTS = ("text", "input_text", "output_text", "reasoning_text", "refusal")
 _OF_CHATS = ("n", "stream_options", "logprobs", "top_logprobs", "return_token_ids")
 
 
@@ -37,7 +37,7 @@ class Piece(BaseModel):
     type: str = "message"
     role: str | None = None
     content: str | Annotated[list[Piece], SEVERAL] | None = _called("content", "output", "thinking")
-    text: str | None = None
+    text: str | None = _called("text", "refusal")
     call_id: str | None = _called("call_id", "tool_use_id", "id")
     name: str = ""
     arguments: str | dict[str, Any] | None = _called("arguments", "input")
@@ -55,6 +55,8 @@ class Piece(BaseModel):
             case "reasoning" | "thinking":
                 thoughts = "\n".join(part["text"] for part in texts_of(self.content, place))
                 return [{"role": "assistant", "reasoning_content": thoughts}]
+            case "redacted_thinking":
+                return []
             case "function_call" | "tool_use":
                 function = {"name": self.name, "arguments": self.arguments}
                 call = {"id": self.call_id or "", "function": function}
@@ -62,7 +64,10 @@ class Piece(BaseModel):
             case "function_call_output" | "tool_result":
                 content = texts_of(self.content, place)
                 return [{"role": "tool", "tool_call_id": self.call_id, "content": content}]
-        return [{"role": within, "content": [self.of_text(field)]}]
+        text = self.of_text(field)
+        if within is None:
+            raise refused(f"{GIVEN}{field}", "a part stands within a message")
+        return [{"role": within, "content": [text]}]
 
     def of_text(self, field: str) -> Delta:
         if self.type not in _TEXTS or self.text is None:
@@ -95,12 +100,21 @@ def messages_of(
     return made
 
 
-def tools_of(tools: Iterable[Delta] | None, *kinds: str | None) -> list[Delta] | None:
-    """A chat's. `kinds`: those of functions."""
-    for index, tool in enumerate(tools := list(tools or ())):
+def tools_of(tools: Any, *kinds: str | None) -> Any:
+    """A chat's. `kinds`: those of functions. What is no list of objects stays: chats refuse it."""
+    if not isinstance(tools, list) or not all(isinstance(each, dict) for each in tools):
+        return tools
+    for index, tool in enumerate(tools):
         if (kind := tool.get("type")) not in kinds:
             raise refused(f"tools[{index}]", f"{kind} is not served; functions are")
     return [{"function": without_type(tool)} for tool in tools] or None
+
+
+def format_of(wanted: Any) -> Any:
+    """A chat's `response_format`."""
+    if isinstance(wanted, dict) and wanted.get("type") == "json_schema":
+        return {"type": "json_schema", "json_schema": without_type(wanted)}
+    return wanted
 
 
 def without_type(value: Delta) -> Delta:
@@ -127,7 +141,7 @@ class TranslatedBody(BaseModel):
             value = given.pop(name, None)
             if isinstance(value, dict) and not here:
                 name, value = ".".join((name, *list(value)[:1])), any(value.values())
-            if value:
+            if value and (name, value) != ("n", 1):
                 raise refused(GIVEN + name, f"here it is {here}" if here else "not served here")
         own = {name: getattr(self, name) for name in TranslatedBody.model_fields}
         return ChatBody.model_validate(given | own | self.fields())

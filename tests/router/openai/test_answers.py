@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -188,6 +189,20 @@ async def test_a_completion_has_16_tokens_where_its_client_names_no_number(
     assert (await http.chat("x" * 30)).json["usage"]["completion_tokens"] == 31
 
 
+async def test_a_request_that_is_sent_again_after_its_end_is_answered_as_before(
+    speaks: Speaks,
+) -> None:
+    echo = {"echo": True, "logprobs": 1, "prompt_logprobs": 0, "request_id": "e"}
+    thinks = {"chat_template_kwargs": {"thinks": True}, "request_id": "t"}
+    async with speaks("{# <think> #}" + CHAT) as (_, http):
+        for ask in (
+            partial(http.complete, "ab", **echo),
+            partial(http.chat, "h</think>a", **thinks),
+        ):
+            first, again = (await ask()).json, (await ask()).json
+            assert first["choices"] == again["choices"]
+
+
 async def test_top_k_of_minus_one_is_all_whatever_the_model_s_default(
     speaks: Speaks, tmp_path: Path
 ) -> None:
@@ -273,6 +288,10 @@ async def test_a_model_s_calls_come_as_calls(speaks: Speaks) -> None:
         unread = (await http.chat(CALLS, tools=TOOLS, tool_choice="none")).json["choices"][0]
         assert (unread["message"]["content"], unread["finish_reason"]) == (CALLS, "stop")
         await check_streamed_call(await http.chat(CALLS, tools=TOOLS, stream=True))
+        for stop, why in (("arguments", "stop"), ("</tool_call>", "tool_calls")):
+            ended = (await http.chat(CALLS, tools=TOOLS, stop=stop)).json["choices"][0]
+            assert ended["finish_reason"] == why, "a call that is cut off is none to run"
+            assert len(ended["message"]["tool_calls"]) == 1
         forced = await http.chat(CALLS, tools=TOOLS, tool_choice="required", max_tokens=15)
         cut = forced.json["choices"][0]  # within the call's name
         assert (cut["message"]["content"], cut["finish_reason"]) == ("", "length")

@@ -35,6 +35,8 @@ async def test_prompts_and_chats_are_tokenized(http: Http) -> None:
     text = (await http.post("/tokenize", {"prompt": "abc"})).json
     assert text == {"count": 3, "max_model_len": 2048, "tokens": [97, 98, 99]}
     assert (await http.post("/detokenize", {"tokens": text["tokens"]})).json == {"prompt": "abc"}
+    for ids in ([], [97] * 3000):  # however long the context is
+        assert (await http.post("/detokenize", {"tokens": ids})).json == {"prompt": "a" * len(ids)}
     beyond = await http.post("/detokenize", {"tokens": [97, 999]})
     assert (beyond.status, beyond.error["param"]) == (400, "tokens[1]")
     messages = [{"role": "user", "content": "a"}, {"role": "tool", "content": "b"}]
@@ -160,3 +162,22 @@ async def test_the_same_certificate_serves_http_and_changes_while_it_runs(
                 await asyncio.sleep(0.1)
         with pytest.raises(ssl.SSLError):
             await http.call("GET", "/health")
+
+
+async def test_the_readme_s_example_of_the_openai_client_runs(
+    speaks: Speaks, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("openai")
+    readme = (Path(__file__).parents[3] / "README.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
+    (code,) = (block for block in blocks if "OpenAI" in block)
+    async with speaks() as (_, http):
+        for old, new in (
+            ("127.0.0.1:8000", http.address),
+            ('"demo"', '"tiny"'),
+            ('"Tell me a story."', repr(saying("Once upon a time"))),
+        ):
+            assert old in code
+            code = code.replace(old, new)
+        await asyncio.to_thread(exec, compile(code, "README.md", "exec"), {})
+    assert capsys.readouterr().out == "Once upon a time"

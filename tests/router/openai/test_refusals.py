@@ -13,6 +13,7 @@ from tests.router.openai.spoken import CHAT, MARKS, Http, Speaks, prompt_for
 TOOL = {"type": "function", "function": {"name": "f"}}
 NO_TOOL = {"mode": "auto", "tools": []}
 USER = {"role": "user", "content": "hi"}
+OBJECT = {"type": "json_object"}
 
 
 @pytest.fixture
@@ -67,6 +68,9 @@ async def test_every_wrong_field_of_a_chat_is_named(d: Deployment, http: Http) -
          "response_format"),
         ({"response_format": {"type": "json_schema"}}, "response_format"),
         ({"response_format": {"type": "poem"}}, "response_format"),
+        ({"response_format": OBJECT | {"schema": {"type": "x"}}}, "response_format.schema"),
+        ({"response_format": OBJECT | {"json_schema": {"schema": {}}}}, "response_format"),
+        ({"grammar": 'start: "x"'}, "grammar"),
         ({"structured_outputs": {"regex": "("}}, "structured_outputs"),
         ({"structured_outputs": {"json": {}, "disable_any_whitespace": True}},
          "structured_outputs.disable_any_whitespace"),
@@ -106,7 +110,7 @@ async def test_every_wrong_field_of_a_completion_is_named(http: Http) -> None:
         ({"prompt_logprobs": 0, "stream": True}, "prompt_logprobs"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"suffix": "end"}, "suffix"),
-        ({"best_of": 3}, "best_of"),
+        ({"best_of": 3, "n": 2}, "best_of"),
         ({"logprobs": 21}, "logprobs"),
         ({"logprobs": True}, "logprobs"),
         ({"prompt": ["a", "b"], "request_id": "r"}, "request_id"),
