@@ -76,7 +76,7 @@ class MessagesBody(translating.TranslatedBody):
 
 
 class CountBody(MessagesBody):
-    """How many tokens a chat's prompt has."""
+    """Count the tokens of a chat's prompt."""
 
     max_tokens: Int | None = None  # type: ignore[assignment]
 
@@ -151,7 +151,7 @@ def _content(block: Block) -> Delta:
 
 
 def _input(text: str) -> Delta:
-    """A call's arguments, which `max_tokens` may have cut; empty where they are no JSON object."""
+    """Return a call's arguments, which may be cut off; empty where they are no JSON object."""
     try:
         value = from_json(text, allow_partial=True)
     except ValueError:

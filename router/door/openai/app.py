@@ -43,7 +43,7 @@ _MAX_TRACE_CHARS = 128
 
 
 class _Body:
-    """One that comes in."""
+    """A body that comes in."""
 
     def __init__(self, timeout_s: float) -> None:
         self.limit = asyncio.timeout(timeout_s)
@@ -122,20 +122,20 @@ class OpenAiApp:
         return answer(self._intake, asked)
 
     async def _embeddings(self, request: Request) -> Response:
-        """Not supported yet."""
+        """Refuse embeddings, which are not supported yet."""
         self._tenant(request)
         return _plain(501, "embeddings are not supported by this release", "not_implemented")
 
     # --- the rest ------------------------------------------------------------------------------
 
     async def _models(self, request: Request) -> Response:
-        """The names of the served model."""
+        """List the names of the served model."""
         self._tenant(request)
         names = self._intake.door.model_names
         return JSONResponse({"object": "list", "data": [self._entry(name) for name in names]})
 
     async def _model(self, request: Request) -> Response:
-        """The served model."""
+        """Describe the served model."""
         self._tenant(request)
         name, served = request.path_params["name"], self._intake.door.model_names
         if name not in served:
@@ -161,22 +161,22 @@ class OpenAiApp:
         return await self._intake.tokenize(made, answer)
 
     async def _version(self, request: Request) -> Response:
-        """Baton's version."""
+        """Return Baton's version."""
         self._tenant(request)
         return JSONResponse({"version": importlib.metadata.version("baton-serve")})
 
     async def _health(self, request: Request) -> Response:
-        """Whether the process runs."""
+        """Tell whether the process runs."""
         return JSONResponse({"status": "ok"})
 
     async def _ready(self, request: Request) -> Response:
-        """Whether requests can be served."""
+        """Tell whether requests can be served."""
         if not self.is_ready or not self._intake.door.serves:
             return _plain(503, "not ready: no worker serves, or the router leaves")
         return JSONResponse({"status": "ready"})
 
     async def _openapi(self, request: Request) -> Response:
-        """This document."""
+        """Return this document."""
         return JSONResponse(openapi(self.routes, self._intake.door.max_request_bytes))
 
     # --- what comes in -------------------------------------------------------------------------
@@ -283,7 +283,7 @@ def _plain(status: int, message: str, code: str | None = None) -> Response:
 
 
 def _cors(config: RouterConfig) -> list[Middleware]:
-    """Off unless origins are listed."""
+    """Return what answers browsers: nothing, unless origins are listed."""
     if not config.http_origins:
         return []
     return [

@@ -50,7 +50,7 @@ _FAIL_FAST = Field(fail_fast=True)
 
 
 def _at_most(count: int) -> Any:
-    """Of a list: how long it may be. Its first item that is wrong is the only one that is told."""
+    """Bound a list's length. Its first item that is wrong is the only one that is told."""
     return Field(max_length=count, fail_fast=True)
 
 
@@ -133,7 +133,7 @@ class ResponseFormat(_Part):
 
 
 class StructuredOutputs(_Part):
-    """As vLLM has it; one of them."""
+    """Constrain the answer by one of these, as vLLM has it."""
 
     json_schema: dict[str, Any] | str | None = Field(default=None, alias="json")
     regex: str | None = None
@@ -415,7 +415,7 @@ class CompletionBody(_Body):
 
 
 class TokenizeBody(_Templated):
-    """A prompt's token ids, as vLLM has it."""
+    """Return a prompt's token ids, as vLLM has it."""
 
     renamed = {"text": "prompt", "chat": "messages"}
     model: str | None = None
@@ -438,7 +438,7 @@ class TokenizeBody(_Templated):
 
 
 class DetokenizeBody(_Part):
-    """The text of token ids, as vLLM has it."""
+    """Return the text of token ids, as vLLM has it."""
 
     renamed = {r"prompt(.*)": r"tokens\1"}
     model: str | None = None
@@ -452,8 +452,8 @@ class DetokenizeBody(_Part):
 
 
 def parsed(kind: type[Any], data: bytes) -> tuple[Any, list[Any], list[str]]:
-    """The body, its requests and the fields that were ignored. Raises InvalidRequestError, which
-    names the field."""
+    """Return the body, its requests and the fields that were ignored. Raises InvalidRequestError,
+    which names the field."""
     check_json(data)
     try:
         body = kind.model_validate_json(data)
@@ -473,7 +473,7 @@ def parsed(kind: type[Any], data: bytes) -> tuple[Any, list[Any], list[str]]:
 
 
 def _field(location: Sequence[str | int]) -> str | None:
-    """As a path; without the names that pydantic gives to the kinds of a union."""
+    """Return a location as a path, without names that pydantic gives to the kinds of a union."""
     path = ""
     for each in location:
         if isinstance(each, int):
@@ -531,8 +531,8 @@ def _json(value: Any) -> str:
 def choices_of(
     requests: Iterable[router_pb2.GenerateRequest], count: int
 ) -> Iterator[router_pb2.GenerateRequest]:
-    """`count` of each: the request itself first; each further one has the next seed. One at a time,
-    since each has the whole prompt."""
+    """Yield `count` of each: the request, then ones of the next seeds. One at a time, since
+    each has the whole prompt."""
     for request in requests:
         yield request
         for number in range(1, count):

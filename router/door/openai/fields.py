@@ -27,8 +27,9 @@ _TABLE: tuple[tuple[tuple[object, ...] | None, str], ...] = (
     (_EMPTY, """audio bootstrap_host bootstrap_port bootstrap_room chat_template custom_params task
         custom_logit_processor ec_transfer_params extra_body extra_key format functions grammar
         guided_whitespace_pattern images_config input_ids kv_transfer_params logits_processors
-        logprob_token_ids lora_path max_dynamic_patch media_io_kwargs min_dynamic_patch mm_processor_kwargs moderation suffix
-        ngram_corpus_id no_stop_trim prediction prompt_embeds reasoning repetition_detection
+        logprob_token_ids lora_path max_dynamic_patch media_io_kwargs min_dynamic_patch moderation
+        mm_processor_kwargs suffix ngram_corpus_id no_stop_trim prediction prompt_embeds reasoning
+        repetition_detection
         return_cached_tokens_details return_hidden_states return_meta_info return_prompt_text
         return_prompt_token_ids return_routed_experts return_token_strs return_tokens_as_token_ids
         routed_experts_prompt_start routed_experts_start_len session_params stop_regex vllm_xargs

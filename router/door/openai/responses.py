@@ -179,7 +179,7 @@ class ResponseAnswer(translating.Translating):
 
 
 def _part(block: Block) -> list[Delta]:
-    """A call has none."""
+    """Return a block's part, of which a call has none."""
     text: Delta = {"type": _TYPES[block.kind][2], "text": block.text}
     more: Delta = {"annotations": [], "logprobs": []} if block.kind == "content" else {}
     return [] if block.kind == "tool_calls" else [text | more]

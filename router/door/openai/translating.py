@@ -79,7 +79,7 @@ Pieces = str | Annotated[list[Piece], SEVERAL]
 
 
 def texts_of(pieces: Pieces | None, field: str) -> list[Delta]:
-    """Parts of a chat's message."""
+    """Return the parts of a chat's message."""
     if not isinstance(pieces, list):
         return [{"type": "text", "text": pieces or ""}]
     return [each.of_text(f"{field}[{index}]") for index, each in enumerate(pieces)]
@@ -88,7 +88,7 @@ def texts_of(pieces: Pieces | None, field: str) -> list[Delta]:
 def messages_of(
     pieces: list[Piece], field: str, *roles: Any, within: Any = None, system: Pieces | None = None
 ) -> list[Delta]:
-    """A chat's. Neighbours of one of these roles, such as a text and a call, are one."""
+    """Return a chat's messages. Neighbours of one of these roles, as a text and a call, are one."""
     made = [{"role": "system", "content": texts_of(system, "system")}] if system else []
     for index, piece in enumerate(pieces):
         for message in piece.messages(f"{field}[{index}]", within):
@@ -101,7 +101,7 @@ def messages_of(
 
 
 def tools_of(tools: Any, *kinds: str | None) -> Any:
-    """A chat's. `kinds`: those of functions. What is no list of objects stays: chats refuse it."""
+    """Return a chat's. `kinds`: functions' types. Chats refuse what is no list of objects."""
     if not isinstance(tools, list) or not all(isinstance(each, dict) for each in tools):
         return tools
     for index, tool in enumerate(tools):
@@ -111,7 +111,7 @@ def tools_of(tools: Any, *kinds: str | None) -> Any:
 
 
 def format_of(wanted: Any) -> Any:
-    """A chat's `response_format`."""
+    """Return a chat's `response_format`."""
     if isinstance(wanted, dict) and wanted.get("type") == "json_schema":
         return {"type": "json_schema", "json_schema": without_type(wanted)}
     return wanted
