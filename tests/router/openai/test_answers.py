@@ -156,6 +156,11 @@ async def test_a_completions_offsets_point_into_its_text(http: Http) -> None:
         parts = [part for event in events if (part := event["choices"][0]["logprobs"])]
         for name, column in choice["logprobs"].items():
             assert [each for part in parts for each in part[name]] == column
+    asked = {"prompt": [256, *prompt_for("ab").encode()], "echo": True, "logprobs": 1}
+    choice = (await http.post("/v1/completions", asked)).json["choices"][0]
+    assert choice["text"] == "<end>" + prompt_for("ab") + "ab", "special tokens included"
+    count = len(choice["logprobs"]["tokens"])
+    assert choice["logprobs"]["text_offset"] == [0, *range(5, 5 + count - 1)]
 
 
 async def test_a_completions_top_logprobs_keep_their_number_and_the_sampled_token(
