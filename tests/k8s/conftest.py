@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -11,6 +11,7 @@ from deploy.api.generate import CRDS
 from deploy.controller.kit.connection import Connection
 from deploy.controller.kit.kube import Kube
 from tests.k8s.api_clients import fresh_namespace, kube_of, wait_takes_pods
+from tests.k8s.built_images import check_can_build
 from tests.k8s.control_plane.assets import find
 from tests.k8s.control_plane.errors import NotAtHandError
 from tests.k8s.control_plane.plane import ControlPlane, control_plane_of
@@ -18,7 +19,7 @@ from tests.k8s.installed import Installed
 from tests.k8s.kubelet.errors import NotPossibleError
 from tests.k8s.kubelet.kubelet import Kubelet, running_kubelet
 from tests.k8s.kubelet.kuberay import KubeRay, running_kuberay
-from tests.k8s.kubelet.machine import check_leaves_pods, check_possible, pod_machine
+from tests.k8s.kubelet.machine import Image, check_leaves_pods, check_possible, pod_machine
 from tests.k8s.kubelet.network import links
 from tests.k8s.open_crd import serve_ray_clusters, wait_served
 from tests.k8s.operating import Operator, operator_of
@@ -30,6 +31,11 @@ _TAIL_CHARACTERS = 4000
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skips here, not in the fixture: pytest then folds them all into one line of its summary."""
+    if item.get_closest_marker("images"):
+        try:
+            check_can_build()
+        except NotPossibleError as error:
+            pytest.skip(f"NO IMAGES BUILT HERE: {error}")
     fixtures = getattr(item, "fixturenames", ())
     if "control_plane" not in fixtures:
         return
@@ -82,13 +88,21 @@ def ray_clusters(control_plane: ControlPlane) -> None:
 
 
 @pytest.fixture
-def kubelet(control_plane: ControlPlane, namespace: str, tmp_path: Path) -> Iterator[Kubelet]:
+def images() -> Mapping[str, Image]:
+    """By name: what containers are made of, in place of this machine's files."""
+    return {}
+
+
+@pytest.fixture
+def kubelet(
+    control_plane: ControlPlane, namespace: str, tmp_path: Path, images: Mapping[str, Image]
+) -> Iterator[Kubelet]:
     """Nothing of it is left after the test. pytest shows what its containers wrote last where the
     test has failed."""
     connection = Connection.from_kubeconfig(control_plane.kubeconfig)
     logs = tmp_path / "container-logs"
     try:
-        with pod_machine(logs) as made:
+        with pod_machine(logs, images) as made:
             with running_kubelet(connection, control_plane.address, namespace, made) as running:
                 yield running
             assert made.group.is_empty, "processes of pods are left"
