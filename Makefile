@@ -97,11 +97,11 @@ check: setup $(BUF)  ## format, lint (images too), types, import rules, wire rul
 crds: setup  ## regenerate deploy/crds/ and docs/reference/ from deploy/api
 	@$(PY) -m deploy.api.generate
 
-images:  ## the container images, $(IMAGES)/{worker,router,controller}, by docker, podman or buildah
+images:  ## the container images, $(IMAGES)/{worker,router,controller}, by docker, podman or buildah; ARGS="--build-arg ..."
 	@engine=$$(for each in $(ENGINES); do $$each info >/dev/null 2>&1 && echo $$each && break; done); \
 	test -n "$$engine" || { echo "make images: none of $(ENGINES) is here and works" >&2; exit 1; }; \
 	for role in worker router controller; do \
-	  $$engine build --file deploy/images/$$role.Dockerfile --tag $(IMAGES)/$$role:$(VERSION) . || exit; \
+	  $$engine build $(ARGS) --file deploy/images/$$role.Dockerfile --tag $(IMAGES)/$$role:$(VERSION) . || exit; \
 	done
 
 proto: setup  ## regenerate baton/v1 from proto/

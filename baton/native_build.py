@@ -1,14 +1,10 @@
 """Native code: built ahead for common CPUs, else compiled for this machine at first use.
 
-1. An image is made with `python -m baton.prebuild`: libraries for each target of a recipe lie in a
-   folder beside this file. Who may write there may change this file, too.
-2. `build` takes the first of them that this CPU can run.
-3. Where there is none it compiles, into the user's cache. A file's name is a digest of sources,
-   flags, C library and CPU, so that a home folder shared by unequal machines never serves one the
-   other's code. Files in the cache are loaded as code, so it must be a folder that nobody else can
-   write to.
-
-Standard library only.
+An image is made with `python -m baton.native_build MODULE:RECIPE...`: libraries for a recipe's
+targets lie beside this file. `build` takes the first that this CPU can run, else it compiles into
+the user's cache. A file's name there is a digest of sources, flags, C library and CPU, so that a
+home folder shared by unequal machines never serves one the other's code. Files in the cache are
+loaded as code, so it must be a folder that nobody else can write to. Standard library only.
 """
 
 from __future__ import annotations
@@ -16,11 +12,14 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import pkgutil
 import platform
 import shutil
 import stat
 import subprocess
+import sys
 import tempfile
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -32,8 +31,7 @@ NATIVE_FLAG = "-march=native"
 
 
 class NativeBuildError(Exception):
-    """There is no compiler, or it failed, or no folder is safe, or what was built ahead is for
-    another CPU; the message says which."""
+    """There is no compiler, or it failed, or no folder is safe; the message says which."""
 
 
 @dataclass(frozen=True)
@@ -41,29 +39,23 @@ class Target:
     """CPUs for which a library is built ahead."""
 
     name: str
-    flags: tuple[str, ...]
+    flags: str
     """The compiler's, in place of -march=native."""
-    needs: frozenset[str]
+    needs: str
     """What the CPU must have, as /proc/cpuinfo calls it."""
 
+    def lacking(self, features: Collection[str]) -> str:
+        return ", ".join(each for each in self.needs.split() if each not in features)
 
-def _above(lower: Target, name: str, flags: tuple[str, ...], *needs: str) -> Target:
-    return Target(name, flags, lower.needs.union(needs))
 
-
-# fmt: off
-X86_64_V2 = Target("x86-64-v2", ("-march=x86-64-v2",), frozenset({
-    "cx16", "lahf_lm", "popcnt", "sse4_1", "sse4_2", "ssse3"}))
-AVX2 = _above(X86_64_V2, "avx2", ("-march=x86-64-v3",),
-    "abm", "avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe", "xsave")
-AVX512 = _above(AVX2, "avx512", ("-march=x86-64-v4",),
-    "avx512bw", "avx512cd", "avx512dq", "avx512f", "avx512vl")
-AVX512_BF16 = _above(AVX512, "avx512-bf16", (*AVX512.flags, "-mavx512bf16"), "avx512_bf16")
-AMX = _above(AVX512_BF16, "amx", (*AVX512_BF16.flags, "-mamx-tile", "-mamx-bf16"),
-    "amx_bf16", "amx_tile")
-# fmt: on
-_OF_OTHER_MACHINES = (Target("any", (), frozenset()),)
-"""What their compilers build for by default."""
+X86_64_V2 = Target("x86-64-v2", "-march=x86-64-v2", "cx16 lahf_lm popcnt sse4_1 sse4_2 ssse3")
+_V3 = f"{X86_64_V2.needs} abm avx avx2 bmi1 bmi2 f16c fma movbe xsave"
+AVX2 = Target("avx2", "-march=x86-64-v3", _V3)
+_V4 = f"{_V3} avx512bw avx512cd avx512dq avx512f avx512vl"
+AVX512 = Target("avx512", "-march=x86-64-v4", _V4)
+_BF16 = f"{AVX512.flags} -mavx512bf16"
+AVX512_BF16 = Target("avx512-bf16", _BF16, f"{_V4} avx512_bf16")
+AMX = Target("amx", f"{_BF16} -mamx-tile -mamx-bf16", f"{AVX512_BF16.needs} amx_bf16 amx_tile")
 
 
 @dataclass(frozen=True)
@@ -77,19 +69,18 @@ class Recipe:
     """The first of these that the machine has, and that can compile it, is used."""
     headers: tuple[Path, ...] = ()
     targets: tuple[Target, ...] = (AVX2, X86_64_V2)
-    """CPUs to build for ahead, on x86-64; the first that fits is taken."""
+    """CPUs to build for ahead, on x86-64; the nearest come first."""
 
 
 def build(recipe: Recipe, cache: Path | None = None, prebuilt: Path = PREBUILT) -> Path:
-    """The library's path: one that was built ahead for CPUs like this one, else the cache's;
-    compiles when the cache has none. Raises NativeBuildError.
+    """The library's path; compiles when neither `prebuilt` nor the cache has it. Raises
+    NativeBuildError.
 
     `cache`: a folder to keep it in; None: the user's.
     """
-    there = {target: path for target, path in _ahead(recipe, prebuilt).items() if path.exists()}
-    has = cpu_features() if there else frozenset()
-    for target, path in there.items():
-        if target.needs <= has:
+    lacks = ""
+    for target, path in _ahead(recipe, prebuilt):
+        if path.exists() and not (lacks := target.lacking(cpu_features())):
             return path
     try:
         compilers = _compilers(recipe)
@@ -101,32 +92,30 @@ def build(recipe: Recipe, cache: Path | None = None, prebuilt: Path = PREBUILT) 
     except OSError as error:
         raise NativeBuildError(str(error)) from error
     except NativeBuildError as error:
-        if not there:
+        if not lacks:
             raise
-        lacks = ", ".join(sorted(min((t.needs for t in there), key=len) - has))
-        raise NativeBuildError(
-            f"{recipe.name} was built ahead for CPUs with {lacks}, which this one lacks; {error}"
-        ) from error
+        said = f"{recipe.name} was built ahead for CPUs with {lacks}, which this one lacks; {error}"
+        raise NativeBuildError(said) from error
     return library
 
 
 def build_ahead(recipe: Recipe, folder: Path = PREBUILT) -> None:
     """Compile the recipe's library for each of its targets. Raises NativeBuildError."""
     folder.mkdir(exist_ok=True)
-    for target, path in _ahead(recipe, folder).items():
+    for target, path in _ahead(recipe, folder):
         _compile_with_any(for_target(recipe, target), _compilers(recipe), path)
 
 
 def for_target(recipe: Recipe, target: Target) -> Recipe:
     flags = (flag for flag in recipe.flags if flag != NATIVE_FLAG)
-    return replace(recipe, flags=(*flags, *target.flags))
+    return replace(recipe, flags=(*flags, *target.flags.split()))
 
 
-def _ahead(recipe: Recipe, folder: Path) -> dict[Target, Path]:
+def _ahead(recipe: Recipe, folder: Path) -> Iterator[tuple[Target, Path]]:
     """Where the library for each target is, if it was built ahead from these very sources."""
-    targets = recipe.targets if platform.machine() == "x86_64" else _OF_OTHER_MACHINES
-    digest = _digest(recipe)
-    return {each: folder / f"{recipe.name}-{each.name}-{digest}.so" for each in targets}
+    of_others = (Target("any", "", ""),)
+    for target in recipe.targets if platform.machine() == "x86_64" else of_others:
+        yield target, folder / f"{recipe.name}-{target.name}-{_digest(recipe)}.so"
 
 
 def _compilers(recipe: Recipe) -> list[str]:
@@ -220,3 +209,8 @@ def _cpu() -> list[str]:
 def cpu_features() -> frozenset[str]:
     """As /proc/cpuinfo calls them; none where it cannot be read."""
     return frozenset(word for line in _cpu() if line.startswith("flags") for word in line.split())
+
+
+if __name__ == "__main__":
+    for name in sys.argv[1:]:
+        build_ahead(pkgutil.resolve_name(name))

@@ -10,9 +10,9 @@ RUN apt-get update \
     && python -m venv /opt/baton
 COPY . .
 RUN /opt/baton/bin/pip install --no-cache-dir '.[router,s3,traces]'
-# Not beside the sources: what is installed gets it. Here and not in the pod: no compiler is there.
+# For common CPUs, beside what is installed: a pod has no compiler.
 WORKDIR /
-RUN /opt/baton/bin/python -m baton.prebuild kv_transfer.block_hash:CHAIN \
+RUN /opt/baton/bin/python -m baton.native_build kv_transfer.block_hash:CHAIN \
         router.placement.choice:CHOICE router.placement.native_index:INDEX
 
 FROM ${BASE}

@@ -59,9 +59,9 @@ RUN apt-get update \
     && echo "ray==${RAY_VERSION}" > /opt/constraints.txt
 COPY . .
 RUN /opt/baton/bin/pip install --no-cache-dir --constraint /opt/constraints.txt '.[pods]'
-# Not beside the sources: what is installed gets it. Here and not in the pod: no compiler is there.
+# For common CPUs, beside what is installed: a pod has no compiler.
 WORKDIR /
-RUN /opt/baton/bin/python -m baton.prebuild kv_transfer.block_hash:CHAIN \
+RUN /opt/baton/bin/python -m baton.native_build kv_transfer.block_hash:CHAIN \
         kv_transfer.ucx.native:POST_LOOP engine.attention.recipe:KERNELS
 
 FROM ${BASE}

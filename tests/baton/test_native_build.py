@@ -13,20 +13,10 @@ from pathlib import Path
 import pytest
 
 from baton import native_build
-from baton.native_build import (
-    AMX,
-    AVX2,
-    AVX512,
-    AVX512_BF16,
-    X86_64_V2,
-    NativeBuildError,
-    Recipe,
-    Target,
-    build,
-    build_ahead,
-    cache_folder,
-)
+from baton.native_build import X86_64_V2, NativeBuildError, Recipe, build, build_ahead, cache_folder
+from engine.attention.recipe import KERNELS
 
+TARGETS = (*KERNELS.targets, X86_64_V2)
 needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
 
 
@@ -141,82 +131,23 @@ def test_a_cache_named_by_the_caller_is_checked_too(tmp_path: Path, recipe: Reci
         build(recipe, cache)
 
 
-# --- built ahead ----------------------------------------------------------------------------------
-
-TARGETS = (AMX, AVX512_BF16, AVX512, AVX2, X86_64_V2)
-AHEAD = """
-int answer(void) {
-  return
-#if defined __AMX_BF16__
-  5
-#elif defined __AVX512BF16__
-  4
-#elif defined __AVX512BW__
-  3
-#elif defined __AVX2__
-  2
-#else
-  1
-#endif
-  ;
-}
-"""
-
-
-@pytest.fixture
-def ahead(tmp_path: Path, recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> tuple[Recipe, Path]:
-    """What an image holds: libraries for all targets, and no compiler."""
-    if platform.machine() != "x86_64" or shutil.which("cc") is None:
-        pytest.skip("no C compiler for x86-64")
-    recipe.sources[0].write_text(AHEAD)
-    recipe = dataclasses.replace(recipe, targets=TARGETS)
-    build_ahead(recipe, prebuilt := tmp_path / "prebuilt")
-    monkeypatch.setenv("PATH", str(tmp_path))
-    return recipe, prebuilt
-
-
-@pytest.mark.parametrize(
-    ("target", "more", "answer"),
-    [
-        (X86_64_V2, {"avx"}, 1),
-        (AVX2, {"avx512f"}, 2),
-        (AVX512, {"amx_tile", "amx_bf16"}, 3),
-        (AVX512_BF16, {"amx_tile"}, 4),
-        (AMX, {"avx512_fp16"}, 5),
-    ],
-)
+@needs_compiler
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="x86-64's targets")
 def test_of_what_was_built_ahead_the_nearest_that_the_cpu_can_run_is_taken(
-    target: Target,
-    more: set[str],
-    answer: int,
-    ahead: tuple[Recipe, Path],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, recipe: Recipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recipe, prebuilt = ahead
-    monkeypatch.setattr(native_build, "cpu_features", lambda: target.needs | more)
-    library = build(recipe, tmp_path / "kept", prebuilt)
-    assert ctypes.CDLL(str(library)).answer() == answer
-    assert not (tmp_path / "kept").exists()
-
-
-def test_a_cpu_for_which_nothing_was_built_is_told_what_it_lacks(
-    ahead: tuple[Recipe, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    recipe, prebuilt = ahead
-    old = X86_64_V2.needs - {"sse4_2", "popcnt"}
-    monkeypatch.setattr(native_build, "cpu_features", lambda: old)
-    refusal = (
-        r"^answer was built ahead for CPUs with popcnt, sse4_2, which this one lacks; no compiler"
-    )
-    with pytest.raises(NativeBuildError, match=refusal):
+    recipe, features = dataclasses.replace(recipe, targets=TARGETS), ""
+    build_ahead(recipe, prebuilt := tmp_path / "prebuilt")
+    monkeypatch.setattr(native_build, "cpu_features", lambda: features.split())
+    monkeypatch.setenv("PATH", str(tmp_path))  # as in an image: no compiler
+    for target in TARGETS:
+        features = f"{target.needs} amx_tile"
+        taken = build(recipe, tmp_path / "kept", prebuilt)
+        assert taken.name.rpartition("-")[0] == f"answer-{target.name}"
+    features = "cx16 lahf_lm sse4_1 sse4_2"
+    lacks = "answer was built ahead for CPUs with popcnt, ssse3, which this one lacks; no compiler"
+    with pytest.raises(NativeBuildError, match=lacks):
         build(recipe, tmp_path / "kept", prebuilt)
-
-
-def test_a_library_of_former_sources_is_not_taken(
-    ahead: tuple[Recipe, Path], tmp_path: Path
-) -> None:
-    recipe, prebuilt = ahead
     recipe.sources[0].write_text("int answer(void) { return 6; }")
-    with pytest.raises(NativeBuildError, match=r"^no compiler \(cc\)"):
+    with pytest.raises(NativeBuildError, match=r"^no compiler \(cc\)"):  # of these very sources
         build(recipe, tmp_path / "kept", prebuilt)

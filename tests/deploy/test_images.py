@@ -7,7 +7,6 @@ import pkgutil
 import re
 import shutil
 import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
@@ -23,17 +22,6 @@ _SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PROJECT = _SETTINGS["project"]
 PACKAGES = _SETTINGS["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
 
-WITHOUT = """\
-import runpy, sys
-class Absent:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in {absent!r}:
-            raise ModuleNotFoundError(name)
-sys.meta_path.insert(0, Absent())
-sys.argv = [{module!r}, "--help"]
-runpy.run_module({module!r}, run_name="__main__")
-"""
-
 
 def dockerfile(role: str) -> str:
     return (DEPLOY / "images" / f"{role}.Dockerfile").read_text()
@@ -48,25 +36,6 @@ def test_an_image_is_built_in_one_stage_and_runs_as_nobody_in_another(role: str)
     assert re.findall(r"^USER (\S+)", text, re.MULTILINE) == ["1000:1000"]
     assert f"'.[{EXTRAS[role]}]'" in text
     assert not re.search(r"(?i)token|password|secret", text)
-
-
-@pytest.mark.parametrize(
-    ("module", "absent"),
-    [
-        ("router", ("torch", "ray", "libucx", "safetensors", "kubernetes")),
-        ("deploy.controller", ("torch", "ray", "libucx", "safetensors", "numpy", "tokenizers")),
-        ("deploy.controller.upgrade_crds", ("torch", "ray", "libucx", "numpy", "tokenizers")),
-    ],
-)
-def test_routers_and_operator_start_without_what_their_images_lack(
-    module: str, absent: tuple[str, ...]
-) -> None:
-    program = WITHOUT.format(module=module, absent=absent)
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == 0, done.stderr
-    assert "usage: python -m " + module in done.stdout
 
 
 def test_the_context_holds_each_package_of_the_wheel_and_little_else() -> None:

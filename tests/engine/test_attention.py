@@ -49,8 +49,8 @@ def native(target: Target | None = None, compiler: str | None = None) -> NativeK
     elif target is not None:
         if platform.machine() != "x86_64":
             pytest.skip("flags of x86-64's compilers")
-        if lacks := target.needs - cpu_features():
-            pytest.skip(f"this CPU lacks {', '.join(sorted(lacks))}")
+        if lacks := target.lacking(cpu_features()):
+            pytest.skip(f"this CPU lacks {lacks}")
         library = ctypes.CDLL(str(build(for_target(KERNELS, target))))
     return NativeKernels(library)
 

@@ -82,8 +82,8 @@ def machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     if library is None or (target is not None and platform.machine() != "x86_64"):
         pytest.skip("no C++ compiler on this machine, or flags of x86-64's")
     if target is not None:
-        if lacks := target.needs - cpu_features():
-            pytest.skip(f"this CPU lacks {', '.join(sorted(lacks))}")
+        if lacks := target.lacking(cpu_features()):
+            pytest.skip(f"this CPU lacks {lacks}")
         library = ctypes.CDLL(str(build(for_target(KERNELS, target))))
     monkeypatch.setattr(packed_weights, "native_library", lambda: library)
     packed_weights.library.cache_clear()

@@ -11,7 +11,6 @@ from deploy.api.generate import CRDS
 from deploy.controller.kit.connection import Connection
 from deploy.controller.kit.kube import Kube
 from tests.k8s.api_clients import fresh_namespace, kube_of, wait_takes_pods
-from tests.k8s.built_images import check_can_build
 from tests.k8s.control_plane.assets import find
 from tests.k8s.control_plane.errors import NotAtHandError
 from tests.k8s.control_plane.plane import ControlPlane, control_plane_of
@@ -31,11 +30,6 @@ _TAIL_CHARACTERS = 4000
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skips here, not in the fixture: pytest then folds them all into one line of its summary."""
-    if item.get_closest_marker("images"):
-        try:
-            check_can_build()
-        except NotPossibleError as error:
-            pytest.skip(f"NO IMAGES BUILT HERE: {error}")
     fixtures = getattr(item, "fixturenames", ())
     if "control_plane" not in fixtures:
         return
@@ -46,7 +40,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     if "kubelet" in fixtures:
         try:
             check_leaves_pods(found)
-            check_possible()
+            check_possible(builds_images=item.get_closest_marker("images") is not None)
         except NotPossibleError as error:
             pytest.skip(f"NO PODS HERE: {error}")
 

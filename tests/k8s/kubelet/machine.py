@@ -24,6 +24,7 @@ REPOSITORY = Path(__file__).resolve().parents[3]
 _MEMORY = Path("/dev/shm")
 _NAME = "baton-kubelet"
 _PROGRAMS = ("ip", "unshare", "nsenter")
+_IMAGE_BUILDERS = ("buildah", "debootstrap")
 _TRIAL = "mount -t tmpfs t /mnt && cd /mnt && mkdir a b c && "
 _TRIAL += "mount -t overlay o -o lowerdir=/,upperdir=a,workdir=b c && ip link add x type bridge"
 
@@ -34,11 +35,9 @@ class Image:
 
     root: Path
     environment: Mapping[str, str]
-    command: tuple[str, ...] = ()
     folders: tuple[str, ...] = ()
     """What a container has besides, wherever it is mounted on this machine."""
     opened: tuple[str, ...] = ()
-    """Folders on the way there, which other users may not see on this machine."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +55,7 @@ class Machine:
     """By name; other containers are of this machine's files."""
 
     def image(self, name: str) -> Image:
-        own = Image(Path("/"), image_environment(), (), image_folders(), opened_folders())
+        own = Image(Path("/"), image_environment(), image_folders(), opened_folders())
         return self.images.get(name, own)
 
 
@@ -115,11 +114,12 @@ def _remove_left_overs(groups: Path) -> None:
 
 
 @cache
-def check_possible() -> None:
+def check_possible(*, builds_images: bool = False) -> None:
     """Raises NotPossibleError, which says what is missing."""
     if os.geteuid() != 0:
         raise NotPossibleError("pods need root: namespaces, bridges and cgroups are made")
-    if missing := [program for program in _PROGRAMS if shutil.which(program) is None]:
+    programs = (*_PROGRAMS, *(_IMAGE_BUILDERS if builds_images else ()))
+    if missing := [program for program in programs if shutil.which(program) is None]:
         raise NotPossibleError(f"not on PATH: {', '.join(missing)}")
     try:
         run(["unshare", "--net", "--uts", "--mount", "sh", "-c", _TRIAL])
