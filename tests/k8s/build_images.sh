@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
 # build_images.sh FOLDER PYTHON: each role's image as FOLDER/ROLE, and FOLDER/ROLE.env with a line for each variable.
 # buildah needs no container engine: RUN's steps run in a chroot. The base is Debian with its Python and PYTHON's
-# settings of pip; the worker has the wheel's UCX, since CUDA's base cannot be had from Debian.
+# settings of pip (a local index names files beside its `simple`); the worker has the wheel's UCX, since CUDA's base cannot be had from Debian.
 set -euo pipefail
 folder=$1 python=$2 base=$1/base
 buildah() { unshare --mount buildah --root "$folder/store" --runroot "$folder/run" "$@"; }
 debootstrap --variant=minbase --include=python3-venv,python-is-python3,ca-certificates bookworm "$base"
 { echo "[global]"; "$python" -m pip config list | sed -E "s/^.*\.([a-z-]+)='(.*)'$/\1 = \2/" | awk '!seen[$1]++'; } > "$base/etc/pip.conf"
 options=(--isolation chroot --build-arg BASE=localhost/base --build-arg UCX=ucx-none)
-for path in $(sed 's,file://,,g' "$base/etc/pip.conf" | tr ' ' '\n' | grep '^/' | sort -u); do
+for path in $(sed 's,file://,,g' "$base/etc/pip.conf" | tr ' ' '\n' | grep '^/' | sed 's,/simple/*$,,' | sort -u); do
   if [ -e "$path" ]; then options+=(--volume "$path:$path:ro"); fi
 done
 tar -C "$base" -cf "$folder/base.tar" .
