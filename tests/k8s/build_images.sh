@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # build_images.sh FOLDER PYTHON: each role's image as FOLDER/ROLE, and FOLDER/ROLE.env with a line for each variable.
 # buildah needs no container engine: RUN's steps run in a chroot. The base is Debian with its Python and PYTHON's
-# settings of pip (a local index names files beside its `simple`); the worker has the wheel's UCX, since CUDA's base cannot be had from Debian.
+# settings of pip (a local index has files beside `simple`). The worker has the wheel's UCX: no CUDA base is at hand.
 set -euo pipefail
 folder=$1 python=$2 base=$1/base
 buildah() { unshare --mount buildah --root "$folder/store" --runroot "$folder/run" "$@"; }

@@ -33,7 +33,6 @@ import json, os, shutil, sys
 compilers = [each for each in ("cc", "c++", "gcc", "g++", "clang") if shutil.which(each)]
 print(json.dumps([os.getuid(), sys.prefix, compilers, os.statvfs("/").f_flag & os.ST_RDONLY]))
 """
-RAYLETS_HEALTH = "http://localhost:52365/api/local_raylet_healthz"
 
 
 @pytest.fixture(scope="module")
@@ -46,10 +45,9 @@ def images() -> Iterator[dict[str, Image]]:
     with tempfile.TemporaryDirectory(prefix="baton-images-") as name:
         command = [str(Path(__file__).with_name("build_images.sh")), name, sys.executable]
         subprocess.run(command, cwd=REPOSITORY, check=True)
-        found = {}
+        found: dict[str, Image] = {}
         for file in Path(name).glob("*.env"):
-            lines = file.read_text().split()
-            environment = dict(line.split("=", 1) for line in lines)
+            environment = dict(line.split("=", 1) for line in file.read_text().split())
             found[f"baton/{file.stem}:{version}"] = Image(file.with_suffix(""), environment)
         yield found
 
@@ -75,6 +73,7 @@ def test_a_cluster_of_the_built_images_answers_without_a_compiler(
         expected = [1000, "/opt/baton", [], int(label == OPERATOR)]
         assert json.loads(run.output_of("python", "-c", LOOK)) == expected, label
     runs[OPERATOR].output_of("python", "-m", "deploy.controller.upgrade_crds", "--help")
-    assert "success" in runs[DECODE].output_of("wget", "-T2", "-qO-", RAYLETS_HEALTH), "for KubeRay"
+    health = "http://localhost:52365/api/local_raylet_healthz"  # KubeRay asks so
+    assert "success" in runs[DECODE].output_of("wget", "-T2", "-qO-", health)
     for log in (tmp_path / "container-logs").glob("*/*.log"):  # what was built ahead is loaded
         assert not re.search("compiling|no native|Python posts", log.read_text(errors="replace"))
