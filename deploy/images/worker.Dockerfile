@@ -38,8 +38,6 @@ RUN curl --fail --location --silent --show-error --output ucx.tar.gz \
 
 FROM ${BASE} AS ucx-none
 RUN mkdir -p /ucx/usr/local/lib
-
-# hadolint ignore=DL3006
 FROM ${UCX} AS ucx
 
 FROM ${BASE} AS build

@@ -24,7 +24,6 @@ REPOSITORY = Path(__file__).resolve().parents[3]
 _MEMORY = Path("/dev/shm")
 _NAME = "baton-kubelet"
 _PROGRAMS = ("ip", "unshare", "nsenter")
-_IMAGE_BUILDERS = ("buildah", "debootstrap")
 _TRIAL = "mount -t tmpfs t /mnt && cd /mnt && mkdir a b c && "
 _TRIAL += "mount -t overlay o -o lowerdir=/,upperdir=a,workdir=b c && ip link add x type bridge"
 
@@ -118,7 +117,7 @@ def check_possible(*, builds_images: bool = False) -> None:
     """Raises NotPossibleError, which says what is missing."""
     if os.geteuid() != 0:
         raise NotPossibleError("pods need root: namespaces, bridges and cgroups are made")
-    programs = (*_PROGRAMS, *(_IMAGE_BUILDERS if builds_images else ()))
+    programs = (*_PROGRAMS, *(("buildah", "debootstrap") if builds_images else ()))
     if missing := [program for program in programs if shutil.which(program) is None]:
         raise NotPossibleError(f"not on PATH: {', '.join(missing)}")
     try:
