@@ -24,7 +24,7 @@ from tests.k8s.kubelet.kubelet import Kubelet
 from tests.k8s.kubelet.machine import REPOSITORY, Image
 from tests.k8s.kubelet.objects import name_of
 
-pytestmark = [*on_pods(1800), pytest.mark.images]
+pytestmark = [*on_pods(3600), pytest.mark.images]
 
 DECODE = f"{POOL_LABEL}=decode"
 PODS = (OPERATOR, HEAD, f"{POOL_LABEL}=prefill", DECODE, "app.kubernetes.io/component=router")
