@@ -8,7 +8,7 @@ CODE := baton router prefill_worker decode_worker kv_transfer engine cluster dep
 ENGINES := docker podman buildah
 IMAGES := baton
 VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
-.PHONY: setup demo test test-full test-clients test-k8s control-plane check bench bench-engine bench-ablations bench-peers bench-router bench-strain bench-e2e crds proto format images released
+.PHONY: setup demo test test-full test-clients test-k8s test-images control-plane check bench bench-engine bench-ablations bench-peers bench-router bench-strain bench-e2e crds proto format images released
 
 setup: $(VENV)/.ready  ## a virtual environment with everything the project needs
 
@@ -41,6 +41,9 @@ build/clients/%/.ready: tests/clients/%.txt | setup
 
 test-k8s: control-plane  ## everything about Kubernetes, on a real API server
 	@$(PY) -m pytest tests/k8s --timeout 1800
+
+test-images: control-plane  ## the images: built by buildah, then a cluster of them, on a real API server
+	@$(PY) -m pytest -m images tests/k8s/test_built_images.py
 
 control-plane: setup  ## a real Kubernetes API server for tests, built once (about 5 minutes) into the user's cache
 	@$(PY) -m tests.k8s.control_plane.build
@@ -94,11 +97,11 @@ check: setup $(BUF)  ## format, lint (images too), types, import rules, wire rul
 crds: setup  ## regenerate deploy/crds/ and docs/reference/ from deploy/api
 	@$(PY) -m deploy.api.generate
 
-images:  ## the container images, $(IMAGES)/{worker,router,controller}, by docker, podman or buildah
+images:  ## the container images, $(IMAGES)/{worker,router,controller}, by docker, podman or buildah; ARGS="--build-arg ..."
 	@engine=$$(for each in $(ENGINES); do $$each info >/dev/null 2>&1 && echo $$each && break; done); \
 	test -n "$$engine" || { echo "make images: none of $(ENGINES) is here and works" >&2; exit 1; }; \
 	for role in worker router controller; do \
-	  $$engine build --file deploy/images/$$role.Dockerfile --tag $(IMAGES)/$$role:$(VERSION) . || exit; \
+	  $$engine build $(ARGS) --file deploy/images/$$role.Dockerfile --tag $(IMAGES)/$$role:$(VERSION) . || exit; \
 	done
 
 proto: setup  ## regenerate baton/v1 from proto/

@@ -29,13 +29,14 @@ import numpy as np
 import uvloop
 
 from baton.config.transfer import TransferConfig
+from baton.native_build import build
 from bench.report import markdown
 from cluster.preflight.handoff import LoneRank, MemoryShape
 from kv_transfer.layout import BlockId
 from kv_transfer.lease import FirstToken, Lease, WorkerIdentity
 from kv_transfer.routes import Route
 from kv_transfer.transport import FlushResult
-from kv_transfer.ucx.native import compiled
+from kv_transfer.ucx.native import POST_LOOP
 from kv_transfer.ucx.transport import UcxTransport
 
 BLOCK_BYTES = (32 << 10, 64 << 10, 128 << 10)
@@ -192,7 +193,9 @@ class Memcpy:
     """Copies the same runs to the same blocks of a pool in this process, in one C call."""
 
     def __init__(self, worker: LoneRank) -> None:
-        self._copy = ctypes.CDLL(str(compiled(Path(__file__).with_name("copy_loop.c")))).copy_runs
+        source = Path(__file__).with_name("copy_loop.c")
+        recipe = replace(POST_LOOP, name=source.stem, sources=(source,))
+        self._copy = ctypes.CDLL(str(build(recipe))).copy_runs
         self._copy.argtypes = [ctypes.c_size_t] + [ctypes.c_void_p] * 3 + [ctypes.c_uint64] * 2
         self._layout, self._regions = worker.layout, worker.memory.regions
         stride = worker.memory.region_stride_bytes

@@ -20,10 +20,16 @@ from typing import NewType
 import numpy as np
 import numpy.typing as npt
 
-from baton.native_build import NativeBuildError, Recipe, build
+from baton.native_build import NATIVE_FLAG, NativeBuildError, Recipe, build
 
 log = logging.getLogger(__name__)
 
+CHAIN = Recipe(
+    "block_hash",
+    (Path(__file__).with_suffix(".c"),),
+    ("-O3", NATIVE_FLAG, "-std=c11", "-shared", "-fPIC"),
+    ("cc", "gcc", "clang"),
+)
 BlockHash = NewType("BlockHash", bytes)
 HASH_BYTES = 16
 
@@ -103,11 +109,8 @@ def python_chain(parent: BlockHash, data: bytes, step: int, num_blocks: int) -> 
 def native_chain() -> Callable[[bytes, bytes, int, int, object], None] | None:
     """The C code; None where it cannot be built, or does not agree with Python. The first call may
     compile for a second."""
-    source = Path(__file__).with_suffix(".c")
-    flags = ("-O3", "-march=native", "-std=c11", "-shared", "-fPIC")
     try:
-        library = build(Recipe("block_hash", (source,), flags, ("cc", "gcc", "clang")))
-        chain = ctypes.PyDLL(str(library)).baton_chain_hashes  # keeps the GIL: it is quick
+        chain = ctypes.PyDLL(str(build(CHAIN))).baton_chain_hashes  # keeps the GIL: it is quick
     except (NativeBuildError, OSError) as error:
         log.warning("no native block hashes, using Python's: %s", error)
         return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from baton.native_build import Recipe
+from baton.native_build import AMX, AVX2, AVX512, AVX512_BF16, NATIVE_FLAG, Recipe
 
 _SOURCES = Path(__file__).parent / "native"
 KERNELS = Recipe(
@@ -12,7 +12,7 @@ KERNELS = Recipe(
     sources=tuple(sorted(_SOURCES.glob("*.cpp"))),
     flags=(
         "-O3",
-        "-march=native",
+        NATIVE_FLAG,
         "-std=c++17",
         "-fopenmp",
         "-fno-math-errno",
@@ -22,4 +22,5 @@ KERNELS = Recipe(
     ),
     compilers=("c++", "g++", "clang++"),
     headers=tuple(sorted(_SOURCES.glob("*.h"))),
+    targets=(AMX, AVX512_BF16, AVX512, AVX2),
 )

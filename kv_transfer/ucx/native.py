@@ -32,6 +32,13 @@ from kv_transfer.ucx.worker import UcxWorker
 
 log = logging.getLogger(__name__)
 
+POST_LOOP = Recipe(
+    "post_loop",
+    (Path(__file__).with_name("post_loop.c"),),
+    ("-O2", "-std=c11", "-shared", "-fPIC"),
+    ("cc", "gcc", "clang"),
+)
+
 
 class PutTarget(ctypes.Structure):
     """Where puts go: libucp handles in a form that both queues read. The progress thread opens and
@@ -273,13 +280,7 @@ def make_queue(ucp: Ucp, worker: UcxWorker, native: bool) -> CommandQueue:
     """The compiled queue if `native` and it can be built, else the one in Python."""
     if native:
         try:
-            return NativeQueue(ucp, worker, compiled(Path(__file__).with_name("post_loop.c")))
+            return NativeQueue(ucp, worker, build(POST_LOOP))
         except (NativeBuildError, OSError) as error:
             log.warning("the C loop cannot be built, so Python posts the puts: %s", error)
     return CommandQueue(ucp, worker)
-
-
-def compiled(source: Path) -> Path:
-    """Build one C file into a library and return its path. Raises NativeBuildError."""
-    flags = ("-O2", "-std=c11", "-shared", "-fPIC")
-    return build(Recipe(source.stem, (source,), flags, ("cc", "gcc", "clang")))

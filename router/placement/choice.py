@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from baton.config.router import RouterConfig
-from baton.native_build import NativeBuildError, Recipe, build
+from baton.native_build import NATIVE_FLAG, NativeBuildError, Recipe, build
 from router.placement.placement import (
     RETRY_PENALTY_S,
     Bools,
@@ -28,6 +28,12 @@ from router.placement.placement import (
 
 log = logging.getLogger(__name__)
 
+CHOICE = Recipe(
+    "choice",
+    (Path(__file__).with_name("choice.cpp"),),
+    ("-O3", NATIVE_FLAG, "-std=c++17", "-shared", "-fPIC"),
+    ("c++", "g++", "clang++"),
+)
 TIE_TOLERANCE_S = 1e-9
 SESSION_TOLERANCE_S = 1e-3  # a session stays on its decode worker if that costs no more than this
 
@@ -121,11 +127,8 @@ class _Found(ctypes.Structure):
 @functools.cache
 def native_library() -> ctypes.PyDLL | None:
     """None where it cannot be built. The first call may compile for a few seconds."""
-    source = Path(__file__).with_name("choice.cpp")
-    flags = ("-O3", "-march=native", "-std=c++17", "-shared", "-fPIC")
     try:
-        path = build(Recipe("choice", (source,), flags, ("c++", "g++", "clang++")))
-        library = ctypes.PyDLL(str(path))  # keeps the GIL: every call is quick
+        library = ctypes.PyDLL(str(build(CHOICE)))  # keeps the GIL: every call is quick
     except (NativeBuildError, OSError) as error:
         log.warning(
             "no native choice of placements, using Python's, which is slow for large fleets: %s",

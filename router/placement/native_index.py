@@ -20,16 +20,19 @@ from router.placement.prefix_index import Hashes, IntArray, PrefixIndex
 log = logging.getLogger(__name__)
 
 _NO_PARENT = bytes(HASH_BYTES)
+INDEX = Recipe(
+    "prefix_index",
+    (Path(__file__).with_name("prefix_index.cpp"),),
+    ("-O2", "-std=c++17", "-shared", "-fPIC"),
+    ("c++", "g++", "clang++"),
+)
 
 
 @functools.cache
 def native_library() -> ctypes.PyDLL | None:
     """None where it cannot be built. The first call may compile for a few seconds."""
-    source = Path(__file__).with_name("prefix_index.cpp")
-    flags = ("-O2", "-std=c++17", "-shared", "-fPIC")
     try:
-        path = build(Recipe("prefix_index", (source,), flags, ("c++", "g++", "clang++")))
-        library = ctypes.PyDLL(str(path))  # keeps the GIL: every call is quick
+        library = ctypes.PyDLL(str(build(INDEX)))  # keeps the GIL: every call is quick
     except (NativeBuildError, OSError) as error:
         log.warning("no native prefix index, using Python's: %s", error)
         return None

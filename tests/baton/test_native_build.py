@@ -5,14 +5,18 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import os
+import platform
 import shutil
 import tempfile
 from pathlib import Path
 
 import pytest
 
-from baton.native_build import NativeBuildError, Recipe, build, cache_folder
+from baton import native_build
+from baton.native_build import X86_64_V2, NativeBuildError, Recipe, build, build_ahead, cache_folder
+from engine.attention.recipe import KERNELS
 
+TARGETS = (*KERNELS.targets, X86_64_V2)
 needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
 
 
@@ -125,3 +129,25 @@ def test_a_cache_named_by_the_caller_is_checked_too(tmp_path: Path, recipe: Reci
     cache.chmod(0o777)
     with pytest.raises(NativeBuildError, match="this user alone may write"):
         build(recipe, cache)
+
+
+@needs_compiler
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="x86-64's targets")
+def test_of_what_was_built_ahead_the_nearest_that_the_cpu_can_run_is_taken(
+    tmp_path: Path, recipe: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe, features = dataclasses.replace(recipe, targets=TARGETS), ""
+    build_ahead(recipe, prebuilt := tmp_path / "prebuilt")
+    monkeypatch.setattr(native_build, "cpu_features", lambda: features.split())
+    monkeypatch.setenv("PATH", str(tmp_path))  # as in an image: no compiler
+    for target in TARGETS:
+        features = f"{target.needs} amx_tile"
+        taken = build(recipe, tmp_path / "kept", prebuilt)
+        assert taken.name.rpartition("-")[0] == f"answer-{target.name}"
+    features = "cx16 lahf_lm sse4_1 sse4_2"
+    lacks = "answer was built ahead for CPUs with popcnt, ssse3, which this one lacks; no compiler"
+    with pytest.raises(NativeBuildError, match=lacks):
+        build(recipe, tmp_path / "kept", prebuilt)
+    recipe.sources[0].write_text("int answer(void) { return 6; }")
+    with pytest.raises(NativeBuildError, match=r"^no compiler \(cc\)"):  # of these very sources
+        build(recipe, tmp_path / "kept", prebuilt)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import functools
 import logging
 import platform
 import shutil
@@ -18,7 +19,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.native_build import build
+from baton.native_build import Target, build, cpu_features, for_target
 from engine.attention.kernels import AttentionShape, HeadNorms, Kernels, Rotation
 from engine.attention.native_kernels import NativeKernels, native_library, pick_kernels
 from engine.attention.paged_kv import LayerKv
@@ -35,8 +36,8 @@ MANY = (0, 1, 15, 16, 17, 31, 33, 47, 48, 63, 100, 127, 128, 255, 257, 1023, 120
 TOLERANCE = {F32: 1e-5, BF16: 8e-3}
 
 
-def native(*flags: str, compiler: str | None = None) -> NativeKernels:
-    """As they are here, or as with `flags` on another machine."""
+def native(target: Target | None = None, compiler: str | None = None) -> NativeKernels:
+    """As compiled for this CPU, or as images have them for a target."""
     library = native_library()
     if library is None:
         pytest.skip("no C++ compiler on this machine")
@@ -45,19 +46,19 @@ def native(*flags: str, compiler: str | None = None) -> NativeKernels:
             pytest.skip(f"no {compiler} on this machine")
         recipe = dataclasses.replace(KERNELS, compilers=(compiler,))
         library = ctypes.CDLL(str(build(recipe)))
-    elif flags:
+    elif target is not None:
         if platform.machine() != "x86_64":
             pytest.skip("flags of x86-64's compilers")
-        recipe = KERNELS
-        library = ctypes.CDLL(str(build(dataclasses.replace(recipe, flags=recipe.flags + flags))))
+        if lacks := target.lacking(cpu_features()):
+            pytest.skip(f"this CPU lacks {lacks}")
+        library = ctypes.CDLL(str(build(for_target(KERNELS, target))))
     return NativeKernels(library)
 
 
 MAKERS: dict[str, Callable[[], Kernels]] = {
     "torch": TorchKernels,
     "native": native,
-    "without AVX-512's bf16": lambda: native("-mno-avx512bf16"),
-    "without AVX-512": lambda: native("-mno-avx512f"),
+    **{target.name: functools.partial(native, target) for target in KERNELS.targets},
     "by clang": lambda: native(compiler="clang++"),
 }
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-import dataclasses
 import platform
 from collections.abc import Iterator
 
 import pytest
 import torch
 
-from baton.native_build import build
+from baton.native_build import build, cpu_features, for_target
 from engine.attention import packed_weights
 from engine.attention.kernels import Kernels
 from engine.attention.native_kernels import native_library, pick_kernels
@@ -76,24 +75,16 @@ def test_linear_is_that_of_the_definition(shape: tuple[int, int], with_bias: boo
         assert error < TOLERANCE, (num_rows, error)
 
 
-MACHINES = {
-    "this machine": (),
-    "AVX-512's bf16": ("-mno-amx-tile", "-mno-amx-bf16"),
-    "AVX-512": ("-mno-amx-tile", "-mno-amx-bf16", "-mno-avx512bf16"),
-    "AVX2": ("-march=haswell",),
-}
-
-
-@pytest.fixture(params=MACHINES)
+@pytest.fixture(params=[None, *KERNELS.targets], ids=lambda target: target and target.name)
 def machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The products as compiled for a CPU with less than this one."""
-    flags = MACHINES[request.param]
-    library = native_library()
-    if library is None or (flags and platform.machine() != "x86_64"):
+    """The products as compiled for this CPU, and as images have them for others."""
+    library, target = native_library(), request.param
+    if library is None or (target is not None and platform.machine() != "x86_64"):
         pytest.skip("no C++ compiler on this machine, or flags of x86-64's")
-    if flags:
-        recipe = dataclasses.replace(KERNELS, flags=KERNELS.flags + flags)
-        library = ctypes.CDLL(str(build(recipe)))
+    if target is not None:
+        if lacks := target.lacking(cpu_features()):
+            pytest.skip(f"this CPU lacks {lacks}")
+        library = ctypes.CDLL(str(build(for_target(KERNELS, target))))
     monkeypatch.setattr(packed_weights, "native_library", lambda: library)
     packed_weights.library.cache_clear()
     yield

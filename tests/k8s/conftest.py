@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -18,7 +18,7 @@ from tests.k8s.installed import Installed
 from tests.k8s.kubelet.errors import NotPossibleError
 from tests.k8s.kubelet.kubelet import Kubelet, running_kubelet
 from tests.k8s.kubelet.kuberay import KubeRay, running_kuberay
-from tests.k8s.kubelet.machine import check_leaves_pods, check_possible, pod_machine
+from tests.k8s.kubelet.machine import Image, check_leaves_pods, check_possible, pod_machine
 from tests.k8s.kubelet.network import links
 from tests.k8s.open_crd import serve_ray_clusters, wait_served
 from tests.k8s.operating import Operator, operator_of
@@ -40,7 +40,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     if "kubelet" in fixtures:
         try:
             check_leaves_pods(found)
-            check_possible()
+            check_possible(builds_images=item.get_closest_marker("images") is not None)
         except NotPossibleError as error:
             pytest.skip(f"NO PODS HERE: {error}")
 
@@ -82,13 +82,21 @@ def ray_clusters(control_plane: ControlPlane) -> None:
 
 
 @pytest.fixture
-def kubelet(control_plane: ControlPlane, namespace: str, tmp_path: Path) -> Iterator[Kubelet]:
+def images() -> Mapping[str, Image]:
+    """By name: what containers are made of, in place of this machine's files."""
+    return {}
+
+
+@pytest.fixture
+def kubelet(
+    control_plane: ControlPlane, namespace: str, tmp_path: Path, images: Mapping[str, Image]
+) -> Iterator[Kubelet]:
     """Nothing of it is left after the test. pytest shows what its containers wrote last where the
     test has failed."""
     connection = Connection.from_kubeconfig(control_plane.kubeconfig)
     logs = tmp_path / "container-logs"
     try:
-        with pod_machine(logs) as made:
+        with pod_machine(logs, images) as made:
             with running_kubelet(connection, control_plane.address, namespace, made) as running:
                 yield running
             assert made.group.is_empty, "processes of pods are left"

@@ -1,7 +1,7 @@
 """A container's first steps, in its first process: `python -m tests.k8s.kubelet.entry FILE`.
 
 1. It goes into its cgroup, then into the pod's network and host name.
-2. A new container makes its root: this machine's files, read-only underneath; what it writes lies
+2. A new container makes its root: its image's files, read-only underneath; what it writes lies
    on top, in memory that goes with it; `/tmp` and `/run` are empty; its volumes lie where it wants
    them. A process that is added to a container (a probe, `preStop`) goes into what is there.
 3. It becomes the user that it is to run as, and then the command itself.
@@ -61,6 +61,10 @@ class Entry:
     environment: dict[str, str]
     held: int | None = None
     """A descriptor that closes when the command begins: the parent waits for that."""
+    image: str = "/"
+    """The folder that lies under a new container's root."""
+    is_read_only: bool = False
+    """Only its volumes can be written to."""
 
     @classmethod
     def read(cls, text: str) -> Entry:
@@ -116,7 +120,7 @@ def _make_root(entry: Entry) -> None:
     root = layers / "root"
     for name in ("written", "work", "root"):
         (layers / name).mkdir()
-    options = f"lowerdir=/,upperdir={layers}/written,workdir={layers}/work"
+    options = f"lowerdir={entry.image},upperdir={layers}/written,workdir={layers}/work"
     mount("overlay", str(root), "overlay", Mount.NONE, options)
     for folder in entry.opened:
         inside = _inside(root, folder)
@@ -132,6 +136,9 @@ def _make_root(entry: Entry) -> None:
     for each in sorted(entry.mounts, key=lambda each: each.target.count("/")):
         _mount_volume(root, each)
     change_root(root)
+    for folder in ("/", "/tmp", "/run") if entry.is_read_only else ():
+        if all(each.target != folder for each in entry.mounts):
+            mount("", folder, "", Mount.REMOUNT | Mount.BIND | Mount.READ_ONLY)
 
 
 def _mount_volume(root: Path, volume: VolumeMount) -> None:

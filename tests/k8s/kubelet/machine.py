@@ -29,6 +29,17 @@ _TRIAL += "mount -t overlay o -o lowerdir=/,upperdir=a,workdir=b c && ip link ad
 
 
 @dataclass(frozen=True)
+class Image:
+    """What containers are made of."""
+
+    root: Path
+    environment: Mapping[str, str]
+    folders: tuple[str, ...] = ()
+    """What a container has besides, wherever it is mounted on this machine."""
+    opened: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class Machine:
     folder: Path
     """On disk, gone at the end."""
@@ -39,10 +50,16 @@ class Machine:
     network: Network
     mark: Mapping[str, str]
     """Environment by which the processes are found if the tests are killed."""
+    images: Mapping[str, Image]
+    """By name; other containers are of this machine's files."""
+
+    def image(self, name: str) -> Image:
+        own = Image(Path("/"), image_environment(), image_folders(), opened_folders())
+        return self.images.get(name, own)
 
 
 @contextlib.contextmanager
-def pod_machine(logs: Path) -> Iterator[Machine]:
+def pod_machine(logs: Path, images: Mapping[str, Image] | None = None) -> Iterator[Machine]:
     """What is left in it at the end is killed and removed. Raises KernelError."""
     groups = hierarchy()
     assert groups is not None, "check_possible() comes first"
@@ -58,11 +75,11 @@ def pod_machine(logs: Path) -> Iterator[Machine]:
         stack.callback(network.close)
         group = Cgroup(groups / name)
         stack.callback(group.remove)
-        yield Machine(folder, memory, logs, group, network, mark)
+        yield Machine(folder, memory, logs, group, network, mark, images or {})
 
 
 def image_environment() -> dict[str, str]:
-    """What every container has, as an image would say it."""
+    """What every container of this machine's files has, as an image would say it."""
     return {
         "PATH": f"{sys.prefix}/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
         "PYTHONPATH": str(REPOSITORY),
@@ -96,11 +113,12 @@ def _remove_left_overs(groups: Path) -> None:
 
 
 @cache
-def check_possible() -> None:
+def check_possible(*, builds_images: bool = False) -> None:
     """Raises NotPossibleError, which says what is missing."""
     if os.geteuid() != 0:
         raise NotPossibleError("pods need root: namespaces, bridges and cgroups are made")
-    if missing := [program for program in _PROGRAMS if shutil.which(program) is None]:
+    programs = (*_PROGRAMS, *(("buildah", "debootstrap") if builds_images else ()))
+    if missing := [program for program in programs if shutil.which(program) is None]:
         raise NotPossibleError(f"not on PATH: {', '.join(missing)}")
     try:
         run(["unshare", "--net", "--uts", "--mount", "sh", "-c", _TRIAL])

@@ -29,12 +29,7 @@ from tests.k8s.kubelet.container_runs import ContainerRuns
 from tests.k8s.kubelet.entry import Entry, VolumeMount
 from tests.k8s.kubelet.environment import PodFacts, command_of, environment_of, user_of
 from tests.k8s.kubelet.hosts import hosts_of
-from tests.k8s.kubelet.machine import (
-    Machine,
-    image_environment,
-    image_folders,
-    opened_folders,
-)
+from tests.k8s.kubelet.machine import Image, Machine
 from tests.k8s.kubelet.network import PodNetwork
 from tests.k8s.kubelet.pod_api import PodApi
 from tests.k8s.kubelet.pod_status import PodState
@@ -265,7 +260,8 @@ class _Sandbox:
         self.volumes.make(api.values, api.token)
         user = user_of(self._pod, spec)
         home = {"HOME": "/root" if user.uid == 0 else "/"}
-        base = image_environment() | home | ENVIRONMENT
+        image = self._around.machine.image(str(spec.get("image")))
+        base = {**image.environment, **home, **ENVIRONMENT}
         environment = environment_of(spec, self._facts, api.values, base)
         environment |= self._around.machine.mark
         called = f"{spec['name']}-{number}"
@@ -274,9 +270,11 @@ class _Sandbox:
             pod_pid=network.pid,
             container_pid=None,
             root=str(self._folder / called),
+            image=str(image.root),
+            is_read_only=bool((spec.get("securityContext") or {}).get("readOnlyRootFilesystem")),
             shares_memory=bool(self._pod["spec"].get("hostIPC")),
-            mounts=(*self._own_mounts(), *self.volumes.mounts_of(spec)),
-            opened=opened_folders(),
+            mounts=(*self._own_mounts(image), *self.volumes.mounts_of(spec)),
+            opened=image.opened,
             user=user,
             folder=spec.get("workingDir") or "/",
             command=command_of(spec, environment),
@@ -286,10 +284,10 @@ class _Sandbox:
         run.probe(self.address)
         return run
 
-    def _own_mounts(self) -> tuple[VolumeMount, ...]:
+    def _own_mounts(self, image: Image) -> tuple[VolumeMount, ...]:
         files = [(self._folder / name, f"/etc/{name}") for name in ("hosts", "resolv.conf")]
         mounts = [VolumeMount(str(source), target, read_only=True) for source, target in files]
-        return (*mounts, *(VolumeMount(path, path, read_only=True) for path in image_folders()))
+        return (*mounts, *(VolumeMount(path, path, read_only=True) for path in image.folders))
 
     def remove(self) -> None:
         self._group.remove()
