@@ -61,7 +61,7 @@ def _fetched(name: str, revision: str | None, announce: Report, detail: Report) 
     """
     named = f"{name} ({revision})" if revision else name
     announce(f"fetching {named} from the Hugging Face hub")
-    command = [sys.executable, "-m", "engine.models.hub", name]
+    command = [sys.executable, "-m", "engine.models.checkpoint.hub", name]
     if revision is not None:
         command.append(revision)
     shown_percent = -1

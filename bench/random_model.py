@@ -16,16 +16,16 @@ from typing import Any
 import torch
 
 from engine.api import ModelSpec
-from engine.attention.kernels import Kernels
-from engine.attention.native_kernels import pick_kernels
-from engine.attention.paged_kv import TORCH_DTYPES
-from engine.auto_choice import cpu_has_bf16
+from engine.kernels.native.native_kernels import pick_kernels
+from engine.kernels.paged_kv import TORCH_DTYPES
+from engine.kernels.protocol import Kernels
+from engine.models.checkpoint.folder import kv_layout
 from engine.models.config import ModelConfig, model_config
 from engine.models.decoder import Decoder
-from engine.models.folder import kv_layout
 from engine.models.loading import WeightLoader
+from engine.models.roofline import RankCost
 from engine.models.sharding import shard_of
-from engine.roofline import RankCost
+from engine.run.auto_choice import cpu_has_bf16
 
 WeightOf = Callable[[str, tuple[int, ...], torch.Generator], torch.Tensor]
 """A tensor's name and shape, and where its numbers come from -> the tensor."""

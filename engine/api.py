@@ -15,7 +15,6 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from engine.constraints import ComputeMasks
 from engine.request import (
     BlockPush,
     EngineEvent,
@@ -28,6 +27,7 @@ from engine.request import (
     Scores,
     StepPlan,
 )
+from engine.sampling.constraints import ComputeMasks
 from kv_transfer.block_hash import BlockHash
 from kv_transfer.layout import KvLayout, RegionLayout
 

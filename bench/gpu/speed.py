@@ -25,17 +25,17 @@ from baton.config.engine import Dtype, EngineConfig
 from bench.random_model import SHAPES, Shape, random_model
 from bench.report import Report
 from engine.api import LocalDeviceMemory
-from engine.attention.kernels import Kernels
-from engine.attention.native_kernels import pick_kernels
-from engine.attention.paged_kv import PagedKv
-from engine.attention.torch_kernels import TorchKernels
-from engine.build import lone_engine
-from engine.core import EngineCore
+from engine.kernels.native.native_kernels import pick_kernels
+from engine.kernels.paged_kv import PagedKv
+from engine.kernels.protocol import Kernels
+from engine.kernels.step_batch import StepBatch, pack
+from engine.kernels.torch.torch_kernels import TorchKernels
+from engine.models.checkpoint.folder import kv_layout
 from engine.models.config import model_config
-from engine.models.folder import kv_layout
 from engine.models.mlp import Linear
 from engine.request import RequestId, RequestSpec, SampledToken, SamplingParams, ScheduledSeq
-from engine.step_batch import StepBatch, pack
+from engine.run.build import lone_engine
+from engine.run.core import EngineCore
 from kv_transfer.layout import RegionLayout
 
 _GIB = 1 << 30

@@ -55,7 +55,7 @@ from cluster.local.process_tree import (
 )
 from cluster.pools.pool_settings import AutoSettings, num_gpus_wanted, own_settings
 from cluster.worker.rank import free_port
-from engine.attention.recipe import KERNELS
+from engine.kernels.native.recipe import KERNELS
 
 log = logging.getLogger(__name__)
 

@@ -33,7 +33,7 @@ from cluster.worker.config import (
 )
 from cluster.worker.rank import OnFatal, build_rank, follow_rank0, listen
 from cluster.worker.worker import EngineStuckError, Worker
-from engine import compute_threads
+from engine.run import compute_threads
 from kv_transfer.process import ProcessIdentity, own_identity
 
 log = logging.getLogger(__name__)

@@ -47,10 +47,10 @@ from cluster.worker.service import KvFeed, ReportService
 from decode_worker.role import DecodeRole
 from decode_worker.service import DecodeService
 from engine.api import Engine, EngineLoad
-from engine.build import build_engine
-from engine.core import warm_up
 from engine.loop import EngineThread
 from engine.request import EngineEvent, PrefilledEvent, TokenEvent
+from engine.run.build import build_engine
+from engine.run.core import warm_up
 from kv_transfer.exporter import Exporter
 from kv_transfer.lease_table import LeaseTable
 from prefill_worker.role import PrefillRole

@@ -22,7 +22,7 @@ from cli.bring_up import Startup, read_config
 from cli.progress import Steps, spinner
 from cluster.pools.pool_settings import AutoSettings
 from cluster.worker.config import worker_config
-from engine.build import find_model
+from engine.run.build import find_model
 from tests.baton.small_hub import COMMIT, SmallHub, fill_cache
 
 NAME = "baton-test/tiny"

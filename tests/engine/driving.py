@@ -11,7 +11,6 @@ import torch
 
 from baton.config.engine import EngineConfig
 from engine.api import LocalKvMemory, ModelSpec
-from engine.build import load_model_spec, region_layout
 from engine.request import (
     BlockPush,
     RequestId,
@@ -21,8 +20,9 @@ from engine.request import (
     StepPlan,
     TokenLogprobs,
 )
-from engine.torch_runner import SampleFn, TorchRunner, load_torch_decoder
-from engine.tp import TpGroup
+from engine.run.build import load_model_spec, region_layout
+from engine.run.torch_runner import SampleFn, TorchRunner, load_torch_decoder
+from engine.run.tp import TpGroup
 from kv_transfer.layout import RegionLayout
 from tests.engine.greedy import Greedy
 

@@ -11,8 +11,6 @@ import numpy as np
 
 from baton.config.engine import EngineConfig, FakeEngineConfig
 from engine.api import KvSink, LocalKvMemory, LocalSink, ModelSpec
-from engine.build import build_engine, build_runner, load_decoder, load_model_spec, region_layout
-from engine.core import EngineCore
 from engine.request import (
     BlockPush,
     EngineEvent,
@@ -25,6 +23,14 @@ from engine.request import (
     SamplingParams,
     TokenEvent,
 )
+from engine.run.build import (
+    build_engine,
+    build_runner,
+    load_decoder,
+    load_model_spec,
+    region_layout,
+)
+from engine.run.core import EngineCore
 from kv_transfer.block_hash import CacheScope
 from kv_transfer.layout import NULL_BLOCK, RegionLayout
 

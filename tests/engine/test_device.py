@@ -12,19 +12,19 @@ import torch
 
 from baton.config.engine import EngineConfig
 from bench.random_model import SHAPES, random_model
-from engine import kv_sizing
 from engine.api import LocalDeviceMemory
-from engine.attention.paged_kv import PagedKv
-from engine.attention.torch_kernels import TorchKernels
-from engine.auto_choice import choose_device, device_of, main, why_no_gpu
-from engine.build import load_model_spec, region_layout, with_kv_memory
+from engine.kernels.paged_kv import PagedKv
+from engine.kernels.step_batch import pack
+from engine.kernels.torch.torch_kernels import TorchKernels
+from engine.models.checkpoint.folder import read_config
+from engine.models.checkpoint.weights import Checkpoint
 from engine.models.decoder import Decoder
-from engine.models.folder import read_config
 from engine.models.loading import WeightLoader
 from engine.models.sharding import shard_of
 from engine.request import RequestId, ScheduledSeq
-from engine.step_batch import pack
-from engine.weights import Checkpoint
+from engine.run import kv_sizing
+from engine.run.auto_choice import choose_device, device_of, main, why_no_gpu
+from engine.run.build import load_model_spec, region_layout, with_kv_memory
 from tests.engine import checkpoints, families
 
 GIB = 1 << 30

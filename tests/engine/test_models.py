@@ -8,8 +8,8 @@ import pytest
 import torch
 import transformers
 
+from engine.models.checkpoint.folder import kv_layout
 from engine.models.config import ModelConfig, model_config
-from engine.models.folder import kv_layout
 from engine.models.rope import inverse_frequencies
 
 BASE = {

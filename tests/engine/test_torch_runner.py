@@ -11,16 +11,16 @@ import torch
 import transformers
 
 from baton.config.engine import EngineConfig
-from engine.build import (
-    load_model_spec,
-    region_layout,
-)
 from engine.request import (
     BlockPush,
     HandoffId,
     RequestId,
     ScheduledSeq,
     StepPlan,
+)
+from engine.run.build import (
+    load_model_spec,
+    region_layout,
 )
 from kv_transfer.layout import BlockId
 from tests.engine import checkpoints, families

@@ -13,8 +13,8 @@ import pytest
 from baton.config.transfer import TransferConfig
 from baton.v1 import worker_pb2
 from cluster.worker.worker import Worker
-from engine.fake_runner import FakeRunner
 from engine.request import PrefilledEvent, SampledToken, StepPlan
+from engine.run.fake_runner import FakeRunner
 from engine.wire import read_spec
 from kv_transfer.lease import Lease, Receipt
 from kv_transfer.memory_transport import MemoryNetwork
