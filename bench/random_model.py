@@ -19,7 +19,6 @@ from engine.api import ModelSpec
 from engine.kernels.native.native_kernels import pick_kernels
 from engine.kernels.paged_kv import TORCH_DTYPES
 from engine.kernels.protocol import Kernels
-from engine.models.checkpoint.folder import kv_layout
 from engine.models.config import ModelConfig, model_config
 from engine.models.decoder import Decoder
 from engine.models.loading import WeightLoader
@@ -130,7 +129,7 @@ def random_model(
     decoder = Decoder(config, weights, shard, kernels or pick_kernels(device, torch_dtype), None)
     spec = ModelSpec(
         name="random",
-        layout=kv_layout(config, block_size, dtype),
+        layout=config.kv_layout(block_size, dtype),
         kv_fingerprint=b"random",
         model_fingerprint=b"random",
         vocab_size=config.vocab_size,

@@ -30,7 +30,6 @@ from engine.kernels.paged_kv import PagedKv
 from engine.kernels.protocol import Kernels
 from engine.kernels.step_batch import StepBatch, pack
 from engine.kernels.torch.torch_kernels import TorchKernels
-from engine.models.checkpoint.folder import kv_layout
 from engine.models.config import model_config
 from engine.models.mlp import Linear
 from engine.request import RequestId, RequestSpec, SampledToken, SamplingParams, ScheduledSeq
@@ -260,7 +259,7 @@ def _attention(
     one_layer = replace(shape, num_hidden_layers=1)
     num_bytes = sum(lengths) * one_layer.cost(_DTYPE).kv_token_bytes
     layers = replace(shape, num_hidden_layers=_num_copies(device, num_bytes))
-    layout = kv_layout(model_config(layers.hf_config()), _BLOCK_SIZE, _DTYPE)
+    layout = model_config(layers.hf_config()).kv_layout(_BLOCK_SIZE, _DTYPE)
     counts = [-(-length // _BLOCK_SIZE) for length in lengths]
     regions = RegionLayout(layout, 0, 1, 1 + sum(counts))
     kv = PagedKv(LocalDeviceMemory(regions, 1, str(device)), regions, device)

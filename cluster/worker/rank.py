@@ -30,7 +30,6 @@ from engine.run.build import (
     find_model,
     load_decoder,
     load_model_spec,
-    region_layout,
     with_kv_memory,
 )
 from kv_transfer.layout import RegionLayout
@@ -103,7 +102,7 @@ def build_rank(
     spec = load_model_spec(model, config.engine, group)
     decoder = load_decoder(model, config.engine, spec, group)  # first: KV gets the memory left
     engine = with_kv_memory(config.engine, spec, decoder, group)
-    layout = region_layout(spec, engine, position.rank, position.size)
+    layout = spec.region_layout(engine, position.rank, position.size)
     transport = make_transport(config.transfer)
     if on_fatal is not None:
         transport.on_fatal = on_fatal

@@ -10,7 +10,6 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 
-from engine.models.checkpoint.folder import kv_layout
 from engine.models.config import ModelConfig
 from engine.models.sharding import shard_of
 from kv_transfer.layout import DTYPE_BYTES
@@ -61,7 +60,7 @@ class RankCost:
 
     @cached_property
     def kv_token_bytes(self) -> int:
-        return kv_layout(self.config, 1, self.dtype).rank_bytes(0, self.tp_size)
+        return self.config.kv_layout(1, self.dtype).rank_bytes(0, self.tp_size)
 
     def held_tokens(self, context: int) -> int:
         """Tokens whose KV a sequence holds: the widest window's, as groups have equal pools."""

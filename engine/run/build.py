@@ -20,13 +20,10 @@ from engine.api import (
 from engine.run import compute_threads
 from engine.run.core import EngineCore
 from engine.sampling.constraints import GrammarCompiler
-from kv_transfer.layout import RegionLayout
 
 if TYPE_CHECKING:
     from engine.models.decoder import Decoder
     from engine.run.tp import TpGroup
-
-_HOST_KV_BYTES = 256 << 20
 
 log = logging.getLogger(__name__)
 
@@ -93,26 +90,6 @@ def with_kv_memory(
     return with_sized_kv(config, spec, decoder, tp)
 
 
-def region_layout(
-    spec: ModelSpec, config: EngineConfig, tp_rank: int, tp_size: int
-) -> RegionLayout:
-    """A rank's regions, of equal size. `kv_memory_bytes` and `num_blocks` are per rank, and every
-    rank has the same number of blocks.
-
-    Raises ValueError when a region cannot hold even one block.
-    """
-    kv_memory_bytes = config.kv_memory_bytes or _HOST_KV_BYTES
-    if config.num_blocks is None:
-        per_region = kv_memory_bytes // spec.block_bytes(tp_size) // config.num_regions
-    else:
-        per_region = -(-config.num_blocks // config.num_regions)
-    if per_region < 1:
-        raise ValueError(
-            f"kv_memory_bytes={kv_memory_bytes} holds no {config.num_regions} blocks of KV"
-        )
-    return RegionLayout(spec.layout, tp_rank, tp_size, per_region)
-
-
 def build_runner(
     decoder: Decoder | None,
     config: EngineConfig,
@@ -153,7 +130,7 @@ def lone_engine(
 ) -> EngineCore:
     """An engine of one rank with its own KV memory, which hands nothing over."""
     config = with_kv_memory(config, spec, decoder, None)
-    layout, sink = region_layout(spec, config, 0, 1), LocalSink()
+    layout, sink = spec.region_layout(config, 0, 1), LocalSink()
     memory: KvMemory = (
         LocalKvMemory.of(layout, config.num_regions)
         if decoder is None

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from baton.config.engine import EngineConfig
-from engine.api import KvMemory, KvSink, ModelSpec
+from engine.api import ComputeMasks, KvMemory, KvSink, Masks, ModelSpec
 from engine.request import (
     RequestId,
     RequestSpec,
@@ -31,7 +31,6 @@ from engine.request import (
     StepPlan,
     TokenLogprobs,
 )
-from engine.sampling.constraints import ComputeMasks, Masks
 from engine.sampling.mixing import U64, mix, mix_all
 from kv_transfer.layout import (
     KvLayout,

@@ -22,7 +22,6 @@ from engine.kernels.torch.decode_rows import MOST_BLOCKS
 from engine.models.decoder import Decoder
 from engine.request import RequestId, RequestSpec, SamplingParams, ScheduledSeq, StepPlan
 from engine.run.auto_choice import device_of
-from engine.run.build import region_layout
 from engine.run.cuda_graphs import MOST_SEQS, DecodeGraphs
 from engine.run.tp import TpGroup
 from engine.sampling.sampler import Sampler
@@ -86,7 +85,7 @@ def _refuse_too_much(
 ) -> None:
     """Raise ValueError if the KV that was asked for exceeds the memory that is free. On a CPU the
     ranks share it; pages that nobody has touched yet would be promised, and the process killed."""
-    per_region = region_layout(spec, config, 0, tp_size)
+    per_region = spec.region_layout(config, 0, tp_size)
     asked = config.num_regions * per_region.num_bytes()
     if device.type == "cuda":
         free, whose = torch.cuda.mem_get_info()[0], "GPU"

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from baton.config.engine import EngineConfig
-from engine.api import KvMemory, KvSink, ModelSpec
+from engine.api import ComputeMasks, KvMemory, KvSink, ModelSpec
 from engine.kernels.native.native_kernels import pick_kernels
 from engine.kernels.paged_kv import TORCH_DTYPES, PagedKv
 from engine.kernels.step_batch import pack
@@ -32,7 +32,6 @@ from engine.run.auto_choice import device_of
 from engine.run.cuda_graphs import DecodeGraphs
 from engine.run.layer_pushes import LayerPushes
 from engine.run.tp import TpGroup
-from engine.sampling.constraints import ComputeMasks
 from engine.sampling.sampler import logprobs_of
 from kv_transfer.layout import RegionLayout
 

@@ -28,6 +28,7 @@ import numpy.typing as npt
 from baton.errors import ConfigError
 from baton.grammar import BROKEN_GRAMMAR, on_deep_stack, parser_limits, short, try_out
 from baton.grammar_chains import ChainError, check_grammar
+from engine.api import ComputeMasks, Masks
 from engine.errors import InvalidRequestError
 from engine.request import (
     EngineEvent,
@@ -123,22 +124,6 @@ class GrammarCompiler:
                     "grammar", f"constraints need the model's tokenizer: {short(str(error))}"
                 ) from error
             return self._tokenizer
-
-
-@dataclass(frozen=True)
-class Masks:
-    """Which tokens a step's constrained rows may sample."""
-
-    rows: tuple[int, ...]
-    """Among the sequences that sample."""
-    bits: npt.NDArray[np.uint8]
-    """[len(rows), at least vocab_size / 8]: token t of a row is bit t % 8 of byte t // 8."""
-    faults: Mapping[int, str]
-    """Rows whose constraint failed, and why. They are not among `rows`."""
-
-
-ComputeMasks = Callable[[], Masks]
-"""To be called once, before the step is committed."""
 
 
 @dataclass

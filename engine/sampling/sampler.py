@@ -15,10 +15,10 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from engine.api import ComputeMasks
 from engine.kernels.step_batch import to_device, to_device_together
 from engine.kernels.triton import triton_available
 from engine.request import RequestId, RequestSpec, SampledToken, ScheduledSeq, TokenLogprobs
-from engine.sampling.constraints import ComputeMasks
 from engine.sampling.noise import gumbel_noise, noise_of_tokens
 from engine.sampling.rows import (
     Draws,

@@ -28,7 +28,6 @@ from engine.run.build import (
     build_runner,
     load_decoder,
     load_model_spec,
-    region_layout,
 )
 from engine.run.core import EngineCore
 from kv_transfer.block_hash import CacheScope
@@ -71,7 +70,7 @@ class FakeEngine:
             only = replace(windowed, first_layer=0, num_layers=3)
             layout = replace(self.model.layout, groups=(only,))
             self.model = replace(self.model, layout=layout)
-        self.region: RegionLayout = region_layout(self.model, self.config, 0, 1)
+        self.region: RegionLayout = self.model.region_layout(self.config, 0, 1)
         self.memory = LocalKvMemory.of(self.region, self.config.num_regions)
         self.memory.buffer[:] = 0xA5
         runner = build_runner(

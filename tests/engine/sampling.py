@@ -8,8 +8,8 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from engine.api import Masks
 from engine.request import RequestId, RequestSpec, SampledToken, SamplingParams, ScheduledSeq
-from engine.sampling.constraints import Masks
 from engine.sampling.noise import position_keys
 from engine.sampling.sampler import Sampler
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from engine.errors import CheckpointError
 from engine.models.checkpoint.hub import FILES, snapshot
 from engine.models.checkpoint.weights import Checkpoint, Ranks, read_json, weights_digest
 from engine.models.config import ModelConfig, model_config
-from kv_transfer.layout import KvLayout, LayerGroup, TensorSpec, kv_fingerprint, model_fingerprint
+from kv_transfer.layout import kv_fingerprint, model_fingerprint
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ def describe(
     the ranks do."""
     folder = resolve(model_path)
     config = read_config(folder)
-    layout = kv_layout(config, block_size, dtype)
+    layout = config.kv_layout(block_size, dtype)
     with Checkpoint(folder) as checkpoint:
         digest = weights_digest(checkpoint, num_threads, ranks)
     longest = config.longest_context
@@ -59,28 +59,6 @@ def describe(
         max_model_len=min(longest, max_model_len) if max_model_len else longest,
         eos_token_ids=_eos_token_ids(folder),
     )
-
-
-def kv_layout(config: ModelConfig, block_size: int, dtype: str) -> KvLayout:
-    """K and V of every layer; each run of layers with one window is a group."""
-    tensors = tuple(
-        TensorSpec(name, config.num_kv_heads, config.head_dim, dtype) for name in ("k", "v")
-    )
-    return KvLayout(
-        block_size,
-        tuple(
-            LayerGroup(first, count, tensors, window)
-            for first, count, window in _runs(config.windows)
-        ),
-    )
-
-
-def _runs(windows: tuple[int | None, ...]) -> Iterator[tuple[int, int, int | None]]:
-    first = 0
-    for layer in range(1, len(windows) + 1):
-        if layer == len(windows) or windows[layer] != windows[first]:
-            yield first, layer - first, windows[first]
-            first = layer
 
 
 def _eos_token_ids(folder: Path) -> frozenset[int]:

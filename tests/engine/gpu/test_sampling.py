@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+from engine.api import Masks
 from engine.request import RequestId, RequestSpec, SampledToken, SamplingParams, ScheduledSeq
-from engine.sampling.constraints import Masks
 from engine.sampling.sampler import Sampler
 
 VOCAB = 5000

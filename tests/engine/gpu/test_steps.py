@@ -26,7 +26,7 @@ from engine.request import (
     SamplingParams,
     TokenEvent,
 )
-from engine.run.build import build_engine, build_runner, lone_engine, region_layout, with_kv_memory
+from engine.run.build import build_engine, build_runner, lone_engine, with_kv_memory
 from engine.run.kv_sizing import step_peak_bytes
 from engine.run.layer_pushes import LayerPushes
 from kv_transfer.layout import BlockId, KvLayout, LayerGroup, RegionLayout, TensorSpec
@@ -121,7 +121,7 @@ class CopyingSink:
 def test_a_layer_is_written_when_the_sink_hears_of_it(device: torch.device) -> None:
     spec, decoder = random_model(TINY, "bfloat16", device)
     config = config_on(device, "bfloat16", max_num_batched_tokens=512, num_blocks=64)
-    sink, layout = CopyingSink(), region_layout(spec, config, 0, 1)
+    sink, layout = CopyingSink(), spec.region_layout(config, 0, 1)
     memory = LocalDeviceMemory(layout, config.num_regions, str(device))
     memory.buffer.fill_(0xFF)  # NaN
     sink.memory, sink.regions = memory, layout
