@@ -62,10 +62,10 @@ log = logging.getLogger(__name__)
 def make_transport(config: TransferConfig) -> Transport:
     """Make the transport that the configuration names. Raises TransportError."""
     if config.transport == "memory":
-        from kv_transfer.memory_transport import MemoryNetwork
+        from kv_transfer.transports.memory_transport import MemoryNetwork
 
         return MemoryNetwork.shared().join()
-    from kv_transfer.ucx.transport import UcxTransport
+    from kv_transfer.transports.ucx.transport import UcxTransport
 
     return UcxTransport(config)
 

@@ -22,8 +22,8 @@ from typing import Any
 
 import uvloop
 
-from baton.interpreter import share_interpreter
-from baton.process_log import set_up_logging
+from baton.process.interpreter import share_interpreter
+from baton.process.log import set_up_logging
 from cluster.errors import one_line
 from cluster.node.pod import Pod
 from cluster.worker.config import (

@@ -19,10 +19,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 from baton.config.engine import AUTO, Dtype, EngineConfig
-from baton.control_client import ControlClient
+from baton.control.client import ControlClient
 from baton.errors import NotFoundError, UnavailableError
 from baton.identity.identity import open_identity
-from baton.interpreter import freeze_heap
+from baton.process.interpreter import freeze_heap
 from cluster.worker.config import RankPosition, WorkerConfig
 from engine.api import ModelSpec, Runner
 from engine.run.build import (

@@ -25,10 +25,10 @@ from typing import Any
 from baton.clock import LoopClock
 from baton.errors import OtherModelError
 from baton.identity.identity import open_identity
-from baton.interpreter import freeze_heap
 from baton.link.frames import link_name
 from baton.link.worker_end import LinkServer
 from baton.model_folder import find_text_files
+from baton.process.interpreter import freeze_heap
 from baton.v1 import control_pb2, worker_pb2
 from cluster.node.pod import PodWorkers
 from cluster.pools.role_plan import Role

@@ -24,7 +24,7 @@ import pytest
 from baton.client import AsyncClient, Client
 from baton.client.events import Event, Finished, Routed, Tokens
 from baton.config.cluster import ClusterConfig, parse_config
-from baton.control_client import ControlClient
+from baton.control.client import ControlClient
 from baton.errors import BatonError
 from baton.identity.identity import operator_of
 from baton.link.frames import Method

@@ -21,7 +21,7 @@ from pathlib import Path
 import uvloop
 
 from baton.config.cluster import load_config
-from baton.process_log import set_up_logging
+from baton.process.log import set_up_logging
 from cluster.node.pod import Pod
 from cluster.worker.config import (
     RankPosition,

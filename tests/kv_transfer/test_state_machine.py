@@ -29,7 +29,7 @@ from baton.config.transfer import TransferConfig
 from kv_transfer.errors import HandoffError, LeaseError
 from kv_transfer.layout import HandoffId, RegionLayout
 from kv_transfer.lease import Lease
-from kv_transfer.memory_transport import Operation
+from kv_transfer.transports.memory_transport import Operation
 
 CONFIG = TransferConfig(transport="memory", renew_within_s=6, ack_timeout_s=4, tombstone_s=1000)
 

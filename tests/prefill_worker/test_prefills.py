@@ -17,7 +17,7 @@ from engine.request import PrefilledEvent, SampledToken, StepPlan
 from engine.run.fake_runner import FakeRunner
 from engine.wire import read_spec
 from kv_transfer.lease import Lease, Receipt
-from kv_transfer.memory_transport import MemoryNetwork
+from kv_transfer.transports.memory_transport import MemoryNetwork
 from prefill_worker.role import PrefillRun
 from tests.cluster.conftest import (
     TIMED_ENGINE,

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from baton.config.cluster import ClusterConfig, LogFormat, LogLevel, parse_config
 from baton.config.settings import load_yaml
-from baton.identity.reread import Reread
+from baton.reread import Reread
 
 LOG_VARIABLE, SETTINGS_VARIABLE = "BATON_LOG", "BATON_LOG_SETTINGS"
 """In a pod's environment: the file that processes log to, the cluster file that they follow."""

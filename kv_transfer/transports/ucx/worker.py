@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 from ctypes import byref, c_int, c_size_t, c_void_p
 
-from kv_transfer.ucx.binding import THREAD_MODE_SERIALIZED, Ucp, WorkerParams
+from kv_transfer.transports.ucx.binding import THREAD_MODE_SERIALIZED, Ucp, WorkerParams
 
 
 class UcxWorker:

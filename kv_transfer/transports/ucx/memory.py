@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from kv_transfer.errors import TransportError
 from kv_transfer.transport import Tensor, TransferMemory
-from kv_transfer.ucx.binding import (
+from kv_transfer.transports.ucx.binding import (
     MEM_MAP_ALLOCATE,
     MEM_MAP_FIXED,
     MEMORY_CUDA,
@@ -23,7 +23,7 @@ from kv_transfer.ucx.binding import (
     MemMapParams,
     Ucp,
 )
-from kv_transfer.ucx.endpoint import SHARED_MEMORY, end_with_their_process, is_shared
+from kv_transfer.transports.ucx.endpoint import SHARED_MEMORY, end_with_their_process, is_shared
 
 _MAP_NORESERVE = 0x4000
 _MADV_POPULATE_WRITE = 23

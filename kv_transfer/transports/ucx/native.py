@@ -19,7 +19,7 @@ from pathlib import Path
 
 from baton.native_build import NativeBuildError, Recipe, build
 from kv_transfer.transport import OnFailed, PutBatch
-from kv_transfer.ucx.binding import (
+from kv_transfer.transports.ucx.binding import (
     BUSY,
     IN_PROGRESS,
     OP_ATTR_MEMH,
@@ -28,7 +28,7 @@ from kv_transfer.ucx.binding import (
     Ucp,
     pointer_status,
 )
-from kv_transfer.ucx.worker import UcxWorker
+from kv_transfer.transports.ucx.worker import UcxWorker
 
 log = logging.getLogger(__name__)
 

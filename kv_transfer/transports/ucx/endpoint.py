@@ -20,7 +20,7 @@ from typing import Any
 
 from kv_transfer.errors import TransportError
 from kv_transfer.transport import FlushResult, OnFlushed
-from kv_transfer.ucx.binding import (
+from kv_transfer.transports.ucx.binding import (
     AM_SEND_EAGER,
     EP_CLOSE_FORCE,
     ERROR_MODE_PEER,
@@ -31,7 +31,7 @@ from kv_transfer.ucx.binding import (
     Ucp,
     pointer_status,
 )
-from kv_transfer.ucx.native import PutTarget
+from kv_transfer.transports.ucx.native import PutTarget
 
 SHARED_MEMORY = frozenset({"sysv", "posix", "xpmem", "self"})
 CUDA_COPIES = frozenset({"cuda_ipc", "cuda_copy", "gdr_copy"})

@@ -38,7 +38,7 @@ from kv_transfer.transport import (
     Tensor,
     TransferMemory,
 )
-from kv_transfer.ucx.binding import (
+from kv_transfer.transports.ucx.binding import (
     AM_WHOLE_MESSAGE,
     API_MAJOR,
     API_MINOR,
@@ -53,7 +53,7 @@ from kv_transfer.ucx.binding import (
     Ucp,
     load,
 )
-from kv_transfer.ucx.endpoint import (
+from kv_transfer.transports.ucx.endpoint import (
     SHARED_MEMORY,
     Requests,
     UcxPeer,
@@ -61,9 +61,9 @@ from kv_transfer.ucx.endpoint import (
     end_with_their_process,
     transports_of,
 )
-from kv_transfer.ucx.memory import AllocatedMemory, RegisteredMemory, UcxMemory, populate
-from kv_transfer.ucx.native import Command, Put, make_queue
-from kv_transfer.ucx.worker import UcxWorker
+from kv_transfer.transports.ucx.memory import AllocatedMemory, RegisteredMemory, UcxMemory, populate
+from kv_transfer.transports.ucx.native import Command, Put, make_queue
+from kv_transfer.transports.ucx.worker import UcxWorker
 
 log = logging.getLogger(__name__)
 

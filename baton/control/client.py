@@ -14,6 +14,7 @@ from typing import Any, cast
 import grpc
 
 from baton import status
+from baton.control.calls import control_channel, control_stub
 from baton.errors import (
     BatonError,
     InvalidRequestError,
@@ -21,7 +22,6 @@ from baton.errors import (
     UnavailableError,
 )
 from baton.grpc_options import DIRECT, sends_pings
-from baton.identity.control_calls import control_channel, control_stub
 from baton.identity.identity import Identity, operator_of
 from baton.v1 import control_pb2
 
