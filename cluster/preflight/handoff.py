@@ -53,7 +53,8 @@ from kv_transfer.layout import (
 )
 from kv_transfer.lease import FirstToken, Lease, WorkerIdentity
 from kv_transfer.lease_table import LeaseFailure, LeaseTable
-from kv_transfer.rank import TransferRank, make_transport
+from kv_transfer.rank import TransferRank
+from kv_transfer.transports.by_name import make_transport
 from kv_transfer.transports.ucx.endpoint import CUDA_COPIES, SHARED_MEMORY
 from kv_transfer.transports.ucx.transport import UcxTransport
 

@@ -34,8 +34,9 @@ from engine.run.build import (
 )
 from kv_transfer.layout import RegionLayout
 from kv_transfer.lease import RankAddress, WorkerIdentity
-from kv_transfer.rank import TransferRank, make_transport
+from kv_transfer.rank import TransferRank
 from kv_transfer.transport import TransferMemory, Transport
+from kv_transfer.transports.by_name import make_transport
 
 log = logging.getLogger(__name__)
 

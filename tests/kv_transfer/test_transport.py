@@ -24,8 +24,9 @@ from baton.config.transfer import TransferConfig
 from kv_transfer.errors import TransportError
 from kv_transfer.layout import RegionLayout
 from kv_transfer.lease import Lease, LeaseId, RankLease, WorkerIdentity
-from kv_transfer.rank import TransferRank, make_transport
+from kv_transfer.rank import TransferRank
 from kv_transfer.transport import FlushResult, PutBatch, Transport
+from kv_transfer.transports.by_name import make_transport
 from kv_transfer.transports.memory_transport import MemoryNetwork, Operation, ThreadScheduler
 from kv_transfer.transports.ucx.native import CommandQueue, NativeQueue, make_queue
 from kv_transfer.transports.ucx.transport import UcxTransport
@@ -257,7 +258,7 @@ def test_an_expandable_segment_is_refused_by_name() -> None:
     code = (
         "import torch\n"
         "from baton.config.transfer import TransferConfig\n"
-        "from kv_transfer.rank import make_transport\n"
+        "from kv_transfer.transports.by_name import make_transport\n"
         "pool = torch.zeros(4 << 20, dtype=torch.uint8, device='cuda')\n"
         "make_transport(TransferConfig()).register(pool, 1, 1)\n"
     )

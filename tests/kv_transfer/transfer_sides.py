@@ -38,9 +38,10 @@ from kv_transfer.layout import (
 from kv_transfer.lease import FirstToken, Lease, Receipt, WorkerIdentity
 from kv_transfer.lease_table import LeaseFailure, LeaseTable
 from kv_transfer.process import is_gone
-from kv_transfer.rank import TransferRank, make_transport
+from kv_transfer.rank import TransferRank
 from kv_transfer.routes import RankPair
 from kv_transfer.transport import TransferMemory, Transport
+from kv_transfer.transports.by_name import make_transport
 
 NUM_REGIONS, BLOCKS_PER_REGION = 3, 8
 NUM_BLOCKS = NUM_REGIONS * BLOCKS_PER_REGION
