@@ -15,12 +15,7 @@ import grpc
 
 from baton import status
 from baton.control.calls import control_channel, control_stub
-from baton.errors import (
-    BatonError,
-    InvalidRequestError,
-    UnauthenticatedError,
-    UnavailableError,
-)
+from baton.errors import BatonError, InvalidRequestError, UnauthenticatedError, UnavailableError
 from baton.grpc_options import DIRECT, sends_pings
 from baton.identity.identity import Identity, operator_of
 from baton.v1 import control_pb2

@@ -25,13 +25,7 @@ from baton.identity.identity import open_identity
 from baton.process.interpreter import freeze_heap
 from cluster.worker.config import RankPosition, WorkerConfig
 from engine.api import ModelSpec, Runner
-from engine.run.build import (
-    build_runner,
-    find_model,
-    load_decoder,
-    load_model_spec,
-    with_kv_memory,
-)
+from engine.run.build import build_runner, find_model, load_decoder, load_model_spec, with_kv_memory
 from kv_transfer.layout import RegionLayout
 from kv_transfer.lease import RankAddress, WorkerIdentity
 from kv_transfer.rank import TransferRank

@@ -20,14 +20,7 @@ from engine.kernels.step_batch import to_device, to_device_together
 from engine.kernels.triton import triton_available
 from engine.request import RequestId, RequestSpec, SampledToken, ScheduledSeq, TokenLogprobs
 from engine.sampling.noise import gumbel_noise, noise_of_tokens
-from engine.sampling.rows import (
-    Draws,
-    Penalties,
-    Row,
-    SamplingRows,
-    draws_of,
-    is_limited,
-)
+from engine.sampling.rows import Draws, Penalties, Row, SamplingRows, draws_of, is_limited
 from kv_transfer.block_hash import TokenIds
 
 _CHUNK_ELEMENTS = 1 << 17  # logits whose noise a CPU draws at once: what stays in a core's cache

@@ -34,9 +34,7 @@ from baton.v1 import common_pb2, control_pb2, router_pb2, worker_pb2
 from cluster.local.bring_up import RunningCluster, up
 from cluster.local.process_tree import descendants, wait_until_gone
 from engine.request import RequestId, RequestSpec, SamplingParams, TokenEvent
-from engine.run.build import (
-    load_lone_engine,
-)
+from engine.run.build import load_lone_engine
 from router.text import TextModel
 from tests.engine import checkpoints
 from tests.router.callers import HttpAnswer, HttpCaller, LostError

@@ -23,12 +23,7 @@ from engine.request import (
     SamplingParams,
     TokenEvent,
 )
-from engine.run.build import (
-    build_engine,
-    build_runner,
-    load_decoder,
-    load_model_spec,
-)
+from engine.run.build import build_engine, build_runner, load_decoder, load_model_spec
 from engine.run.core import EngineCore
 from kv_transfer.block_hash import CacheScope
 from kv_transfer.layout import NULL_BLOCK, RegionLayout

@@ -35,14 +35,7 @@ from engine.run.core import EngineCore
 from engine.sampling.constraints import GrammarCompiler
 from router.text import TextModel
 from router.text.grammar import Answer, Part, of_choice, of_lark, of_regex, of_schema
-from tests.engine.fakes import (
-    FakeEngine,
-    drain,
-    fake_config,
-    pair,
-    pool_is_whole,
-    spec_of,
-)
+from tests.engine.fakes import FakeEngine, drain, fake_config, pair, pool_is_whole, spec_of
 
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
 CONFIG = EngineConfig(

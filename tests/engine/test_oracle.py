@@ -17,12 +17,7 @@ import transformers
 from baton.config.engine import EngineConfig
 from engine.api import LocalDeviceMemory, LocalSink
 from engine.request import SamplingParams
-from engine.run.build import (
-    build_runner,
-    load_decoder,
-    load_lone_engine,
-    load_model_spec,
-)
+from engine.run.build import build_runner, load_decoder, load_lone_engine, load_model_spec
 from tests.engine import checkpoints, families
 from tests.engine.driving import Driver, Setup, generate, random_prompt, set_up
 from tests.engine.fakes import pool_is_whole

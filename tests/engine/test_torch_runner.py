@@ -11,16 +11,8 @@ import torch
 import transformers
 
 from baton.config.engine import EngineConfig
-from engine.request import (
-    BlockPush,
-    HandoffId,
-    RequestId,
-    ScheduledSeq,
-    StepPlan,
-)
-from engine.run.build import (
-    load_model_spec,
-)
+from engine.request import BlockPush, HandoffId, RequestId, ScheduledSeq, StepPlan
+from engine.run.build import load_model_spec
 from kv_transfer.layout import BlockId
 from tests.engine import checkpoints, families
 from tests.engine.driving import Setup, random_prompt, set_up

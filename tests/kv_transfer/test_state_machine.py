@@ -18,12 +18,7 @@ from handoff_pairs import HERE, THERE
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from manual_world import EVERY_KIND, World
-from transfer_sides import (
-    BLOCKS_PER_REGION,
-    NUM_BLOCKS,
-    ONE_HEAD,
-    pool_content,
-)
+from transfer_sides import BLOCKS_PER_REGION, NUM_BLOCKS, ONE_HEAD, pool_content
 
 from baton.config.transfer import TransferConfig
 from kv_transfer.errors import HandoffError, LeaseError

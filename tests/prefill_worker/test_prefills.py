@@ -19,14 +19,7 @@ from engine.wire import read_spec
 from kv_transfer.lease import Lease, Receipt
 from kv_transfer.transports.memory_transport import MemoryNetwork
 from prefill_worker.role import PrefillRun
-from tests.cluster.conftest import (
-    TIMED_ENGINE,
-    HeldStep,
-    Oracle,
-    load_of,
-    make_spec,
-    until,
-)
+from tests.cluster.conftest import TIMED_ENGINE, HeldStep, Oracle, load_of, make_spec, until
 from tests.decode_worker.links import paired
 from tests.prefill_worker.held_puts import HeldPuts
 
