@@ -7,7 +7,6 @@ container runs where the model is named on the hub.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import re
 import signal
@@ -18,7 +17,6 @@ from functools import partial
 from pathlib import Path
 
 from baton import render
-from baton.config.cluster import ClusterConfig
 from baton.errors import ConfigError
 from baton.model_files import file_in
 
@@ -33,27 +31,7 @@ def is_hub_name(model: str) -> bool:
     return _HUB_NAME.fullmatch(model) is not None
 
 
-def with_model_folder(config: ClusterConfig, announce: Report, detail: Report) -> ClusterConfig:
-    """Return the cluster with its model as a folder. A model named on the hub is fetched, once for
-    all.
-
-    If ranks fetched it they would be killed for not registering in time. A model that is neither a
-    folder nor such a name stays. Raises ConfigError.
-    """
-    if Path(config.model).is_dir() or not is_hub_name(config.model):
-        if config.model_revision is not None:
-            raise ConfigError(
-                f"model_revision is of a model on the hub; {config.model} is none",
-                field="model_revision",
-            )
-        return config
-    folder = _fetched(config.model, config.model_revision, announce, detail)
-    return dataclasses.replace(
-        config, model=folder, model_revision=None, served_model_name=config.model_names
-    )
-
-
-def _fetched(name: str, revision: str | None, announce: Report, detail: Report) -> str:
+def fetch_from_hub(name: str, revision: str | None, announce: Report, detail: Report) -> str:
     """Fetch a model and return its folder. `detail` gets every per cent.
 
     A child process fetches, in a session of its own: a terminal's interrupt reaches only this
@@ -61,7 +39,7 @@ def _fetched(name: str, revision: str | None, announce: Report, detail: Report) 
     """
     named = f"{name} ({revision})" if revision else name
     announce(f"fetching {named} from the Hugging Face hub")
-    command = [sys.executable, "-m", "engine.models.hub", name]
+    command = [sys.executable, "-m", "engine.models.checkpoint.hub", name]
     if revision is not None:
         command.append(revision)
     shown_percent = -1
@@ -163,7 +141,7 @@ def main() -> int:
         elif not is_hub_name(options.name):
             raise ConfigError(f"{options.name} holds no {CONFIG}", field="model")
         else:
-            report(f"it is in {_fetched(options.name, options.revision, report, report)}")
+            report(f"it is in {fetch_from_hub(options.name, options.revision, report, report)}")
     except ConfigError as error:
         print(f"cannot fetch the model: {error}", file=sys.stderr)
         return 1

@@ -26,10 +26,10 @@ import torch
 from bench import random_model
 from bench.engine_sides import CONTEXT
 from bench.report import cpu_features, describe, markdown, progress, say
-from engine import compute_threads
-from engine.attention import huge_pages
-from engine.attention.packed_weights import PackedWeight, can_pack
-from engine.roofline import Device, RankCost
+from engine.kernels.native import huge_pages
+from engine.kernels.native.packed_weights import PackedWeight, can_pack
+from engine.models.roofline import Device, RankCost
+from engine.run import compute_threads
 
 CELLS = ("prefill 512", "prefill 2048", "decode 1", "decode 8", "decode 32")
 PEERS = {"vllm": "vllm", "vllm compiled": "vllm", "openvino": "openvino", "transformers": None}

@@ -59,7 +59,8 @@ class Baton:
             num_threads=num_threads,
         )
         self._request = importlib.import_module("engine.request")
-        self._engine = importlib.import_module("engine.build").load_lone_engine(str(folder), config)
+        build = importlib.import_module("engine.run.build")
+        self._engine = build.load_lone_engine(str(folder), config)
         self._ids: list[Any] = []
 
     def add(self, prompt: list[int], max_tokens: int) -> None:
@@ -227,14 +228,14 @@ def without(technique: str) -> None:
         mlp.can_pack = lambda *_, **__: False
     elif technique in ("AMX", "AVX-512"):
         flags = {"AMX": ("-mno-amx-tile", "-mno-amx-bf16"), "AVX-512": ("-march=haswell",)}
-        recipe = importlib.import_module("engine.attention.recipe")
+        recipe = importlib.import_module("engine.kernels.native.recipe")
         kernels = importlib.import_module("dataclasses").replace(
             recipe.KERNELS, flags=(*recipe.KERNELS.flags, *flags[technique])
         )
-        native: Any = importlib.import_module("engine.attention.native_kernels")
+        native: Any = importlib.import_module("engine.kernels.native.native_kernels")
         native.KERNELS = kernels
     elif technique == "bf16 weights":  # of float32 activations
-        packed = importlib.import_module("engine.attention.packed_weights").PackedWeight
+        packed = importlib.import_module("engine.kernels.native.packed_weights").PackedWeight
         plain = packed.__init__
 
         def wide(self: Any, parts: Any, bias: Any, dtype: Any, *, is_gated: bool) -> None:

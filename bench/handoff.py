@@ -36,8 +36,8 @@ from kv_transfer.layout import BlockId
 from kv_transfer.lease import FirstToken, Lease, WorkerIdentity
 from kv_transfer.routes import Route
 from kv_transfer.transport import FlushResult
-from kv_transfer.ucx.native import POST_LOOP
-from kv_transfer.ucx.transport import UcxTransport
+from kv_transfer.transports.ucx.native import POST_LOOP
+from kv_transfer.transports.ucx.transport import UcxTransport
 
 BLOCK_BYTES = (32 << 10, 64 << 10, 128 << 10)
 NUM_RUNS = (256, 2048)

@@ -16,16 +16,15 @@ from typing import Any
 import torch
 
 from engine.api import ModelSpec
-from engine.attention.kernels import Kernels
-from engine.attention.native_kernels import pick_kernels
-from engine.attention.paged_kv import TORCH_DTYPES
-from engine.auto_choice import cpu_has_bf16
+from engine.kernels.native.native_kernels import pick_kernels
+from engine.kernels.paged_kv import TORCH_DTYPES
+from engine.kernels.protocol import Kernels
 from engine.models.config import ModelConfig, model_config
 from engine.models.decoder import Decoder
-from engine.models.folder import kv_layout
 from engine.models.loading import WeightLoader
+from engine.models.roofline import RankCost
 from engine.models.sharding import shard_of
-from engine.roofline import RankCost
+from engine.run.auto_choice import cpu_has_bf16
 
 WeightOf = Callable[[str, tuple[int, ...], torch.Generator], torch.Tensor]
 """A tensor's name and shape, and where its numbers come from -> the tensor."""
@@ -130,7 +129,7 @@ def random_model(
     decoder = Decoder(config, weights, shard, kernels or pick_kernels(device, torch_dtype), None)
     spec = ModelSpec(
         name="random",
-        layout=kv_layout(config, block_size, dtype),
+        layout=config.kv_layout(block_size, dtype),
         kv_fingerprint=b"random",
         model_fingerprint=b"random",
         vocab_size=config.vocab_size,

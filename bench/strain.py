@@ -35,7 +35,7 @@ import uvloop
 from baton.config.cluster import ClusterConfig, ControlConfig, PoolConfig
 from baton.config.engine import EngineConfig, FakeEngineConfig
 from baton.config.router import RouterConfig
-from baton.interpreter import share_interpreter
+from baton.process.interpreter import share_interpreter
 from baton.v1 import router_pb2, router_pb2_grpc
 from bench.clients import GrpcClient, Load, run
 from bench.floods import FLOODS

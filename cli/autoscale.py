@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Self
 
 from baton.config.planner import PlannerConfig
-from baton.control_client import ControlClient
+from baton.control.client import ControlClient
 from baton.errors import BatonError, NoCapacityError
 from baton.v1 import control_pb2
 from cluster.planner.fleet_signals import FleetSignals, PoolBounds

@@ -21,7 +21,7 @@ from baton import render
 from baton.config.cluster import ClusterConfig, load_config, parse_config
 from baton.config.router import RouterConfig
 from baton.errors import BatonError, ConfigError
-from baton.model_folder import find_text_files, with_model_folder
+from baton.model_folder import Report, fetch_from_hub, find_text_files, is_hub_name
 from cli.progress import Steps
 from cluster.local.process_tree import Process, descendants, wait_until_gone
 
@@ -131,6 +131,26 @@ def read_config(file: str | None, model: str | None = None) -> ClusterConfig:
     if not Path(config.model).is_dir() and shipped.is_dir():
         config = dataclasses.replace(config, model=str(shipped))
     return config
+
+
+def with_model_folder(config: ClusterConfig, announce: Report, detail: Report) -> ClusterConfig:
+    """Return the cluster with its model as a folder. A model named on the hub is fetched, once for
+    all.
+
+    If ranks fetched it they would be killed for not registering in time. A model that is neither a
+    folder nor such a name stays. Raises ConfigError.
+    """
+    if Path(config.model).is_dir() or not is_hub_name(config.model):
+        if config.model_revision is not None:
+            raise ConfigError(
+                f"model_revision is of a model on the hub; {config.model} is none",
+                field="model_revision",
+            )
+        return config
+    folder = fetch_from_hub(config.model, config.model_revision, announce, detail)
+    return dataclasses.replace(
+        config, model=folder, model_revision=None, served_model_name=config.model_names
+    )
 
 
 class Startup:

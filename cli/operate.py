@@ -9,7 +9,7 @@ import yaml
 
 from baton import render
 from baton.config.cluster import ClusterConfig, load_config
-from baton.control_client import ControlClient
+from baton.control.client import ControlClient
 from baton.errors import BatonError, DeadlineError, NotFoundError
 from baton.v1 import control_pb2
 from cli.progress import Steps

@@ -1,8 +1,8 @@
 """`baton size`: what a model needs of GPUs and links, by arithmetic alone.
 
-Every figure is a bound at the GPU's peaks (see `engine.roofline`). Where a formula says "or", the
-longer time counts. Pools get the workers that the planner would give them. Memory is divided as
-`engine.kv_sizing` does, without the largest step's, which only a dry run on the GPU shows.
+Every figure is a bound at the GPU's peaks (`engine.models.roofline`). Where a formula says "or",
+the longer time counts. Pools get the workers that the planner would give them. Memory is divided as
+`engine.run.kv_sizing` does, without the largest step's, which only a dry run on the GPU shows.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from baton.model_files import read_json
 from cluster.planner.needs import PrefillLoad
 from engine.errors import ModelError
 from engine.models.config import model_config
-from engine.roofline import GPUS, Device, RankCost
+from engine.models.roofline import GPUS, Device, RankCost
 
 _BLOCK, _SHARE = EngineConfig.block_size, EngineConfig.gpu_memory_utilization
 _BATCHES = range(1, 1 << 20)

@@ -21,7 +21,7 @@ from rich.live import Live
 from rich.text import Text
 
 from baton import render
-from baton.control_client import NOTHING_SEEN, ControlClient, seen_by_clients
+from baton.control.client import NOTHING_SEEN, ControlClient, seen_by_clients
 from baton.errors import BatonError
 from baton.v1 import common_pb2, control_pb2, worker_pb2
 from cluster.registry.pairing import unpaired

@@ -8,14 +8,14 @@ pool over a different `Runner`. The `Local` classes serve an engine that hands n
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from engine.constraints import ComputeMasks
+from baton.config.engine import EngineConfig
 from engine.request import (
     BlockPush,
     EngineEvent,
@@ -30,6 +30,8 @@ from engine.request import (
 )
 from kv_transfer.block_hash import BlockHash
 from kv_transfer.layout import KvLayout, RegionLayout
+
+_HOST_KV_BYTES = 256 << 20
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,23 @@ class ModelSpec:
     def block_bytes(self, tp_size: int) -> int:
         """Bytes of one KV block over all layer groups, at the TP rank that holds most."""
         return max(self.layout.rank_bytes(rank, tp_size) for rank in range(tp_size))
+
+    def region_layout(self, config: EngineConfig, tp_rank: int, tp_size: int) -> RegionLayout:
+        """A rank's regions, of equal size. `kv_memory_bytes` and `num_blocks` are per rank, and
+        every rank has the same number of blocks.
+
+        Raises ValueError when a region cannot hold even one block.
+        """
+        kv_memory_bytes = config.kv_memory_bytes or _HOST_KV_BYTES
+        if config.num_blocks is None:
+            per_region = kv_memory_bytes // self.block_bytes(tp_size) // config.num_regions
+        else:
+            per_region = -(-config.num_blocks // config.num_regions)
+        if per_region < 1:
+            raise ValueError(
+                f"kv_memory_bytes={kv_memory_bytes} holds no {config.num_regions} blocks of KV"
+            )
+        return RegionLayout(self.layout, tp_rank, tp_size, per_region)
 
 
 @dataclass(frozen=True)
@@ -121,6 +140,22 @@ class KvMemory(Protocol):
     def buffer(self) -> Any:
         """The whole pool as bytes, uint8 [num_regions * region_stride_bytes]: an array in host
         memory, or a torch tensor (or what torch can view) on the model's GPU."""
+
+
+@dataclass(frozen=True)
+class Masks:
+    """Which tokens a step's constrained rows may sample."""
+
+    rows: tuple[int, ...]
+    """Among the sequences that sample."""
+    bits: npt.NDArray[np.uint8]
+    """[len(rows), at least vocab_size / 8]: token t of a row is bit t % 8 of byte t // 8."""
+    faults: Mapping[int, str]
+    """Rows whose constraint failed, and why. They are not among `rows`."""
+
+
+ComputeMasks = Callable[[], Masks]
+"""To be called once, before the step is committed."""
 
 
 class Runner(Protocol):

@@ -21,7 +21,7 @@ RequestId = NewType("RequestId", str)
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How the next token is chosen, with every default filled in. `engine.admission` checks it."""
+    """How the next token is chosen, with every default filled in. `admission` checks it."""
 
     temperature: float = 1.0
     top_k: int = 0
@@ -86,7 +86,7 @@ class RequestSpec:
     scope: CacheScope = SHARED_BY_ALL
     priority: int = 0
     grammar: str | None = None
-    """What the output must be, as llguidance reads it; see `engine.constraints`."""
+    """What the output must be, as llguidance reads it; see `engine.sampling.constraints`."""
 
     @property
     def num_emitted_tokens(self) -> int:

@@ -59,17 +59,6 @@ from kv_transfer.transport import FlushResult, Peer, TransferMemory, Transport
 log = logging.getLogger(__name__)
 
 
-def make_transport(config: TransferConfig) -> Transport:
-    """Make the transport that the configuration names. Raises TransportError."""
-    if config.transport == "memory":
-        from kv_transfer.memory_transport import MemoryNetwork
-
-        return MemoryNetwork.shared().join()
-    from kv_transfer.ucx.transport import UcxTransport
-
-    return UcxTransport(config)
-
-
 class TransferRank:
     """Own what one rank sends and receives. Starts the transport."""
 

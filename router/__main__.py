@@ -17,8 +17,8 @@ from baton.config.cluster import ClusterConfig, load_config
 from baton.config.router import RouterConfig
 from baton.errors import ConfigError
 from baton.identity.identity import open_identity
-from baton.interpreter import freeze_heap, share_interpreter
-from baton.process_log import LogSettings, set_up_logging
+from baton.process.interpreter import freeze_heap, share_interpreter
+from baton.process.log import LogSettings, set_up_logging
 from router.door.access import Callers
 from router.door.door import Door
 from router.door.listening import split_address

@@ -18,7 +18,7 @@ import grpc
 
 from baton.errors import ConfigError
 from baton.identity.keys import ROLES, Role
-from baton.identity.reread import Reread
+from baton.reread import Reread
 
 _FILES = ("ca.crt", "tls.crt", "tls.key")
 _OPERATOR = (("grpc.ssl_target_name_override", "baton-operator"),)

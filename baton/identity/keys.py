@@ -16,7 +16,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from baton.errors import ConfigError
-from baton.identity.reread import Reread
+from baton.reread import Reread
 
 Role = Literal["router", "worker", "operator"]
 ROLES: tuple[Role, ...] = get_args(Role)

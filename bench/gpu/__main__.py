@@ -28,7 +28,7 @@ import torch
 from bench import report as reporting
 from bench.gpu import speed
 from bench.report import Report
-from engine.auto_choice import why_no_gpu
+from engine.run.auto_choice import why_no_gpu
 
 PART_S = 480.0
 _TESTS_S = 470.0

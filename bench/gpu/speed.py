@@ -25,17 +25,16 @@ from baton.config.engine import Dtype, EngineConfig
 from bench.random_model import SHAPES, Shape, random_model
 from bench.report import Report
 from engine.api import LocalDeviceMemory
-from engine.attention.kernels import Kernels
-from engine.attention.native_kernels import pick_kernels
-from engine.attention.paged_kv import PagedKv
-from engine.attention.torch_kernels import TorchKernels
-from engine.build import lone_engine
-from engine.core import EngineCore
+from engine.kernels.native.native_kernels import pick_kernels
+from engine.kernels.paged_kv import PagedKv
+from engine.kernels.protocol import Kernels
+from engine.kernels.step_batch import StepBatch, pack
+from engine.kernels.torch.torch_kernels import TorchKernels
 from engine.models.config import model_config
-from engine.models.folder import kv_layout
 from engine.models.mlp import Linear
 from engine.request import RequestId, RequestSpec, SampledToken, SamplingParams, ScheduledSeq
-from engine.step_batch import StepBatch, pack
+from engine.run.build import lone_engine
+from engine.run.core import EngineCore
 from kv_transfer.layout import RegionLayout
 
 _GIB = 1 << 30
@@ -260,7 +259,7 @@ def _attention(
     one_layer = replace(shape, num_hidden_layers=1)
     num_bytes = sum(lengths) * one_layer.cost(_DTYPE).kv_token_bytes
     layers = replace(shape, num_hidden_layers=_num_copies(device, num_bytes))
-    layout = kv_layout(model_config(layers.hf_config()), _BLOCK_SIZE, _DTYPE)
+    layout = model_config(layers.hf_config()).kv_layout(_BLOCK_SIZE, _DTYPE)
     counts = [-(-length // _BLOCK_SIZE) for length in lengths]
     regions = RegionLayout(layout, 0, 1, 1 + sum(counts))
     kv = PagedKv(LocalDeviceMemory(regions, 1, str(device)), regions, device)

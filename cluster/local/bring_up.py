@@ -36,7 +36,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.config.cluster import ClusterConfig
 from baton.config.router import RouterConfig
-from baton.control_client import ControlClient
+from baton.control.client import ControlClient
 from baton.errors import BatonError, ConfigError, DeadlineError, UnavailableError
 from baton.grpc_options import DIRECT
 from baton.identity.identity import Identity, make_keys, open_identity, recorded
@@ -55,7 +55,7 @@ from cluster.local.process_tree import (
 )
 from cluster.pools.pool_settings import AutoSettings, num_gpus_wanted, own_settings
 from cluster.worker.rank import free_port
-from engine.attention.recipe import KERNELS
+from engine.kernels.native.recipe import KERNELS
 
 log = logging.getLogger(__name__)
 

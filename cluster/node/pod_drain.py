@@ -35,7 +35,7 @@ from baton.errors import ConfigError
 from baton.identity.identity import Identity, find_identity
 from baton.link.frames import LinkError, Method, link_name
 from baton.link.router_end import ask_once
-from baton.process_log import LogSettings, set_up_logging
+from baton.process.log import LogSettings, set_up_logging
 from baton.v1 import control_pb2, worker_pb2
 from cluster.node.pod import Pod, PodWorkers, is_over
 from kv_transfer.process import identity_of

@@ -42,7 +42,7 @@ from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from typing import Any
 
-from baton.process_log import LogSettings, set_up_logging
+from baton.process.log import LogSettings, set_up_logging
 from cluster.errors import MetadataError
 
 log = logging.getLogger("spot_watch")

@@ -2,8 +2,8 @@
 
 A pool's settings never change: workers with other settings need another pool. All pools name one
 model. `engine.device: auto` and `engine.dtype: auto` are chosen once for all pools, because they
-exchange KV in one dtype only. `engine.auto_choice` chooses in its own process: torch takes seconds
-to import and hundreds of MB.
+exchange KV in one dtype only. `engine.run.auto_choice` chooses in its own process: torch takes
+seconds to import and hundreds of MB.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ class AutoSettings:
 
     def __enter__(self) -> Self:
         if self._is_device_open or self._devices:
-            command = [sys.executable, "-m", "engine.auto_choice", "--gpus", str(self._num_ranks)]
+            command = [sys.executable, "-m", "engine.run.auto_choice"]
+            command += ["--gpus", str(self._num_ranks)]
             if self._devices:
                 command += ["--model", self._config.model, "--devices", *self._devices]
                 if self._config.model_revision is not None:

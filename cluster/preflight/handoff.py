@@ -27,7 +27,7 @@ from pathlib import Path
 import uvloop
 
 from baton.config.transfer import TransferConfig
-from baton.interpreter import share_interpreter
+from baton.process.interpreter import share_interpreter
 from baton.v1 import common_pb2, worker_pb2
 from cluster.preflight.machine import (
     Check,
@@ -53,9 +53,10 @@ from kv_transfer.layout import (
 )
 from kv_transfer.lease import FirstToken, Lease, WorkerIdentity
 from kv_transfer.lease_table import LeaseFailure, LeaseTable
-from kv_transfer.rank import TransferRank, make_transport
-from kv_transfer.ucx.endpoint import CUDA_COPIES, SHARED_MEMORY
-from kv_transfer.ucx.transport import UcxTransport
+from kv_transfer.rank import TransferRank
+from kv_transfer.transports.by_name import make_transport
+from kv_transfer.transports.ucx.endpoint import CUDA_COPIES, SHARED_MEMORY
+from kv_transfer.transports.ucx.transport import UcxTransport
 
 _BLOCK_SIZE = 16
 _FINGERPRINT = b"lone"

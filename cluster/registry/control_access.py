@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 import grpc.aio
 
+from baton.control.calls import ControlGuard
 from baton.grpc_options import Options, accepts_pings
-from baton.identity.control_calls import ControlGuard
 from baton.identity.identity import Identity
 from baton.identity.keys import ROLES, Role
 

@@ -29,7 +29,7 @@ from pathlib import Path
 
 from baton.config.cluster import ClusterConfig, load_config
 from baton.errors import BatonError, ConfigError, UnavailableError
-from baton.process_log import LogSettings, set_up_logging
+from baton.process.log import LogSettings, set_up_logging
 from cluster.errors import one_line
 from cluster.pools.pool_settings import choose_auto_settings
 

@@ -34,7 +34,7 @@ from baton.config.cluster import ClusterConfig
 from baton.config.internal import InternalConfig
 from baton.errors import ConfigError, UnavailableError
 from baton.identity.identity import open_identity
-from baton.process_log import LogSettings, set_up_logging
+from baton.process.log import LogSettings, set_up_logging
 from cluster.errors import one_line
 from cluster.pools.pool_settings import PoolSettings, choose_auto_settings, common_dtype, num_ranks
 from cluster.registry.control_service import Changes, serve

@@ -15,10 +15,10 @@ from baton.config.engine import EngineConfig
 from baton.config.internal import InternalConfig
 from baton.config.transfer import TransferConfig
 from baton.config.workers import DecodeConfig, RegistryConfig, WorkerSettings
-from baton.process_log import LogSettings
+from baton.process.log import LogSettings
 from cluster.node.pod import Pod
 from cluster.pools.role_plan import Role
-from engine import compute_threads
+from engine.run import compute_threads
 
 
 def needs_gpu(engine: EngineConfig) -> bool:

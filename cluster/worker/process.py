@@ -22,8 +22,8 @@ from typing import Any
 
 import uvloop
 
-from baton.interpreter import share_interpreter
-from baton.process_log import set_up_logging
+from baton.process.interpreter import share_interpreter
+from baton.process.log import set_up_logging
 from cluster.errors import one_line
 from cluster.node.pod import Pod
 from cluster.worker.config import (
@@ -33,7 +33,7 @@ from cluster.worker.config import (
 )
 from cluster.worker.rank import OnFatal, build_rank, follow_rank0, listen
 from cluster.worker.worker import EngineStuckError, Worker
-from engine import compute_threads
+from engine.run import compute_threads
 from kv_transfer.process import ProcessIdentity, own_identity
 
 log = logging.getLogger(__name__)

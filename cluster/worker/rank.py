@@ -19,29 +19,23 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 from baton.config.engine import AUTO, Dtype, EngineConfig
-from baton.control_client import ControlClient
+from baton.control.client import ControlClient
 from baton.errors import NotFoundError, UnavailableError
 from baton.identity.identity import open_identity
-from baton.interpreter import freeze_heap
+from baton.process.interpreter import freeze_heap
 from cluster.worker.config import RankPosition, WorkerConfig
 from engine.api import ModelSpec, Runner
-from engine.build import (
-    build_runner,
-    find_model,
-    load_decoder,
-    load_model_spec,
-    region_layout,
-    with_kv_memory,
-)
+from engine.run.build import build_runner, find_model, load_decoder, load_model_spec, with_kv_memory
 from kv_transfer.layout import RegionLayout
 from kv_transfer.lease import RankAddress, WorkerIdentity
-from kv_transfer.rank import TransferRank, make_transport
+from kv_transfer.rank import TransferRank
 from kv_transfer.transport import TransferMemory, Transport
+from kv_transfer.transports.by_name import make_transport
 
 log = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
-    from engine.tp import TpGroup
+    from engine.run.tp import TpGroup
 
 OnFatal = Callable[[BaseException], None]
 
@@ -103,7 +97,7 @@ def build_rank(
     spec = load_model_spec(model, config.engine, group)
     decoder = load_decoder(model, config.engine, spec, group)  # first: KV gets the memory left
     engine = with_kv_memory(config.engine, spec, decoder, group)
-    layout = region_layout(spec, engine, position.rank, position.size)
+    layout = spec.region_layout(engine, position.rank, position.size)
     transport = make_transport(config.transfer)
     if on_fatal is not None:
         transport.on_fatal = on_fatal
@@ -134,8 +128,8 @@ def _join_group(config: WorkerConfig, position: RankPosition) -> TpGroup | None:
         return None
     if config.engine.backend == "fake":
         raise ValueError("the fake engine has one rank: set tensor_parallel to 1")
-    from engine.auto_choice import device_of  # torch, which a fake worker does without
-    from engine.tp import TpGroup
+    from engine.run.auto_choice import device_of  # torch, which a fake worker does without
+    from engine.run.tp import TpGroup
 
     return TpGroup.join(
         position.rank,
@@ -152,7 +146,7 @@ def _pool(engine: EngineConfig, transport: Transport, layout: RegionLayout) -> T
     allocates it."""
     if engine.backend != "fake":
         from engine.api import LocalDeviceMemory
-        from engine.auto_choice import device_of
+        from engine.run.auto_choice import device_of
 
         if (device := device_of(engine)).type != "cpu":
             pool = LocalDeviceMemory(layout, engine.num_regions, str(device))
@@ -162,7 +156,7 @@ def _pool(engine: EngineConfig, transport: Transport, layout: RegionLayout) -> T
 
 def follow_rank0(config: WorkerConfig, position: RankPosition, on_fatal: OnFatal) -> None:
     """Run a rank > 0: execute rank 0's plans until it stops. Raises TpPeerError."""
-    from engine.tp import follow
+    from engine.run.tp import follow
 
     rank = build_rank(config, position, on_fatal)
     freeze_heap()
@@ -198,7 +192,7 @@ def with_agreed_dtype(config: WorkerConfig, model: str) -> WorkerConfig:
     engine = config.engine
     if not config.in_pod or engine.backend != "torch" or engine.dtype != AUTO:
         return config
-    from engine.auto_choice import (
+    from engine.run.auto_choice import (
         choose_dtype,
         device_of,  # torch, which a fake worker does without
     )

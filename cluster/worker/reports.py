@@ -20,9 +20,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from baton import status
+from baton.control.calls import control_channel, control_stub
 from baton.errors import OtherModelError
 from baton.grpc_options import DIRECT, sends_pings
-from baton.identity.control_calls import control_channel, control_stub
 from baton.identity.identity import Identity
 from baton.v1 import control_pb2, worker_pb2
 from cluster.registry.control_service import ROLES

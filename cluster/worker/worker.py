@@ -25,10 +25,10 @@ from typing import Any
 from baton.clock import LoopClock
 from baton.errors import OtherModelError
 from baton.identity.identity import open_identity
-from baton.interpreter import freeze_heap
 from baton.link.frames import link_name
 from baton.link.worker_end import LinkServer
 from baton.model_folder import find_text_files
+from baton.process.interpreter import freeze_heap
 from baton.v1 import control_pb2, worker_pb2
 from cluster.node.pod import PodWorkers
 from cluster.pools.role_plan import Role
@@ -47,10 +47,10 @@ from cluster.worker.service import KvFeed, ReportService
 from decode_worker.role import DecodeRole
 from decode_worker.service import DecodeService
 from engine.api import Engine, EngineLoad
-from engine.build import build_engine
-from engine.core import warm_up
 from engine.loop import EngineThread
 from engine.request import EngineEvent, PrefilledEvent, TokenEvent
+from engine.run.build import build_engine
+from engine.run.core import warm_up
 from kv_transfer.exporter import Exporter
 from kv_transfer.lease_table import LeaseTable
 from prefill_worker.role import PrefillRole

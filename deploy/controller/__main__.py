@@ -15,7 +15,7 @@ from typing import get_args
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from baton.config.cluster import LogFormat, LogLevel
-from baton.process_log import LogSettings, set_up_logging
+from baton.process.log import LogSettings, set_up_logging
 from deploy.controller.controller import Controller, ControllerSettings
 from deploy.controller.kit.connection import command_connection
 from deploy.controller.kit.kube import Kube

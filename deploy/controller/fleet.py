@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from itertools import count, islice
 
-from baton.control_client import NOTHING_SEEN, SeenByClients, seen_by_clients
+from baton.control.client import NOTHING_SEEN, SeenByClients, seen_by_clients
 from baton.v1 import control_pb2
 
 

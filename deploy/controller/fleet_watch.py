@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
-from baton.control_client import ControlClient
+from baton.control.client import ControlClient
 from baton.errors import BatonError, DeadlineError
 from baton.identity.identity import Identity
 from deploy.controller.fleet import NOTHING_HEARD, Heard, fleet_of

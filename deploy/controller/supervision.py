@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
-from baton.control_client import ControlClient
+from baton.control.client import ControlClient
 from baton.errors import BatonError
 from baton.v1 import control_pb2
 from deploy.controller.kuberay import size_of

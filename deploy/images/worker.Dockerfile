@@ -60,7 +60,7 @@ RUN /opt/baton/bin/pip install --no-cache-dir --constraint /opt/constraints.txt 
 # For common CPUs, beside what is installed: a pod has no compiler.
 WORKDIR /
 RUN /opt/baton/bin/python -m baton.native_build kv_transfer.block_hash:CHAIN \
-        kv_transfer.ucx.native:POST_LOOP engine.attention.recipe:KERNELS
+        kv_transfer.transports.ucx.native:POST_LOOP engine.kernels.native.recipe:KERNELS
 
 FROM ${BASE}
 COPY --from=ucx /ucx/usr/local/lib/ /usr/local/lib/

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from engine.errors import UnsupportedModelError
 from engine.models.hf_config import HfConfig
 from engine.models.rope import RopeConfig, rope_from_hf
+from kv_transfer.layout import KvLayout, LayerGroup, TensorSpec
 
 _MOST_LAYERS = 10_000
 
@@ -60,6 +61,23 @@ class ModelConfig:
             return self.max_position_embeddings
         stretched = int(self.rope.original_max_positions * self.rope.factor)
         return max(self.max_position_embeddings, stretched)
+
+    def kv_layout(self, block_size: int, dtype: str) -> KvLayout:
+        """K and V of every layer; each run of layers with one window is a group."""
+        tensors = tuple(
+            TensorSpec(name, self.num_kv_heads, self.head_dim, dtype) for name in ("k", "v")
+        )
+        runs = _runs(self.windows)
+        groups = (LayerGroup(first, count, tensors, window) for first, count, window in runs)
+        return KvLayout(block_size, tuple(groups))
+
+
+def _runs(windows: tuple[int | None, ...]) -> Iterator[tuple[int, int, int | None]]:
+    first = 0
+    for layer in range(1, len(windows) + 1):
+        if layer == len(windows) or windows[layer] != windows[first]:
+            yield first, layer - first, windows[first]
+            first = layer
 
 
 @dataclass(frozen=True)

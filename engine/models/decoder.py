@@ -8,14 +8,14 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from engine.attention.kernels import AttentionShape, Kernels, Rotation
-from engine.attention.paged_kv import PagedKv
+from engine.kernels.paged_kv import PagedKv
+from engine.kernels.protocol import AttentionShape, Kernels, Rotation
+from engine.kernels.step_batch import StepBatch
 from engine.models.config import ModelConfig
 from engine.models.fused_layers import FusedLayers
 from engine.models.loading import DecoderWeights
 from engine.models.rope import RotaryTable
 from engine.models.sharding import Shard
-from engine.step_batch import StepBatch
 
 
 class Collectives(Protocol):

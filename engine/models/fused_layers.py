@@ -12,14 +12,14 @@ from ctypes import POINTER, Structure, byref, c_float, c_int, c_int64, c_void_p
 
 import torch
 
-from engine.attention import huge_pages
-from engine.attention.kernels import AttentionShape, Rotation
-from engine.attention.native_kernels import NativeKernels, Pool, native_library, pool_of
-from engine.attention.packed_weights import PackedWeight, Weight
-from engine.attention.paged_kv import PagedKv
+from engine.kernels.native import huge_pages
+from engine.kernels.native.native_kernels import NativeKernels, Pool, native_library, pool_of
+from engine.kernels.native.packed_weights import PackedWeight, Weight
+from engine.kernels.paged_kv import PagedKv
+from engine.kernels.protocol import AttentionShape, Rotation
+from engine.kernels.step_batch import StepBatch
 from engine.models.loading import DecoderWeights, LayerWeights
 from engine.models.mlp import DenseMlp
-from engine.step_batch import StepBatch
 
 _TILE_ROWS = 16  # of activations, at most
 _HEAD_DIM_STEP = 32

@@ -8,8 +8,8 @@ from typing import Protocol
 
 import torch
 
-from engine.attention.kernels import HeadNorms
 from engine.errors import CheckpointError
+from engine.kernels.protocol import HeadNorms
 from engine.models.config import ModelConfig, MoeConfig
 from engine.models.mlp import DenseMlp, Linear, Mlp, MoeMlp, experts_of
 from engine.models.sharding import Shard, part
@@ -34,7 +34,7 @@ class DecoderWeights:
 
 
 class TensorSource(Protocol):
-    """Where weights come from: `engine.weights.Checkpoint`, or what stands in for one."""
+    """Where weights come from: a `Checkpoint`, or what stands in for one."""
 
     def read(self, name: str, shape: tuple[int, ...], *parts: slice) -> torch.Tensor:
         """A tensor of this shape, or the part that `parts` select along its leading dimensions.

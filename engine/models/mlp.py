@@ -9,8 +9,8 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from engine.attention.kernels import Kernels
-from engine.attention.packed_weights import PackedWeight, can_pack
+from engine.kernels.native.packed_weights import PackedWeight, can_pack
+from engine.kernels.protocol import Kernels
 from engine.models.config import MoeConfig
 
 

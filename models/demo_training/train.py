@@ -27,7 +27,7 @@ from muon import Muon
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from engine.auto_choice import cpu_has_bf16
+from engine.run.auto_choice import cpu_has_bf16
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ import yaml
 from baton.config import settings
 from baton.config.router import RouterConfig, TenantLimits, TlsConfig
 from baton.errors import ConfigError, PermissionDeniedError, UnauthenticatedError
-from baton.identity.reread import Reread
+from baton.reread import Reread
 from baton.secret_files import open_to_others
 
 log = logging.getLogger(__name__)

@@ -15,8 +15,8 @@ from typing import Generic, Protocol, TypeVar
 import grpc.aio
 
 from baton.config.router import RouterConfig
+from baton.control.calls import control_channel, control_stub
 from baton.grpc_options import DIRECT, sends_pings
-from baton.identity.control_calls import control_channel, control_stub
 from baton.identity.identity import Identity
 from baton.v1 import common_pb2, control_pb2, control_pb2_grpc, worker_pb2
 from router.fleet.fleet import Fleet, ReportedLoad, RolesAway, WorkerState

@@ -19,9 +19,9 @@ import grpc
 
 from baton import status
 from baton.config.internal import InternalConfig
+from baton.control.calls import _KEY, _sealing
 from baton.errors import BatonError, NotFoundError
 from baton.grpc_options import accepts_pings
-from baton.identity.control_calls import _KEY, _sealing
 from baton.identity.identity import recorded
 from baton.v1 import (
     common_pb2,

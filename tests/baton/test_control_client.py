@@ -6,8 +6,8 @@ import contextlib
 
 import pytest
 
-import baton.control_client as control_module
-from baton.control_client import ControlClient
+import baton.control.client as control_module
+from baton.control.client import ControlClient
 from baton.errors import UnavailableError
 from baton.identity.identity import Identity
 from tests.baton.proxied import proxied

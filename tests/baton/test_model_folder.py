@@ -17,12 +17,12 @@ from rich.console import Console
 
 from baton.config.cluster import ClusterConfig, parse_config
 from baton.errors import ConfigError
-from baton.model_folder import find_text_files, with_model_folder
-from cli.bring_up import Startup, read_config
+from baton.model_folder import find_text_files
+from cli.bring_up import Startup, read_config, with_model_folder
 from cli.progress import Steps, spinner
 from cluster.pools.pool_settings import AutoSettings
 from cluster.worker.config import worker_config
-from engine.build import find_model
+from engine.run.build import find_model
 from tests.baton.small_hub import COMMIT, SmallHub, fill_cache
 
 NAME = "baton-test/tiny"

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from baton.control_client import ControlClient
+from baton.control.client import ControlClient
 from baton.v1 import control_pb2
 from cluster.local.process_tree import descendants, still_alive
 from tests.baton.terminal import CTRL_C, CTRL_D, Terminal, default_signals

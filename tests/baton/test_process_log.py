@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.process_log import LOG_VARIABLE, SETTINGS_VARIABLE, LogSettings, set_up_logging
+from baton.process.log import LOG_VARIABLE, SETTINGS_VARIABLE, LogSettings, set_up_logging
 
 log = logging.getLogger("cluster.worker")
 RANK_1 = {"worker": "decode-0", "rank": "1", "pool": "decode", "model": "demo"}

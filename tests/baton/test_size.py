@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from cli.main import main
 from engine.models.config import model_config
-from engine.roofline import RankCost
+from engine.models.roofline import RankCost
 from tests.engine.families import FAMILIES, hf_config
 
 Capture = pytest.CaptureFixture[str]

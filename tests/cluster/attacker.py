@@ -18,8 +18,8 @@ from typing import Any
 
 import grpc.aio
 
+from baton.control.calls import control_channel, control_stub
 from baton.grpc_options import DIRECT
-from baton.identity.control_calls import control_channel, control_stub
 from baton.identity.identity import Identity
 from baton.identity.keys import Keys, Role, make_root
 from baton.link.frames import CALLERS as LINK_CALLERS

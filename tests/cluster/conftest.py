@@ -24,12 +24,9 @@ from cluster.worker.config import RankPosition, WorkerConfig
 from cluster.worker.rank import build_rank
 from cluster.worker.worker import Worker
 from engine.api import EngineLoad
-from engine.build import (
-    load_lone_engine,
-    load_model_spec,
-)
-from engine.fake_runner import FakeRunner
 from engine.request import RequestSpec, TokenEvent
+from engine.run.build import load_lone_engine, load_model_spec
+from engine.run.fake_runner import FakeRunner
 from engine.wire import read_spec
 from tests.link_stub import LinkStub
 

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from pathlib import Path
 
 from baton.config.cluster import ClusterConfig, parse_config
-from baton.control_client import ControlClient
+from baton.control.client import ControlClient
 from cluster.registry.registry import Registry
 from cluster.supervisor.replica import Replica, ReplicaName
 from cluster.supervisor.supervisor import Supervision

@@ -22,7 +22,7 @@ from typing import Any, cast
 
 from baton.config.cluster import ClusterConfig
 from baton.config.workers import pod_resource
-from baton.control_client import ControlClient
+from baton.control.client import ControlClient
 from baton.v1 import control_pb2
 from cluster.local.bring_up import RouterProcess
 from cluster.local.process_tree import Process, Reaper, watched_over

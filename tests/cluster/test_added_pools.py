@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 
 from baton.config.cluster import ClusterConfig, ControlConfig, PoolConfig
-from baton.control_client import ControlClient
+from baton.control.client import ControlClient
 from baton.errors import AlreadyExistsError, ConfigError, InUseError
 from cluster.supervisor.run_dir import state_file
 from cluster.worker.rank import free_port

@@ -16,9 +16,9 @@ import grpc.aio
 import pytest
 
 from baton.config.workers import RegistryConfig
-from baton.control_client import ControlClient
+from baton.control.calls import control_stub
+from baton.control.client import ControlClient
 from baton.errors import DeadlineError, InvalidRequestError, OtherModelError
-from baton.identity.control_calls import control_stub
 from baton.identity.keys import ROLES
 from baton.status import from_rpc_error
 from baton.v1 import common_pb2, control_pb2, control_pb2_grpc, worker_pb2

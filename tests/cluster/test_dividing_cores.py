@@ -17,7 +17,7 @@ import ray
 
 from baton.config.cluster import ClusterConfig, PoolConfig, parse_config
 from baton.config.transfer import TransferConfig
-from baton.control_client import ControlClient
+from baton.control.client import ControlClient
 from cli.main import main
 from cluster.errors import ReplicaError
 from cluster.local.bring_up import start_ray

@@ -17,10 +17,10 @@ import grpc
 import grpc.aio
 import pytest
 
-from baton.control_client import ControlClient
+from baton.control.calls import WINDOW_S, ControlGuard, control_stub, signed_metadata
+from baton.control.client import ControlClient
 from baton.errors import ConfigError, UnauthenticatedError
 from baton.identity.certificates import Certificates
-from baton.identity.control_calls import WINDOW_S, ControlGuard, control_stub, signed_metadata
 from baton.identity.identity import Identity
 from baton.identity.keys import ROLES, Role
 from baton.link import frames

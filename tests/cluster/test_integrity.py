@@ -22,8 +22,8 @@ from cluster.pools.role_plan import Role
 from cluster.worker.config import RankPosition
 from cluster.worker.process import LoopDoor, serve_worker
 from cluster.worker.worker import EngineStuckError, Worker, WorkerFailedError
-from kv_transfer.rank import make_transport
 from kv_transfer.transport import FlushResult
+from kv_transfer.transports.by_name import make_transport
 from tests.cluster.conftest import SETTINGS, worker_config
 from tests.identities import OPERATOR
 from tests.link_stub import books_at

@@ -17,7 +17,7 @@ from typing import Any, cast
 import pytest
 
 from baton.config.workers import SupervisorConfig
-from baton.control_client import ControlClient
+from baton.control.client import ControlClient
 from tests.cluster.pods import (
     DRAINING,
     OWN_PIDS,

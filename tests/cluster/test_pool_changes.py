@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from baton.config.workers import RegistryConfig
-from baton.control_client import ControlClient
+from baton.control.client import ControlClient
 from baton.errors import (
     AlreadyExistsError,
     BatonError,

@@ -15,7 +15,7 @@ from baton.config.engine import FakeEngineConfig
 from baton.link.frames import LinkError
 from baton.v1 import worker_pb2
 from cluster.pools.role_plan import Role
-from kv_transfer.memory_transport import MemoryNetwork, Operation, ThreadScheduler
+from kv_transfer.transports.memory_transport import MemoryNetwork, Operation, ThreadScheduler
 from tests.cluster.conftest import (
     ENGINE,
     DecodeLink,

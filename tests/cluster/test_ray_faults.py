@@ -24,7 +24,7 @@ from typing import Any, cast
 import pytest
 
 from baton.config.cluster import ClusterConfig, ControlConfig, PoolConfig
-from baton.control_client import ControlClient
+from baton.control.client import ControlClient
 from baton.errors import BatonError
 from cluster.worker.rank import free_port
 from tests.cluster.kubelet import Kubelet

@@ -12,7 +12,7 @@ import pytest
 
 from baton.config.router import RouterConfig
 from baton.config.workers import RegistryConfig
-from baton.identity.control_calls import control_stub
+from baton.control.calls import control_stub
 from baton.v1 import control_pb2
 from cluster.registry.control_service import Changes, serve
 from cluster.registry.registry import Registry

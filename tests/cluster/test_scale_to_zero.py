@@ -16,7 +16,7 @@ import pytest
 
 from baton.config.cluster import ClusterConfig
 from baton.config.planner import PlannerConfig
-from baton.control_client import ControlClient
+from baton.control.client import ControlClient
 from baton.v1 import control_pb2
 from cluster.local.process_tree import descendants, wait_until_gone
 from tests.cluster.whole_cluster import PROMPT, fake_cluster, run

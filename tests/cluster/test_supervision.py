@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from baton.config.internal import InternalConfig
-from baton.control_client import ControlClient
+from baton.control.client import ControlClient
 from baton.errors import ConfigError, InUseError, OtherModelError
 from baton.v1 import common_pb2, control_pb2
 from cluster.registry.registry import Progress, Registration, Registry

@@ -16,7 +16,7 @@ ip addr add 10.9.0.1/24 dev one && ip link set one up && ip link set two up && e
 _WORKER = """import json, sys
 from baton.config.cluster import parse_config
 from cluster.worker.config import worker_config
-from kv_transfer.rank import make_transport
+from kv_transfer.transports.by_name import make_transport
 config = worker_config(parse_config(json.loads(sys.argv[1])), "decode", "decode-0", "")
 transport = make_transport(config.transfer)
 print(open("/proc/net/tcp").read())

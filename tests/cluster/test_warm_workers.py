@@ -21,8 +21,8 @@ from cluster.worker.process import serve_worker
 from cluster.worker.rank import build_rank
 from cluster.worker.reports import Registrar
 from cluster.worker.worker import EngineStuckError, Worker
-from engine.fake_runner import FakeRunner
 from engine.request import StepPlan
+from engine.run.fake_runner import FakeRunner
 from tests.cluster.conftest import TIMED_ENGINE
 
 Steps = list[list[int]]
@@ -166,7 +166,7 @@ import time
 from baton.config.cluster import parse_config
 from cluster.worker.config import RankPosition, worker_config
 from cluster.worker.process import WorkerThread
-from engine.fake_runner import FakeRunner
+from engine.run.fake_runner import FakeRunner
 
 run, serves = FakeRunner.run, []
 

@@ -19,7 +19,7 @@ import pytest
 
 from baton.client import AsyncClient
 from baton.client.events import FinishReason
-from baton.control_client import ControlClient
+from baton.control.client import ControlClient
 from tests.cluster.whole_cluster import (
     KINDS,
     PROMPT,

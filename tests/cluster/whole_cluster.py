@@ -24,7 +24,7 @@ import pytest
 from baton.client import AsyncClient, Client
 from baton.client.events import Event, Finished, Routed, Tokens
 from baton.config.cluster import ClusterConfig, parse_config
-from baton.control_client import ControlClient
+from baton.control.client import ControlClient
 from baton.errors import BatonError
 from baton.identity.identity import operator_of
 from baton.link.frames import Method
@@ -33,10 +33,8 @@ from baton.model_folder import find_text_files
 from baton.v1 import common_pb2, control_pb2, router_pb2, worker_pb2
 from cluster.local.bring_up import RunningCluster, up
 from cluster.local.process_tree import descendants, wait_until_gone
-from engine.build import (
-    load_lone_engine,
-)
 from engine.request import RequestId, RequestSpec, SamplingParams, TokenEvent
+from engine.run.build import load_lone_engine
 from router.text import TextModel
 from tests.engine import checkpoints
 from tests.router.callers import HttpAnswer, HttpCaller, LostError

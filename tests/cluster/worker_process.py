@@ -21,14 +21,9 @@ from pathlib import Path
 import uvloop
 
 from baton.config.cluster import load_config
-from baton.process_log import set_up_logging
+from baton.process.log import set_up_logging
 from cluster.node.pod import Pod
-from cluster.worker.config import (
-    RankPosition,
-    WorkerConfig,
-    with_node_settings,
-    worker_config,
-)
+from cluster.worker.config import RankPosition, WorkerConfig, with_node_settings, worker_config
 from cluster.worker.process import serve_worker
 from cluster.worker.rank import follow_rank0, listen
 from cluster.worker.worker import Worker

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.attention.native_kernels import native_library
+from engine.kernels.native.native_kernels import native_library
 
 
 @pytest.fixture

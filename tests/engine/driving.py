@@ -11,7 +11,6 @@ import torch
 
 from baton.config.engine import EngineConfig
 from engine.api import LocalKvMemory, ModelSpec
-from engine.build import load_model_spec, region_layout
 from engine.request import (
     BlockPush,
     RequestId,
@@ -21,8 +20,9 @@ from engine.request import (
     StepPlan,
     TokenLogprobs,
 )
-from engine.torch_runner import SampleFn, TorchRunner, load_torch_decoder
-from engine.tp import TpGroup
+from engine.run.build import load_model_spec
+from engine.run.torch_runner import SampleFn, TorchRunner, load_torch_decoder
+from engine.run.tp import TpGroup
 from kv_transfer.layout import RegionLayout
 from tests.engine.greedy import Greedy
 
@@ -73,7 +73,7 @@ def set_up(
     folder: Path, config: EngineConfig, tp: TpGroup | None = None, sample: SampleFn = argmax
 ) -> Setup:
     spec = load_model_spec(str(folder), config, tp)
-    regions = region_layout(spec, config, tp.rank if tp else 0, tp.size if tp else 1)
+    regions = spec.region_layout(config, tp.rank if tp else 0, tp.size if tp else 1)
     stride = -(-regions.num_bytes() // 4096) * 4096
     memory = LocalKvMemory(config.num_regions, stride, regions.num_blocks)
     memory.buffer[:] = 0xFF  # NaN, so that a stray read shows

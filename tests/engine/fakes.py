@@ -11,8 +11,6 @@ import numpy as np
 
 from baton.config.engine import EngineConfig, FakeEngineConfig
 from engine.api import KvSink, LocalKvMemory, LocalSink, ModelSpec
-from engine.build import build_engine, build_runner, load_decoder, load_model_spec, region_layout
-from engine.core import EngineCore
 from engine.request import (
     BlockPush,
     EngineEvent,
@@ -25,6 +23,8 @@ from engine.request import (
     SamplingParams,
     TokenEvent,
 )
+from engine.run.build import build_engine, build_runner, load_decoder, load_model_spec
+from engine.run.core import EngineCore
 from kv_transfer.block_hash import CacheScope
 from kv_transfer.layout import NULL_BLOCK, RegionLayout
 
@@ -65,7 +65,7 @@ class FakeEngine:
             only = replace(windowed, first_layer=0, num_layers=3)
             layout = replace(self.model.layout, groups=(only,))
             self.model = replace(self.model, layout=layout)
-        self.region: RegionLayout = region_layout(self.model, self.config, 0, 1)
+        self.region: RegionLayout = self.model.region_layout(self.config, 0, 1)
         self.memory = LocalKvMemory.of(self.region, self.config.num_regions)
         self.memory.buffer[:] = 0xA5
         runner = build_runner(

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from engine.core import EngineCore
 from engine.request import RequestId, RequestSpec, SampledToken, SamplingParams, TokenEvent
+from engine.run.core import EngineCore
 
 # Rounding moves a log-probability by less (qwen3 by up to 2e-4, the others 1e-5), any one harm to
 # the KV of 1,500 tokens moves one of a dozen by more: every comparison shows the one, `test_oracle`

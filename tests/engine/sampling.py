@@ -8,10 +8,10 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from engine.constraints import Masks
+from engine.api import Masks
 from engine.request import RequestId, RequestSpec, SampledToken, SamplingParams, ScheduledSeq
-from engine.sampler import Sampler
-from engine.sampling_noise import position_keys
+from engine.sampling.noise import position_keys
+from engine.sampling.sampler import Sampler
 
 EOS = 3
 GREEDY = SamplingParams(temperature=0.0)

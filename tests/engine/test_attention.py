@@ -20,14 +20,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.native_build import Target, build, cpu_features, for_target
-from engine.attention.kernels import AttentionShape, HeadNorms, Kernels, Rotation
-from engine.attention.native_kernels import NativeKernels, native_library, pick_kernels
-from engine.attention.paged_kv import LayerKv
-from engine.attention.recipe import KERNELS
-from engine.attention.torch_kernels import TorchKernels
+from engine.kernels.native.native_kernels import NativeKernels, native_library, pick_kernels
+from engine.kernels.native.recipe import KERNELS
+from engine.kernels.paged_kv import LayerKv
+from engine.kernels.protocol import AttentionShape, HeadNorms, Kernels, Rotation
+from engine.kernels.step_batch import StepBatch, pack
+from engine.kernels.torch.torch_kernels import TorchKernels
 from engine.models.rope import RopeConfig, RotaryTable
 from engine.request import RequestId, ScheduledSeq
-from engine.step_batch import StepBatch, pack
 
 CPU = torch.device("cpu")
 BF16, F32 = torch.bfloat16, torch.float32

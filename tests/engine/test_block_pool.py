@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from engine.block_pool import BlockPool
+from engine.kv.block_pool import BlockPool
 from kv_transfer.block_hash import BlockHash
 from kv_transfer.layout import NULL_BLOCK, BlockId
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from baton.config.engine import EngineConfig
-from engine import compute_threads
 from engine.request import StepPlan
+from engine.run import compute_threads
 from tests.engine import checkpoints
 from tests.engine.driving import set_up
 

@@ -19,9 +19,6 @@ from hypothesis import strategies as st
 
 from baton.config.engine import EngineConfig
 from baton.model_folder import find_text_files
-from engine.build import load_decoder, load_model_spec, lone_engine
-from engine.constraints import GrammarCompiler
-from engine.core import EngineCore
 from engine.errors import InvalidRequestError
 from engine.request import (
     FinishedEvent,
@@ -33,16 +30,12 @@ from engine.request import (
     SamplingParams,
     TokenEvent,
 )
+from engine.run.build import load_decoder, load_model_spec, lone_engine
+from engine.run.core import EngineCore
+from engine.sampling.constraints import GrammarCompiler
 from router.text import TextModel
 from router.text.grammar import Answer, Part, of_choice, of_lark, of_regex, of_schema
-from tests.engine.fakes import (
-    FakeEngine,
-    drain,
-    fake_config,
-    pair,
-    pool_is_whole,
-    spec_of,
-)
+from tests.engine.fakes import FakeEngine, drain, fake_config, pair, pool_is_whole, spec_of
 
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
 CONFIG = EngineConfig(

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.core import EngineCore
 from engine.request import (
     BlocksRemovedEvent,
     BlocksStoredEvent,
@@ -21,6 +20,7 @@ from engine.request import (
     StepPlan,
     TokenEvent,
 )
+from engine.run.core import EngineCore
 from kv_transfer.block_hash import CacheScope
 from tests.engine.fakes import (
     GREEDY,

@@ -13,7 +13,7 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from baton.config.engine import EngineConfig
-from engine.weights import SINGLE_FILE
+from engine.models.checkpoint.weights import SINGLE_FILE
 from tests.engine.driving import Driver, argmax, set_up
 
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"

@@ -12,19 +12,19 @@ import torch
 
 from baton.config.engine import EngineConfig
 from bench.random_model import SHAPES, random_model
-from engine import kv_sizing
 from engine.api import LocalDeviceMemory
-from engine.attention.paged_kv import PagedKv
-from engine.attention.torch_kernels import TorchKernels
-from engine.auto_choice import choose_device, device_of, main, why_no_gpu
-from engine.build import load_model_spec, region_layout, with_kv_memory
+from engine.kernels.paged_kv import PagedKv
+from engine.kernels.step_batch import pack
+from engine.kernels.torch.torch_kernels import TorchKernels
+from engine.models.checkpoint.folder import read_config
+from engine.models.checkpoint.weights import Checkpoint
 from engine.models.decoder import Decoder
-from engine.models.folder import read_config
 from engine.models.loading import WeightLoader
 from engine.models.sharding import shard_of
 from engine.request import RequestId, ScheduledSeq
-from engine.step_batch import pack
-from engine.weights import Checkpoint
+from engine.run import kv_sizing
+from engine.run.auto_choice import choose_device, device_of, main, why_no_gpu
+from engine.run.build import load_model_spec, with_kv_memory
 from tests.engine import checkpoints, families
 
 GIB = 1 << 30
@@ -150,7 +150,7 @@ def test_more_kv_than_there_is_memory_is_refused(
 def test_a_cpu_has_256_mib(monkeypatch: pytest.MonkeyPatch) -> None:
     spec, decoder = random_model(SHAPES["tiny"].hf_config(), "bfloat16", torch.device("cpu"))
     config = with_kv_memory(EngineConfig(device="cpu"), spec, decoder, None)
-    layout = region_layout(spec, config, 0, 1)
+    layout = spec.region_layout(config, 0, 1)
     assert layout.num_blocks * config.num_regions * spec.block_bytes(1) == 256 << 20
 
 
@@ -187,7 +187,7 @@ def test_a_step_stays_on_its_device_and_never_makes_the_host_wait(
         ScheduledSeq(RequestId(str(n)), np.zeros(count, np.uint32), start, tables, True)
         for n, (start, count) in enumerate([(5, 1), (100, 1), (40, 7), (90, 1), (0, 30)])
     ]
-    regions = region_layout(spec, config, 0, 1)
+    regions = spec.region_layout(config, 0, 1)
     decoder = Decoder(model, weights, shard, TorchKernels(), None)
     memory = LocalDeviceMemory(regions, config.num_regions, str(DEVICE))
     kv = PagedKv(memory, regions, DEVICE)

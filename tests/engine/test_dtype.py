@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import save_file
 
 from baton.config.engine import EngineConfig
-from engine.auto_choice import choose_dtype, main
-from engine.build import load_model_spec
 from engine.errors import ModelError
 from engine.request import RequestId, ScheduledSeq, StepPlan
+from engine.run.auto_choice import choose_dtype, main
+from engine.run.build import load_model_spec
 from tests.engine import checkpoints
 from tests.engine.driving import set_up
 
@@ -137,7 +137,7 @@ def test_auto_is_in_the_layout_and_the_fingerprint_as_the_dtype_it_became_and_in
     for features, dtype in (["avx512_bf16"], "bfloat16"), ([], "float32"):
         cpu_with(monkeypatch, *features)
         caplog.clear()
-        with caplog.at_level("INFO", "engine.build"):
+        with caplog.at_level("INFO", "engine.run.build"):
             auto, explicit = (
                 load_model_spec(str(tmp_path), EngineConfig(dtype=name)) for name in ("auto", dtype)
             )

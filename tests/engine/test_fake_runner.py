@@ -10,10 +10,10 @@ import pytest
 
 from baton.config.engine import FakeEngineConfig
 from engine.api import LocalKvMemory, LocalSink
-from engine.core import EngineCore
-from engine.fake_runner import FakeRunner, FakeTp, fake_model_spec
-from engine.mixing import mix, mix_all
 from engine.request import RequestId, ScheduledSeq, StepPlan
+from engine.run.core import EngineCore
+from engine.run.fake_runner import FakeRunner, FakeTp, fake_model_spec
+from engine.sampling.mixing import mix, mix_all
 from kv_transfer.layout import RegionLayout
 from tests.engine.fakes import GREEDY, FakeEngine, alone, drain, fake_config, prompt, spec_of
 

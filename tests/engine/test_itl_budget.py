@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from baton.config.engine import EngineConfig, FakeEngineConfig
-from engine.core import EngineCore
 from engine.request import SampledToken, StepPlan, TokenEvent
-from engine.step_work import StepWork
+from engine.run.core import EngineCore
+from engine.schedule.step_work import StepWork
 from tests.engine.fakes import (
     GREEDY,
     FakeEngine,

@@ -8,9 +8,9 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from engine.kv_cache import KvCache
+from engine.kv.kv_cache import KvCache
+from engine.kv.request_blocks import RequestBlocks, first_live_block, span_blocks
 from engine.request import BlocksStoredEvent
-from engine.request_blocks import RequestBlocks, first_live_block, span_blocks
 from kv_transfer.block_hash import SHARED_BY_ALL
 from kv_transfer.layout import KvLayout, LayerGroup, TensorSpec
 

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from engine.layer_pushes import LayerPushes
+from engine.run.layer_pushes import LayerPushes
 from tests.engine.layer_sinks import LAYOUT, PUSHES, Sink
 
 WAIT_S = 10.0
 HUNG_DEVICE = """
 import threading
-from engine.layer_pushes import LayerPushes
+from engine.run.layer_pushes import LayerPushes
 from tests.engine.layer_sinks import LAYOUT, PUSHES, Sink
 
 class Never:

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from engine.learned_rates import LearnedRates
 from engine.request import RequestId, ScheduledSeq, StepPlan
+from engine.schedule.learned_rates import LearnedRates
 from tests.engine.fakes import prompt
 
 

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from baton.native_build import build, cpu_features, for_target
-from engine.attention import packed_weights
-from engine.attention.kernels import Kernels
-from engine.attention.native_kernels import native_library, pick_kernels
-from engine.attention.packed_weights import PackedWeight
-from engine.attention.recipe import KERNELS
-from engine.attention.torch_kernels import TorchKernels
+from engine.kernels.native import packed_weights
+from engine.kernels.native.native_kernels import native_library, pick_kernels
+from engine.kernels.native.packed_weights import PackedWeight
+from engine.kernels.native.recipe import KERNELS
+from engine.kernels.protocol import Kernels
+from engine.kernels.torch.torch_kernels import TorchKernels
 from engine.models.config import MoeConfig
 from engine.models.mlp import (
     DenseMlp,

@@ -9,7 +9,6 @@ import torch
 import transformers
 
 from engine.models.config import ModelConfig, model_config
-from engine.models.folder import kv_layout
 from engine.models.rope import inverse_frequencies
 
 BASE = {
@@ -70,12 +69,12 @@ def test_head_dim_and_kv_heads_are_derived_where_they_are_not_given() -> None:
 
 def test_each_run_of_layers_with_one_window_is_a_layer_group() -> None:
     qwen = read("Qwen2", use_sliding_window=True, sliding_window=9, max_window_layers=4)
-    groups = kv_layout(qwen, 16, "bfloat16").groups
+    groups = qwen.kv_layout(16, "bfloat16").groups
     assert [(g.first_layer, g.num_layers, g.window) for g in groups] == [(0, 4, None), (4, 2, 9)]
     kinds = ["sliding_attention", "full_attention", "full_attention"] * 2
     settings = {"use_sliding_window": True, "sliding_window": 9, "num_key_value_heads": 4}
     mixed = read("Qwen3", layer_types=kinds, **settings)
-    groups = kv_layout(mixed, 16, "bfloat16").groups
+    groups = mixed.kv_layout(16, "bfloat16").groups
     assert [(g.first_layer, g.num_layers, g.window) for g in groups] == [
         (0, 1, 9),
         (1, 2, None),

@@ -16,14 +16,8 @@ import transformers
 
 from baton.config.engine import EngineConfig
 from engine.api import LocalDeviceMemory, LocalSink
-from engine.build import (
-    build_runner,
-    load_decoder,
-    load_lone_engine,
-    load_model_spec,
-    region_layout,
-)
 from engine.request import SamplingParams
+from engine.run.build import build_runner, load_decoder, load_lone_engine, load_model_spec
 from tests.engine import checkpoints, families
 from tests.engine.driving import Driver, Setup, generate, random_prompt, set_up
 from tests.engine.fakes import pool_is_whole
@@ -152,7 +146,7 @@ def test_a_kv_pool_on_another_device_than_the_model_is_refused(
     path = str(folders("qwen3"))
     config = EngineConfig(dtype="float32", num_blocks=8, num_threads=1)
     model = load_model_spec(path, config)
-    memory = LocalDeviceMemory(region_layout(model, config, 0, 1), config.num_regions, "meta")
+    memory = LocalDeviceMemory(model.region_layout(config, 0, 1), config.num_regions, "meta")
     with pytest.raises(TypeError, match="lies on meta"):
         build_runner(
             load_decoder(path, config, model, None), config, model, memory, LocalSink(), None

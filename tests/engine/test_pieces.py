@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.attention.pieces import KEY_STEP, Cutting, cut
+from engine.kernels.pieces import KEY_STEP, Cutting, cut
 
 
 @settings(max_examples=200, deadline=None)

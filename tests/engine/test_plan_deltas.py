@@ -7,8 +7,8 @@ import pickle
 import numpy as np
 import pytest
 
-from engine.plan_deltas import LostPlanError, PlanDecoder, PlanEncoder
 from engine.request import BlockPush, HandoffId, RequestId, ScheduledSeq, StepPlan
+from engine.run.plan_deltas import LostPlanError, PlanDecoder, PlanEncoder
 from kv_transfer.layout import BlockId
 
 

@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.overrides import TorchFunctionMode
 
-from engine.admission import check_sampling
-from engine.constraints import Masks
+from engine.api import Masks
 from engine.errors import InvalidRequestError
 from engine.request import SamplingParams
-from engine.sampling_noise import gumbel_noise, noise_of_tokens, row_keys
+from engine.sampling.noise import gumbel_noise, noise_of_tokens, row_keys
+from engine.schedule.admission import check_sampling
 from tests.engine.sampling import EOS, GREEDY, frequencies, ids, keys_of, random_logits, sample
 
 

@@ -11,17 +11,8 @@ import torch
 import transformers
 
 from baton.config.engine import EngineConfig
-from engine.build import (
-    load_model_spec,
-    region_layout,
-)
-from engine.request import (
-    BlockPush,
-    HandoffId,
-    RequestId,
-    ScheduledSeq,
-    StepPlan,
-)
+from engine.request import BlockPush, HandoffId, RequestId, ScheduledSeq, StepPlan
+from engine.run.build import load_model_spec
 from kv_transfer.layout import BlockId
 from tests.engine import checkpoints, families
 from tests.engine.driving import Setup, random_prompt, set_up
@@ -103,16 +94,16 @@ def test_kv_lies_where_the_region_layout_says(setup: Setup) -> None:
 
 def test_blocks_per_region_follow_from_memory_or_count(folder: Path) -> None:
     spec = load_model_spec(str(folder), CONFIG)
-    assert region_layout(spec, CONFIG, 0, 1).num_blocks == 16
+    assert spec.region_layout(CONFIG, 0, 1).num_blocks == 16
     for size in (1, 2, 4):
         config = EngineConfig(dtype="float32", kv_memory_bytes=1 << 20, num_regions=3)
-        layouts = [region_layout(spec, config, rank, size) for rank in range(size)]
+        layouts = [spec.region_layout(config, rank, size) for rank in range(size)]
         assert len({layout.num_blocks for layout in layouts}) == 1
         for layout in layouts:
             per_block = layout.num_bytes() // layout.num_blocks
             assert 0 <= (1 << 20) - 3 * layout.num_bytes() < 3 * per_block
     with pytest.raises(ValueError, match="kv_memory_bytes=100"):
-        region_layout(spec, EngineConfig(kv_memory_bytes=100), 0, 1)
+        spec.region_layout(EngineConfig(kv_memory_bytes=100), 0, 1)
 
 
 @pytest.mark.parametrize("family", families.FAMILIES)

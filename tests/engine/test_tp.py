@@ -14,13 +14,13 @@ import pytest
 import torch
 
 from baton.config.engine import EngineConfig
-from engine.build import load_model_spec
-from engine.core import warm_up
 from engine.errors import ShardingError
 from engine.models.config import model_config
 from engine.models.sharding import shard_of
 from engine.request import StepPlan
-from engine.tp import TpGroup, TpPeerError
+from engine.run.build import load_model_spec
+from engine.run.core import warm_up
+from engine.run.tp import TpGroup, TpPeerError
 from kv_transfer.layout import TensorSpec
 from tests.engine import checkpoints, families, tp_rank
 from tests.engine.driving import Driver, Setup, generate, random_prompt, set_up

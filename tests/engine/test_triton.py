@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.attention.native_kernels import pick_kernels
+from engine.kernels.native.native_kernels import pick_kernels
 
 ROOT = Path(__file__).parents[2]
 PARTS = {

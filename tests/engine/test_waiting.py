@@ -7,7 +7,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from engine.core import EngineCore
 from engine.request import (
     NoCapacityEvent,
     RequestId,
@@ -16,6 +15,7 @@ from engine.request import (
     SampledToken,
     TokenEvent,
 )
+from engine.run.core import EngineCore
 from tests.engine.fakes import (
     GREEDY,
     FakeEngine,

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from baton.config.engine import EngineConfig
-from engine.build import build_engine
-from engine.core import warm_up
 from engine.request import SampledToken, StepPlan
+from engine.run.build import build_engine
+from engine.run.core import warm_up
 from tests.engine import checkpoints, families
 from tests.engine.driving import random_prompt, set_up
 from tests.engine.fakes import (

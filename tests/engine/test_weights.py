@@ -17,11 +17,11 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from baton.config.engine import EngineConfig
-from engine import weights
-from engine.build import load_model_spec
 from engine.errors import CheckpointError, UnsupportedModelError
-from engine.models.folder import resolve
-from engine.weights import INDEX_FILE, SINGLE_FILE, Checkpoint, weights_digest
+from engine.models.checkpoint import weights
+from engine.models.checkpoint.folder import resolve
+from engine.models.checkpoint.weights import INDEX_FILE, SINGLE_FILE, Checkpoint, weights_digest
+from engine.run.build import load_model_spec
 from tests.engine import checkpoints
 from tests.engine.driving import Driver, generate, set_up
 

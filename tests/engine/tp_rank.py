@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from baton.config.engine import EngineConfig
-from engine.tp import TpGroup, TpPeerError, follow
+from engine.run.tp import TpGroup, TpPeerError, follow
 from tests.engine.driving import set_up
 
 LOST_PEER = 7  # exit status

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from engine.core import EngineCore
 from engine.errors import InvalidRequestError
 from engine.request import HandoffId, RequestSpec, SampledToken, StepPlan
+from engine.run.core import EngineCore
 from tests.engine.fakes import FakeEngine, fake_config, pool_is_whole
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from baton.control_client import ControlClient
+from baton.control.client import ControlClient
 from baton.v1 import control_pb2
 from deploy.api.generate import CHART
 from tests.deploy.schemas import REAL_CRD, check_ray_cluster

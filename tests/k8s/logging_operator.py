@@ -6,7 +6,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from baton.control_client import ControlClient
+from baton.control.client import ControlClient
 from deploy.controller import __main__ as operator
 from deploy.controller.kit.connection import Call, Connection, Timeouts
 

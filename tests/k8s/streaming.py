@@ -24,7 +24,7 @@ import numpy as np
 from baton.client import AsyncClient
 from baton.client.events import Event, Migrated, Routed, Tokens
 from baton.config.cluster import parse_config
-from baton.control_client import ControlClient
+from baton.control.client import ControlClient
 from baton.errors import BatonError
 from baton.link.frames import LinkError
 from deploy.api.naming import snake_keys

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from baton.control_client import ControlClient
+from baton.control.client import ControlClient
 from deploy.controller.manifests.common import POOL_LABEL
 from tests.cluster.metadata_server import Machines, serving_machines
 from tests.k8s.control_plane.plane import ControlPlane

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from baton.client import AsyncClient
 from baton.client.events import Routed
-from baton.control_client import ControlClient
+from baton.control.client import ControlClient
 from baton.v1 import common_pb2, control_pb2
 from tests.k8s.installed import FAKE, Installed, control_address, on_pods, router_addresses
 from tests.k8s.kubelet.kubelet import Kubelet

@@ -8,7 +8,7 @@ import pytest
 
 from baton.client import Client
 from baton.client.credentials import Tls
-from baton.control_client import ControlClient
+from baton.control.client import ControlClient
 from baton.errors import PermissionDeniedError, UnauthenticatedError
 from tests.certificates import Authority
 from tests.identities import WORKER, identity

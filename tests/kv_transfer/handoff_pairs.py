@@ -12,7 +12,7 @@ from transfer_sides import FIRST, LAYOUT, NUM_BLOCKS, LocalSide, RemoteSide, Sid
 from baton.config.transfer import TransferConfig
 from kv_transfer.layout import HandoffId
 from kv_transfer.lease import Lease
-from kv_transfer.rank import make_transport
+from kv_transfer.transports.by_name import make_transport
 
 HERE, THERE = list(range(100, 100 + NUM_BLOCKS)), list(range(200, 200 + NUM_BLOCKS))
 

@@ -17,8 +17,8 @@ from baton.config.transfer import TransferConfig
 from baton.v1 import transfer_pb2
 from kv_transfer.layout import KvLayout
 from kv_transfer.lease import Lease, Receipt
-from kv_transfer.memory_transport import MemoryNetwork, Operation
 from kv_transfer.process import ProcessIdentity
+from kv_transfer.transports.memory_transport import MemoryNetwork, Operation
 
 CONFIG = TransferConfig(transport="memory", renew_within_s=5, ack_timeout_s=4, tombstone_s=100)
 

@@ -24,7 +24,7 @@ from ways import runs_between
 
 from baton.config.transfer import TransferConfig
 from kv_transfer.transport import FlushResult, PutBatch
-from kv_transfer.ucx.transport import UcxTransport
+from kv_transfer.transports.ucx.transport import UcxTransport
 
 CONFIG = TransferConfig(ucx_library=sys.argv[2] if len(sys.argv) > 2 else "wheel")
 CHUNK, NUM_CHUNKS = 1 << 20, 48  # more than two sockets hold

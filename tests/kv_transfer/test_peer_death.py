@@ -22,7 +22,7 @@ from baton.config.transfer import TransferConfig
 from kv_transfer.errors import HandoffError
 from kv_transfer.lease_table import LeaseFailure
 from kv_transfer.process import ProcessIdentity, is_gone
-from kv_transfer.rank import make_transport
+from kv_transfer.transports.by_name import make_transport
 
 CONFIG = TransferConfig(keepalive_s=0.5)
 

@@ -18,18 +18,13 @@ from handoff_pairs import HERE, THERE
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from manual_world import EVERY_KIND, World
-from transfer_sides import (
-    BLOCKS_PER_REGION,
-    NUM_BLOCKS,
-    ONE_HEAD,
-    pool_content,
-)
+from transfer_sides import BLOCKS_PER_REGION, NUM_BLOCKS, ONE_HEAD, pool_content
 
 from baton.config.transfer import TransferConfig
 from kv_transfer.errors import HandoffError, LeaseError
 from kv_transfer.layout import HandoffId, RegionLayout
 from kv_transfer.lease import Lease
-from kv_transfer.memory_transport import Operation
+from kv_transfer.transports.memory_transport import Operation
 
 CONFIG = TransferConfig(transport="memory", renew_within_s=6, ack_timeout_s=4, tombstone_s=1000)
 

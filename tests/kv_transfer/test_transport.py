@@ -24,11 +24,12 @@ from baton.config.transfer import TransferConfig
 from kv_transfer.errors import TransportError
 from kv_transfer.layout import RegionLayout
 from kv_transfer.lease import Lease, LeaseId, RankLease, WorkerIdentity
-from kv_transfer.memory_transport import MemoryNetwork, Operation, ThreadScheduler
-from kv_transfer.rank import TransferRank, make_transport
+from kv_transfer.rank import TransferRank
 from kv_transfer.transport import FlushResult, PutBatch, Transport
-from kv_transfer.ucx.native import CommandQueue, NativeQueue, make_queue
-from kv_transfer.ucx.transport import UcxTransport
+from kv_transfer.transports.by_name import make_transport
+from kv_transfer.transports.memory_transport import MemoryNetwork, Operation, ThreadScheduler
+from kv_transfer.transports.ucx.native import CommandQueue, NativeQueue, make_queue
+from kv_transfer.transports.ucx.transport import UcxTransport
 
 CONFIGS = [TransferConfig(transport="memory"), TransferConfig(), TransferConfig(native=False)]
 
@@ -257,7 +258,7 @@ def test_an_expandable_segment_is_refused_by_name() -> None:
     code = (
         "import torch\n"
         "from baton.config.transfer import TransferConfig\n"
-        "from kv_transfer.rank import make_transport\n"
+        "from kv_transfer.transports.by_name import make_transport\n"
         "pool = torch.zeros(4 << 20, dtype=torch.uint8, device='cuda')\n"
         "make_transport(TransferConfig()).register(pool, 1, 1)\n"
     )
@@ -276,7 +277,7 @@ def test_an_expandable_segment_is_refused_by_name() -> None:
 def test_the_loop_is_compiled_where_it_can_be_and_else_in_python(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from kv_transfer.ucx.binding import load
+    from kv_transfer.transports.ucx.binding import load
 
     ucp = load(TransferConfig())
     worker: Any = SimpleNamespace(handle=0, descriptor=0)

@@ -38,9 +38,10 @@ from kv_transfer.layout import (
 from kv_transfer.lease import FirstToken, Lease, Receipt, WorkerIdentity
 from kv_transfer.lease_table import LeaseFailure, LeaseTable
 from kv_transfer.process import is_gone
-from kv_transfer.rank import TransferRank, make_transport
+from kv_transfer.rank import TransferRank
 from kv_transfer.routes import RankPair
 from kv_transfer.transport import TransferMemory, Transport
+from kv_transfer.transports.by_name import make_transport
 
 NUM_REGIONS, BLOCKS_PER_REGION = 3, 8
 NUM_BLOCKS = NUM_REGIONS * BLOCKS_PER_REGION
@@ -313,7 +314,8 @@ class RemoteSide:
         """`forkserver` starts in a tenth of the time of `spawn`, but reaps a killed process."""
         context = multiprocessing.get_context(start_method)
         if start_method == "forkserver":
-            context.set_forkserver_preload(["transfer_sides", "kv_transfer.ucx.transport"])
+            preloaded = ["transfer_sides", "kv_transfer.transports.ucx.transport"]
+            context.set_forkserver_preload(preloaded)
         self._pipe, there = context.Pipe()
         self.process = context.Process(target=serve_side, args=(spec, there), daemon=True)
         self.process.start()

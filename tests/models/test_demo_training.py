@@ -8,8 +8,8 @@ import torch
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 from baton.config.engine import EngineConfig
-from engine.build import load_lone_engine
 from engine.request import SamplingParams
+from engine.run.build import load_lone_engine
 from tests.engine.greedy import run_alone
 from tests.models.training_scripts import run
 from tests.path.oracles import ids_of

@@ -23,8 +23,8 @@ from baton.client import AsyncClient
 from baton.config.router import RouterConfig
 from baton.errors import InvalidRequestError
 from baton.v1 import router_pb2
-from engine.build import load_lone_engine
 from engine.request import RequestId, RequestSpec, SamplingParams
+from engine.run.build import load_lone_engine
 from router.door.door import Door
 from router.door.server import RouterServer
 from router.router import Router

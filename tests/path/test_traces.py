@@ -17,7 +17,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 from baton.config.router import RouterConfig
 from baton.v1 import common_pb2, router_pb2, router_pb2_grpc
-from engine.build import load_model_spec
+from engine.run.build import load_model_spec
 from router.door.door import Door
 from router.door.page import seen
 from router.door.server import RouterServer

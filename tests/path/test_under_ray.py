@@ -12,7 +12,7 @@ import pytest
 
 from baton.client import AsyncClient
 from baton.config.cluster import parse_config
-from baton.control_client import ControlClient
+from baton.control.client import ControlClient
 from baton.v1 import control_pb2, worker_pb2
 from cluster.local.bring_up import RunningCluster, up
 from cluster.local.process_tree import descendants, wait_until_gone

@@ -26,8 +26,8 @@ from baton.v1 import (
     worker_pb2,
 )
 from cluster.worker.rank import free_port
-from engine.build import load_lone_engine
 from engine.request import SampledToken, SamplingParams
+from engine.run.build import load_lone_engine
 from tests.cluster.fleet_processes import Fleet, started
 from tests.engine import checkpoints
 from tests.engine.greedy import Greedy, run_alone

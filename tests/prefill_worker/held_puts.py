@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kv_transfer.memory_transport import Operation, ThreadScheduler
+from kv_transfer.transports.memory_transport import Operation, ThreadScheduler
 
 
 class HeldPuts(ThreadScheduler):

@@ -13,20 +13,13 @@ import pytest
 from baton.config.transfer import TransferConfig
 from baton.v1 import worker_pb2
 from cluster.worker.worker import Worker
-from engine.fake_runner import FakeRunner
 from engine.request import PrefilledEvent, SampledToken, StepPlan
+from engine.run.fake_runner import FakeRunner
 from engine.wire import read_spec
 from kv_transfer.lease import Lease, Receipt
-from kv_transfer.memory_transport import MemoryNetwork
+from kv_transfer.transports.memory_transport import MemoryNetwork
 from prefill_worker.role import PrefillRun
-from tests.cluster.conftest import (
-    TIMED_ENGINE,
-    HeldStep,
-    Oracle,
-    load_of,
-    make_spec,
-    until,
-)
+from tests.cluster.conftest import TIMED_ENGINE, HeldStep, Oracle, load_of, make_spec, until
 from tests.decode_worker.links import paired
 from tests.prefill_worker.held_puts import HeldPuts
 

@@ -34,7 +34,7 @@ from baton.errors import (
     PermissionDeniedError,
     UnauthenticatedError,
 )
-from baton.identity.reread import Reread
+from baton.reread import Reread
 from baton.v1 import router_pb2, router_pb2_grpc
 from router.__main__ import operator_port
 from router.door import access

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from baton.config.engine import EngineConfig, FakeEngineConfig
 from baton.config.router import RouterConfig
 from baton.config.workers import RegistryConfig
-from baton.control_client import ControlClient
+from baton.control.client import ControlClient
 from baton.v1 import common_pb2, control_pb2, router_pb2, worker_pb2
 from cluster.pools.role_plan import Role
 from cluster.registry.control_service import Changes, serve

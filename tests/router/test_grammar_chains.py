@@ -14,8 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from baton.grammar_chains import MAX_CHAIN
-from engine.constraints import GrammarCompiler
 from engine.errors import InvalidRequestError as RefusedByEngine
+from engine.sampling.constraints import GrammarCompiler
 from router.text.grammar import GrammarError, of_lark, of_regex, of_schema
 
 ROOT = Path(__file__).resolve().parents[2]

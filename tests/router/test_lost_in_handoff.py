@@ -14,7 +14,7 @@ from baton.config.workers import DecodeConfig
 from baton.v1 import common_pb2
 from cluster.pools.role_plan import Role
 from cluster.worker.worker import Worker
-from kv_transfer.memory_transport import MemoryNetwork
+from kv_transfer.transports.memory_transport import MemoryNetwork
 from tests.cluster.conftest import nothing_held, running_worker
 from tests.prefill_worker.held_puts import HeldPuts
 from tests.router.answers import failures_of

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from baton.config.workers import POD_LABEL, PORT_VARIABLE, pod_resource
 from baton.identity.keys import Role
-from baton.process_log import LOG_VARIABLE, SETTINGS_VARIABLE
+from baton.process.log import LOG_VARIABLE, SETTINGS_VARIABLE
 from deploy.api.serving_cluster import ModelSource, ServingClusterSpec, SpotNotices
 from deploy.api.worker_pool import WorkerPoolSpec, seconds
 from deploy.controller.manifests.cluster_yaml import model_name, model_path, pool_device

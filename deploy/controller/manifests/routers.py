@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 
 from baton.config.router import AuthConfig, RouterConfig, TlsConfig
-from baton.process_log import SETTINGS_VARIABLE
+from baton.process.log import SETTINGS_VARIABLE
 from deploy.api.naming import GROUP
 from deploy.api.serving_cluster import RouterSpec, RouterTls, ServingClusterSpec
 from deploy.controller.manifests.common import (

@@ -13,7 +13,7 @@ from array import array
 
 from baton.config.transfer import TransferConfig
 from kv_transfer.transport import BlockAddresses, CopyPath, FlushResult, PutBatch, Runs
-from kv_transfer.ucx.transport import UcxTransport
+from kv_transfer.transports.ucx.transport import UcxTransport
 
 _BYTES = 1 << 20
 _KEEPALIVE_S = 0.5

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from baton.config.workers import RegistryConfig
-from baton.control_client import ControlClient
+from baton.control.client import ControlClient
 from cluster.registry.control_service import Changes, serve
 from cluster.registry.registry import Registry
 from deploy.api.worker_pool import RolePlan, WorkerPoolSpec

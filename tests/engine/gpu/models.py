@@ -9,11 +9,11 @@ import torch
 
 from baton.config.engine import EngineConfig
 from bench.random_model import random_model
-from engine.attention.native_kernels import pick_kernels
-from engine.attention.paged_kv import TORCH_DTYPES
-from engine.build import lone_engine
-from engine.core import EngineCore
+from engine.kernels.native.native_kernels import pick_kernels
+from engine.kernels.paged_kv import TORCH_DTYPES
 from engine.request import SamplingParams
+from engine.run.build import lone_engine
+from engine.run.core import EngineCore
 from tests.engine.families import VOCAB, hf_config, random_weight
 from tests.engine.greedy import Greedy, run_alone
 

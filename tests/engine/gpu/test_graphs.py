@@ -10,10 +10,9 @@ import torch
 
 from bench.random_model import random_model
 from engine.api import LocalDeviceMemory
-from engine.attention.native_kernels import pick_kernels
-from engine.attention.paged_kv import PagedKv
-from engine.core import EngineCore
-from engine.cuda_graphs import DecodeGraphs, DecodeInputs, bucket_of
+from engine.kernels.native.native_kernels import pick_kernels
+from engine.kernels.paged_kv import PagedKv
+from engine.kernels.step_batch import pack
 from engine.request import (
     RequestId,
     RequestSpec,
@@ -22,7 +21,8 @@ from engine.request import (
     ScheduledSeq,
     TokenEvent,
 )
-from engine.step_batch import pack
+from engine.run.core import EngineCore
+from engine.run.cuda_graphs import DecodeGraphs, DecodeInputs, bucket_of
 from kv_transfer.layout import RegionLayout
 from tests.engine.families import hf_config
 from tests.engine.gpu.models import answers, config_on, engine_on, prompts_of
@@ -45,7 +45,7 @@ def test_padded_inputs_give_the_same_hidden_states_and_write_the_same_kv(
     kernels = pick_kernels(torch.device("cuda"), torch.float32)
     if kernels.name != "triton":
         pytest.skip("torch's kernels take no padded inputs")
-    from engine.attention.triton_kernels import decode_cutting
+    from engine.kernels.triton.triton_kernels import decode_cutting
 
     spec, decoder = random_model(hf_config(family), "float32", device, kernels=kernels)
     regions = RegionLayout(spec.layout, 0, 1, 60)

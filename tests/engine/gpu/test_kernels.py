@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from engine.api import LocalDeviceMemory
-from engine.attention import decode_rows
-from engine.attention.kernels import AttentionShape, HeadNorms, Kernels, Rotation
-from engine.attention.native_kernels import pick_kernels
-from engine.attention.paged_kv import TORCH_DTYPES, LayerKv, PagedKv
-from engine.attention.torch_kernels import TorchKernels
+from engine.kernels.native.native_kernels import pick_kernels
+from engine.kernels.paged_kv import TORCH_DTYPES, LayerKv, PagedKv
+from engine.kernels.protocol import AttentionShape, HeadNorms, Kernels, Rotation
+from engine.kernels.step_batch import StepBatch, pack
+from engine.kernels.torch import decode_rows
+from engine.kernels.torch.torch_kernels import TorchKernels
 from engine.request import RequestId, ScheduledSeq
-from engine.step_batch import StepBatch, pack
 from kv_transfer.layout import KvLayout, LayerGroup, RegionLayout, TensorSpec
 
 BLOCK_SIZE, KV_HEADS, HEADS, DIM = 16, 2, 8, 64

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.build import load_lone_engine
+from engine.run.build import load_lone_engine
 from tests.engine.families import FAMILIES
 from tests.engine.gpu.models import (
     GREEDY,

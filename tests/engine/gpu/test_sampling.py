@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from engine.constraints import Masks
+from engine.api import Masks
 from engine.request import RequestId, RequestSpec, SampledToken, SamplingParams, ScheduledSeq
-from engine.sampler import Sampler
+from engine.sampling.sampler import Sampler
 
 VOCAB = 5000
 SETTINGS = {

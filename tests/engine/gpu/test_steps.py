@@ -14,9 +14,7 @@ import torch
 
 from bench.random_model import SHAPES, random_model
 from engine.api import KvMemory, LocalDeviceMemory
-from engine.build import build_engine, build_runner, lone_engine, region_layout, with_kv_memory
-from engine.kv_sizing import step_peak_bytes
-from engine.layer_pushes import LayerPushes
+from engine.kernels.step_batch import pack
 from engine.loop import EngineThread
 from engine.request import (
     BlockPush,
@@ -28,7 +26,9 @@ from engine.request import (
     SamplingParams,
     TokenEvent,
 )
-from engine.step_batch import pack
+from engine.run.build import build_engine, build_runner, lone_engine, with_kv_memory
+from engine.run.kv_sizing import step_peak_bytes
+from engine.run.layer_pushes import LayerPushes
 from kv_transfer.layout import BlockId, KvLayout, LayerGroup, RegionLayout, TensorSpec
 from tests.engine.gpu.models import GREEDY, config_on, engine_on, prompts_of
 
@@ -53,7 +53,7 @@ def waiting_is_an_error(device: torch.device) -> Iterator[None]:
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen3-windows"])
 def test_from_a_plan_to_its_logits_the_host_never_waits(family: str, device: torch.device) -> None:
     from bench.random_model import random_model
-    from engine.attention.paged_kv import PagedKv
+    from engine.kernels.paged_kv import PagedKv
     from engine.request import ScheduledSeq
     from tests.engine.families import hf_config
 
@@ -121,7 +121,7 @@ class CopyingSink:
 def test_a_layer_is_written_when_the_sink_hears_of_it(device: torch.device) -> None:
     spec, decoder = random_model(TINY, "bfloat16", device)
     config = config_on(device, "bfloat16", max_num_batched_tokens=512, num_blocks=64)
-    sink, layout = CopyingSink(), region_layout(spec, config, 0, 1)
+    sink, layout = CopyingSink(), spec.region_layout(config, 0, 1)
     memory = LocalDeviceMemory(layout, config.num_regions, str(device))
     memory.buffer.fill_(0xFF)  # NaN
     sink.memory, sink.regions = memory, layout

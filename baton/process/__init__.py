@@ -1,0 +1,1 @@
+"""What every process of a cluster does with its log and its interpreter."""

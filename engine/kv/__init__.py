@@ -1,0 +1,1 @@
+"""KV blocks as numbers: who holds them, what they hold, when they are free. No tensor is here."""

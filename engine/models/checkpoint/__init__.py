@@ -1,0 +1,1 @@
+"""A model's folder: where it is, and what its files say."""

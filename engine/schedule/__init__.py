@@ -1,0 +1,1 @@
+"""What each step computes, and what came of it. Values in, values out: nothing computes here."""

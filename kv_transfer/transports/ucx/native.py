@@ -1,0 +1,286 @@
+"""The progress thread's command queue, and how its puts are posted.
+
+Compiled C reads and posts from a `NativeQueue` without the GIL, so a thread that holds the GIL for
+long delays no put. The plain `CommandQueue` is for machines without a compiler.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import select
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from ctypes import POINTER, addressof, byref, c_int, c_size_t, c_uint64, c_void_p
+from dataclasses import dataclass
+from pathlib import Path
+
+from baton.native_build import NativeBuildError, Recipe, build
+from kv_transfer.transport import OnFailed, PutBatch
+from kv_transfer.transports.ucx.binding import (
+    BUSY,
+    IN_PROGRESS,
+    OP_ATTR_MEMH,
+    RequestParams,
+    Status,
+    Ucp,
+    pointer_status,
+)
+from kv_transfer.transports.ucx.worker import UcxWorker
+
+log = logging.getLogger(__name__)
+
+POST_LOOP = Recipe(
+    "post_loop",
+    (Path(__file__).with_name("post_loop.c"),),
+    ("-O2", "-std=c11", "-shared", "-fPIC"),
+    ("cc", "gcc", "clang"),
+)
+
+
+class PutTarget(ctypes.Structure):
+    """Where puts go: libucp handles in a form that both queues read. The progress thread opens and
+    closes it; nothing is posted before or after."""
+
+    _fields_ = (
+        ("endpoint", c_void_p),
+        ("memory_handles_at", c_void_p),
+        ("rkeys_at", c_void_p),
+        ("busy_ns", c_uint64),
+    )
+    endpoint: int | None
+    busy_ns: int
+
+    def open(self, endpoint: int, memory_handles: Sequence[int], rkeys: Sequence[int]) -> None:
+        """`memory_handles` by source region, `rkeys` by target region."""
+        self.memory_handles = (c_void_p * len(memory_handles))(*memory_handles)
+        self.rkeys = (c_void_p * len(rkeys))(*rkeys)
+        self.memory_handles_at = addressof(self.memory_handles)
+        self.rkeys_at = addressof(self.rkeys)
+        self.endpoint = endpoint
+
+    def close(self) -> None:
+        self.endpoint = None
+
+    @property
+    def is_open(self) -> bool:
+        return self.endpoint is not None
+
+    def take_busy_s(self) -> float:
+        """Seconds spent posting since the last call."""
+        busy_ns, self.busy_ns = self.busy_ns, 0
+        return busy_ns / 1e9
+
+
+@dataclass(frozen=True, eq=False)
+class Put:
+    target: PutTarget
+    batch: PutBatch
+    on_failed: OnFailed
+    open_target: Callable[[], str | None]
+    """Open the target if possible. Returns why its keys were refused, or None."""
+
+
+Command = Callable[[], None] | Put
+
+
+class CommandQueue:
+    """Posts from Python: about 1 us per put, with the GIL held between puts.
+
+    Any thread may `add`. All other methods belong to the progress thread."""
+
+    def __init__(self, ucp: Ucp, worker: UcxWorker) -> None:
+        self._ucp, self._worker = ucp, worker
+        self._commands: deque[Command] = deque()
+        self._asleep = False
+        self.num_taken = 0
+        """Commands that have left the queue: taken or posted."""
+
+    def __len__(self) -> int:
+        return len(self._commands)
+
+    def add(self, command: Command) -> bool:
+        """Append a command. True: the progress thread sleeps, and this caller must signal it."""
+        self._commands.append(command)
+        was_asleep, self._asleep = self._asleep, False
+        return was_asleep
+
+    @property
+    def first(self) -> Command:
+        """The first command. The queue must not be empty."""
+        return self._commands[0]
+
+    def take(self) -> Command:
+        """Remove and return the first command."""
+        self.num_taken += 1
+        return self._commands.popleft()
+
+    def post(self) -> int:
+        """Post and remove puts from the front while their targets are open. Returns 0, or the
+        negative status of a failed put, which stays first."""
+        while self._commands:
+            first = self._commands[0]
+            if not isinstance(first, Put) or not first.target.is_open:
+                break
+            start_ns = time.perf_counter_ns()
+            status = self._post(first)
+            first.target.busy_ns += time.perf_counter_ns() - start_ns
+            if status < 0:
+                return status
+            self.take()
+        return 0
+
+    def sleep(self, inlet: UcxWorker) -> int:
+        """Wait for a peer's event, also at the inlet, or a signal, unless there is a command.
+        Returns the wait's status."""
+        status = 0
+        self._asleep = True
+        if not self._commands:  # checked after `_asleep` was set
+            status = self._wait(inlet)
+        self._asleep = False
+        return status
+
+    def _wait(self, inlet: UcxWorker) -> int:
+        """As `wait_for_either` in C."""
+        events = select.poll()
+        for worker in (self._worker, inlet):
+            status: int = self._ucp.ucp_worker_arm(worker.handle)
+            if status != 0:
+                return 0 if status == BUSY else status
+            events.register(worker.descriptor, select.POLLIN)
+        events.poll()
+        return 0
+
+    def _post(self, put: Put) -> int:
+        target, batch = put.target, put.batch
+        params = RequestParams(op_attr_mask=OP_ATTR_MEMH)
+        for source, remote, length, here, there in batch.runs.coalesced():
+            params.memory_handle = target.memory_handles[here]
+            request = self._ucp.ucp_put_nbx(
+                target.endpoint,
+                source + batch.source_offset,
+                length,
+                remote + batch.target_offset,
+                target.rkeys[there],
+                byref(params),
+            )
+            status = pointer_status(request)
+            if status < 0:
+                return status
+            if status == IN_PROGRESS:
+                self._ucp.ucp_request_free(request)
+        return 0
+
+
+class _Api(ctypes.Structure):
+    _fields_ = (
+        ("put", c_void_p),
+        ("progress", c_void_p),
+        ("release", c_void_p),
+        ("arm", c_void_p),
+        ("worker", c_void_p),
+        ("descriptor", c_int),
+    )
+
+
+class _Entry(ctypes.Structure):
+    _fields_ = (
+        ("next", c_void_p),
+        ("target", c_void_p),
+        ("path", c_void_p),
+        ("sources", c_void_p),
+        ("targets", c_void_p),
+        ("source_offset", c_uint64),
+        ("target_offset", c_uint64),
+        ("num_blocks", c_size_t),
+    )
+
+
+class _Queue(ctypes.Structure):
+    _fields_ = (
+        ("before", c_void_p),
+        ("last", c_void_p),
+        ("asleep", c_int),
+        ("status", c_int),
+        ("num_posted", c_uint64),
+    )
+
+
+class NativeQueue(CommandQueue):
+    """C posts, also while it waits in `sleep`; `post` returns a failure.
+
+    Keeps the commands twice, in one order: here, and as a list that C reads without the GIL."""
+
+    def __init__(self, ucp: Ucp, worker: UcxWorker, library: Path) -> None:
+        super().__init__(ucp, worker)
+        # Adding keeps the GIL (PyDLL) because it never waits; posting and waiting release it.
+        quick, slow = ctypes.PyDLL(str(library)), ctypes.CDLL(str(library))
+        self._c_add, self._c_take = quick.baton_add, quick.baton_take
+        self._c_post, self._c_sleep = slow.baton_post, slow.baton_sleep
+        self._c_add.argtypes = [POINTER(_Queue), POINTER(_Entry)]
+        self._c_take.restype, self._c_take.argtypes = None, [POINTER(_Queue)]
+        self._c_post.restype, self._c_post.argtypes = None, [POINTER(_Queue), POINTER(_Api)]
+        self._c_sleep.restype = Status
+        self._c_sleep.argtypes = [POINTER(_Queue), POINTER(_Api), c_void_p, c_int]
+        names = ("ucp_put_nbx", "ucp_worker_progress", "ucp_request_free", "ucp_worker_arm")
+        self._api = _Api(*map(ucp.address_of, names), worker.handle, worker.descriptor)
+        self._before = _Entry()  # the last one taken: C follows its `next`
+        address = addressof(self._before)
+        self._queue = _Queue(before=address, last=address)
+        self._entries: deque[_Entry] = deque()  # of the commands
+        self._lock = threading.Lock()  # keeps the commands and C's list equal
+
+    def add(self, command: Command) -> bool:
+        entry = _entry(command.target, command.batch) if isinstance(command, Put) else _Entry()
+        with self._lock:
+            self._commands.append(command)
+            self._entries.append(entry)
+            return bool(self._c_add(byref(self._queue), byref(entry)))
+
+    def take(self) -> Command:
+        with self._lock:
+            self._c_take(byref(self._queue))
+            self._before = self._entries.popleft()
+            return super().take()
+
+    def post(self) -> int:
+        self._c_post(byref(self._queue), byref(self._api))
+        return self._posted()
+
+    def sleep(self, inlet: UcxWorker) -> int:
+        queue, api = byref(self._queue), byref(self._api)
+        status: int = self._c_sleep(queue, api, inlet.handle, inlet.descriptor)
+        self._posted()
+        return status
+
+    def _posted(self) -> int:
+        for _ in range(self._queue.num_posted):
+            self._before = self._entries.popleft()
+            super().take()
+        self._queue.num_posted = 0
+        status: int = self._queue.status
+        return status
+
+
+def _entry(target: PutTarget, batch: PutBatch) -> _Entry:
+    runs = batch.runs
+    return _Entry(
+        None,
+        addressof(target),
+        *(words.buffer_info()[0] for words in (runs.path.packed, runs.sources, runs.targets)),
+        batch.source_offset,
+        batch.target_offset,
+        runs.num_blocks,
+    )
+
+
+def make_queue(ucp: Ucp, worker: UcxWorker, native: bool) -> CommandQueue:
+    """The compiled queue if `native` and it can be built, else the one in Python."""
+    if native:
+        try:
+            return NativeQueue(ucp, worker, build(POST_LOOP))
+        except (NativeBuildError, OSError) as error:
+            log.warning("the C loop cannot be built, so Python posts the puts: %s", error)
+    return CommandQueue(ucp, worker)
