@@ -61,7 +61,7 @@ def _printing_bars() -> Any:
     printed."""
     from tqdm.auto import tqdm  # type: ignore[import-untyped]
 
-    printed, lock = 0, threading.Lock()  # files come on threads of their own
+    printed, lock = 0, threading.Lock()  # files come on threads of their own; a bar has no lock
 
     class Bar(tqdm):  # type: ignore[misc]
         def __init__(self, *args: Any, **settings: Any) -> None:
@@ -70,8 +70,8 @@ def _printing_bars() -> Any:
 
         def update(self, n: float | None = 1) -> bool | None:
             nonlocal printed
-            drawn: bool | None = super().update(n)
             with lock:
+                drawn: bool | None = super().update(n)
                 if self.unit == "B" and self.n > printed:  # several bars count the same bytes
                     printed = int(self.n)
                     _print(fetched_bytes=printed, total_bytes=int(self.total or 0))
