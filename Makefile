@@ -94,7 +94,7 @@ check: setup $(BUF)  ## format, lint (images too), types, import rules, wire rul
 	@$(PY) tests/generated_code.py --check
 	@$(PY) -m deploy.api.generate --check
 
-crds: setup  ## regenerate deploy/crds/ and docs/reference/ from deploy/api
+crds: setup  ## regenerate the chart's CRDs and docs/reference/ from deploy/api
 	@$(PY) -m deploy.api.generate
 
 images:  ## the container images, $(IMAGES)/{worker,router,controller}, by docker, podman or buildah; ARGS="--build-arg ..."

@@ -1,5 +1,4 @@
-"""Writes `deploy/crds/` and `docs/reference/` from the dataclasses, and the chart's copies: a chart
-refers to nothing outside itself.
+"""Writes the chart's CRDs and schema of values, and `docs/reference/`, from the dataclasses.
 
 python -m deploy.api.generate [--check]
 """
@@ -9,7 +8,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +20,8 @@ from deploy.api.schema import schema_of
 from deploy.api.serving_cluster import CLUSTER_NAME, RAY_VERSION, ServingClusterSpec
 
 DEPLOY = Path(__file__).parents[1]
-CRDS = DEPLOY / "crds"
 CHART = DEPLOY / "charts" / "baton"
-FOLDERS = (CHART / "crds", CHART / "dashboards", CHART / "alerts")
-"""Folders that hold only copies."""
+CRDS = CHART / "crds"
 
 Schema = dict[str, Any]
 
@@ -43,18 +39,8 @@ def files() -> dict[Path, str]:
         + yaml.safe_dump(kind.crd(), sort_keys=False, width=100, allow_unicode=True)
         for kind in KINDS
     }
-    return crds | chart_files(crds) | reference_files()
-
-
-def chart_files(crds: Mapping[Path, str]) -> dict[Path, str]:
-    """The chart's generated files; `crds`: those of deploy/crds."""
-    files = {CHART / "crds" / path.name: text for path, text in crds.items()}
-    for pattern in ("dashboards/*.json", "alerts/*.yaml"):
-        files |= {
-            CHART / path.relative_to(DEPLOY): path.read_text() for path in DEPLOY.glob(pattern)
-        }
-    files[CHART / "values.schema.json"] = json.dumps(values_schema(), indent=1) + "\n"
-    return files
+    schema = json.dumps(values_schema(), indent=1) + "\n"
+    return crds | {CHART / "values.schema.json": schema} | reference_files()
 
 
 def values_schema() -> Schema:
@@ -113,7 +99,7 @@ def stale() -> list[Path]:
     """Files that are out of date, and those that nothing generates any more."""
     wanted = files()
     wrong = [path for path, text in wanted.items() if not path.exists() or path.read_text() != text]
-    found = [path for folder in (CRDS, *FOLDERS, REFERENCE) for path in folder.glob("*")]
+    found = [path for folder in (CRDS, REFERENCE) for path in folder.glob("*")]
     return sorted(wrong + [path for path in found if path not in wanted])
 
 
@@ -122,7 +108,7 @@ def main() -> None:
     parser.add_argument("--check", action="store_true", help="change nothing; fail where stale")
     if parser.parse_args().check:
         if found := stale():
-            names = ", ".join(str(path.relative_to(CRDS.parents[1])) for path in found)
+            names = ", ".join(str(path.relative_to(DEPLOY.parent)) for path in found)
             sys.exit(f"{names}: stale; run `make crds` and commit the result")
         return
     wanted = files()

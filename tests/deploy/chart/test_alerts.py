@@ -13,11 +13,11 @@ import pytest
 import yaml
 
 from baton import errors
-from deploy.api.generate import DEPLOY
+from deploy.api.generate import CHART, DEPLOY
 from tests.deploy.chart.chart import Helm, of_kind, one
 from tests.deploy.chart.told import labels, labels_in, names, names_in
 
-RULES = sorted((DEPLOY / "alerts").glob("*.yaml"))
+RULES = sorted((CHART / "alerts").glob("*.yaml"))
 GROUPS = [group for path in RULES for group in yaml.safe_load(path.read_text())["groups"]]
 ALERTS: Mapping[str, Any] = {rule["alert"]: rule for group in GROUPS for rule in group["rules"]}
 CASES = Path(__file__).with_name("alerts_test.yaml")

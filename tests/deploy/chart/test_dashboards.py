@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from deploy.api.generate import DEPLOY
+from deploy.api.generate import CHART
 from tests.deploy.chart.chart import Helm, of_kind
 from tests.deploy.chart.told import labels, labels_in, names, names_in
 
-DASHBOARDS = sorted((DEPLOY / "dashboards").glob("*.json"))
+DASHBOARDS = sorted((CHART / "dashboards").glob("*.json"))
 
 
 def expressions(path: Path) -> Iterable[str]:
