@@ -14,7 +14,7 @@ import pytest
 
 from baton import native_build
 from baton.native_build import X86_64_V2, NativeBuildError, Recipe, build, build_ahead, cache_folder
-from engine.attention.recipe import KERNELS
+from engine.kernels.native.recipe import KERNELS
 
 TARGETS = (*KERNELS.targets, X86_64_V2)
 needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
