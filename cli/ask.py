@@ -206,7 +206,7 @@ def explain(arguments: argparse.Namespace) -> int:
     if explained.unit:
         render.out().print(f"unit {explained.unit}", style="dim")
     if not explained.candidates:
-        render.out().print("no worker can take this prompt now; see `baton status`")
+        render.out().print("no worker has room for this prompt now; see `baton top`")
         return 1
     columns = (
         "prefill at", "decode at", ">cost", ">queue", ">prefill", ">transfer", ">decode",

@@ -258,6 +258,7 @@ def up(arguments: argparse.Namespace) -> int:
                 if cluster.http_address is not None:
                     scheme = "http" if config.router.tls is None else "https"
                     out.print(f"OpenAI's API at {scheme}://{cluster.http_address}/v1")
+                out.print(f"logs in {cluster.run_dir}", style="dim", markup=False)
                 out.print(f"try: {_first_question(config.router)}", style="dim", markup=False)
                 wanted = arguments.autoscale
                 with _autoscaler(config, cluster) if wanted else contextlib.nullcontext():

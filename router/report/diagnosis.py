@@ -8,6 +8,7 @@ and of long gaps compare. A root, such as one slow worker, scores above what fol
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
@@ -53,7 +54,8 @@ def diagnose(before: Snapshot, after: Snapshot, ttft_s: float, itl_s: float) -> 
     w, told = _Window(before, after, ttft_s, itl_s), []
     rules = (_late_first_tokens, _long_gaps, _slow_workers, _memory_and_cache)
     for cause, _, says, pool in sorted((f for rule in rules for f in rule(w)), key=lambda f: -f[1]):
-        more = 1 + sum(name.startswith(f"pace/{pool}/") for name in after)
+        num = sum(name.startswith(f"pace/{pool}/") for name in after)
+        more = w.enough(cause, num)
         told.append((cause, says, ACTIONS[cause].format(pool=pool, more=more)))
     return w.total("seconds"), w.figures(), told
 
@@ -109,6 +111,15 @@ class _Window:
         means = (_share(self.total(f"{what}/{it}"), self.total(f"workers/{it}")) for it in pools)
         return max(zip(means, pools), default=(0.0, ""))
 
+    def enough(self, cause: str, num: int) -> int:
+        """Workers instead of `num`, for those in line beside those at work (Little's law); at most
+        four times as many, since a line can grow without end."""
+        wait_s, work_s = {
+            "decode full": (self.for_decode_s, self.mean("decode_seconds")),
+            "prefill behind": (self.for_prefill_s, self.prefill_s),
+        }.get(cause, (0.0, 0.0))
+        return max(num + 1, min(4 * num, math.ceil(num * (1 + _share(wait_s, work_s)))))
+
     def is_burst(self, use: float) -> bool:
         looks, num = max(1.0, self.total("looks")), self.total("arrivals")
         variance = self.total("squared_arrivals") / looks - (num / looks) ** 2
@@ -149,6 +160,7 @@ def _late_first_tokens(w: _Window) -> Iterator[Found]:
     if w.for_prefill_s > least_s:
         half, cause = w.p("request_prompt_tokens", TOKENS, 0.5), "prefill behind"
         says = f"prompts wait {_time(w.for_prefill_s)} for {pool}, which is {use:.0%} busy"
+        says += f" and found {w.hits:.0%} of their tokens cached"
         if w.is_burst(use):
             cause = "bursts"
         elif w.length > UNEVEN * half:
@@ -181,7 +193,7 @@ def _slow_workers(w: _Window) -> Iterator[Found]:
     for (pool, worker), pace in paces.items():
         peers = [its for (of, name), its in paces.items() if of == pool and name != worker and its]
         if pace >= SLOW * (usual := median(peers or [pace])) > 0:
-            says = f"{worker} takes {pace / usual:.1f} times as long as others of {pool}"
+            says = f"{worker} takes {_time(pace)}, others of {pool} {_time(usual)}"
             yield "slow worker", pace / usual * max(w.late, w.long_gap), says, pool
 
 

@@ -48,6 +48,15 @@ def test_the_likeliest_cause_comes_first(traffic: str, change: dict[str, Any], c
     assert not any("{" in says + action for _, says, action in findings)
 
 
+def test_a_pool_is_scaled_to_what_waits_beside_what_runs() -> None:
+    """48 clients over 16 streams; the one prefill worker of the mixed load is asked for two."""
+    for traffic, action in ((SHORT, "scale decode 3"), (MIXED, "scale prefill 2")):
+        (_, _, told), *_ = diagnose(
+            RECORDED[traffic]["before"], RECORDED[traffic]["after"], 0.5, 0.1
+        )[2]
+        assert action in told
+
+
 def test_every_cause_is_shown() -> None:
     assert {cause for *_, causes in TABLE for cause in causes.split(", ")} - {""} == set(ACTIONS)
 
