@@ -10,6 +10,7 @@ import socket
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NoReturn
 
 import grpc
@@ -90,6 +91,12 @@ def streams(handler: Callable[[Any, CallContext], AsyncIterator[Message]]) -> Se
     return Served(handle)
 
 
+def _close_if_ended(arrived: socket.socket, taking_in: asyncio.Task[None]) -> None:
+    """Of a task that was ended before it began nobody else closes the socket."""
+    if taking_in.cancelled():
+        arrived.close()
+
+
 class LinkServer:
     """Own a listening port, its connections and their calls."""
 
@@ -127,7 +134,8 @@ class LinkServer:
                 log.error("no connection can be taken: %s", error)
                 await asyncio.sleep(_ACCEPT_AGAIN_S)
                 continue
-            self._begin(self._take_in(arrived, peer[0]))
+            taking_in = self._begin(self._take_in(arrived, peer[0]))
+            taking_in.add_done_callback(partial(_close_if_ended, arrived))
 
     async def _take_in(self, arrived: socket.socket, host: str) -> None:
         loop, tls = asyncio.get_running_loop(), self.identity.tls
