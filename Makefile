@@ -32,8 +32,12 @@ test-full: setup build/clients/light/.ready  ## every combination and the soaks
 	@$(PY) -m tests.k8s.control_plane.build || true
 	@$(PY) -m pytest -m "not gpu" --timeout 1800
 
-test-clients: setup build/clients/light/.ready build/clients/more/.ready  ## unchanged clients, lm-eval among them
+test-clients: setup build/clients/light/.ready build/clients/more/.ready build/clients/node/.ready  ## unchanged clients, Node's and lm-eval among them
 	@$(PY) -m pytest tests/clients
+
+build/clients/node/.ready: tests/clients/node.json
+	@mkdir -p $(@D) && cp $< $(@D)/package.json && npm install --silent --prefix $(@D) && touch $@ || \
+	  echo "$@ cannot be made: tests that need it are skipped" >&2
 
 build/clients/%/.ready: tests/clients/%.txt | setup
 	@$(PY) -m venv $(@D) && $(@D)/bin/pip install --disable-pip-version-check --quiet --retries 1 \

@@ -33,6 +33,11 @@ CLIENTS = {
     **dict.fromkeys(("langchain", "pydantic_ai"), EXPECTED.keys() - {"ends"}),
     **{"anthropic": EXPECTED.keys() - {"found", "ends"}, "litellm": EXPECTED.keys() - {"found"}},
 }
+NODE_CLIENTS = {
+    **{"openai": EXPECTED.keys() - {"usage"}, "@ai-sdk/openai": EXPECTED.keys() - {"ends"}},
+    **{"@openai/agents": {"streamed", "found"}},
+    **{"@anthropic-ai/sdk": {"streamed", "usage", "called"}},
+}
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
@@ -69,6 +74,15 @@ async def test_a_client_understands_what_it_gets(client: str, address: str) -> N
     for python in pythons[: 1 + (client == "openai")]:
         seen = json.loads(await printed(address, python, HERE / "asks.py", *client.split()))
         assert seen == {name: EXPECTED[name] for name in CLIENTS[client.split()[0]]}
+
+
+@needs("node")
+@pytest.mark.full
+@pytest.mark.parametrize("client", NODE_CLIENTS)
+async def test_a_client_on_node_understands_what_it_gets(client: str, address: str) -> None:
+    modules = str(MADE / "node" / "node_modules")
+    seen = json.loads(await printed(address, "node", HERE / "asks.cjs", client, NODE_PATH=modules))
+    assert seen == {name: EXPECTED[name] for name in NODE_CLIENTS[client]}
 
 
 @needs("more")
