@@ -134,7 +134,10 @@ class _Output(Feed):
 def _response(event: Event) -> router_pb2.GenerateResponse:
     match event:
         case TokenRun():
-            return _tokens(event, (event.text,))
+            tokens = router_pb2.Tokens(
+                index=event.index, ids=event.ids, text=event.text, logprobs=event.logprobs
+            )
+            return router_pb2.GenerateResponse(tokens=tokens)
         case Finished():
             return router_pb2.GenerateResponse(finished=_finished(event))
         case router_pb2.Routed():

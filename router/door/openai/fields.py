@@ -86,9 +86,9 @@ def _unlisted(value: Any, name: str = "", place: str = "") -> Iterator[tuple[str
         for index, each in enumerate(value):
             yield from _unlisted(each, name, f"{place}[{index}]")
     elif isinstance(value, BaseModel):
-        for key, each in value:
-            at = f"{place}.{key}".lstrip(".")
-            if key in (value.model_extra or ()):
-                yield name + key, at, each
-            else:
-                yield from _unlisted(each, f"{key}.", at)
+        within = f"{place}." if place else ""
+        for key, each in (value.model_extra or {}).items():
+            yield name + key, within + key, each
+        for key, each in value.__dict__.items():  # which holds the listed ones
+            if isinstance(each, list | BaseModel):
+                yield from _unlisted(each, f"{key}.", within + key)
