@@ -99,7 +99,7 @@ def _addresses(host: str) -> set[str]:
 
 
 def _check_free(wanted: _Wanted) -> None:
-    from router.door.listening import check_can_listen
+    from router.door.connections.acceptor import check_can_listen
 
     try:
         check_can_listen(f"{wanted.host}:{wanted.port}", wanted.may_share)
@@ -173,7 +173,7 @@ class Startup:
 
     def start(self, config: ClusterConfig) -> RunningCluster:
         from cluster.local.bring_up import up as start_cluster
-        from router.door.access import Access
+        from router.door.connections.credentials import Access
         from router.text import TextModel
 
         check_ports(config)

@@ -19,12 +19,12 @@ from baton.errors import ConfigError
 from baton.identity.identity import open_identity
 from baton.process.interpreter import freeze_heap, share_interpreter
 from baton.process.log import LogSettings, set_up_logging
-from router.door.access import Callers
-from router.door.door import Door
-from router.door.listening import split_address
-from router.door.page import OperatorPort
+from router.door.connections.acceptor import split_address
+from router.door.connections.credentials import Callers
+from router.door.operators.page import OperatorPort
 from router.door.server import RouterServer
 from router.placement.native_index import build_native
+from router.units.units import Door
 
 log = logging.getLogger("router")
 

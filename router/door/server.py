@@ -19,16 +19,16 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2, reflection_pb2_g
 
 from baton.config.router import RouterConfig
 from baton.v1 import control_pb2, control_pb2_grpc, router_pb2, router_pb2_grpc
-from router.door.access import Access, Contexts
-from router.door.door import Door
-from router.door.gate import Gate
-from router.door.h2_server import GrpcServer, Limits
-from router.door.intake import Intake
-from router.door.listening import listening, split_address
-from router.door.openai.app import OpenAiApp
-from router.door.openai.http_server import HttpServer
-from router.door.service import RouterService
-from router.door.sharing import Sharing
+from router.door.api.api import Intake
+from router.door.connections.acceptor import listening, split_address
+from router.door.connections.credentials import Access, Contexts
+from router.door.connections.sharing import Sharing
+from router.door.grpc.call_policy import Gate
+from router.door.grpc.h2_server import GrpcServer, Limits
+from router.door.grpc.service import RouterService
+from router.door.http.app import OpenAiApp
+from router.door.http.server.http_server import HttpServer
+from router.units.units import Door
 
 log = logging.getLogger(__name__)
 

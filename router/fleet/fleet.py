@@ -18,8 +18,8 @@ import numpy as np
 
 from baton.clock import NowS
 from baton.config.router import LocalPrefill, RouterConfig
+from router.fleet.link_rates import LEARNING_RATE
 from router.fleet.worker_facts import KvClass, WorkerFacts, WorkerKinds
-from router.placement.link_rates import LEARNING_RATE
 from router.placement.placement import FleetArrays, Placement
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from baton.config.router import RouterConfig
-from router.placement.link_rates import LinkRates
+from router.fleet.link_rates import LinkRates
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from router.report.metrics import GAPS, SECONDS, TOKENS
 
 if TYPE_CHECKING:
-    from router.door.door import Door
+    from router.units.units import Door
 
 NUM_KEPT = 61  # looks, one a second
 FULL, NOT_SMALL = 0.85, 0.6  # a pool that is busier than this is too small for more than bursts

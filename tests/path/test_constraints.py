@@ -25,11 +25,11 @@ from baton.errors import InvalidRequestError
 from baton.v1 import router_pb2
 from engine.request import RequestId, RequestSpec, SamplingParams
 from engine.run.build import load_lone_engine
-from router.door.door import Door
 from router.door.server import RouterServer
-from router.router import Router
 from router.text import TextModel
 from router.text.grammar import Answer, of_schema
+from router.units.router import Router
+from router.units.units import Door
 from tests.cluster.fleet_processes import Fleet, started
 from tests.engine.fakes import drain
 from tests.identities import ROUTER

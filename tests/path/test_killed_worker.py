@@ -14,9 +14,9 @@ import yaml
 from baton.client import AsyncClient
 from baton.config.router import RouterConfig
 from baton.v1.router_pb2 import Routed
-from router.door.door import Door
 from router.door.server import RouterServer
-from router.router import Router
+from router.units.router import Router
+from router.units.units import Door
 from tests.cluster.fleet_processes import Fleet, started
 from tests.engine.checkpoints import VOCAB
 from tests.engine.driving import random_prompt

@@ -18,9 +18,9 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span
 from baton.config.router import RouterConfig
 from baton.v1 import common_pb2, router_pb2, router_pb2_grpc
 from engine.run.build import load_model_spec
-from router.door.door import Door
-from router.door.page import seen
+from router.door.operators.page import seen
 from router.door.server import RouterServer
+from router.units.units import Door
 from tests.cluster.fleet_processes import started
 from tests.cluster.whole_cluster import PROMPT, describe
 from tests.identities import ROUTER

@@ -27,13 +27,13 @@ from baton.v1 import (
     router_pb2,
 )
 from cluster.registry.control_access import control_server, listen_at
-from router.door.door import UNITS_EVERY_S, Door
 from router.door.server import RouterServer
-from router.door.unit import ReadTokenizer
 from router.fleet.fleet import WorkerEntry
 from router.fleet.registry import RegistryAccess
-from router.router import Router
 from router.text import TextModel
+from router.units.router import Router
+from router.units.unit_router import ReadTokenizer
+from router.units.units import UNITS_EVERY_S, Door
 from tests.identities import OPERATOR, ROUTER
 from tests.router.answers import Answer, Client
 from tests.router.fleets import entry_of

@@ -24,11 +24,11 @@ from h2.events import (
 from baton.client.connections import Connection
 from baton.errors import InvalidRequestError, OverloadedError
 from baton.v1 import control_pb2, control_pb2_grpc, router_pb2, router_pb2_grpc
-from router.door.gate import Gate
-from router.door.grpc_call import Feed
-from router.door.h2_server import GrpcServer, Limits
-from router.door.listening import listening
-from router.door.sharing import Sharing
+from router.door.connections.acceptor import listening
+from router.door.connections.sharing import Sharing
+from router.door.grpc.call import Feed
+from router.door.grpc.call_policy import Gate
+from router.door.grpc.h2_server import GrpcServer, Limits
 
 MAX_BYTES = 1 << 16
 PATH = b"/baton.v1.RouterService/"

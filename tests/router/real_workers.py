@@ -16,9 +16,9 @@ from baton.config.router import RouterConfig
 from baton.v1 import common_pb2, control_pb2, router_pb2, worker_pb2
 from cluster.worker.worker import Worker
 from engine.wire import read_spec
-from router.door.door import Door
 from router.door.server import RouterServer
-from router.router import Router
+from router.units.router import Router
+from router.units.units import Door
 from tests.cluster.conftest import ENGINE, engine_tokens
 from tests.identities import ROUTER
 from tests.link_stub import books_at

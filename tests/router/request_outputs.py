@@ -11,7 +11,7 @@ from router.report.metrics import RouterMetrics
 from router.request.request_output import RequestOutput
 from router.request.run_parts import Arrival, ServedModel
 from router.request.validate import RequestLimits, parse_generate
-from router.router import Router
+from router.units.router import Router
 from tests.identities import ROUTER
 from tests.router.deployment import QUICK, default_model
 from tests.router.scripted_worker import MODEL

@@ -38,7 +38,7 @@ from baton.reread import Reread
 from baton.v1 import router_pb2, router_pb2_grpc
 from router.__main__ import operator_port
 from router.door import access
-from router.door.access import Access, ServerTls
+from router.door.connections.credentials import Access, ServerTls
 from tests.certificates import Authority, swap
 from tests.router.answers import PROMPT, ask_for, error_of, error_reason
 from tests.router.deployment import deployment

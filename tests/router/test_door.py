@@ -29,11 +29,11 @@ from cluster.registry.routers import Unit as Listed
 from cluster.registry.routers import UnitList
 from cluster.worker.worker import Worker
 from engine.wire import read_spec
-from router.door.door import Door
 from router.door.server import RouterServer
-from router.door.unit import drawn
-from router.router import Router
 from router.text import TextModel
+from router.units.router import Router
+from router.units.unit_router import drawn
+from router.units.units import Door
 from tests.cluster.conftest import ENGINE, engine_tokens, nothing_held, running_worker
 from tests.cluster.pool_settings import settings_of
 from tests.identities import OPERATOR, ROUTER

@@ -27,7 +27,7 @@ from baton.errors import InvalidRequestError, OverloadedError
 from baton.status import from_rpc_error
 from baton.v1 import control_pb2, router_pb2
 from router.door import access
-from router.door.grpc_call import metadata_of
+from router.door.grpc.call import metadata_of
 from tests.certificates import Authority
 from tests.router.answers import error_of
 from tests.router.deployment import deployment

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.fleet.fleet import Fleet
-from router.placement.link_rates import LinkRates
+from router.fleet.link_rates import LinkRates
 from tests.router.fleets import POLICY, cheapest, entry_of, facts, pick, query, two_and_two
 
 NEVER = dataclasses.replace(POLICY, local_prefill="never")

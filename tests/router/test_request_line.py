@@ -14,7 +14,7 @@ from baton.errors import BatonError
 from baton.v1 import router_pb2
 from router.report.request_line import judged, trace_id
 from router.request.output import FinishReason
-from router.router import Router
+from router.units.router import Router
 from tests.router.answers import PROMPT, ask_for, error_of
 from tests.router.deployment import deployment
 from tests.router.request_outputs import output_for

@@ -14,8 +14,8 @@ from baton.errors import InvalidRequestError
 from cluster.pools.role_plan import Role
 from kv_transfer.block_hash import HASH_BYTES
 from router.placement.public_prefix import PublicPrefix
-from router.router import Router
 from router.text import Conversation
+from router.units.router import Router
 from tests.cluster.conftest import ENGINE, nothing_held, running_worker
 from tests.router.answers import Client, ask_for
 from tests.router.deployment import QUICK

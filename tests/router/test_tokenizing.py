@@ -18,7 +18,7 @@ from baton.model_folder import find_text_files
 from baton.status import from_rpc_error
 from baton.v1 import common_pb2, router_pb2
 from router.door import intake
-from router.door.arriving import Tokenizing
+from router.door.api.tokenizer_line import Tokenizing
 from router.placement.fairness import FairLine
 from router.text import Conversation, TextModel
 from tests.router.answers import PROMPT, ask_for, assert_whole, error_of

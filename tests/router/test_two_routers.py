@@ -19,7 +19,7 @@ from cluster.pools.role_plan import Role
 from decode_worker.session import Phase
 from router.request.machine import Prefill
 from router.request.request_run import RequestRun
-from router.router import Router
+from router.units.router import Router
 from tests.cluster.conftest import HeldStep, nothing_held, running_worker
 from tests.router.answers import failures_of, refusal
 from tests.router.callers import DOORS, Caller, HttpAnswer, LostError

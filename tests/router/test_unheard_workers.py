@@ -17,7 +17,7 @@ from baton.v1 import control_pb2, router_pb2
 from cluster.pools.role_plan import Role
 from router.fleet.fleet import WorkerState
 from router.fleet.worker_link import Contact
-from router.router import Router
+from router.units.router import Router
 from tests.cluster.conftest import nothing_held, running_worker
 from tests.router.answers import PROMPT, Answer, Client, ask_for, expected
 from tests.router.deployment import Deployment, deployment, left_behind

@@ -21,8 +21,8 @@ import grpc
 import pytest
 
 from baton.v1 import common_pb2, router_pb2, router_pb2_grpc
-from router.door.door import Door
 from router.door.server import RouterServer
+from router.units.units import Door
 from tests.identities import ROUTER
 from tests.router.deployment import QUICK
 from tests.router.scripted_worker import MODEL

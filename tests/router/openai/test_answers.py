@@ -14,8 +14,8 @@ import pytest
 from baton.config.router import TenantLimits
 from baton.errors import ConfigError
 from baton.v1 import common_pb2, router_pb2, worker_pb2
-from router.door.openai.choices import Choice
-from router.door.service import _tokens
+from router.door.grpc.service import _tokens
+from router.door.http.openai.choices import Choice
 from router.request.output import TokenRun
 from router.text.answer import AnswerReader
 from tests.router import scripted_worker

@@ -13,7 +13,13 @@ from pydantic import ValidationError
 
 from baton.config.router import AuthConfig
 from baton.v1 import router_pb2
-from router.door.openai.bodies import ChatBody, CompletionBody, TokenizeBody, choices_of, parsed
+from router.door.http.openai.bodies import (
+    ChatBody,
+    CompletionBody,
+    TokenizeBody,
+    choices_of,
+    parsed,
+)
 from tests.router.answers import field_at_fault, refusal
 from tests.router.deployment import Deployment
 from tests.router.openai.spoken import Http, Speaks, prompt_for

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from baton.errors import InvalidRequestError
-from router.door.openai.bodies import SERVED, ChatBody, CompletionBody, parsed
-from router.door.openai.fields import PASSED, REFUSED
-from router.door.openai.responses import ResponsesBody
+from router.door.http.openai.bodies import SERVED, ChatBody, CompletionBody, parsed
+from router.door.http.openai.fields import PASSED, REFUSED
+from router.door.http.openai.responses import ResponsesBody
 from tests.router.deployment import Deployment
 from tests.router.openai.spoken import Http, Speaks, prompt_for
 from tests.router.openai.test_refusals import TOOL, USER

@@ -26,16 +26,16 @@ from starlette.routing import Route
 
 from baton.config.router import RouterConfig
 from baton.errors import BatonError
-from router.door.access import Callers
-from router.door.door import Door
-from router.door.listening import is_loopback, listening
-from router.door.openai.errors import response_to
-from router.door.openai.guard import Guard
-from router.door.openai.http_server import HttpServer
-from router.door.sharing import Sharing
+from router.door.connections.acceptor import is_loopback, listening
+from router.door.connections.credentials import Callers
+from router.door.connections.sharing import Sharing
+from router.door.http.server.errors import response_to
+from router.door.http.server.guard import Guard
+from router.door.http.server.http_server import HttpServer
 from router.fleet.fleet import WorkerEntry
 from router.report.tally import Buckets, Family
-from router.router import Router
+from router.units.router import Router
+from router.units.units import Door
 
 EVERY_S = 1.0
 _MAX_LOOKERS = 256

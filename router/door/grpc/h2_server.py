@@ -38,10 +38,10 @@ from h2.events import (
 from h2.exceptions import DenialOfServiceError, ProtocolError, StreamClosedError
 from h2.settings import SettingCodes, Settings
 
-from router.door.grpc_call import MAX_METADATA_BYTES, Admission, Call, Headers, Methods, Status
-from router.door.h2_input import MAX_HEADER_BYTES, H2Input
-from router.door.listening import SHUT_WITHIN_S, Acceptor
-from router.door.sharing import Allowance, Sharing
+from router.door.connections.acceptor import SHUT_WITHIN_S, Acceptor
+from router.door.connections.sharing import Allowance, Sharing
+from router.door.grpc.call import MAX_METADATA_BYTES, Admission, Call, Headers, Methods, Status
+from router.door.grpc.h2_input import MAX_HEADER_BYTES, H2Input
 
 log = logging.getLogger(__name__)
 

@@ -7,13 +7,13 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic_core import from_json, to_json
 
-from router.door.intake import Opened
-from router.door.openai import translating
-from router.door.openai.bodies import Int
-from router.door.openai.choices import Choice, Delta, usage_of
-from router.door.openai.errors import shape_of_messages
-from router.door.openai.fields import refused
-from router.door.openai.translating import SEVERAL, Block, Piece, Pieces, events_of
+from router.door.api.api import Opened
+from router.door.http.openai import translating
+from router.door.http.openai.bodies import Int
+from router.door.http.openai.choices import Choice, Delta, usage_of
+from router.door.http.openai.fields import refused
+from router.door.http.openai.translating import SEVERAL, Block, Piece, Pieces, events_of
+from router.door.http.server.errors import shape_of_messages
 
 _SWITCHES = {"enabled": True, "disabled": False}
 

@@ -22,11 +22,11 @@ from starlette.types import Receive, Scope, Send
 
 from baton.errors import BatonError
 from baton.v1 import router_pb2
-from router.door.intake import Intake
-from router.door.openai.bodies import ChatBody, CompletionBody
-from router.door.openai.choices import ChatChoice, Choice, Delta, TextChoice, usage_of
-from router.door.openai.echo import EchoChoice
-from router.door.openai.errors import FAULT, shape, shape_of, status_of
+from router.door.api.api import Intake
+from router.door.http.openai.bodies import ChatBody, CompletionBody
+from router.door.http.openai.choices import ChatChoice, Choice, Delta, TextChoice, usage_of
+from router.door.http.openai.echo import EchoChoice
+from router.door.http.server.errors import FAULT, shape, shape_of, status_of
 from router.request.output import Event
 
 log = logging.getLogger(__name__)

@@ -21,9 +21,8 @@ from baton.config.router import TenantLimits
 from baton.errors import BatonError
 from baton.v1 import router_pb2
 from kv_transfer.block_hash import TokenIds
-from router.door.access import Callers
-from router.door.arriving import Arriving, Tokenizing
-from router.door.door import Door
+from router.door.api.tokenizer_line import Arriving, Tokenizing
+from router.door.connections.credentials import Callers
 from router.fleet.worker_facts import NO_BOUND
 from router.placement.placement import Placement
 from router.report.request_line import of_refused
@@ -40,8 +39,9 @@ from router.request.validate import (
     encode_prompt,
     parse_generate,
 )
-from router.router import Router
 from router.text.answer import AnswerReader
+from router.units.router import Router
+from router.units.units import Door
 
 T = TypeVar("T")
 

@@ -22,22 +22,28 @@ from baton.config.router import RouterConfig
 from baton.errors import BatonError, InvalidRequestError, NotFoundError
 from baton.unfinished import Unfinished
 from kv_transfer.block_hash import TokenIds
-from router.door.access import Callers
-from router.door.anthropic import messages
-from router.door.gate import confine
-from router.door.intake import Intake, pieces
-from router.door.listening import is_loopback
-from router.door.openai import bodies
-from router.door.openai.answering import Answering, Asked
-from router.door.openai.bodies import ChatBody, CompletionBody, TokenizeBody, choices_of, parsed
-from router.door.openai.document import openapi
-from router.door.openai.errors import FAULT, NEVER_RETRY, ErrorResponse, response_to, shape
-from router.door.openai.guard import Guard
-from router.door.openai.naming import Naming
-from router.door.openai.responses import ResponseAnswer, ResponsesBody
+from router.door.api.api import Intake, pieces
+from router.door.connections.acceptor import is_loopback
+from router.door.connections.credentials import Callers
+from router.door.grpc.call_policy import confine
+from router.door.http.anthropic import messages
+from router.door.http.openai import bodies
+from router.door.http.openai.answering import Answering, Asked
+from router.door.http.openai.bodies import (
+    ChatBody,
+    CompletionBody,
+    TokenizeBody,
+    choices_of,
+    parsed,
+)
+from router.door.http.openai.responses import ResponseAnswer, ResponsesBody
+from router.door.http.openapi import openapi
+from router.door.http.server.errors import FAULT, NEVER_RETRY, ErrorResponse, response_to, shape
+from router.door.http.server.guard import Guard
+from router.door.http.server.request_ids import Naming
 from router.request.counting import AT_ONCE_BYTES
 from router.request.validate import REQUEST_ID
-from router.router import Router
+from router.units.router import Router
 
 _MAX_TRACE_CHARS = 128
 

@@ -24,9 +24,9 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from baton.config.router import RouterConfig
-from router.door.listening import Acceptor
-from router.door.openai.errors import shape
-from router.door.sharing import Allowance, Sharing
+from router.door.connections.acceptor import Acceptor
+from router.door.connections.sharing import Allowance, Sharing
+from router.door.http.server.errors import shape
 
 _KEEP_ALIVE_S = 75  # longer than the pools of common clients and proxies keep a connection
 _MAX_HEADER_BYTES, _MAX_HEADER_LINES = 32 << 10, 256

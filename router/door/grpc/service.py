@@ -9,8 +9,8 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequenc
 from itertools import chain
 
 from baton.v1 import common_pb2, control_pb2, control_pb2_grpc, router_pb2, router_pb2_grpc
-from router.door.grpc_call import Call, Feed
-from router.door.intake import Ended, Intake, Opened, pieces
+from router.door.api.api import Ended, Intake, Opened, pieces
+from router.door.grpc.call import Call, Feed
 from router.placement.placement import Placement
 from router.request.output import Event, Finished, FinishReason, TokenRun
 from router.request.validate import REQUEST_ID

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from baton.errors import ConfigError
-from router.door.sharing import Sharing
+from router.door.connections.sharing import Sharing
 
 log = logging.getLogger(__name__)
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from baton.v1 import common_pb2
-from router.door.intake import Ended, Opened
-from router.door.openai.bodies import ChatBody, CompletionBody
+from router.door.api.api import Ended, Opened
+from router.door.http.openai.bodies import ChatBody, CompletionBody
 from router.request.output import Event, Finished, FinishReason, TokenRun
 from router.text import TextModel
 from router.text.answer import Said, Thought

@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from baton.errors import InvalidRequestError
-from router.door.openai.errors import GIVEN
+from router.door.http.server.errors import GIVEN
 
 _EMPTY: tuple[object, ...] = (False, 0, "", [], {})
 _TABLE: tuple[tuple[tuple[object, ...] | None, str], ...] = (

@@ -25,8 +25,8 @@ from baton.model_folder import TEXT_FILES
 from baton.v1 import control_pb2, worker_pb2
 from router.fleet.registry import RegistryAccess
 from router.fleet.worker_link import Backoff
-from router.router import Router
 from router.text import TextModel
+from router.units.router import Router
 
 log = logging.getLogger(__name__)
 

@@ -30,14 +30,14 @@ from baton.errors import (
 )
 from baton.identity.identity import Identity
 from baton.v1 import control_pb2, router_pb2
-from router.door.unit import ReadTokenizer, UnitKey, UnitRouter, drawn, read_tokenizer
 from router.fleet.registry import Followed, RegistryAccess, keep_reporting
 from router.report.diagnosis import Looks
 from router.report.metrics import METRICS_EVERY_S, RouterMetrics
 from router.report.stages import open_traces
 from router.request.request_run import SHUTTING_DOWN
 from router.request.run_parts import ServedModel, not_resumable, wire_id
-from router.router import Router
+from router.units.router import Router
+from router.units.unit_router import ReadTokenizer, UnitKey, UnitRouter, drawn, read_tokenizer
 
 log = logging.getLogger(__name__)
 

@@ -13,12 +13,12 @@ from typing import Annotated, Any, ClassVar
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 from pydantic_core import to_json
 
-from router.door.intake import Intake
-from router.door.openai.answering import Answering, Asked
-from router.door.openai.bodies import ChatBody
-from router.door.openai.choices import Choice, Delta
-from router.door.openai.errors import GIVEN
-from router.door.openai.fields import refused
+from router.door.api.api import Intake
+from router.door.http.openai.answering import Answering, Asked
+from router.door.http.openai.bodies import ChatBody
+from router.door.http.openai.choices import Choice, Delta
+from router.door.http.openai.fields import refused
+from router.door.http.server.errors import GIVEN
 from router.request.chat import MAX_PARTS, ROLES
 
 SEVERAL = Field(max_length=MAX_PARTS, fail_fast=True)

@@ -11,8 +11,8 @@ from grpc_health.v1 import health
 
 from baton.errors import PermissionDeniedError
 from baton.v1 import router_pb2
-from router.door.access import Callers
-from router.door.intake import Intake
+from router.door.api.api import Intake
+from router.door.connections.credentials import Callers
 
 T = TypeVar("T")
 

@@ -5,13 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from router.door.intake import Intake
-from router.door.openai import translating
-from router.door.openai.answering import Asked
-from router.door.openai.bodies import Int
-from router.door.openai.choices import Choice, Delta, usage_of
-from router.door.openai.fields import refused
-from router.door.openai.translating import SEVERAL, Block, Piece, Pieces, events_of, without_type
+from router.door.api.api import Intake
+from router.door.http.openai import translating
+from router.door.http.openai.answering import Asked
+from router.door.http.openai.bodies import Int
+from router.door.http.openai.choices import Choice, Delta, usage_of
+from router.door.http.openai.fields import refused
+from router.door.http.openai.translating import (
+    SEVERAL,
+    Block,
+    Piece,
+    Pieces,
+    events_of,
+    without_type,
+)
 
 
 class ResponsesBody(translating.TranslatedBody):

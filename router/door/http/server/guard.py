@@ -8,8 +8,8 @@ from urllib.parse import urlsplit
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from router.door.listening import is_loopback
-from router.door.openai.errors import ErrorResponse, shape
+from router.door.connections.acceptor import is_loopback
+from router.door.http.server.errors import ErrorResponse, shape
 
 
 class Guard:

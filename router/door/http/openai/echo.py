@@ -8,9 +8,9 @@ from dataclasses import replace
 from functools import partial
 
 from baton.v1 import common_pb2
-from router.door.intake import Ended, Opened
-from router.door.openai.bodies import CompletionBody, prompts_of
-from router.door.openai.choices import Delta, TextChoice
+from router.door.api.api import Ended, Opened
+from router.door.http.openai.bodies import CompletionBody, prompts_of
+from router.door.http.openai.choices import Delta, TextChoice
 from router.request.output import Event, Finished, FinishReason, TokenRun
 
 

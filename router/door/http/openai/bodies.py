@@ -15,7 +15,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from baton.errors import InvalidRequestError
 from baton.v1 import common_pb2, router_pb2
-from router.door.openai.fields import ignored, refused
+from router.door.http.openai.fields import ignored, refused
 from router.request.chat import MAX_CALLS, MAX_MESSAGES, MAX_PARTS, MAX_TOOLS
 from router.request.counting import check_json
 from router.request.validate import (
