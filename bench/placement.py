@@ -27,14 +27,10 @@ from kv_transfer.block_hash import (
     chain_root,
     python_chain,
 )
+from router.fleet.fleet_arrays import FleetArrays
 from router.placement.choice import choose
 from router.placement.native_index import NativePrefixIndex, make_index, native_library
-from router.placement.placement import (
-    FleetArrays,
-    PlacementQuery,
-    evaluate,
-    terms_of,
-)
+from router.placement.placement import PlacementQuery, evaluate, terms_of
 from router.placement.placing import Placing
 from router.placement.prefix_index import PrefixIndex
 from router.placement.ticket import PromptBlocks, Ticket

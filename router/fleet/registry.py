@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
@@ -19,12 +19,10 @@ from baton.control.calls import control_channel, control_stub
 from baton.grpc_options import DIRECT, sends_pings
 from baton.identity.identity import Identity
 from baton.v1 import common_pb2, control_pb2, control_pb2_grpc, worker_pb2
-from router.fleet.fleet import Fleet, ReportedLoad, RolesAway, WorkerState
+from router.fleet.fleet import ReportedLoad, RolesAway, WorkerState
 from router.fleet.fleet_links import FleetReport, WorkerReport
 from router.fleet.worker_facts import WorkerFacts
 from router.fleet.worker_link import Backoff
-from router.placement.ticket import Ticket
-from router.report.figures import Waiting
 
 log = logging.getLogger(__name__)
 
@@ -299,24 +297,3 @@ async def keep_reporting(
         with contextlib.suppress(grpc.aio.AioRpcError):
             async with registry.stub() as stub:
                 await stub.ReportRouter(farewell(), timeout=_LEAVE_WITHIN_S)
-
-
-def waiting_requests(
-    tickets: Sequence[Ticket], fleet: Fleet, config: RouterConfig, now_s: float
-) -> list[Waiting]:
-    """Who waits, and for what: a prefill is useless without room at a decode worker."""
-    arrays = fleet.arrays
-    decodes = arrays.usable & arrays.can_decode
-    prefills = arrays.usable & arrays.can_prefill
-    has_roles = decodes.any() and (config.local_prefill != "never" or prefills.any())
-    open_ = decodes & (arrays.running < arrays.max_running)
-    room = float(arrays.free_tokens[open_].max(initial=0.0))
-    return [
-        Waiting(
-            num_uncached_tokens=ticket.uncached_tokens,
-            wait_s=max(0.0, now_s - ticket.since_s),
-            for_decode=room < ticket.num_tokens,
-            is_held=not has_roles,
-        )
-        for ticket in tickets
-    ]

@@ -32,8 +32,14 @@ from baton.config.router import RouterConfig
 from baton.errors import BatonError, NoCapacityError, OverloadedError, UnavailableError
 from kv_transfer.block_hash import CacheScope, TokenIds
 from router.fleet.fleet import Fleet
+from router.fleet.fleet_arrays import Bools
 from router.placement.fairness import FairShare
-from router.placement.placement import Bools, Placement, Reach, longest_open, reach
+from router.placement.placement import (
+    Placement,
+    Reach,
+    longest_open,
+    reach,
+)
 from router.placement.placing import Placing
 from router.placement.prefix_index import PrefixIndex
 from router.placement.public_prefix import NO_PREFIX, PublicPrefix

@@ -14,10 +14,9 @@ import numpy as np
 
 from baton.config.router import RouterConfig
 from baton.native_build import NATIVE_FLAG, NativeBuildError, Recipe, build
+from router.fleet.fleet_arrays import Bools, FleetArrays
 from router.placement.placement import (
     RETRY_PENALTY_S,
-    Bools,
-    FleetArrays,
     Placement,
     PlacementQuery,
     evaluate,

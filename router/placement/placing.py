@@ -11,9 +11,9 @@ import numpy as np
 
 from baton.config.router import RouterConfig
 from router.fleet.fleet import Fleet
+from router.fleet.fleet_arrays import Bools
 from router.placement.choice import choose
 from router.placement.placement import (
-    Bools,
     Placement,
     PlacementQuery,
     earliest_first_token_s,
@@ -60,7 +60,7 @@ class Placing:
 
     def book(self, ticket: Ticket, placement: Placement, now: float) -> Placed:
         growth = min(ticket.max_new_tokens, self._config.decode_growth_tokens)
-        booking = self._fleet.book(placement, growth)
+        booking = self._fleet.book(*placement.load(growth))
         facts = booking.decode.facts
         hashes = ticket.prompt.hashes(facts.kv_fingerprint, facts.block_size)
         expires_s = now + self._config.prediction_ttl_s

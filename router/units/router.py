@@ -23,7 +23,7 @@ from baton.errors import AlreadyExistsError, NotFoundError, ShuttingDownError
 from baton.v1 import control_pb2, router_pb2
 from router.fleet.fleet import Fleet
 from router.fleet.fleet_links import FleetLinks, FleetReport
-from router.fleet.registry import FleetWatch, RegistryAccess, keep_reporting, waiting_requests
+from router.fleet.registry import FleetWatch, RegistryAccess, keep_reporting
 from router.fleet.session import RouterIdentity
 from router.fleet.worker_facts import NO_BOUND
 from router.placement.admission import Admission
@@ -32,6 +32,7 @@ from router.placement.native_index import make_index
 from router.placement.placement import Placement
 from router.placement.public_prefix import PublicPrefix
 from router.placement.ticket import Ticket
+from router.placement.waiting import waiting_requests
 from router.report.figures import Counts, Figures, PoolFigures, RequestFigures, Waiting
 from router.report.metrics import Gauges, RouterMetrics
 from router.report.recent import Recent

@@ -31,12 +31,12 @@ from baton.errors import (
 from baton.identity.identity import Identity
 from baton.v1 import control_pb2, router_pb2
 from router.fleet.registry import Followed, RegistryAccess, keep_reporting
-from router.report.diagnosis import Looks
 from router.report.metrics import METRICS_EVERY_S, RouterMetrics
 from router.report.stages import open_traces
 from router.request.request_run import SHUTTING_DOWN
 from router.request.run_parts import ServedModel, not_resumable, wire_id
 from router.units.router import Router
+from router.units.snapshots import Snapshots
 from router.units.unit_router import ReadTokenizer, UnitKey, UnitRouter, drawn, read_tokenizer
 
 log = logging.getLogger(__name__)
@@ -66,7 +66,7 @@ class Door:
         self._own = own
         self.metrics = RouterMetrics(model_names[0], config)
         self._trace = open_traces(config.trace_endpoint, config.trace_ratio)
-        self.looks = Looks()
+        self.snapshots = Snapshots()
         self.num_waiting = 0
         self._door_id = f"door-{uuid.uuid4().hex[:12]}"
         self._control_address, self._read, self._rng = control_address, read, rng
@@ -358,6 +358,6 @@ class Door:
     async def _measure(self) -> None:
         """Bring the gauges up to date, once a second."""
         while True:
-            self.looks.look(self)
+            self.snapshots.look(self.clock.now_s(), self.metrics, self.routers)
             self.metrics.measure([router.gauges() for router in self.routers])
             await asyncio.sleep(METRICS_EVERY_S)

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.config.router import RouterConfig
+from router.fleet.fleet_arrays import FleetArrays
 from router.placement.choice import (
     SESSION_TOLERANCE_S,
     TIE_TOLERANCE_S,
@@ -20,7 +21,6 @@ from router.placement.choice import (
     native_library,
 )
 from router.placement.placement import (
-    FleetArrays,
     Placement,
     PlacementQuery,
     evaluate,

@@ -21,7 +21,7 @@ def hand_off(fleet: Fleet, prefill: str, decode: str, bytes_per_s: float, times:
     held = {prefill: 999, decode: 999}
     placement = cheapest(fleet, query(fleet, 1000, **held), NEVER)
     assert (placement.prefill_worker, placement.decode_worker) == (prefill, decode)
-    booking = fleet.book(placement, 1)
+    booking = fleet.book(*placement.load(1))
     for _ in range(times):
         fleet.observe_handoff(booking, GIB, GIB / bytes_per_s)
     fleet.release(booking)

@@ -178,7 +178,7 @@ def test_a_booking_is_felt_at_once_and_released_exactly_once() -> None:
     clock = ManualClock(100.0)
     fleet = two_and_two(clock)
     placement = cheapest(fleet, query(fleet, 1000))
-    booking = fleet.book(placement, 16)
+    booking = fleet.book(*placement.load(16))
     slot = placement.prefill_slot
     assert slot is not None
     rates = fleet.arrays.prefill_tokens_per_s
@@ -199,7 +199,7 @@ def test_a_booking_is_felt_at_once_and_released_exactly_once() -> None:
 def test_a_booking_on_a_worker_that_left_touches_nobody_in_its_row() -> None:
     fleet = two_and_two()
     placement = cheapest(fleet, query(fleet, 1000))
-    booking = fleet.book(placement, 16)
+    booking = fleet.book(*placement.load(16))
     fleet.remove(booking.decode)
     fleet.remove(booking.prefill)
     newcomers = [fleet.add(facts("p9", True, False)), fleet.add(facts("d9", False, True))]
@@ -262,7 +262,7 @@ def test_a_report_of_a_moment_ago_does_not_count_what_has_ended_since() -> None:
     prefill, decode = entry_of(fleet, "p0"), entry_of(fleet, "d0")
     placement = cheapest(fleet, query(fleet, 1000, p0=1, d0=1))
     assert (placement.prefill_slot, placement.decode_slot) == (prefill.slot, decode.slot)
-    bookings = [fleet.book(placement, 16) for _ in range(32)]
+    bookings = [fleet.book(*placement.load(16)) for _ in range(32)]
     for booking in bookings[1:]:
         fleet.release(booking)
     clock.advance(1.3)

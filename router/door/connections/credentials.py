@@ -15,12 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from google.protobuf.message import Message
 
 from baton.config import settings
 from baton.config.router import RouterConfig, TenantLimits, TlsConfig
 from baton.errors import ConfigError, PermissionDeniedError, UnauthenticatedError
 from baton.reread import Reread
 from baton.secret_files import open_to_others
+from baton.v1 import router_pb2
 
 log = logging.getLogger(__name__)
 
@@ -218,6 +220,25 @@ def _bearer_token(metadata: Metadata) -> str | None:
 
 def _wrong(problem: str) -> ConfigError:
     return ConfigError(f"router.auth.tokens: {problem}", field="router.auth.tokens")
+
+
+def confine(message: Message, tenant: str | None) -> None:
+    """Fill in the caller's tenant. Raises PermissionDeniedError if the message names another
+    one."""
+    if tenant is None:
+        return
+    match message:
+        case (
+            router_pb2.GenerateRequest() | router_pb2.AbortRequest() | router_pb2.TokenizeRequest()
+        ):
+            asked, field = message, "tenant"
+        case router_pb2.ExplainRouteRequest():
+            asked, field = message.request, "request.tenant"
+        case _:
+            return
+    if asked.tenant not in ("", tenant):
+        raise PermissionDeniedError(f"{field}: the token is another tenant's", field=field)
+    asked.tenant = tenant
 
 
 _LOOK_S = 1.0

@@ -9,10 +9,8 @@ from typing import TypeVar
 from google.protobuf.message import Message
 from grpc_health.v1 import health
 
-from baton.errors import PermissionDeniedError
-from baton.v1 import router_pb2
 from router.door.api.api import Intake
-from router.door.connections.credentials import Callers
+from router.door.connections.credentials import Callers, confine
 
 T = TypeVar("T")
 
@@ -48,22 +46,3 @@ class Gate:
     def confine(self, message: Message, tenant: str | None) -> None:
         """Raises PermissionDeniedError where a message speaks for another tenant."""
         confine(message, tenant)
-
-
-def confine(message: Message, tenant: str | None) -> None:
-    """Fill in the caller's tenant. Raises PermissionDeniedError if the message names another
-    one."""
-    if tenant is None:
-        return
-    match message:
-        case (
-            router_pb2.GenerateRequest() | router_pb2.AbortRequest() | router_pb2.TokenizeRequest()
-        ):
-            asked, field = message, "tenant"
-        case router_pb2.ExplainRouteRequest():
-            asked, field = message.request, "request.tenant"
-        case _:
-            return
-    if asked.tenant not in ("", tenant):
-        raise PermissionDeniedError(f"{field}: the token is another tenant's", field=field)
-    asked.tenant = tenant

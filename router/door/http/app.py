@@ -24,8 +24,7 @@ from baton.unfinished import Unfinished
 from kv_transfer.block_hash import TokenIds
 from router.door.api.api import Intake, pieces
 from router.door.connections.acceptor import is_loopback
-from router.door.connections.credentials import Callers
-from router.door.grpc.call_policy import confine
+from router.door.connections.credentials import Callers, confine
 from router.door.http.anthropic import messages
 from router.door.http.openai import bodies
 from router.door.http.openai.answering import Answering, Asked

@@ -114,12 +114,13 @@ def _refuse(request: Request, error: Exception) -> Response:
 
 def seen(door: Door) -> dict[str, Any]:
     """What the page shows now."""
+    targets_s = door.config.ttft_target_s, door.config.itl_target_s
     return {
         "model": door.model_names[0],
         "units": [_unit(router) for router in door.routers],
         "ttft": _buckets(door.metrics.ttft),
         "itl": _buckets(door.metrics.itl),
-        "diagnosis": door.looks.diagnosis(door),
+        "diagnosis": door.snapshots.diagnosis(*targets_s),
     }
 
 
