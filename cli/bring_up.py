@@ -173,11 +173,11 @@ class Startup:
 
     def start(self, config: ClusterConfig) -> RunningCluster:
         from cluster.local.bring_up import up as start_cluster
-        from router.door.connections.credentials import Access
+        from router.door.connections.credentials import Credentials
         from router.text import TextModel
 
         check_ports(config)
-        Access(config.router)  # reads its files before anything starts
+        Credentials(config.router)  # reads its files before anything starts
         config = with_model_folder(config, self._announce, self._steps.detail)
         self._announce("reading the tokenizer")
         # A wrong folder is reported before anything starts.

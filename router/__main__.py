@@ -24,7 +24,7 @@ from router.door.connections.credentials import Callers
 from router.door.operators.page import OperatorPort
 from router.door.server import RouterServer
 from router.placement.native_index import build_native
-from router.units.units import Door
+from router.units.units import Units
 
 log = logging.getLogger("router")
 
@@ -50,9 +50,9 @@ async def serve(config: ClusterConfig, control: str, listen: str) -> int:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # clients' connections are files
     traces_to = config.router.trace_endpoint or os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT")
     routing = replace(config.router, trace_endpoint=traces_to or None)
-    door = Door(routing, control, config.model_names, own)
-    server = RouterServer(door, config.router, listen)
-    operators = operator_port(config.router, door, server.intake.callers)
+    units = Units(routing, control, config.model_names, own)
+    server = RouterServer(units, config.router, listen)
+    operators = operator_port(config.router, units, server.api.callers)
     signals: asyncio.Queue[int] = asyncio.Queue()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -64,29 +64,29 @@ async def serve(config: ClusterConfig, control: str, listen: str) -> int:
     print(f"router listening on {server.address}", flush=True)
     if server.http_address is not None:
         log.info("OpenAI's API is served at %s", server.http_address)
-    door.fault.add_done_callback(lambda _: signals.put_nowait(signal.SIGTERM))
+    units.fault.add_done_callback(lambda _: signals.put_nowait(signal.SIGTERM))
     await signals.get()
-    log.info("draining %d requests", door.num_active)
+    log.info("draining %d requests", units.num_active)
     stopping = asyncio.create_task(server.stop(config.router.drain_timeout_s))
     again = asyncio.create_task(signals.get())
     await asyncio.wait({stopping, again}, return_when=asyncio.FIRST_COMPLETED)
     if not stopping.done():
-        log.warning("drain cut short: %d requests are left to another router", door.num_active)
-        door.leave_requests()
+        log.warning("drain cut short: %d requests are left to another router", units.num_active)
+        units.leave_requests()
     await stopping
     again.cancel()
     if operators is not None:
         await operators.stop()
-    return 1 if door.fault.done() else 0
+    return 1 if units.fault.done() else 0
 
 
 def operator_port(
-    config: RouterConfig, door: Door, callers: Callers | None = None
+    config: RouterConfig, units: Units, callers: Callers | None = None
 ) -> OperatorPort | None:
     """None: not wanted. Raises ConfigError if the port is taken."""
     if config.metrics_port is None:
         return None
-    return OperatorPort(door, config, config.metrics_port, callers)
+    return OperatorPort(units, config, config.metrics_port, callers)
 
 
 def main() -> int:

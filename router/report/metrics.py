@@ -163,7 +163,7 @@ class RouterMetrics(Collector):
         return self._model, self._tenants.of(tenant)
 
     def refused(self, tenant: str, end: str) -> None:
-        """A request that came no further than the door."""
+        """A request that no unit's router took in."""
         own = self.of(tenant)
         self.requests.labels(*own, end).inc()
         if end in _REFUSALS:

@@ -1,4 +1,4 @@
-"""The router of one unit: everything but the gRPC server and the door, composed.
+"""The router of one unit: everything below its doors, composed.
 
 Owns the table of requests. A request is known by (tenant, request id); clients attach to it and
 leave it. If the client named the request, it runs on without clients for `resume_window_s`, and

@@ -1,4 +1,4 @@
-"""A unit at the door: its share of the requests, its tokenizer, and the life of its router.
+"""A unit: its share of the requests, its tokenizer, and the life of its router.
 
 1. The tokenizer is read from one of the unit's workers; then the unit has a router.
 2. If the unit serves another model from now on, that router is closed and another one made.

@@ -1,6 +1,6 @@
-"""The door of a router process: which unit a request goes to.
+"""Which unit of a router process a request goes to.
 
-1. The door follows the list of units and keeps a router for each of them.
+1. `Units` follows the list of units and keeps a router for each of them.
 2. A request that names its unit goes there. One that runs here already is attached to. For others
    the unit is drawn by the hash of the request id, in proportion to the units' shares.
 3. Until the unit has its router, and until the list is known, requests wait here: `max_queue` of
@@ -46,7 +46,7 @@ UNITS_EVERY_S = 5.0  # the list comes at least this often
 _LEAST_REQUEST_BYTES, _BYTES_OF_TOKEN = 4 << 20, 6 * 8  # escapes, text
 
 
-class Door:
+class Units:
     """Own the units' routers, and the requests that wait for one. Lives on one event loop."""
 
     def __init__(
@@ -68,9 +68,9 @@ class Door:
         self._trace = open_traces(config.trace_endpoint, config.trace_ratio)
         self.snapshots = Snapshots()
         self.num_waiting = 0
-        self._door_id = f"door-{uuid.uuid4().hex[:12]}"
+        self._process_id = f"router-{uuid.uuid4().hex[:12]}"
         self._control_address, self._read, self._rng = control_address, read, rng
-        self.units: list[UnitRouter] = []  # as the list has them, the oldest first
+        self.listed: list[UnitRouter] = []  # as the list has them, the oldest first
         self.leaving: list[UnitRouter] = []
         self._changed = asyncio.Event()
         self._closing = False
@@ -116,7 +116,7 @@ class Door:
         self._announce()
         for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*(unit.close(drain_s) for unit in (*self.units, *self.leaving)))
+        await asyncio.gather(*(unit.close(drain_s) for unit in (*self.listed, *self.leaving)))
         if self._tasks:
             await asyncio.wait(self._tasks)
 
@@ -130,13 +130,13 @@ class Door:
     @property
     def routers(self) -> list[Router]:
         """Over all units, also those that have left the list and still run requests."""
-        units = (*self.units, *self.leaving)
+        units = (*self.listed, *self.leaving)
         return [unit.router for unit in units if unit.router is not None]
 
     @property
     def serves(self) -> bool:
         """Whether some unit that new requests go to has workers for them."""
-        routers = [unit.router for unit in self.units if unit.share]
+        routers = [unit.router for unit in self.listed if unit.share]
         return any(router.admission.serves for router in routers if router is not None)
 
     @property
@@ -180,8 +180,8 @@ class Door:
         """Wait for the router of the unit that gets most requests."""
 
         def found() -> Router | None:
-            shares = [unit.share for unit in self.units]
-            return self.units[shares.index(max(shares))].router if shares else None
+            shares = [unit.share for unit in self.listed]
+            return self.listed[shares.index(max(shares))].router if shares else None
 
         return await self._until_there(found, None)
 
@@ -207,16 +207,16 @@ class Door:
 
     def _unit_for(self, request: router_pb2.GenerateRequest, request_id: str) -> UnitRouter | None:
         """None: the list is not known yet. Raises NotResumableError."""
-        if not self.units:
+        if not self.listed:
             return None
         if request.unit:
-            for unit in self.units:
+            for unit in self.listed:
                 is_named = unit.key.code == request.unit.rpartition("/")[0]
                 if is_named and (unit.router is None or unit.router.model.unit == request.unit):
                     return unit
             if request.resume_from_index:
                 raise not_resumable()
-        return self.units[drawn(request_id, self._shares)]
+        return self.listed[drawn(request_id, self._shares)]
 
     async def _router_that_keeps(
         self, request: router_pb2.GenerateRequest, routers: list[Router]
@@ -238,15 +238,15 @@ class Door:
     @property
     def _shares(self) -> list[float]:
         """Of the units, as listed. A unit without a router leaves its share to the other."""
-        ready = [unit.share if unit.router is not None else 0.0 for unit in self.units]
-        return ready if any(ready) else [unit.share for unit in self.units]
+        ready = [unit.share if unit.router is not None else 0.0 for unit in self.listed]
+        return ready if any(ready) else [unit.share for unit in self.listed]
 
     # --- waiting -------------------------------------------------------------------------------
 
     @property
     def _has_all(self) -> bool:
         """Whether the list is known, and every unit that has a share has its router."""
-        shared = [unit for unit in self.units if unit.share > 0]
+        shared = [unit for unit in self.listed if unit.share > 0]
         return bool(shared) and all(unit.router is not None for unit in shared)
 
     async def _until_there(
@@ -281,7 +281,7 @@ class Door:
             self.num_waiting -= 1
 
     def _in_vain(self, named_s: float | None) -> BatonError:
-        missing = [unit for unit in self.units if unit.router is None]
+        missing = [unit for unit in self.listed if unit.router is None]
         if missing:
             named = " and ".join(unit.key.code or "the cluster" for unit in missing)
             message = f"no worker of {named} has sent its tokenizer yet"
@@ -298,14 +298,14 @@ class Door:
     # --- the list of units ---------------------------------------------------------------------
 
     async def _take_units(self, message: control_pb2.WatchUnitsResponse) -> None:
-        known = {unit.key: unit for unit in self.units}
+        known = {unit.key: unit for unit in self.listed}
         units = []
         for listed in message.units:
             key = UnitKey(listed.code, listed.control_address or self._control_address)
             unit = known.pop(key, None) or self._enter(key)
             unit.share = listed.share
             units.append(unit)
-        self.units = units
+        self.listed = units
         for unit in known.values():
             log.info("unit %r leaves", unit.key.code)
             self.leaving.append(unit)
@@ -350,9 +350,9 @@ class Door:
 
     def _held(self, key: UnitKey) -> control_pb2.ReportRouterRequest:
         """Report requests that wait for a first worker of the unit, so that pools at zero start."""
-        is_drawn = any(unit.key == key and unit.share > 0 for unit in self.units)
+        is_drawn = any(unit.key == key and unit.share > 0 for unit in self.listed)
         return control_pb2.ReportRouterRequest(
-            router_id=self._door_id, num_held=self.num_waiting if is_drawn else 0
+            router_id=self._process_id, num_held=self.num_waiting if is_drawn else 0
         )
 
     async def _measure(self) -> None:

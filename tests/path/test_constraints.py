@@ -29,7 +29,7 @@ from router.door.server import RouterServer
 from router.text import TextModel
 from router.text.grammar import Answer, of_schema
 from router.units.router import Router
-from router.units.units import Door
+from router.units.units import Units
 from tests.cluster.fleet_processes import Fleet, started
 from tests.engine.fakes import drain
 from tests.identities import ROUTER
@@ -104,11 +104,11 @@ async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Serv
         routers, clients, urls = [], [], []
         for local_prefill in ("never", "always"):
             routing = RouterConfig(http_port=0, local_prefill=local_prefill, tool_calls="hermes")
-            door = Door(routing, fleet.control, ("demo",), ROUTER)
-            server = RouterServer(door, routing, "127.0.0.1:0")
+            units = Units(routing, fleet.control, ("demo",), ROUTER)
+            server = RouterServer(units, routing, "127.0.0.1:0")
             await server.start()
             stack.push_async_callback(server.stop, 0.0)
-            routers.append(await door.main_router())
+            routers.append(await units.main_router())
             clients.append(await stack.enter_async_context(AsyncClient(server.address)))
             urls.append(f"http://{server.http_address}/v1")
         async with asyncio.timeout(60):

@@ -33,7 +33,7 @@ from router.fleet.registry import RegistryAccess
 from router.text import TextModel
 from router.units.router import Router
 from router.units.unit_router import ReadTokenizer
-from router.units.units import UNITS_EVERY_S, Door
+from router.units.units import UNITS_EVERY_S, Units
 from tests.identities import OPERATOR, ROUTER
 from tests.router.answers import Answer, Client
 from tests.router.fleets import entry_of
@@ -201,7 +201,7 @@ class Deployment:
     @property
     def routers(self) -> list[Router]:
         """Of the one unit, at each of the doors."""
-        return [server.door.routers[0] for server in self.servers]
+        return [server.units.routers[0] for server in self.servers]
 
     @property
     def client(self) -> Client:
@@ -225,7 +225,7 @@ class Deployment:
 
     async def add_router(self, is_awaited: bool = True, **changes: Any) -> Client:
         config = RouterConfig(**{**vars(self.config), **changes})
-        door = Door(
+        units = Units(
             config,
             self.registry.address,
             (MODEL, ALIAS),
@@ -234,10 +234,10 @@ class Deployment:
             clock=self.clock,
             rng=random.Random(1),
         )
-        server = RouterServer(door, config, "127.0.0.1:0")
+        server = RouterServer(units, config, "127.0.0.1:0")
         await server.start()
         if is_awaited:
-            await door.main_router()
+            await units.main_router()
         self.servers.append(server)
         self.clients.append(Client(server.address))
         return self.clients[-1]

@@ -18,7 +18,7 @@ from cluster.worker.worker import Worker
 from engine.wire import read_spec
 from router.door.server import RouterServer
 from router.units.router import Router
-from router.units.units import Door
+from router.units.units import Units
 from tests.cluster.conftest import ENGINE, engine_tokens
 from tests.identities import ROUTER
 from tests.link_stub import books_at
@@ -70,10 +70,10 @@ async def router_over(
     registry.workers = list(workers)  # type: ignore[arg-type]
     await registry.start()
     read = reading(registry)
-    door = Door(config, registry.address, ("fake",), ROUTER, read=read, rng=random.Random(0))
-    server = RouterServer(door, config, "127.0.0.1:0")
+    units = Units(config, registry.address, ("fake",), ROUTER, read=read, rng=random.Random(0))
+    server = RouterServer(units, config, "127.0.0.1:0")
     await server.start()
-    router = await door.main_router()
+    router = await units.main_router()
     client = Client(server.address, server.http_address)
     try:
         await until(lambda: sum(entry.usable for entry in router.fleet) == len(workers))

@@ -17,12 +17,12 @@ from baton.clock import ManualClock
 from baton.config.router import RouterConfig, TenantLimits
 from baton.errors import OverloadedError
 from baton.status import from_rpc_error
-from router import router
 from router.fleet.fleet import Fleet, ReportedLoad
 from router.placement.admission import Admission
 from router.placement.fairness import SWEEP_ABOVE, FairLine, FairShare
 from router.placement.placement import earliest_first_token_s
 from router.placement.ticket import Ticket
+from router.units import router
 from tests.router.answers import PROMPT, ask_for, assert_whole, error_reason, refusal
 from tests.router.deployment import QUICK, deployment
 from tests.router.fleets import (

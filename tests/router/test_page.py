@@ -94,7 +94,7 @@ async def busy() -> AsyncIterator[tuple[Deployment, Callable[[], None]]]:
 @pytest.fixture
 async def watched(tmp_path: Path) -> AsyncIterator[Watched]:
     async with browser(tmp_path) as page, busy() as (d, go_on):
-        server = operator_port(RouterConfig(metrics_port=0), d.servers[0].door)
+        server = operator_port(RouterConfig(metrics_port=0), d.servers[0].units)
         assert server is not None
         await server.start()
         url = f"http://127.0.0.1:{server.port}/"

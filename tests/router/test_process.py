@@ -171,13 +171,13 @@ async def test_a_fault_in_what_follows_the_fleet_ends_the_process_and_not_the_st
         config = ClusterConfig(str(tmp_path), served_model_name=MODEL, router=routing)
         serving = asyncio.create_task(serve(config, d.registry.address, "127.0.0.1:0"))
         await d.until(lambda: len(servers) == 2)
-        router, client = await servers[1].door.main_router(), Client(servers[1].address)
+        router, client = await servers[1].units.main_router(), Client(servers[1].address)
         await d.connected(2, router)
         asking = asyncio.create_task(client.ask(ask_for(PROMPT)))
         await d.until(lambda: bool(d.worker("d0").runs))
         failing.append(router.links)
         await d.registry.publish()
-        await asyncio.wait_for(servers[1].door.fault, 10)
+        await asyncio.wait_for(servers[1].units.fault, 10)
         d.worker("d0").may_decode.set()
         assert_whole(await asking, PROMPT)
         assert await asyncio.wait_for(serving, 20) == 1
@@ -329,7 +329,7 @@ async def test_metrics_are_served_at_the_addresses_of_their_own_host(
         pytest.skip("this machine has no IPv6")
     config = RouterConfig(metrics_host=listens, metrics_port=0)
     async with deployment() as d:
-        server = operator_port(config, d.servers[0].door)
+        server = operator_port(config, d.servers[0].units)
         assert server is not None
         await server.start()
         assert_whole(await d.client.ask(ask_for(PROMPT)), PROMPT)

@@ -284,7 +284,7 @@ async def test_a_request_that_names_no_length_gets_what_its_worker_has_memory_fo
 
 async def test_a_tenant_with_a_long_name_is_refused_before_it_waits_for_the_tokenizer() -> None:
     async with deployment() as d:
-        free, tokenizing = threading.Event(), d.servers[0].intake.tokenizing
+        free, tokenizing = threading.Event(), d.servers[0].api.tokenizer
         busy = asyncio.create_task(tokenizing.run(lambda: free.wait(10), "other", 1, 10.0))
         try:
             error = await refusal(d.client, ask_for("to be", tenant="t" * 129, timeout_ms=1000))

@@ -17,8 +17,8 @@ from baton.config.router import AuthConfig, RouterConfig
 from baton.model_folder import find_text_files
 from baton.status import from_rpc_error
 from baton.v1 import common_pb2, router_pb2
-from router.door import intake
-from router.door.api.tokenizer_line import Tokenizing
+from router.door.api import api
+from router.door.api.tokenizer_line import TokenizerLine
 from router.placement.fairness import FairLine
 from router.text import Conversation, TextModel
 from tests.router.answers import PROMPT, ask_for, assert_whole, error_of
@@ -41,7 +41,7 @@ class SlowModel(TextModel):
 
 @pytest.fixture
 def slow_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SlowModel]:
-    monkeypatch.setattr(intake, "TEXT_AT_ONCE_BYTES", 0)
+    monkeypatch.setattr(api, "TEXT_AT_ONCE_BYTES", 0)
     byte_model(tmp_path)
     model = SlowModel(tmp_path.iterdir())
     model.gate = threading.Event()
@@ -68,7 +68,7 @@ async def whole(d: Deployment, prompt: str) -> None:
 
 
 def tokenizing(d: Deployment) -> FairLine:
-    return d.servers[0].intake.tokenizing.line
+    return d.servers[0].api.tokenizer.line
 
 
 async def refused(d: Deployment, request: router_pb2.GenerateRequest) -> grpc.aio.AioRpcError:
@@ -172,7 +172,7 @@ async def test_calls_to_tokenize_take_their_caller_s_share_of_the_line(
 
 async def tokenized_order(requests: list[tuple[str, int]]) -> list[str]:
     """Tenants in the order their (tenant, bytes) requests, all in line at once, are worked on."""
-    tokenizing = Tokenizing(RouterConfig())
+    tokenizing = TokenizerLine(RouterConfig())
     gate = threading.Event()
     order: list[str] = []
     begun = asyncio.create_task(tokenizing.run(lambda: gate.wait(30), "", 1, 30.0))
@@ -263,7 +263,7 @@ async def test_an_abort_ends_a_request_that_is_tokenized_or_waits_for_it(
         await asyncio.gather(*others)
         await whole(d, PROMPT)  # the thread was not lost
         assert d.worker("d0").num_reserves == len(others) + 1
-        assert not len(d.servers[0].intake.arriving)
+        assert not len(d.servers[0].api.pending)
 
 
 async def test_an_abort_while_it_is_tokenized_again_ends_a_request_that_another_router_began(

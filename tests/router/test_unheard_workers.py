@@ -106,7 +106,7 @@ async def test_a_stream_waits_at_a_door_that_knows_of_no_units_yet() -> None:
         await d.registry.stop()
         third = await d.add_router(is_awaited=False, attach_timeout_s=5.0)
         asking = asyncio.create_task(third.ask(request))
-        await d.until(lambda: d.servers[-1].door.num_waiting == 1)
+        await d.until(lambda: d.servers[-1].units.num_waiting == 1)
         await d.registry.start(port)
         answer = await asking
         assert answer.ids == expected(PROMPT, 12)[1:]

@@ -1,6 +1,6 @@
-"""What both doors do with a request, from its arrival to its events.
+"""What clients may ask, whichever door they come through: generate, abort, tokenize, explain.
 
-gRPC and HTTP turn what they receive into a `GenerateRequest` and hand it to `Intake`. So every
+gRPC and HTTP turn what they receive into a `GenerateRequest` and hand it to `Api`. So every
 check exists once, and one line before the tokenizer serves both.
 
 A client that goes away: a request that its client named (`request_id` set) runs on for
@@ -21,7 +21,7 @@ from baton.config.router import TenantLimits
 from baton.errors import BatonError
 from baton.v1 import router_pb2
 from kv_transfer.block_hash import TokenIds
-from router.door.api.tokenizer_line import Arriving, Tokenizing
+from router.door.api.tokenizer_line import PendingRequests, TokenizerLine
 from router.door.connections.credentials import Callers
 from router.fleet.worker_facts import NO_BOUND
 from router.placement.placement import Placement
@@ -41,7 +41,7 @@ from router.request.validate import (
 )
 from router.text.answer import AnswerReader
 from router.units.router import Router
-from router.units.units import Door
+from router.units.units import Units
 
 T = TypeVar("T")
 
@@ -99,26 +99,26 @@ class Ended:
         return Finished(FinishReason.ABORTED, 0, 0, 0, Timings(e2e_s=self.e2e_s))
 
 
-class Intake:
+class Api:
     """Own the line before the tokenizer and the requests that arrive. Raises BatonErrors."""
 
-    def __init__(self, door: Door, callers: Callers | None = None) -> None:
+    def __init__(self, units: Units, callers: Callers | None = None) -> None:
         """`callers` None: everyone may call, in any tenant's name."""
-        self.door, self.callers = door, callers
-        self.tokenizing = Tokenizing(door.config)
-        self.arriving = Arriving()
-        self._of_names = RequestLimits(NO_BOUND, model_names=door.model_names)
+        self.units, self.callers = units, callers
+        self.tokenizer = TokenizerLine(units.config)
+        self.pending = PendingRequests()
+        self._of_names = RequestLimits(NO_BOUND, model_names=units.model_names)
 
     def close(self) -> None:
-        self.tokenizing.close()
+        self.tokenizer.close()
 
     async def off_loop(self, work: Callable[[], T], tenant: str | None, num_bytes: int) -> T:
         """Do what a large request takes in the tokenizer's line, and on its thread."""
-        timeout_s = self.door.config.default_timeout_s
-        return await self.tokenizing.run(work, tenant or "", num_bytes, timeout_s)
+        timeout_s = self.units.config.default_timeout_s
+        return await self.tokenizer.run(work, tenant or "", num_bytes, timeout_s)
 
     def limits_of(self, tenant: str) -> TenantLimits:
-        return self.callers.limits_of(tenant) if self.callers else self.door.config.limits
+        return self.callers.limits_of(tenant) if self.callers else self.units.config.limits
 
     # --- Generate ------------------------------------------------------------------------------
 
@@ -139,9 +139,9 @@ class Intake:
 
     async def open(self, request: router_pb2.GenerateRequest, drawn_id: str = "") -> Opened | Ended:
         """As `opened`; the caller must `leave`."""
-        arrived_s = self.door.clock.now_s()
+        arrived_s = self.units.clock.now_s()
         opened = await self._open(request, drawn_id or uuid.uuid4().hex, arrived_s)
-        return opened or Ended(self.door.clock.now_s() - arrived_s)
+        return opened or Ended(self.units.clock.now_s() - arrived_s)
 
     async def _open(
         self, request: router_pb2.GenerateRequest, drawn_id: str, arrived_s: float
@@ -154,7 +154,7 @@ class Intake:
         arriving: Coroutine[Any, Any, tuple[Router, Arrival] | None]
         arriving = self._arrival(request, request.request_id or drawn_id, arrived_s)
         if request.request_id:
-            arriving = self.arriving.run((request.tenant, request.request_id), arriving)
+            arriving = self.pending.run((request.tenant, request.request_id), arriving)
         try:
             arrived = await arriving
             if arrived is not None:
@@ -165,8 +165,8 @@ class Intake:
             raise
         finally:
             if opened is None:
-                self.door.metrics.refused(request.tenant, outcome)
-                e2e_s = self.door.clock.now_s() - arrived_s
+                self.units.metrics.refused(request.tenant, outcome)
+                e2e_s = self.units.clock.now_s() - arrived_s
                 of_refused(request, drawn_id, outcome, e2e_s).write()
         return opened
 
@@ -174,7 +174,7 @@ class Intake:
         self, request: router_pb2.GenerateRequest, request_id: str, arrived_s: float
     ) -> tuple[Router, Arrival]:
         check_names(request, self._of_names)  # before it waits anywhere
-        router = await self.door.router_for(request, request_id)
+        router = await self.units.router_for(request, request_id)
         started_s = time.perf_counter()
         parsed = await self._read(router, request)
         arrival = Arrival(
@@ -196,7 +196,7 @@ class Intake:
         if is_small and not is_program:
             return parse_generate(request, model, limits)
         named_s = request.timeout_ms / 1e3 if request.HasField("timeout_ms") else None
-        return await self.tokenizing.run(
+        return await self.tokenizer.run(
             lambda: parse_generate(request, model, limits),
             request.tenant,
             request.ByteSize() + (CONSTRAINT_BYTES if is_constrained(request) else 0),
@@ -207,15 +207,15 @@ class Intake:
 
     async def abort(self, tenant: str, request_id: str) -> None:
         """End a request, wherever it is. Raises NotFoundError."""
-        if self.arriving.abort((tenant, request_id)):
-            self.door.abort_everywhere(tenant, request_id)
+        if self.pending.abort((tenant, request_id)):
+            self.units.abort_everywhere(tenant, request_id)
         else:
-            await self.door.abort(tenant, request_id)
+            await self.units.abort(tenant, request_id)
 
     async def tokenize(self, request: Prompted, answer: Callable[[Router, TokenIds], T]) -> T:
         """What `answer`, which is called off the loop, makes of the ids: there may be millions."""
         check_tokenize_names(request, self._of_names)
-        router = await self.door.main_router()
+        router = await self.units.main_router()
         model, limits = router.text, router.request_limits()
         return await self.off_loop(
             lambda: answer(router, encode_prompt(request, model, limits)),
@@ -226,6 +226,6 @@ class Intake:
     async def explain(self, request: router_pb2.GenerateRequest) -> tuple[Router, list[Placement]]:
         """Where a request would go, cheapest first. Books nothing."""
         check_names(request, self._of_names)
-        router = await self.door.router_for(request, request.request_id)
+        router = await self.units.router_for(request, request.request_id)
         parsed = await self._read(router, request)
         return router, router.candidates(parsed, MAX_CANDIDATES)

@@ -20,7 +20,7 @@ T = TypeVar("T")
 Key = tuple[str, str]  # (tenant, request id), as the client named it
 
 
-class Arriving:
+class PendingRequests:
     """Own the tasks of requests that arrive, so that each can be aborted by its name."""
 
     def __init__(self) -> None:
@@ -61,7 +61,7 @@ class Arriving:
             self._tasks.pop(key, None)
 
 
-class Tokenizing:
+class TokenizerLine:
     """Own the tokenizer's thread and the line before it."""
 
     def __init__(self, config: RouterConfig) -> None:

@@ -244,7 +244,7 @@ def confine(message: Message, tenant: str | None) -> None:
 _LOOK_S = 1.0
 
 
-class Access:
+class Credentials:
     """Own certificate and tokens; `follow` keeps them up to date."""
 
     def __init__(self, config: RouterConfig) -> None:

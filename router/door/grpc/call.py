@@ -32,6 +32,8 @@ from grpc import StatusCode
 from baton.errors import BatonError, InvalidRequestError
 from baton.status import shortened, status_code, status_metadata
 from baton.unfinished import Unfinished
+from router.door.connections.credentials import confine
+from router.door.grpc.call_policy import CallPolicy
 from router.request.counting import AT_ONCE_BYTES, check_message
 from router.request.validate import drawn_id
 
@@ -156,25 +158,6 @@ class Methods:
         return self._by_path.get(path)
 
 
-class Admission(Protocol):
-    """Who may call what."""
-
-    def is_open(self, path: str) -> bool:
-        """Whether anyone may call it."""
-
-    def admitted(self, metadata: Iterable[tuple[str, str | bytes]]) -> str | None:
-        """The tenant of who calls what is not open; None: any. Raises UnauthenticatedError."""
-
-    def max_bytes(self, is_open: bool) -> int | None:
-        """Of a message that comes in; None: as many as the server takes."""
-
-    async def off_loop(self, work: Callable[[], T], tenant: str | None, num_bytes: int) -> T:
-        """Read a large message."""
-
-    def confine(self, message: Message, tenant: str | None) -> None:
-        """Raises PermissionDeniedError where a message speaks for another tenant."""
-
-
 class Stream(Protocol):
     """A call's side of its connection."""
 
@@ -198,9 +181,9 @@ class Call:
     """Own one call. For a method it is its context, named as in gRPC."""
 
     def __init__(
-        self, stream: Stream, stream_id: int, admission: Admission, max_message_bytes: int
+        self, stream: Stream, stream_id: int, policy: CallPolicy, max_message_bytes: int
     ) -> None:
-        self._stream, self.stream_id, self._admission = stream, stream_id, admission
+        self._stream, self.stream_id, self._policy = stream, stream_id, policy
         self._max_bytes = self._max_received = max_message_bytes
         self._loop = asyncio.get_running_loop()
         self.arrived_s = self._loop.time()
@@ -276,13 +259,13 @@ class Call:
                 raise _CallEndedError(StatusCode.INTERNAL, "grpc-timeout cannot be read")
             left_s = int(found[1]) * _UNITS_S[found[2]]
             self._timer = self._loop.call_later(left_s, self._on_deadline)
-        self.is_open = self._admission.is_open(path)
+        self.is_open = self._policy.is_open(path)
         if not self.is_open:
-            self.tenant = self._admission.admitted(metadata_of(headers))
+            self.tenant = self._policy.admitted(metadata_of(headers))
         self._handler = methods.find(wire_path)
         if self._handler is None:
             raise _CallEndedError(StatusCode.UNIMPLEMENTED, "Method not found!")
-        most = self._admission.max_bytes(self.is_open)
+        most = self._policy.max_bytes(self.is_open)
         if most is not None:
             self._max_received = min(most, self._max_bytes)
         encoding = fields.get(b"grpc-encoding", b"identity")
@@ -380,8 +363,8 @@ class Call:
             message = _message(deserialize, data)
         else:
             reading = functools.partial(_large_message, deserialize, data)
-            message = await self._admission.off_loop(reading, self.tenant, len(data))
-        self._admission.confine(message, self.tenant)
+            message = await self._policy.off_loop(reading, self.tenant, len(data))
+        confine(message, self.tenant)
         return message
 
     async def _each_request(self) -> AsyncIterator[Any]:

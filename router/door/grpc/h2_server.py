@@ -40,7 +40,8 @@ from h2.settings import SettingCodes, Settings
 
 from router.door.connections.acceptor import SHUT_WITHIN_S, Acceptor
 from router.door.connections.sharing import Allowance, Sharing
-from router.door.grpc.call import MAX_METADATA_BYTES, Admission, Call, Headers, Methods, Status
+from router.door.grpc.call import MAX_METADATA_BYTES, Call, Headers, Methods, Status
+from router.door.grpc.call_policy import CallPolicy
 from router.door.grpc.h2_input import MAX_HEADER_BYTES, H2Input
 
 log = logging.getLogger(__name__)
@@ -224,7 +225,7 @@ class Connection(asyncio.Protocol):
         if self._last_id is not None and stream_id > self._last_id:
             return self._reset(stream_id, ErrorCodes.REFUSED_STREAM)
         server = self._server
-        call = Call(self, stream_id, server.admission, self._limits.max_message_bytes)
+        call = Call(self, stream_id, server.policy, self._limits.max_message_bytes)
         self._calls[stream_id] = call
         call.begin(headers, server.methods)
         if call.is_admitted and not call.is_open:
@@ -502,10 +503,10 @@ class GrpcServer:
     """Own the connections of a port, and the tasks of their calls."""
 
     def __init__(
-        self, limits: Limits, admission: Admission, listener: socket.socket, sharing: Sharing
+        self, limits: Limits, policy: CallPolicy, listener: socket.socket, sharing: Sharing
     ) -> None:
         self.port: int = listener.getsockname()[1]
-        self.limits, self.admission, self.sharing = limits, admission, sharing
+        self.limits, self.policy, self.sharing = limits, policy, sharing
         self.methods = Methods()
         self.connections: set[Connection] = set()
         self.acceptor = Acceptor(listener, sharing, lambda: Connection(self))

@@ -1,6 +1,6 @@
-"""`RouterService` and `FleetService`: gRPC's face of `Intake`. Client messages stop here.
+"""`RouterService` and `FleetService`: gRPC's face of `Api`. Client messages stop here.
 
-gRPC does not distinguish a cancelled call from a lost connection; `intake` says what follows.
+gRPC does not distinguish a cancelled call from a lost connection; `api` says what follows.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequenc
 from itertools import chain
 
 from baton.v1 import common_pb2, control_pb2, control_pb2_grpc, router_pb2, router_pb2_grpc
-from router.door.api.api import Ended, Intake, Opened, pieces
+from router.door.api.api import Api, Ended, Opened, pieces
 from router.door.grpc.call import Call, Feed
 from router.placement.placement import Placement
 from router.request.output import Event, Finished, FinishReason, TokenRun
@@ -26,8 +26,8 @@ _REASONS = {
 class RouterService(router_pb2_grpc.RouterServiceServicer, control_pb2_grpc.FleetServiceServicer):
     """Takes requests in and streams their output. A BatonError ends its call."""
 
-    def __init__(self, intake: Intake) -> None:
-        self._intake = intake
+    def __init__(self, api: Api) -> None:
+        self._api = api
 
     async def Generate(  # type: ignore[override]  # noqa: N802
         self, request: router_pb2.GenerateRequest, context: Call
@@ -35,19 +35,19 @@ class RouterService(router_pb2_grpc.RouterServiceServicer, control_pb2_grpc.Flee
         if REQUEST_ID.fullmatch(request.request_id):
             context.request_id = request.request_id
         request.traceparent = request.traceparent or context.traceparent[:128]
-        opened = await self._intake.open(request, context.request_id)
+        opened = await self._api.open(request, context.request_id)
         return _response(opened.event) if isinstance(opened, Ended) else _Output(opened)
 
     async def Abort(  # type: ignore[override]  # noqa: N802
         self, request: router_pb2.AbortRequest, context: Call
     ) -> router_pb2.AbortResponse:
-        await self._intake.abort(request.tenant, request.request_id)
+        await self._api.abort(request.tenant, request.request_id)
         return router_pb2.AbortResponse()
 
     async def ListModels(  # type: ignore[override]  # noqa: N802
         self, request: router_pb2.ListModelsRequest, context: Call
     ) -> router_pb2.ListModelsResponse:
-        router = await self._intake.door.main_router()
+        router = await self._api.units.main_router()
         model = router_pb2.Model(
             name=router.model.name,
             max_model_len=router.max_model_len() or 0,
@@ -58,7 +58,7 @@ class RouterService(router_pb2_grpc.RouterServiceServicer, control_pb2_grpc.Flee
     async def Tokenize(  # type: ignore[override]  # noqa: N802
         self, request: router_pb2.TokenizeRequest, context: Call
     ) -> router_pb2.TokenizeResponse:
-        return await self._intake.tokenize(
+        return await self._api.tokenize(
             request,
             lambda _, ids: router_pb2.TokenizeResponse(ids=chain.from_iterable(pieces(ids))),
         )
@@ -66,7 +66,7 @@ class RouterService(router_pb2_grpc.RouterServiceServicer, control_pb2_grpc.Flee
     async def ExplainRoute(  # type: ignore[override]  # noqa: N802
         self, request: router_pb2.ExplainRouteRequest, context: Call
     ) -> router_pb2.ExplainRouteResponse:
-        router, placements = await self._intake.explain(request.request)
+        router, placements = await self._api.explain(request.request)
         candidates = [_candidate(one) for one in placements]
         return router_pb2.ExplainRouteResponse(candidates=candidates, unit=router.model.unit)
 
@@ -74,7 +74,7 @@ class RouterService(router_pb2_grpc.RouterServiceServicer, control_pb2_grpc.Flee
         self, request: control_pb2.FleetServiceWatchFleetRequest, context: Call
     ) -> AsyncIterator[control_pb2.FleetServiceWatchFleetResponse]:
         """Of the unit that gets most requests; ends with its router."""
-        router, callers = await self._intake.door.main_router(), self._intake.callers
+        router, callers = await self._api.units.main_router(), self._api.callers
         is_tenant = callers is not None and not callers.is_operator(context.tenant)
         seen = None
         while (seen := await router.watch.next_after(seen)) is not None:

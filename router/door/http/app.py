@@ -22,7 +22,7 @@ from baton.config.router import RouterConfig
 from baton.errors import BatonError, InvalidRequestError, NotFoundError
 from baton.unfinished import Unfinished
 from kv_transfer.block_hash import TokenIds
-from router.door.api.api import Intake, pieces
+from router.door.api.api import Api, pieces
 from router.door.connections.acceptor import is_loopback
 from router.door.connections.credentials import Callers, confine
 from router.door.http.anthropic import messages
@@ -39,7 +39,7 @@ from router.door.http.openai.responses import ResponseAnswer, ResponsesBody
 from router.door.http.openapi import openapi
 from router.door.http.server.errors import FAULT, NEVER_RETRY, ErrorResponse, response_to, shape
 from router.door.http.server.guard import Guard
-from router.door.http.server.request_ids import Naming
+from router.door.http.server.request_ids import RequestIds
 from router.request.counting import AT_ONCE_BYTES
 from router.request.validate import REQUEST_ID
 from router.units.router import Router
@@ -64,12 +64,12 @@ class OpenAiApp:
 
     def __init__(
         self,
-        intake: Intake,
+        api: Api,
         callers: Callers | None,
         config: RouterConfig,
         unfinished: Unfinished,
     ) -> None:
-        self._intake, self._callers, self._config = intake, callers, config
+        self._api, self._callers, self._config = api, callers, config
         self._unfinished = unfinished
         self.is_ready = False
         self._created = int(time.time())
@@ -102,7 +102,7 @@ class OpenAiApp:
             },
         )
         starlette.router.redirect_slashes = False
-        self.asgi = Naming(starlette)
+        self.asgi = RequestIds(starlette)
 
     # --- answers -------------------------------------------------------------------------------
 
@@ -118,13 +118,13 @@ class OpenAiApp:
         for each in made:
             each.traceparent = traceparent if len(traceparent) <= _MAX_TRACE_CHARS else ""
             confine(each, tenant)
-            largest = self._intake.limits_of(each.tenant).largest_max_tokens
+            largest = self._api.limits_of(each.tenant).largest_max_tokens
             if not each.HasField("chat") and body.max_tokens is None and largest:
                 each.sampling.max_tokens = min(each.sampling.max_tokens, largest)
         renamed = self._renamed(request, body)
         each_choice = choices_of(made, body.num_choices)
         asked = Asked(body, each_choice, request.state.request_id, renamed, given)
-        return answer(self._intake, asked)
+        return answer(self._api, asked)
 
     async def _embeddings(self, request: Request) -> Response:
         """Refuse embeddings, which are not supported yet."""
@@ -136,13 +136,13 @@ class OpenAiApp:
     async def _models(self, request: Request) -> Response:
         """List the names of the served model."""
         self._tenant(request)
-        names = self._intake.door.model_names
+        names = self._api.units.model_names
         return JSONResponse({"object": "list", "data": [self._entry(name) for name in names]})
 
     async def _model(self, request: Request) -> Response:
         """Describe the served model."""
         self._tenant(request)
-        name, served = request.path_params["name"], self._intake.door.model_names
+        name, served = request.path_params["name"], self._api.units.model_names
         if name not in served:
             problem = f"unknown model {name!r}; served here: {', '.join(served)}"
             raise NotFoundError(problem, field="model")
@@ -150,7 +150,7 @@ class OpenAiApp:
 
     def _entry(self, name: str) -> dict[str, object]:
         """At once, also while there are no workers yet."""
-        lengths = [router.max_model_len() for router in self._intake.door.routers]
+        lengths = [router.max_model_len() for router in self._api.units.routers]
         return {
             "id": name,
             "object": "model",
@@ -163,7 +163,7 @@ class OpenAiApp:
         tenant = self._tenant(request)
         _, (made,) = await self._read(request, tenant, kind)
         confine(made, tenant)
-        return await self._intake.tokenize(made, answer)
+        return await self._api.tokenize(made, answer)
 
     async def _version(self, request: Request) -> Response:
         """Return Baton's version."""
@@ -176,13 +176,13 @@ class OpenAiApp:
 
     async def _ready(self, request: Request) -> Response:
         """Tell whether requests can be served."""
-        if not self.is_ready or not self._intake.door.serves:
+        if not self.is_ready or not self._api.units.serves:
             return _plain(503, "not ready: no worker serves, or the router leaves")
         return JSONResponse({"status": "ready"})
 
     async def _openapi(self, request: Request) -> Response:
         """Return this document."""
-        return JSONResponse(openapi(self.routes, self._intake.door.max_request_bytes))
+        return JSONResponse(openapi(self.routes, self._api.units.max_request_bytes))
 
     # --- what comes in -------------------------------------------------------------------------
 
@@ -202,16 +202,16 @@ class OpenAiApp:
         if len(data) <= AT_ONCE_BYTES:
             made = parsed(kind, data)
         else:
-            made = await self._intake.off_loop(lambda: parsed(kind, data), tenant, len(data))
+            made = await self._api.off_loop(lambda: parsed(kind, data), tenant, len(data))
         body, requests, names = made
         if names:
-            self._intake.door.metrics.saw_ignored(names)
+            self._api.units.metrics.saw_ignored(names)
             request.state.ignored_fields = ", ".join(names)
         return body, requests
 
     async def _body(self, request: Request) -> bytes:
         """A body that says that it is too large is not read."""
-        limit = self._intake.door.max_request_bytes
+        limit = self._api.units.max_request_bytes
         too_large = HTTPException(413, f"the body has more than {limit} bytes")
         length = request.headers.get("content-length", "0")
         if length.isdecimal() and int(length) > limit:

@@ -35,7 +35,7 @@ from router.door.http.server.http_server import HttpServer
 from router.fleet.fleet import WorkerEntry
 from router.report.tally import Buckets, Family
 from router.units.router import Router
-from router.units.units import Door
+from router.units.units import Units
 
 EVERY_S = 1.0
 _MAX_LOOKERS = 256
@@ -46,10 +46,10 @@ class OperatorPort:
     """Own the port."""
 
     def __init__(
-        self, door: Door, config: RouterConfig, port: int, callers: Callers | None
+        self, units: Units, config: RouterConfig, port: int, callers: Callers | None
     ) -> None:
         """`callers` None: open to all. Raises ConfigError when the port is taken."""
-        self._door, self._callers, self._closing = door, callers, asyncio.Event()
+        self._units, self._callers, self._closing = units, callers, asyncio.Event()
         routes = [
             Route("/", self._page),
             Route("/events", self._events),
@@ -67,7 +67,7 @@ class OperatorPort:
         self.port = self._server.port
 
     async def start(self) -> None:
-        self._server.start(self._door.report_fault)
+        self._server.start(self._units.report_fault)
 
     async def stop(self) -> None:
         self._closing.set()  # pages that look on would be cut off otherwise
@@ -89,7 +89,7 @@ class OperatorPort:
 
     async def _metrics(self, request: Request) -> Response:
         self._check(request)
-        registry = self._door.metrics.registry
+        registry = self._units.metrics.registry
         text = await asyncio.to_thread(prometheus_client.generate_latest, registry)
         return Response(text, media_type=prometheus_client.CONTENT_TYPE_LATEST)
 
@@ -100,7 +100,7 @@ class OperatorPort:
 
     async def _news(self) -> AsyncIterator[str]:
         while not self._closing.is_set():
-            yield f"data: {json.dumps(seen(self._door))}\n\n"
+            yield f"data: {json.dumps(seen(self._units))}\n\n"
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._closing.wait(), EVERY_S)
 
@@ -112,15 +112,15 @@ def _refuse(request: Request, error: Exception) -> Response:
     return response
 
 
-def seen(door: Door) -> dict[str, Any]:
+def seen(units: Units) -> dict[str, Any]:
     """What the page shows now."""
-    targets_s = door.config.ttft_target_s, door.config.itl_target_s
+    targets_s = units.config.ttft_target_s, units.config.itl_target_s
     return {
-        "model": door.model_names[0],
-        "units": [_unit(router) for router in door.routers],
-        "ttft": _buckets(door.metrics.ttft),
-        "itl": _buckets(door.metrics.itl),
-        "diagnosis": door.snapshots.diagnosis(*targets_s),
+        "model": units.model_names[0],
+        "units": [_unit(router) for router in units.routers],
+        "ttft": _buckets(units.metrics.ttft),
+        "itl": _buckets(units.metrics.itl),
+        "diagnosis": units.snapshots.diagnosis(*targets_s),
     }
 
 

@@ -91,13 +91,13 @@ def test_choices_of_long_prompts_exist_one_at_a_time() -> None:
 async def test_large_requests_wait_in_the_tokenizer_s_line_and_small_ones_do_not(
     d: Deployment, http: Http
 ) -> None:
-    intake, gate = d.servers[0].intake, threading.Event()
-    holding = asyncio.create_task(intake.off_loop(gate.wait, None, 1))
+    api, gate = d.servers[0].api, threading.Event()
+    holding = asyncio.create_task(api.off_loop(gate.wait, None, 1))
     large = [
         asyncio.create_task(http.post(COMPLETIONS, {"prompt": "x" * 100_000})),
         asyncio.create_task(refusal(d.client, router_pb2.GenerateRequest(text="x" * 100_000))),
     ]
-    await d.until(lambda: intake.tokenizing.line.num_requests == 3)
+    await d.until(lambda: api.tokenizer.line.num_requests == 3)
     assert (await http.post(COMPLETIONS, {"prompt": prompt_for("yes")})).status == 200
     gate.set()
     await holding

@@ -83,10 +83,10 @@ async def test_a_router_is_ready_while_it_serves_and_healthy_before(
         assert models["data"][0]["id"] == "tiny"
         server.http_app.is_ready = True
         await d.worker("d0").stop()
-        await d.until(lambda: not server.door.serves)
+        await d.until(lambda: not server.units.serves)
         assert (await http.call("GET", "/ready")).status == 503
         await d.add_worker("d0", DECODE, incarnation=2)
-        await d.until(lambda: server.door.serves)
+        await d.until(lambda: server.units.serves)
         assert (await http.call("GET", "/ready")).status == 200
 
 

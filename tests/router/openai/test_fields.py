@@ -78,7 +78,7 @@ async def test_what_nobody_knows_is_told_and_counted(d: Deployment, http: Http) 
     turn = [USER, USER | {"frob": None, "grob": 1, "annotations": []}]
     answer = await http.post("/tokenize", {"messages": turn, "frob": 1})
     assert answer.headers["x-baton-ignored-fields"] == "frob, messages.grob"
-    metrics = d.servers[0].intake.door.metrics
+    metrics = d.servers[0].api.units.metrics
     metrics.saw_ignored([f"f{number}" for number in range(100)])
     value = metrics.registry.get_sample_value
     counts = [value("baton_ignored_fields_total", {"field": f}) for f in ("frob", "other", "f99")]

@@ -1,1 +1,1 @@
-"""The OpenAI-compatible HTTP door. Bodies become `GenerateRequest`s; `Intake` does the rest."""
+"""The OpenAI-compatible HTTP door. Bodies become `GenerateRequest`s; `Api` does the rest."""

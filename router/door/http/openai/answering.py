@@ -22,7 +22,7 @@ from starlette.types import Receive, Scope, Send
 
 from baton.errors import BatonError
 from baton.v1 import router_pb2
-from router.door.api.api import Intake
+from router.door.api.api import Api
 from router.door.http.openai.bodies import ChatBody, CompletionBody
 from router.door.http.openai.choices import ChatChoice, Choice, Delta, TextChoice, usage_of
 from router.door.http.openai.echo import EchoChoice
@@ -59,14 +59,14 @@ class Asked:
 class Answering:
     """Write the answer to one HTTP request; an ASGI application for it alone."""
 
-    def __init__(self, intake: Intake, asked: Asked) -> None:
-        self._intake, self._asked = intake, asked
+    def __init__(self, api: Api, asked: Asked) -> None:
+        self._api, self._asked = api, asked
         body = asked.body
         self._head: dict[str, Any] = {
             "id": f"{'chatcmpl' if asked.is_chat else 'cmpl'}-{asked.request_id}",
             "object": "chat.completion" if asked.is_chat else "text_completion",
             "created": int(time.time()),
-            "model": intake.door.model_names[0],
+            "model": api.units.model_names[0],
         }
         if body.stream and asked.is_chat:
             self._head["object"] += ".chunk"
@@ -92,7 +92,7 @@ class Answering:
             choices = []
             for index, request in enumerate(self._asked.requests):
                 suffix = f".{index}" if index else ""
-                opening = self._intake.opened(request, self._asked.request_id + suffix)
+                opening = self._api.opened(request, self._asked.request_id + suffix)
                 choices.append(self._choice(index, await stack.enter_async_context(opening)))
             if body.stream:
                 await self._stream(choices, send)

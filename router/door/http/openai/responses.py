@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from router.door.api.api import Intake
+from router.door.api.api import Api
 from router.door.http.openai import translating
 from router.door.http.openai.answering import Asked
 from router.door.http.openai.bodies import Int
@@ -96,8 +96,8 @@ _ECHOED = {*_NOT_SAID, "user", "safety_identifier", "prompt_cache_key", "service
 
 
 class ResponseAnswer(translating.Translating):
-    def __init__(self, intake: Intake, asked: Asked) -> None:
-        super().__init__(intake, asked)
+    def __init__(self, api: Api, asked: Asked) -> None:
+        super().__init__(api, asked)
         said = asked.given.model_dump(exclude_none=True, include=_ECHOED)
         said["reasoning"] = _NOT_SAID["reasoning"] | said.get("reasoning", {})
         self._num_events, self._id = 0, asked.request_id

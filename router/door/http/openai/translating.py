@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 from pydantic_core import to_json
 
-from router.door.api.api import Intake
+from router.door.api.api import Api
 from router.door.http.openai.answering import Answering, Asked
 from router.door.http.openai.bodies import ChatBody
 from router.door.http.openai.choices import Choice, Delta
@@ -172,8 +172,8 @@ class Block:
 class Translating(Answering, ABC):
     """Own the answer's blocks, of which the last one grows."""
 
-    def __init__(self, intake: Intake, asked: Asked) -> None:
-        super().__init__(intake, asked)
+    def __init__(self, api: Api, asked: Asked) -> None:
+        super().__init__(api, asked)
         self._blocks: list[Block] = []
         self._reason = ""  # as a chat's `finish_reason`
 

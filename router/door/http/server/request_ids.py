@@ -8,7 +8,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from router.request.validate import drawn_id
 
 
-class Naming:
+class RequestIds:
     """An ASGI application around another one: every answer has `X-Request-Id`, whatever it says.
 
     `request.state.request_id` is the name; it may be changed until the answer begins. What

@@ -1,4 +1,4 @@
-"""The door: which unit a request goes to, how it is drawn, and what waits there."""
+"""Which unit a request goes to, how it is drawn, and what waits there."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from router.door.server import RouterServer
 from router.text import TextModel
 from router.units.router import Router
 from router.units.unit_router import drawn
-from router.units.units import Door
+from router.units.units import Units
 from tests.cluster.conftest import ENGINE, engine_tokens, nothing_held, running_worker
 from tests.cluster.pool_settings import settings_of
 from tests.identities import OPERATOR, ROUTER
@@ -122,16 +122,16 @@ async def unit(code: str, folder: Path, shift: int = 0, step_s: float = 0.0) -> 
 
 
 @asynccontextmanager
-async def door_at(
+async def units_at(
     control: str, config: RouterConfig = CONFIG
-) -> AsyncIterator[tuple[Door, Client]]:
-    door = Door(config, control, ("fake",), ROUTER)
-    server = RouterServer(door, config, "127.0.0.1:0")
+) -> AsyncIterator[tuple[Units, Client]]:
+    units = Units(config, control, ("fake",), ROUTER)
+    server = RouterServer(units, config, "127.0.0.1:0")
     await server.start()
     client = Client(server.address)
     try:
-        yield door, client
-        for router in door.routers:
+        yield units, client
+        for router in units.routers:
             router.check_integrity()
     finally:
         await client.channel.close()
@@ -145,21 +145,21 @@ async def set_units(control: str, *units: control_pb2.Unit) -> None:
 
 @dataclass
 class Two:
-    """Two units, behind one door."""
+    """Two units, and one router process."""
 
     old: Unit
     new: Unit
-    door: Door
+    units: Units
     client: Client
 
     async def share(self, of_new: float) -> None:
         old, new = self.old.with_share(1 - of_new), self.new.with_share(of_new)
         await set_units(self.old.control, old, new)
-        await until(lambda: [unit.share for unit in self.door.units] == [1 - of_new, of_new])
-        await until(lambda: len(self.door.routers) == 2)
+        await until(lambda: [unit.share for unit in self.units.listed] == [1 - of_new, of_new])
+        await until(lambda: len(self.units.routers) == 2)
 
     def router(self, unit: Unit) -> Router:
-        (found,) = (each for each in self.door.routers if each.model.code == unit.code)
+        (found,) = (each for each in self.units.routers if each.model.code == unit.code)
         return found
 
 
@@ -175,13 +175,13 @@ async def two_units(folder: Path, step_s: float = 0.0) -> AsyncIterator[Two]:
     async with (
         unit("old", folder / "old", 0, step_s) as old,
         unit("new", folder / "new", 3, step_s) as new,
-        door_at(old.control) as (door, client),
+        units_at(old.control) as (units, client),
     ):
         await old.start_workers()
         await new.start_workers()
-        two = Two(old, new, door, client)
+        two = Two(old, new, units, client)
         await two.share(of_new=0.5)
-        for router in door.routers:
+        for router in units.routers:
             await until(lambda r=router: sum(entry.usable for entry in r.fleet) == 2)
         yield two
 
@@ -226,12 +226,12 @@ async def test_each_request_is_answered_by_its_unit_with_its_own_tokenizer(tmp_p
             assert its_unit.workers[0].rank.model.model_fingerprint.hex().startswith(fingerprint)
             assert len(fingerprint) == 16
         assert {answer.routed[0].unit for answer in answers} == {
-            router.model.unit for router in two.door.routers
+            router.model.unit for router in two.units.routers
         }
         explain = router_pb2.ExplainRouteRequest(request=request_of(ids[0]))
         explained = await two.client.stub.ExplainRoute(explain)
         assert explained.unit == answers[0].routed[0].unit
-        reports = [router.report() for router in two.door.routers]
+        reports = [router.report() for router in two.units.routers]
         assert sum(report.requests.num_requests for report in reports) == len(ids)
         assert all(report.requests.num_requests for report in reports)
 
@@ -239,7 +239,7 @@ async def test_each_request_is_answered_by_its_unit_with_its_own_tokenizer(tmp_p
 async def test_a_client_that_was_cut_off_goes_on_in_its_unit_whatever_the_shares_are(
     tmp_path: Path,
 ) -> None:
-    async with two_units(tmp_path, step_s=0.01) as two, door_at(two.old.control) as (_, other):
+    async with two_units(tmp_path, step_s=0.01) as two, units_at(two.old.control) as (_, other):
         await two.share(of_new=1.0)
         seen = await a_few_tokens(two.client, "r")
         await two.share(of_new=0.0)
@@ -259,14 +259,14 @@ async def test_tokens_of_a_unit_that_is_gone_are_not_continued(tmp_path: Path) -
 
 
 async def test_a_request_that_comes_again_without_its_unit_is_found_in_it(tmp_path: Path) -> None:
-    async with two_units(tmp_path, step_s=0.01) as two, door_at(two.old.control) as (door, other):
+    async with two_units(tmp_path, step_s=0.01) as two, units_at(two.old.control) as (units, other):
         await two.share(of_new=1.0)
         seen = await a_few_tokens(two.client, "r")
         await two.share(of_new=0.0)
-        await until(lambda: len(door.routers) == 2)
-        for router in door.routers:
+        await until(lambda: len(units.routers) == 2)
+        for router in units.routers:
             await until(lambda r=router: r.links.are_all_known)
-        # At the door that follows it, then at one that does not.
+        # At the process that follows it, then at one that does not.
         for client in (two.client, other):
             again = await a_few_tokens(client, "r") if client is two.client else None
             rest = again or await client.ask(resumed("r", seen))
@@ -301,45 +301,45 @@ async def test_a_unit_that_leaves_ends_its_streams_first_and_nothing_of_it_stays
         old = two.router(two.old)
         await until(lambda: old.num_active == 4)
         await set_units(two.old.control, two.new.with_share(1.0))
-        await until(lambda: len(two.door.units) == 1)
+        await until(lambda: len(two.units.listed) == 1)
         assert (await two.client.ask(request_of("next"))).routed[0].unit.startswith("new/")
         for answer in await asyncio.gather(*asking):
             assert_whole(answer, two.old)
             assert not answer.migrated
-        await until(lambda: two.door.routers == [two.router(two.new)])
-        await until(lambda: not two.door.leaving)
+        await until(lambda: two.units.routers == [two.router(two.new)])
+        await until(lambda: not two.units.leaving)
         assert not list(old.links)
         old.check_integrity()
 
 
-# --- waiting at the door --------------------------------------------------------------------------
+# --- waiting for a unit --------------------------------------------------------------------------
 
 
 async def test_requests_wait_for_the_first_worker_to_load(tmp_path: Path) -> None:
     patient = dataclasses.replace(CONFIG, fleet_wait_s=0.1)
     async with (
         unit("", tmp_path / "model") as only,
-        door_at(only.control, patient) as (door, client),
+        units_at(only.control, patient) as (units, client),
     ):
         asking = asyncio.create_task(client.ask(request_of("r")))
-        await until(lambda: door.num_waiting == 1)
+        await until(lambda: units.num_waiting == 1)
         # Pools at zero start for it.
         await until(lambda: [each.num_held for each in reports_of(only)] == [1])
         await only.start_workers()
         assert_whole(await asking, only)
-        assert door.num_waiting == 0
+        assert units.num_waiting == 0
 
 
 async def test_only_so_many_wait_and_each_until_its_own_deadline(tmp_path: Path) -> None:
     config = dataclasses.replace(CONFIG, max_queue=2, default_timeout_s=0.5)
     async with (
         unit("", tmp_path / "model") as only,
-        door_at(only.control, config) as (door, client),
+        units_at(only.control, config) as (units, client),
     ):
         hurried = request_of("hurried")
         hurried.timeout_ms = 400
         asking = [asyncio.create_task(client.ask(each)) for each in (hurried, request_of("other"))]
-        await until(lambda: door.num_waiting == 2)
+        await until(lambda: units.num_waiting == 2)
         assert error_reason(await error_of(client.ask(request_of("third")))) == "OVERLOADED"
         ends = await asyncio.gather(*asking, return_exceptions=True)
         assert [error_reason(end) for end in ends if isinstance(end, grpc.aio.AioRpcError)] == [
@@ -347,24 +347,24 @@ async def test_only_so_many_wait_and_each_until_its_own_deadline(tmp_path: Path)
             "UNAVAILABLE",
         ]
         assert all("no worker of the cluster has sent its tokenizer" in str(end) for end in ends)
-        assert door.num_waiting == 0
+        assert units.num_waiting == 0
 
 
 async def test_a_request_that_waits_can_be_aborted(tmp_path: Path) -> None:
-    async with unit("", tmp_path / "model") as only, door_at(only.control) as (door, client):
+    async with unit("", tmp_path / "model") as only, units_at(only.control) as (units, client):
         asking = asyncio.create_task(client.ask(request_of("r")))
-        await until(lambda: door.num_waiting == 1)
+        await until(lambda: units.num_waiting == 1)
         await client.stub.Abort(router_pb2.AbortRequest(request_id="r"))
         answer = await asking
         assert answer.reason == common_pb2.FINISH_REASON_ABORTED
-        assert door.num_waiting == 0
+        assert units.num_waiting == 0
 
 
 async def test_a_process_that_leaves_sends_those_who_wait_to_another(tmp_path: Path) -> None:
-    async with unit("", tmp_path / "model") as only, door_at(only.control) as (door, client):
+    async with unit("", tmp_path / "model") as only, units_at(only.control) as (units, client):
         asking = asyncio.create_task(client.ask(request_of("r")))
-        await until(lambda: door.num_waiting == 1)
-        await door.close()
+        await until(lambda: units.num_waiting == 1)
+        await units.close()
         with pytest.raises(grpc.aio.AioRpcError, match="shutting down"):
             await asking
 
