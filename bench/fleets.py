@@ -16,9 +16,9 @@ from baton.v1 import common_pb2
 from kv_transfer.block_hash import SHARED_BY_ALL, BlockHash
 from router.fleet.fleet import Fleet, WorkerState
 from router.fleet.worker_facts import WorkerFacts
+from router.index.native_index import make_index
+from router.index.prefix_index import PrefixIndex
 from router.placement.admission import Admission
-from router.placement.native_index import make_index
-from router.placement.prefix_index import PrefixIndex
 from router.placement.ticket import Placed, PromptBlocks
 from tests.router.scripted_worker import FINGERPRINT, MODEL
 

@@ -28,11 +28,11 @@ from kv_transfer.block_hash import (
     python_chain,
 )
 from router.fleet.fleet_arrays import FleetArrays
+from router.index.native_index import NativePrefixIndex, make_index, native_library
+from router.index.prefix_index import PrefixIndex
 from router.placement.choice import choose
-from router.placement.native_index import NativePrefixIndex, make_index, native_library
 from router.placement.placement import PlacementQuery, evaluate, terms_of
 from router.placement.placing import Placing
-from router.placement.prefix_index import PrefixIndex
 from router.placement.ticket import PromptBlocks, Ticket
 from tests.router.scripted_worker import FINGERPRINT
 

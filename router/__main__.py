@@ -19,11 +19,13 @@ from baton.errors import ConfigError
 from baton.identity.identity import open_identity
 from baton.process.interpreter import freeze_heap, share_interpreter
 from baton.process.log import LogSettings, set_up_logging
+from kv_transfer.block_hash import native_chain
 from router.door.connections.acceptor import split_address
 from router.door.connections.credentials import Callers
 from router.door.operators.page import OperatorPort
 from router.door.server import RouterServer
-from router.placement.native_index import build_native
+from router.index import native_index
+from router.placement import choice
 from router.units.units import Units
 
 log = logging.getLogger("router")
@@ -37,6 +39,13 @@ def _arguments() -> argparse.Namespace:
     levels = ("debug", "info", "warning", "error")
     parser.add_argument("--log-level", choices=levels, help="overrides the configuration")
     return parser.parse_args()
+
+
+def build_native() -> None:
+    """Compile what a router needs, if this machine never did: not while requests wait."""
+    native_chain()
+    native_index.native_library()
+    choice.native_library()
 
 
 async def serve(config: ClusterConfig, control: str, listen: str) -> int:

@@ -18,7 +18,7 @@ from router.fleet.fleet import Fleet, ReportedLoad, RolesAway, WorkerEntry, Work
 from router.fleet.session import RouterIdentity
 from router.fleet.worker_facts import WorkerFacts
 from router.fleet.worker_link import IndexState, WorkerLink
-from router.placement.prefix_index import PrefixIndex
+from router.index.prefix_index import PrefixIndex
 
 log = logging.getLogger(__name__)
 

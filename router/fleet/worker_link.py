@@ -30,7 +30,7 @@ from baton.v1 import worker_pb2
 from baton.wire import ANY_ATTEMPT
 from router.fleet.fleet import WorkerEntry, WorkerState
 from router.fleet.session import RouterIdentity, Session
-from router.placement.prefix_index import PrefixIndex
+from router.index.prefix_index import PrefixIndex
 
 _MAY_ANSWER = (ssl.SSLError, ConnectionResetError, TimeoutError)  # a connection's, yet
 STABLE_S = 1.0

@@ -33,6 +33,7 @@ from baton.errors import BatonError, NoCapacityError, OverloadedError, Unavailab
 from kv_transfer.block_hash import CacheScope, TokenIds
 from router.fleet.fleet import Fleet
 from router.fleet.fleet_arrays import Bools
+from router.index.prefix_index import PrefixIndex
 from router.placement.fairness import FairShare
 from router.placement.placement import (
     Placement,
@@ -41,7 +42,6 @@ from router.placement.placement import (
     reach,
 )
 from router.placement.placing import Placing
-from router.placement.prefix_index import PrefixIndex
 from router.placement.public_prefix import NO_PREFIX, PublicPrefix
 from router.placement.ticket import Placed, PromptBlocks, Ticket
 

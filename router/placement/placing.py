@@ -12,6 +12,7 @@ import numpy as np
 from baton.config.router import RouterConfig
 from router.fleet.fleet import Fleet
 from router.fleet.fleet_arrays import Bools
+from router.index.prefix_index import PrefixIndex
 from router.placement.choice import choose
 from router.placement.placement import (
     Placement,
@@ -19,7 +20,6 @@ from router.placement.placement import (
     earliest_first_token_s,
     ranked,
 )
-from router.placement.prefix_index import PrefixIndex
 from router.placement.sessions import Sessions
 from router.placement.ticket import Placed, Ticket
 

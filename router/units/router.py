@@ -26,9 +26,9 @@ from router.fleet.fleet_links import FleetLinks, FleetReport
 from router.fleet.registry import FleetWatch, RegistryAccess, keep_reporting
 from router.fleet.session import RouterIdentity
 from router.fleet.worker_facts import NO_BOUND
+from router.index.native_index import make_index
 from router.placement.admission import Admission
 from router.placement.fairness import FairLine, RetryBudget
-from router.placement.native_index import make_index
 from router.placement.placement import Placement
 from router.placement.public_prefix import PublicPrefix
 from router.placement.ticket import Ticket

@@ -16,10 +16,10 @@ from baton.v1 import common_pb2
 from kv_transfer.block_hash import SHARED_BY_ALL
 from router.fleet.fleet import Fleet, WorkerEntry, WorkerState
 from router.fleet.worker_facts import WorkerFacts
+from router.index.prefix_index import PrefixIndex
 from router.placement.admission import Admission
 from router.placement.choice import choose
 from router.placement.placement import Placement, PlacementQuery
-from router.placement.prefix_index import PrefixIndex
 from router.placement.ticket import Placed, PromptBlocks, Ticket
 
 POLICY = RouterConfig()

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kv_transfer.block_hash import BlockHash
-from router.placement.native_index import NativePrefixIndex, native_library
-from router.placement.prefix_index import PrefixIndex
+from router.index.native_index import NativePrefixIndex, native_library
+from router.index.prefix_index import PrefixIndex
 
 NUM_WORKERS = 3
 

@@ -9,9 +9,9 @@ import numpy as np
 from baton.config.router import RouterConfig
 from kv_transfer.block_hash import SHARED_BY_ALL
 from router.fleet.fleet import Booking, Fleet
+from router.index.prefix_index import PrefixIndex
 from router.placement.placement import Placement
 from router.placement.placing import Placing
-from router.placement.prefix_index import PrefixIndex
 from router.placement.sessions import Sessions
 from router.placement.ticket import PromptBlocks, Ticket
 from tests.router.answers import ask_for

@@ -13,9 +13,8 @@ from pathlib import Path
 import numpy as np
 
 from baton.native_build import NativeBuildError, Recipe, build
-from kv_transfer.block_hash import HASH_BYTES, BlockHash, native_chain
-from router.placement import choice
-from router.placement.prefix_index import Hashes, IntArray, PrefixIndex
+from kv_transfer.block_hash import HASH_BYTES, BlockHash
+from router.index.prefix_index import Hashes, IntArray, PrefixIndex
 
 log = logging.getLogger(__name__)
 
@@ -125,13 +124,6 @@ class NativePrefixIndex(PrefixIndex):
     def check_integrity(self) -> None:
         fault = self._library.baton_index_fault(self._index)
         assert fault is None, fault.decode()
-
-
-def build_native() -> None:
-    """Compile what placement needs, if this machine never did: not while requests wait."""
-    native_chain()
-    native_library()
-    choice.native_library()
 
 
 def make_index(max_predictions: int) -> PrefixIndex:
