@@ -14,7 +14,7 @@ from functools import partial
 from prometheus_client import generate_latest
 
 from baton.clock import ManualClock
-from baton.config.router import RouterConfig
+from baton.config.router import MetricsConfig
 from bench.report import describe, markdown
 from router.report.metrics import RouterMetrics
 from router.report.recent import EndedRequest
@@ -23,7 +23,7 @@ from tests.router.answers import ask_for
 from tests.router.request_outputs import output_for
 
 ROUNDS, NUM_TOKENS, NUM_REQUESTS = 25, 400, 2000
-TENANTS, POOLS = RouterConfig().metrics_tenants, 4
+TENANTS, POOLS = MetricsConfig().tenants, 4
 STEP_S = 0.02
 
 

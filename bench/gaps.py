@@ -24,6 +24,7 @@ from baton.client.events import Tokens
 from baton.config.cluster import ClusterConfig, ControlConfig, PoolConfig
 from baton.config.engine import EngineConfig
 from baton.config.router import RouterConfig
+from baton.config.settings import changed
 from bench import random_model
 from bench.report import markdown, progress
 from cluster.local import bring_up as local
@@ -92,7 +93,7 @@ def running(layout: str, dtype: str) -> Iterator[str]:
         model=str(random_model.saved(MODEL)),
         pools=LAYOUTS[layout],
         engine=EngineConfig(device="cpu", dtype=dtype, max_model_len=2048),  # type: ignore[arg-type]
-        router=RouterConfig(port=0, http_port=None),
+        router=changed(RouterConfig(), port=0, http={"port": None}),
         control=ControlConfig(port=0),
     )
     with local.up(config, on_progress=progress) as cluster:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from baton.config.router import RouterConfig
+from baton.config.router import PlacementConfig
 from bench.fleets import fleet_of
 from bench.report import markdown, progress
 from kv_transfer.block_hash import (
@@ -60,7 +60,7 @@ def median_us(*ways: Callable[[], object]) -> list[float]:
 def choice_us(fleet: FleetArrays, num_distinct: int) -> list[float]:
     """The choice, and looking at every pair, for a prompt of which decode workers hold so many
     different parts."""
-    config, rng = RouterConfig(), random.Random(0)
+    config, rng = PlacementConfig(), random.Random(0)
     parts = np.random.default_rng(0).integers(0, num_distinct, len(fleet.names))
     query = PlacementQuery(6000, 64, 0, parts * 4096 // num_distinct)
 
@@ -89,7 +89,7 @@ def prompt_of(num_tokens: int, seed: int = 0) -> TokenIds:
 def best_us(size: int) -> float:
     """`Placing.best`: look-up in the index and choice, for a prompt of 1,024 tokens that a decode
     worker holds in part."""
-    config, index = RouterConfig(), make_index(200_000)
+    config, index = PlacementConfig(), make_index(200_000)
     fleet = fleet_of(size, config, index)
     placing = Placing(config, fleet, index, random.Random(0))
     prompt = PromptBlocks(prompt_of(1024), SHARED_BY_ALL)
@@ -102,7 +102,7 @@ def best_us(size: int) -> float:
 def choices() -> list[list[str]]:
     rows = []
     for size in FLEETS:
-        fleet = fleet_of(size, RouterConfig(), PrefixIndex()).arrays
+        fleet = fleet_of(size, PlacementConfig(), PrefixIndex()).arrays
         for num_distinct in (1, 4, 16, size):
             chosen, looked = choice_us(fleet, num_distinct)
             half = f"{size // 2} x {size // 2}, {num_distinct} parts held"

@@ -76,8 +76,8 @@ def _wanted(config: ClusterConfig) -> list[_Wanted]:
     wanted = (
         ("control.port", control.host, control.port, False),
         ("router.port", router.host, router.port, router.reuse_port),
-        ("router.http_port", router.host, router.http_port, router.reuse_port),
-        ("router.metrics_port", router.metrics_host, router.metrics_port, False),
+        ("router.http.port", router.host, router.http.port, router.reuse_port),
+        ("router.metrics.port", router.metrics.host, router.metrics.port, False),
         ("router.health_port", router.host, router.health_port, router.reuse_port),
         *((*each, False) for each in of_workers),
     )

@@ -9,12 +9,12 @@ import os
 import resource
 import signal
 import sys
-from dataclasses import replace
 
 import uvloop
 
 from baton.config.cluster import ClusterConfig, load_config
 from baton.config.router import RouterConfig
+from baton.config.settings import changed
 from baton.errors import ConfigError
 from baton.identity.identity import open_identity
 from baton.process.interpreter import freeze_heap, share_interpreter
@@ -57,8 +57,8 @@ async def serve(config: ClusterConfig, control: str, listen: str) -> int:
     own = open_identity(config.internal, "router")
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # clients' connections are files
-    traces_to = config.router.trace_endpoint or os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT")
-    routing = replace(config.router, trace_endpoint=traces_to or None)
+    traces_to = config.router.traces.endpoint or os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT")
+    routing = changed(config.router, traces={"endpoint": traces_to or None})
     units = Units(routing, control, config.model_names, own)
     server = RouterServer(units, config.router, listen)
     operators = operator_port(config.router, units, server.api.callers)
@@ -93,9 +93,9 @@ def operator_port(
     config: RouterConfig, units: Units, callers: Callers | None = None
 ) -> OperatorPort | None:
     """None: not wanted. Raises ConfigError if the port is taken."""
-    if config.metrics_port is None:
+    if config.metrics.port is None:
         return None
-    return OperatorPort(units, config, config.metrics_port, callers)
+    return OperatorPort(units, config, config.metrics.port, callers)
 
 
 def main() -> int:

@@ -36,6 +36,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.config.cluster import ClusterConfig
 from baton.config.router import RouterConfig
+from baton.config.settings import changed
 from baton.control.client import ControlClient
 from baton.errors import BatonError, ConfigError, DeadlineError, UnavailableError
 from baton.grpc_options import DIRECT
@@ -372,13 +373,13 @@ def with_own_ports(config: RouterConfig) -> RouterConfig:
     TLS gets its own health port."""
     if config.tls is not None and not config.health_port:
         config = dataclasses.replace(config, health_port=free_port(config.host))
-    if config.http_port == 0:
-        config = dataclasses.replace(config, http_port=free_port(config.host))
+    if config.http.port == 0:
+        config = changed(config, http={"port": free_port(config.host)})
     return config
 
 
 def _http(config: RouterConfig) -> str | None:
-    return None if config.http_port is None else f"{config.host}:{config.http_port}"
+    return None if config.http.port is None else f"{config.host}:{config.http.port}"
 
 
 class RouterProcess:

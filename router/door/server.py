@@ -48,7 +48,9 @@ class RouterServer:
         the files for TLS or tokens cannot be read."""
         self.units, self._config = units, config
         files_each = 1 if config.tls is None else 2
-        self._sharing = Sharing(config.max_connections, config.max_unfinished_bytes, files_each)
+        self._sharing = Sharing(
+            config.clients.max_connections, config.clients.max_unfinished_bytes, files_each
+        )
         self._health = health.aio.HealthServicer()
         self._credentials = Credentials(config)
         self.api = Api(units, self._credentials.callers)
@@ -67,7 +69,7 @@ class RouterServer:
         self.address = f"{listen.rpartition(':')[0]}:{self._server.port}"
 
     def _make_grpc(self, listener: socket.socket) -> GrpcServer:
-        limits = Limits(self._config.max_message_bytes)
+        limits = Limits(self._config.clients.max_message_bytes)
         policy = CallPolicy(self._credentials.callers, self.api)
         server = GrpcServer(limits, policy, listener, self._sharing)
         methods: Any = server.methods
@@ -91,12 +93,13 @@ class RouterServer:
         return server
 
     def _make_http(self, opened: ExitStack, config: RouterConfig) -> HttpServer | None:
-        if config.http_port is None:
+        if config.http.port is None:
             return None
-        listener = opened.enter_context(listening(config.host, config.http_port, config.reuse_port))
+        listener = opened.enter_context(listening(config.host, config.http.port, config.reuse_port))
         contexts = self._credentials.contexts
         context = None if contexts is None else contexts.of_http
-        return HttpServer(self.http_app.asgi, config, listener, context, self._sharing)
+        read_s = config.http.read_timeout_s
+        return HttpServer(self.http_app.asgi, listener, context, self._sharing, read_s)
 
     @property
     def port(self) -> int:

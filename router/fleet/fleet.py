@@ -17,7 +17,7 @@ from typing import NewType
 import numpy as np
 
 from baton.clock import NowS
-from baton.config.router import LocalPrefill, RouterConfig
+from baton.config.router import LocalPrefill, PlacementConfig
 from router.fleet.fleet_arrays import FleetArrays
 from router.fleet.link_rates import LEARNING_RATE
 from router.fleet.worker_facts import KvClass, WorkerFacts, WorkerKinds
@@ -131,7 +131,7 @@ class Booking:
 class Fleet:
     """Own worker rows and bookings; everything here runs on the event loop."""
 
-    def __init__(self, config: RouterConfig, clock: NowS, on_change: Callable[[], None]) -> None:
+    def __init__(self, config: PlacementConfig, clock: NowS, on_change: Callable[[], None]) -> None:
         self._config = config
         self._clock = clock
         self._on_change = on_change

@@ -45,14 +45,14 @@ class RegistryAccess:
         A registry that answers no ping for twice `keepalive_s` is lost, as is one whose host
         vanished silently. It is tried again soon and often. Message sizes are the router's.
         """
-        config = self.config
+        links, most_bytes = self.config.links, self.config.clients.max_message_bytes
         options = (
-            *sends_pings(config.keepalive_s),
-            ("grpc.initial_reconnect_backoff_ms", int(config.reconnect_min_s * 1e3)),
-            ("grpc.min_reconnect_backoff_ms", int(config.reconnect_min_s * 1e3)),
-            ("grpc.max_reconnect_backoff_ms", int(config.reconnect_max_s * 1e3)),
-            ("grpc.max_receive_message_length", config.max_message_bytes),
-            ("grpc.max_send_message_length", config.max_message_bytes),
+            *sends_pings(links.keepalive_s),
+            ("grpc.initial_reconnect_backoff_ms", int(links.reconnect_min_s * 1e3)),
+            ("grpc.min_reconnect_backoff_ms", int(links.reconnect_min_s * 1e3)),
+            ("grpc.max_reconnect_backoff_ms", int(links.reconnect_max_s * 1e3)),
+            ("grpc.max_receive_message_length", most_bytes),
+            ("grpc.max_send_message_length", most_bytes),
             ("grpc.use_local_subchannel_pool", 1),
             *DIRECT,
         )
@@ -85,7 +85,7 @@ class Followed(Generic[M]):
 
     async def run(self) -> None:
         """Follow the registry until cancelled, through any number of its restarts."""
-        backoff = Backoff(self._registry.config)
+        backoff = Backoff(self._registry.config.links)
         while True:
             why = "it ended the stream"
             try:
@@ -228,7 +228,7 @@ class FleetWatch:
         self._news = asyncio.Condition()
         self._stream = Followed(
             registry,
-            registry.config.registry_silence_s,
+            registry.config.links.registry_silence_s,
             lambda stub: stub.WatchFleet(control_pb2.WatchFleetRequest()),
             self._take,
             on_lost,
@@ -273,7 +273,7 @@ async def keep_reporting(
 ) -> None:
     """Report a router's figures to the registry until cancelled. `FleetWatch` logs a lost
     registry."""
-    backoff = Backoff(registry.config)
+    backoff = Backoff(registry.config.links)
 
     async def reports() -> AsyncIterator[control_pb2.ReportRouterRequest]:
         while True:

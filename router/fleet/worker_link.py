@@ -22,7 +22,7 @@ from typing import Protocol
 import grpc
 
 from baton.clock import NowS
-from baton.config.router import RouterConfig
+from baton.config.router import LinksConfig, RouterConfig
 from baton.identity.identity import Identity
 from baton.link.frames import LinkError, Method, link_name
 from baton.link.router_end import Call, Caller, Link, LinkRefusedError
@@ -79,7 +79,7 @@ class Backoff:
     """How long to wait before a peer is asked again: doubles, with jitter so that routers do not
     march in step."""
 
-    def __init__(self, config: RouterConfig) -> None:
+    def __init__(self, config: LinksConfig) -> None:
         self._first_s, self._longest_s = config.reconnect_min_s, config.reconnect_max_s
         self._next_s = self._first_s
 
@@ -171,7 +171,7 @@ class KvFollower:
         return True
 
 
-LOST_FOR = 2.0  # times `attach_timeout_s`: what a worker kept is waited for no longer
+LOST_FOR = 2.0  # times `timeouts.attach_s`: what a worker kept is waited for no longer
 
 log = logging.getLogger(__name__)
 
@@ -204,17 +204,17 @@ class WorkerLink:
         self._config = config
         self._on_connected = on_connected
         facts = entry.facts
-        self.session = Session(facts.worker_id, identity, config.max_unsent_bytes)
+        self.session = Session(facts.worker_id, identity, config.links.max_unsent_bytes)
         self.waiting: set[Waiting] = set()
         self.first_token_s = -math.inf  # when it last sent one, as a prefill worker
         self._link: Link | None = None
         self._kv = KvFollower(
-            index, entry.slot, facts.incarnation, self._on_first_kv, config.reconnect_max_s
+            index, entry.slot, facts.incarnation, self._on_first_kv, config.links.reconnect_max_s
         )
         self._task: asyncio.Task[None] | None = None
         self._is_stopped = False
         self._last_why = ""
-        self._contact = Contact(LOST_FOR * config.attach_timeout_s, time.monotonic)
+        self._contact = Contact(LOST_FOR * config.timeouts.attach_s, time.monotonic)
         self.tried = asyncio.Event()
         """Set when the first try to connect has ended, well or not."""
 
@@ -238,7 +238,7 @@ class WorkerLink:
             if not self._is_stopped:
                 error = None if task.cancelled() else task.exception()
                 log.error("%s ended and is started again: %r", name, error, exc_info=error)
-                again_s = self._config.reconnect_max_s
+                again_s = self._config.links.reconnect_max_s
                 asyncio.get_running_loop().call_later(again_s, self.start)
 
         task.add_done_callback(ended)
@@ -331,7 +331,7 @@ class WorkerLink:
 
     async def _hold(self) -> None:
         """Attempts of a lost session wait for the next one, so the first try comes at once."""
-        backoff, loop = Backoff(self._config), asyncio.get_running_loop()
+        backoff, loop = Backoff(self._config.links), asyncio.get_running_loop()
         while True:
             began_s = loop.time()
             try:
@@ -360,8 +360,8 @@ class WorkerLink:
         link = self._link = await Link.connect(
             self.entry.facts.address,
             self._own,
-            keepalive_s=config.keepalive_s,
-            timeout_s=config.connect_timeout_s,
+            keepalive_s=config.links.keepalive_s,
+            timeout_s=config.links.connect_timeout_s,
             worker=link_name(self.entry.facts.ref),
         )
         try:

@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from baton.config.router import RouterConfig
+from baton.config.router import PlacementConfig
 from baton.native_build import NATIVE_FLAG, NativeBuildError, Recipe, build
 from router.fleet.fleet_arrays import Bools, FleetArrays
 from router.placement.placement import (
@@ -40,7 +40,7 @@ SESSION_TOLERANCE_S = 1e-3  # a session stays on its decode worker if that costs
 def choose(
     query: PlacementQuery,
     fleet: FleetArrays,
-    policy: RouterConfig,
+    policy: PlacementConfig,
     now_s: float,
     rng: random.Random,
 ) -> Placement | None:
@@ -60,7 +60,7 @@ def choose(
 def choose_in_python(
     query: PlacementQuery,
     fleet: FleetArrays,
-    policy: RouterConfig,
+    policy: PlacementConfig,
     now_s: float,
     rng: random.Random,
 ) -> Placement | None:
@@ -154,7 +154,7 @@ def _columns(fleet: FleetArrays) -> _Fleet:
 def _query(
     query: PlacementQuery,
     fleet: FleetArrays,
-    policy: RouterConfig,
+    policy: PlacementConfig,
     now_s: float,
     rng: random.Random,
 ) -> _Query:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from baton.config.router import RouterConfig
+from baton.config.router import PlacementConfig
 from router.fleet.fleet_arrays import Bools, FleetArrays, Floats, Ints
 
 RETRY_PENALTY_S = 30.0  # against a worker that just failed this very request
@@ -115,7 +115,7 @@ class Terms:
     trusts_links: bool
     """Links count as slow or fast as they were learned; else all are as fast as their writers."""
 
-    def local_s(self, policy: RouterConfig) -> Floats:
+    def local_s(self, policy: PlacementConfig) -> Floats:
         """[decode workers] Cost of prefill on the decode worker itself; infinite if forbidden."""
         d = self.decode_slots
         if policy.local_prefill == "never":
@@ -129,7 +129,7 @@ class Terms:
 
 
 def transfer_s(
-    num_bytes: Floats, bytes_per_s: Floats, prefill_s: Floats, policy: RouterConfig
+    num_bytes: Floats, bytes_per_s: Floats, prefill_s: Floats, policy: PlacementConfig
 ) -> Floats:
     """What a handoff adds to a prefill, elementwise."""
     move, overlap = num_bytes / bytes_per_s, policy.handoff_overlap
@@ -138,7 +138,7 @@ def transfer_s(
 
 
 def terms_of(
-    query: PlacementQuery, fleet: FleetArrays, policy: RouterConfig, now_s: float
+    query: PlacementQuery, fleet: FleetArrays, policy: PlacementConfig, now_s: float
 ) -> Terms:
     """Terms of every candidate that has room, vectorised over the fleet. Pure."""
     open_ = fleet.usable & (fleet.kv_class == query.kv_class) & (fleet.hold_until_s <= now_s)
@@ -184,7 +184,7 @@ def _penalty_s(slots: Ints, failed: frozenset[int]) -> Floats:
     return penalty
 
 
-def evaluate(terms: Terms, fleet: FleetArrays, policy: RouterConfig) -> Floats:
+def evaluate(terms: Terms, fleet: FleetArrays, policy: PlacementConfig) -> Floats:
     """Cost of every candidate: rows are prefill workers and, last, local prefill; columns decode
     workers. Seconds; infinite where no candidate is."""
     p, d = terms.prefill_slots, terms.decode_slots
@@ -229,7 +229,7 @@ class Reach:
         return set(zip(self.request_tokens.tolist(), self.prompt_tokens.tolist()))
 
 
-def reach(fleet: FleetArrays, policy: RouterConfig) -> Reach:
+def reach(fleet: FleetArrays, policy: PlacementConfig) -> Reach:
     """Reach over the workers that are usable now, held or not. Pure."""
     request = np.where(fleet.usable & fleet.can_decode, fleet.longest_request, 0.0)
     beside = _longest_beside_quarantine(fleet)
@@ -255,7 +255,7 @@ def longest_open(fleet: FleetArrays, reserved: Bools, now_s: float) -> float:
 
 
 def ranked(
-    query: PlacementQuery, fleet: FleetArrays, policy: RouterConfig, now_s: float, limit: int
+    query: PlacementQuery, fleet: FleetArrays, policy: PlacementConfig, now_s: float, limit: int
 ) -> Sequence[Placement]:
     """Candidates, cheapest first, at most `limit`."""
     terms = terms_of(query, fleet, policy, now_s)
@@ -271,7 +271,7 @@ def ranked(
 def placement_at(
     query: PlacementQuery,
     fleet: FleetArrays,
-    policy: RouterConfig,
+    policy: PlacementConfig,
     terms: Terms,
     at: tuple[int, int],
     now_s: float,
@@ -324,7 +324,7 @@ def placement_of(
 def earliest_first_token_s(
     query: PlacementQuery,
     fleet: FleetArrays,
-    policy: RouterConfig,
+    policy: PlacementConfig,
     ahead_tokens: float,
     now_s: float,
 ) -> float | None:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from baton.config.router import RouterConfig
+from baton.config.router import PlacementConfig
 from router.fleet.fleet import Fleet
 from router.fleet.fleet_arrays import Bools
 from router.index.prefix_index import PrefixIndex
@@ -28,7 +28,7 @@ class Placing:
     """Look up, choose and book; the line is `Admission`'s."""
 
     def __init__(
-        self, config: RouterConfig, fleet: Fleet, index: PrefixIndex, rng: random.Random
+        self, config: PlacementConfig, fleet: Fleet, index: PrefixIndex, rng: random.Random
     ) -> None:
         self._config, self._fleet, self._index, self._rng = config, fleet, index, rng
         self._sessions = Sessions()

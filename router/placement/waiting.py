@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from baton.config.router import RouterConfig
+from baton.config.router import PlacementConfig
 from router.fleet.fleet import Fleet
 from router.placement.ticket import Ticket
 from router.report.figures import Waiting
 
 
 def waiting_requests(
-    tickets: Sequence[Ticket], fleet: Fleet, config: RouterConfig, now_s: float
+    tickets: Sequence[Ticket], fleet: Fleet, config: PlacementConfig, now_s: float
 ) -> list[Waiting]:
     """Who waits, and for what: a prefill is useless without room at a decode worker."""
     arrays = fleet.arrays

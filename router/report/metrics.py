@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry, Metric
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from baton.config.router import RouterConfig
+from baton.config.router import MetricsConfig
 from baton.errors import OverloadedError, UnavailableError
 from router.report.recent import EndedRequest
 from router.report.request_line import MISSED
@@ -74,10 +74,10 @@ class RouterMetrics(Collector):
     Most have the labels model, tenant, and how the request ended or the pool that served it.
     """
 
-    def __init__(self, model: str = "", config: RouterConfig | None = None) -> None:
-        config = config or RouterConfig()
-        self._model, self._has_vllm_names = model, config.vllm_metrics
-        self._tenants, self._ignored_names = Names(config.metrics_tenants), Names(64)
+    def __init__(self, model: str = "", config: MetricsConfig | None = None) -> None:
+        config = config or MetricsConfig()
+        self._model, self._has_vllm_names = model, config.vllm_names
+        self._tenants, self._ignored_names = Names(config.tenants), Names(64)
         self._gauges: Sequence[Gauges] = ()
         self._families: list[Family[Count] | Family[Buckets]] = []
         self.registry = CollectorRegistry()

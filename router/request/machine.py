@@ -1,20 +1,20 @@
 """One request as a state machine: `transition(state, event, now_s, config) -> (state, effects)`.
 
 Pure: no clock, no task, no message. `RequestRun` turns what happens into events and carries out
-the effects, in order.
+the effects, in order. Limits are of `router.timeouts`.
 
 | phase        | waits for                            | silence limit           | then         |
 | ------------ | ------------------------------------ | ----------------------- | ------------ |
-| SOUGHT       | the decode workers' answers          | `attach_timeout_s`      | QUEUED       |
+| SOUGHT       | the decode workers' answers          | `attach_s`              | QUEUED       |
 | QUEUED       | a placement                          | its deadline            | RESERVING    |
-| RESERVING    | Reserved or Rejected                 | `reserve_timeout_s`     | PREFILLING   |
-| PREFILLING   | the first token                      | `first_token_timeout_s` | HANDING_OVER |
+| RESERVING    | Reserved or Rejected                 | `reserve_s`             | PREFILLING   |
+| PREFILLING   | the first token                      | `first_token_s`         | HANDING_OVER |
 | OVERTAKEN    | the first token; later ones are here | the same                | DECODING     |
-| HANDING_OVER | the decode worker's first token      | `token_timeout_s`       | DECODING     |
-| DECODING     | the next token                       | `token_timeout_s`       | TRAILING     |
-| TRAILING     | the handoff's figures, after the end | `handoff_report_wait_s` | ENDED        |
+| HANDING_OVER | the decode worker's first token      | `token_s`               | DECODING     |
+| DECODING     | the next token                       | `token_s`               | TRAILING     |
+| TRAILING     | the handoff's figures, after the end | `handoff_report_s`      | ENDED        |
 | FAILED       | the verdict on a failed attempt      | none: it comes at once  | BACKING_OFF  |
-| BACKING_OFF  | a timer                              | `retry_backoff_s`       | QUEUED       |
+| BACKING_OFF  | a timer                              | `retries.backoff_s`     | QUEUED       |
 | ENDED        | nothing                              |                         |              |
 
 A prompt that its decode worker prefills goes from PREFILLING to DECODING. A request that is found
@@ -316,7 +316,7 @@ class Do(enum.Enum):
 @dataclass(frozen=True, slots=True)
 class Expect:
     """Limit the silence of these workers, from now. `limit_s` None: as long as the prompt is
-    predicted to take there, and `first_token_timeout_s`."""
+    predicted to take there, and `timeouts.first_token_s`."""
 
     what: str
     limit_s: float | None
@@ -421,7 +421,7 @@ def _outside_attempts(
 ) -> Step:
     match state.phase, event:
         case Phase.SOUGHT, Found(decode, is_running):
-            limit_s = config.token_timeout_s if is_running else config.max_timeout_s
+            limit_s = config.timeouts.token_s if is_running else config.timeouts.max_s
             phase = Phase.DECODING if is_running else Phase.PREFILLING
             return State(phase, decode=decode), (Expect("a token", limit_s, (decode,)),)
         case Phase.SOUGHT, NotFound():
@@ -429,7 +429,7 @@ def _outside_attempts(
         case ((Phase.SOUGHT | Phase.QUEUED), Refused(error)):
             return State(Phase.ENDED), (End(error),)
         case Phase.QUEUED, Placed(decode, writer):
-            expect = Expect("an answer to Reserve", config.reserve_timeout_s, (decode,))
+            expect = Expect("an answer to Reserve", config.timeouts.reserve_s, (decode,))
             return State(Phase.RESERVING, decode=decode, writer=writer), (expect, Do.RESERVE)
         case Phase.FAILED, Verdict(error=BatonError() as error):
             return State(Phase.ENDED), (End(error),)
@@ -456,7 +456,7 @@ def _of_attempt(state: State, event: Event, now_s: float, config: RouterConfig) 
         case Complete():
             if state.is_running and state.prefill is Prefill.UNDER_WAY:
                 trailing = replace(state, phase=Phase.TRAILING, rejected=None)
-                return trailing, (SetTimer(now_s + config.handoff_report_wait_s),)
+                return trailing, (SetTimer(now_s + config.timeouts.handoff_report_s),)
             return _finish(state)
         case Moved():
             return _fail(replace(state, stream=Stream.MOVED), _moved(state.at))
@@ -480,7 +480,7 @@ def _of_decode_worker(state: State, event: Event, now_s: float, config: RouterCo
             if failed.failure is Failure.HANDOFF_FAILED and state.phase in _BEFORE_FIRST:
                 # A writer gives up when its first token ends the request, or another router
                 # cancels it: that token, or its refusal to serve again, may be on its way.
-                at_s = now_s + config.handoff_report_wait_s
+                at_s = now_s + config.timeouts.handoff_report_s
                 return replace(state, rejected=failed), (SetTimer(at_s),)
             return _fail_rejected(state, failed)
         case Admitted():
@@ -510,7 +510,7 @@ def _reserved(state: State, event: Reserved) -> Step:
 def _admitted(state: State, config: RouterConfig) -> Step:
     if state.phase in _BEFORE_FIRST:
         return replace(state, phase=Phase.OVERTAKEN), ()
-    expect = Expect("a token", config.token_timeout_s, (state.at,))
+    expect = Expect("a token", config.timeouts.token_s, (state.at,))
     return replace(state, phase=Phase.DECODING), (expect,)
 
 
@@ -526,7 +526,7 @@ def _tokens(state: State, event: Tokens, config: RouterConfig) -> Step:
             effects.append(Do.NOTE_FIRST)
         state = replace(state, phase=Phase.DECODING)
     if event.has_news:
-        effects.append(Expect("a token", config.token_timeout_s, (state.at,)))
+        effects.append(Expect("a token", config.timeouts.token_s, (state.at,)))
     effects.append(Do.EMIT)
     return state, tuple(effects)
 
@@ -562,9 +562,9 @@ def _prefill_over(
     if state.is_running:
         return state, ()
     if isinstance(event, HandedOff):
-        expect = Expect("the handed-off request", config.token_timeout_s, (state.at,))
+        expect = Expect("the handed-off request", config.timeouts.token_s, (state.at,))
     else:  # the lease gives the time to wait
-        expect = Expect("a token", config.max_timeout_s, (state.at,))
+        expect = Expect("a token", config.timeouts.max_s, (state.at,))
     return state, (expect,)
 
 
@@ -581,10 +581,10 @@ def _first_token(state: State, finishes: bool, config: RouterConfig) -> Step:
         phase = Phase.DECODING if was_running else Phase.HANDING_OVER
         state = replace(state, phase=phase)
     if was_running:
-        effects.append(Expect("a token", config.token_timeout_s, (state.at,)))
+        effects.append(Expect("a token", config.timeouts.token_s, (state.at,)))
     else:  # it hangs at the writer, or at the receiver that does not acknowledge
         workers = (state.writer or state.at, state.at)
-        effects.append(Expect("the end of the handoff", config.token_timeout_s, workers))
+        effects.append(Expect("the end of the handoff", config.timeouts.token_s, workers))
     return state, (*effects, Do.EMIT)
 
 

@@ -269,7 +269,7 @@ class RequestOutput:
         if num_before == num_tokens:
             return
         self._num_reported = num_tokens
-        self.log.measure(self._parts.config.max_unread_bytes)
+        self.log.measure(self._parts.config.clients.max_unread_bytes)
         self._parts.metrics.tokens.labels(*self._labels).inc(num_tokens - num_before)
         self._parts.counts.output_tokens += num_tokens - num_before
         gaps_s = self._gaps_s[self._num_gaps_reported :]
@@ -440,9 +440,9 @@ class RequestOutput:
             return
         has_begun = bool(self.log.ids)
         first_s = timings.ttft_s if has_begun else timings.e2e_s
-        first_target_s = parsed.ttft_target_s or config.ttft_target_s
+        first_target_s = parsed.ttft_target_s or config.metrics.ttft_target_s
         found = judged(first_target_s, first_s, is_over=has_begun)
-        gap_target_s = parsed.itl_target_s or config.itl_target_s
+        gap_target_s = parsed.itl_target_s or config.metrics.itl_target_s
         if is_fault or timings.tpot_s > gap_target_s:
             found = MISSED
         if found:

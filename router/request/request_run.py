@@ -71,8 +71,8 @@ class RequestRun:
         self.log: OutputLog = self._output.log
         self._prompt = parts.admission.prompt(parsed.token_ids, parsed.tenant, parsed.cache_salt)
         self._retrying = Retrying(arrival, parts, self.log)
-        self._deadline_s = arrival.arrived_s + config.timeout_s(parsed.timeout_s)
-        self._alarm = Alarm(self._deadline_s, config.suspect_silence_s, parts.clock, self)
+        self._deadline_s = arrival.arrived_s + config.timeouts.of_request(parsed.timeout_s)
+        self._alarm = Alarm(self._deadline_s, config.timeouts.suspect_silence_s, parts.clock, self)
         self._state = State(Phase.QUEUED)
         self._events: deque[tuple[Event, Any]] = deque()  # with the message each came with
         self._is_stepping = False
@@ -272,7 +272,7 @@ class RequestRun:
         placement, decode = self._placement, self._workers.decode
         self._begin(self._routed(decode.entry, placement.reason, placement))
         writer = None if self._workers.prefill is None else self._workers.prefill.entry.facts.ref
-        limit = self._parts.config.max_message_bytes
+        limit = self._parts.config.clients.max_message_bytes
         logprobs = sendable_logprobs(self.log.logprobs, self._spec, limit)
         try:
             decode.session.listen(self)
@@ -374,7 +374,7 @@ class RequestRun:
             predicted_s = self._placement.first_token_s(tokens_per_s)
         else:  # what is cached of it where it runs is not known here
             predicted_s = self._spec.num_prompt_tokens / tokens_per_s
-        return predicted_s + parts.config.first_token_timeout_s
+        return predicted_s + parts.config.timeouts.first_token_s
 
     def review_patience(self) -> None:
         self._alarm.review()
@@ -388,7 +388,7 @@ class RequestRun:
     def on_silence(self, worker: WorkerEntry, what: str) -> None:
         """A worker that serves others meanwhile gets more time."""
         assert self._workers is not None
-        state, limit_s = self._state, self._parts.config.token_timeout_s
+        state, limit_s = self._state, self._parts.config.timeouts.token_s
         since_s = self._parts.clock.now_s() - limit_s
         has_first = state.has_first_token
         if not self._workers.serve_others(worker, since_s, has_first, state.is_running):
@@ -551,7 +551,7 @@ class RequestRun:
         parsed, parts = self.arrival.parsed, self._parts
         try:
             async with parts.searching.turn(parsed.tenant):
-                sought, timeout_s = self.arrival.sought, parts.config.attach_timeout_s
+                sought, timeout_s = self.arrival.sought, parts.config.timeouts.attach_s
                 running = await find_running(sought, parts.links, timeout_s)
             if running is None:
                 check_resumable(parsed)
@@ -580,7 +580,7 @@ class RequestRun:
         self.seed, self._spec = spec.seed, spec
         self._retrying.go_on_with(spec.attempt)
         self.log.mark(self._routed(link.entry, f"found running on {link.entry.facts.worker_id}"))
-        growth = min(parsed.sampling.max_tokens, parts.config.decode_growth_tokens)
+        growth = min(parsed.sampling.max_tokens, parts.config.placement.decode_growth_tokens)
         self._booking = parts.fleet.book_running(link.entry, len(self._prompt) + growth)
         self._workers = Workers(link, None)
         self._begin(None)
@@ -606,7 +606,7 @@ class RequestRun:
     async def _attach_again(self, lost: Failed) -> None:
         """Go on where the worker is now, in its next session."""
         assert self._workers is not None
-        link, timeout_s = self._workers.decode, self._parts.config.reattach_timeout_s
+        link, timeout_s = self._workers.decode, self._parts.config.timeouts.reattach_s
         probe = self._listener = Probe(self.wire_id, self._on_lost)
         try:
             response = await attach_again(link, self._spec, probe, timeout_s)

@@ -70,7 +70,7 @@ class Retrying:
         fleet, config = self._parts.fleet, self._parts.config
         self._rejected_by.discard(worker.facts.identity)
         for slot in fleet.slots_of(self._rejected_by):
-            fleet.eject(fleet.at(slot), config.eject_s)
+            fleet.eject(fleet.at(slot), config.retries.eject_s)
         self._rejected_by.clear()
 
     def judge(self, failed: Failed) -> float:
@@ -96,7 +96,7 @@ class Retrying:
         self.num_failures += 1
         self._give_up_if_hopeless(failed)
         self._blame(failed)
-        return parts.config.retry_backoff_s if self.num_failures > 1 else 0.0
+        return parts.config.retries.backoff_s if self.num_failures > 1 else 0.0
 
     def _was_not_begun(self, failed: Failed) -> bool:
         """Whether the worker is left alone for a while without being blamed."""
@@ -107,7 +107,7 @@ class Retrying:
             Failure.FINGERPRINT,
             Failure.REPLACED,
         ):  # the registry will report it
-            fleet.hold(failed.worker, self._parts.config.eject_s)
+            fleet.hold(failed.worker, self._parts.config.retries.eject_s)
         elif failure is Failure.DRAINING:
             fleet.set_state(failed.worker, WorkerState.DRAINING)
         return failure in _NOT_BEGUN
@@ -120,7 +120,7 @@ class Retrying:
         if failed.failure is Failure.REJECTED:  # is it the request, or the worker?
             self._rejected_by.add(failed.worker.facts.identity)
         else:
-            self._parts.fleet.eject(failed.worker, self._parts.config.eject_s)
+            self._parts.fleet.eject(failed.worker, self._parts.config.retries.eject_s)
 
     def _outnumber(self, failed: Failed) -> None:
         """The worker knows a later attempt of this id. It is not to blame and stays in use."""
@@ -132,14 +132,14 @@ class Retrying:
     def _give_up_if_hopeless(self, failed: Failed) -> None:
         config = self._parts.config
         dead = [lost for lost in self._lost if not self._parts.links.find(*lost)]
-        if len(dead) >= config.max_dead_decode_workers:
+        if len(dead) >= config.retries.max_dead_decode_workers:
             names = ", ".join(worker_id for worker_id, _ in dead)
             raise PoisonError(f"{len(dead)} workers died while they ran this request: {names}")
         if failed.failure is Failure.REJECTED and self._rejected_by - {
             failed.worker.facts.identity
         }:
             raise BatonError(f"{failed.message} (a second worker could not take it in)")
-        if self.num_failures >= config.max_attempts:
+        if self.num_failures >= config.retries.max_attempts:
             raise _final(failed, f"after {self.num_failures} attempts")
         if not self._parts.retries.take(self._tenant):
             raise _final(failed, "and the retry budget is used up")

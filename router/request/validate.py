@@ -59,7 +59,7 @@ class RequestLimits:
     """Names a request may call the model by; a request that names none means this one."""
     tenant: TenantLimits = NO_LIMITS
     close_objects: bool = True
-    """Of JSON schemas (`router.close_objects`)."""
+    """Of JSON schemas (`router.answers.close_objects`)."""
 
     @property
     def context(self) -> int:
@@ -126,7 +126,9 @@ def parse_generate(
     """
     check_names(request, limits)
     if request.chat.tools and model.tool_format is None:
-        raise _wrong("chat.tools", "the format of calls is not known; router.tool_calls sets one")
+        raise _wrong(
+            "chat.tools", "the format of calls is not known; router.answers.tool_calls sets one"
+        )
     _check_stop(request, model.vocab_size)
     _check_sampling(request.sampling)
     _check_biases(request.sampling.logit_bias, model.vocab_size)

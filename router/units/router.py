@@ -71,13 +71,13 @@ class Router:
         self.metrics, self._trace = metrics, trace
         self.identity = RouterIdentity(f"router-{uuid.uuid4().hex[:12]}", time.time_ns())
         self._figures = Figures(self.identity.router_id, clock.now_s)
-        self.index = make_index(config.max_predictions)
-        self.fleet = Fleet(config, clock.now_s, lambda: self.admission.kick())
+        self.index = make_index(config.placement.max_predictions)
+        self.fleet = Fleet(config.placement, clock.now_s, lambda: self.admission.kick())
         self.links = FleetLinks(
             config, self.identity, self.fleet, self.index, model.name, registry.own
         )
         self.links.end_request = self._end_request
-        public = PublicPrefix.of(config.public_prefix, model.text)
+        public = PublicPrefix.of(config.placement.public_prefix, model.text)
         self.admission = Admission(config, self.fleet, self.index, clock, random.Random(), public)
         self.watch = FleetWatch(registry, self._take_fleet, self.fleet.forget_others)
         self.parts = self._make_parts()
@@ -102,10 +102,10 @@ class Router:
             searching=FairLine(
                 "looked for at the decode workers",
                 at_once=SEARCHES_AT_ONCE,
-                max_requests=self.config.max_queue + SEARCHES_AT_ONCE,
-                retry_after_s=self.config.overload_retry_s,
+                max_requests=self.config.admission.max_queue + SEARCHES_AT_ONCE,
+                retry_after_s=self.config.admission.overload_retry_s,
             ),
-            retries=RetryBudget(self.config, self.clock.now_s),
+            retries=RetryBudget(self.config.retries, self.clock.now_s),
             metrics=self.metrics,
             trace=self._trace,
             counts=Counts(),
@@ -225,7 +225,7 @@ class Router:
             request.resume_from_index,
         )
         async with self.parts.searching.turn(request.tenant):
-            return await is_kept(sought, self.links, self.config.attach_timeout_s)
+            return await is_kept(sought, self.links, self.config.timeouts.attach_s)
 
     def abort(self, tenant: str, request_id: str) -> None:
         """Raises NotFoundError."""
@@ -268,7 +268,7 @@ class Router:
     def _remember(self, run: RequestRun) -> None:
         self._remembered[run] = run.log.num_bytes
         self._remembered_bytes += self._remembered[run]
-        while self._remembered_bytes > self.config.max_remembered_bytes:
+        while self._remembered_bytes > self.config.clients.max_remembered_bytes:
             self._forget(next(iter(self._remembered)))
 
     def _forget(self, run: RequestRun) -> None:
@@ -283,7 +283,7 @@ class Router:
 
     def _set_timer(self, run: RequestRun, action: Callable[[], None]) -> None:
         self._forget_timer(run)
-        self._timers[run] = self.clock.call_later(self.config.resume_window_s, action)
+        self._timers[run] = self.clock.call_later(self.config.clients.resume_window_s, action)
 
     def _forget_timer(self, run: RequestRun) -> None:
         if timer := self._timers.pop(run, None):
@@ -314,12 +314,12 @@ class Router:
             model_context=self.text.max_model_len if by_memory else None,
             model_names={self.model.name, *self.model.names},
             tenant=tenant,
-            close_objects=self.config.close_objects,
+            close_objects=self.config.answers.close_objects,
         )
 
     def waiting(self) -> list[Waiting]:
         now_s = self.clock.now_s()
-        return waiting_requests(self.admission.waiting, self.fleet, self.config, now_s)
+        return waiting_requests(self.admission.waiting, self.fleet, self.config.placement, now_s)
 
     def report(self) -> control_pb2.ReportRouterRequest:
         report = self._figures.report(self.parts.counts, self.waiting())
@@ -341,7 +341,7 @@ class Router:
             unit=self.model.unit,
             max_model_len=self.max_model_len(),
             kv_use={it.facts.worker_id: self.fleet.kv_use(it) for it in self.fleet}
-            if self.config.vllm_metrics
+            if self.config.metrics.vllm_names
             else {},
         )
 

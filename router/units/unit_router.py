@@ -44,7 +44,7 @@ class ReadTokenizer:
 
 async def read_tokenizer(registry: RegistryAccess) -> ReadTokenizer:
     """Read it from any live worker. Tries again until one has it."""
-    backoff = Backoff(registry.config)
+    backoff = Backoff(registry.config.links)
     last_why = ""
     while True:
         try:
@@ -62,10 +62,10 @@ async def read_tokenizer(registry: RegistryAccess) -> ReadTokenizer:
 
 async def _read_once(registry: RegistryAccess) -> ReadTokenizer:
     """Raises one of `_FAULTS`."""
-    info, config = await _live_worker(registry), registry.config
+    info, answers = await _live_worker(registry), registry.config.answers
     with tempfile.TemporaryDirectory(prefix="baton-tokenizer-") as folder:
         files = await _fetched(info, registry, Path(folder))
-        text = await asyncio.to_thread(TextModel, files, config.tool_calls, config.reasoning)
+        text = await asyncio.to_thread(TextModel, files, answers.tool_calls, answers.reasoning)
     log.info("tokenizer read from %s at %s", info.ref.worker_id, info.address)
     return ReadTokenizer(text, info.model_fingerprint)
 
@@ -90,8 +90,8 @@ async def _fetched(
     link = await Link.connect(
         info.address,
         registry.own,
-        keepalive_s=registry.config.keepalive_s,
-        timeout_s=registry.config.connect_timeout_s,
+        keepalive_s=registry.config.links.keepalive_s,
+        timeout_s=registry.config.links.connect_timeout_s,
         worker=link_name(info.ref),
     )
     pieces = _Pieces(folder)

@@ -64,8 +64,8 @@ class Units:
         process is inside. `read`: the tokenizer of the unit of a registry."""
         self.config, self.model_names, self.clock = config, model_names, clock or LoopClock()
         self._own = own
-        self.metrics = RouterMetrics(model_names[0], config)
-        self._trace = open_traces(config.trace_endpoint, config.trace_ratio)
+        self.metrics = RouterMetrics(model_names[0], config.metrics)
+        self._trace = open_traces(config.traces.endpoint, config.traces.ratio)
         self.snapshots = Snapshots()
         self.num_waiting = 0
         self._process_id = f"router-{uuid.uuid4().hex[:12]}"
@@ -83,7 +83,7 @@ class Units:
         self.fault = asyncio.get_running_loop().create_future()
         units = Followed(
             self._registry_at(self._control_address),
-            UNITS_EVERY_S + self.config.registry_silence_s,
+            UNITS_EVERY_S + self.config.links.registry_silence_s,
             lambda stub: stub.WatchUnits(control_pb2.WatchUnitsRequest()),
             self._take_units,
         )
@@ -142,13 +142,13 @@ class Units:
     @property
     def max_request_bytes(self) -> int:
         """Over HTTP as over gRPC. While the model is not known, what it may be at most."""
-        if self.config.max_request_bytes is not None:
-            return self.config.max_request_bytes
+        if self.config.clients.max_request_bytes is not None:
+            return self.config.clients.max_request_bytes
         contexts = [router.text.max_model_len for router in self.routers]
         if not contexts or None in contexts:
-            return self.config.max_message_bytes
+            return self.config.clients.max_message_bytes
         most = max(_LEAST_REQUEST_BYTES, *(_BYTES_OF_TOKEN * (each or 0) for each in contexts))
-        return min(most, self.config.max_message_bytes)
+        return min(most, self.config.clients.max_message_bytes)
 
     @property
     def num_active(self) -> int:
@@ -195,7 +195,7 @@ class Units:
                 is_found = True
         if is_found:
             return
-        named, timeout_s = wire_id(tenant, request_id), self.config.attach_timeout_s
+        named, timeout_s = wire_id(tenant, request_id), self.config.timeouts.attach_s
         asked = (router.links.cancel_anywhere(named, timeout_s) for router in self.routers)
         if not any(await asyncio.gather(*asked)):
             raise NotFoundError(f"no request {request_id!r} runs here", field="request_id")
@@ -266,14 +266,14 @@ class Units:
     @contextlib.asynccontextmanager
     async def _waiting(self, named_s: float | None) -> AsyncIterator[None]:
         """Count a request among those that wait, until its deadline."""
-        if self.num_waiting >= self.config.max_queue:
+        if self.num_waiting >= self.config.admission.max_queue:
             raise OverloadedError(
                 f"{self.num_waiting} requests wait for a first worker",
-                retry_after_s=self.config.overload_retry_s,
+                retry_after_s=self.config.admission.overload_retry_s,
             )
         self.num_waiting += 1
         try:
-            async with asyncio.timeout(self.config.timeout_s(named_s)):
+            async with asyncio.timeout(self.config.timeouts.of_request(named_s)):
                 yield
         except TimeoutError:
             raise self._in_vain(named_s) from None

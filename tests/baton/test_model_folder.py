@@ -80,7 +80,7 @@ def test_a_name_on_the_hub_becomes_its_folder_in_the_cache_and_stays_its_name(ca
 def test_a_model_that_cannot_be_fetched_is_reported_before_anything_starts(cache: Path) -> None:
     steps = Steps(Console(file=(shown := io.StringIO()), width=200))
     config = parse_config(
-        {"model": NAME, "control": {"port": 0}, "router": {"port": 0, "http_port": 0}}
+        {"model": NAME, "control": {"port": 0}, "router": {"port": 0, "http": {"port": 0}}}
     )
     refusal = f"{NAME} is no folder, nor can it be had from the Hugging Face hub"
     with Startup(steps) as startup, pytest.raises(ConfigError, match=refusal):

@@ -21,6 +21,7 @@ import yaml
 
 from baton.client import AsyncClient
 from baton.config.router import RouterConfig
+from baton.config.settings import changed
 from baton.errors import InvalidRequestError
 from baton.v1 import router_pb2
 from engine.request import RequestId, RequestSpec, SamplingParams
@@ -103,7 +104,12 @@ async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Serv
         fleet = await stack.enter_async_context(started(path))
         routers, clients, urls = [], [], []
         for local_prefill in ("never", "always"):
-            routing = RouterConfig(http_port=0, local_prefill=local_prefill, tool_calls="hermes")
+            routing = changed(
+                RouterConfig(),
+                http={"port": 0},
+                placement={"local_prefill": local_prefill},
+                answers={"tool_calls": "hermes"},
+            )
             units = Units(routing, fleet.control, ("demo",), ROUTER)
             server = RouterServer(units, routing, "127.0.0.1:0")
             await server.start()

@@ -13,6 +13,7 @@ import yaml
 
 from baton.client import AsyncClient
 from baton.config.router import RouterConfig
+from baton.config.settings import changed
 from baton.v1.router_pb2 import Routed
 from router.door.server import RouterServer
 from router.units.router import Router
@@ -51,7 +52,7 @@ async def two_block_sizes(
     path.write_text(yaml.safe_dump(config))
     async with contextlib.AsyncExitStack() as stack:
         fleet = await stack.enter_async_context(started(path))
-        routing = RouterConfig(http_port=0, local_prefill="never")
+        routing = changed(RouterConfig(), http={"port": 0}, placement={"local_prefill": "never"})
         units = Units(routing, fleet.control, ("one",), ROUTER)
         server = RouterServer(units, routing, "127.0.0.1:0")
         await server.start()

@@ -16,6 +16,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 from baton.config.router import RouterConfig
+from baton.config.settings import changed
 from baton.v1 import common_pb2, router_pb2, router_pb2_grpc
 from engine.run.build import load_model_spec
 from router.door.operators.page import seen
@@ -57,7 +58,12 @@ async def test_a_request_s_trace_shows_what_ran_where_and_when_over_two_decode_w
         stack.callback(collector.shutdown)
         fleet = await stack.enter_async_context(started(path))
         traces_to = f"http://127.0.0.1:{collector.server_port}/"
-        routing = RouterConfig(http_port=None, local_prefill="never", trace_endpoint=traces_to)
+        routing = changed(
+            RouterConfig(),
+            http={"port": None},
+            placement={"local_prefill": "never"},
+            traces={"endpoint": traces_to},
+        )
         server = RouterServer(Units(routing, fleet.control, ("m",), ROUTER), routing, "127.0.0.1:0")
         await server.start()
         stack.push_async_callback(server.stop, 0.0)

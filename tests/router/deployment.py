@@ -18,6 +18,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from baton.clock import Clock
 from baton.config.router import RouterConfig
+from baton.config.settings import changed
 from baton.grpc_options import accepts_pings
 from baton.model_folder import find_text_files
 from baton.v1 import (
@@ -46,17 +47,15 @@ PREFILL, DECODE, MIXED = (
     common_pb2.WORKER_ROLE_MIXED,
 )
 EOS, ALIAS = 256, "alias"
-QUICK = RouterConfig(
-    http_port=None,
-    keepalive_s=0.3,
-    reconnect_min_s=0.02,
-    reconnect_max_s=0.1,
-    retry_backoff_s=0.01,
-    eject_s=0.2,
-    fleet_wait_s=2.0,
-    resume_window_s=0.3,
-    attach_timeout_s=1.0,
-    local_prefill="never",
+QUICK = changed(
+    RouterConfig(),
+    http={"port": None},
+    links={"keepalive_s": 0.3, "reconnect_min_s": 0.02, "reconnect_max_s": 0.1},
+    retries={"backoff_s": 0.01, "eject_s": 0.2},
+    admission={"fleet_wait_s": 2.0},
+    clients={"resume_window_s": 0.3},
+    timeouts={"attach_s": 1.0},
+    placement={"local_prefill": "never"},
 )
 
 
@@ -224,7 +223,7 @@ class Deployment:
         return worker
 
     async def add_router(self, is_awaited: bool = True, **changes: Any) -> Client:
-        config = RouterConfig(**{**vars(self.config), **changes})
+        config = changed(self.config, **changes)
         units = Units(
             config,
             self.registry.address,
@@ -292,7 +291,7 @@ async def deployment(
 
     At the end nothing may be left of any request, unless the test says so: `is_emptied`.
     """
-    made = Deployment(RouterConfig(**{**vars(QUICK), **changes}), clock, text_model)
+    made = Deployment(changed(QUICK, **changes), clock, text_model)
     try:
         await made.registry.start()
         for letter, role, count in (("p", PREFILL, prefill), ("d", DECODE, decode)):

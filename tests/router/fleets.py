@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from baton.clock import ManualClock
-from baton.config.router import RouterConfig
+from baton.config.router import PlacementConfig, RouterConfig
+from baton.config.settings import changed
 from baton.errors import BatonError
 from baton.v1 import common_pb2
 from kv_transfer.block_hash import SHARED_BY_ALL
@@ -22,7 +23,7 @@ from router.placement.choice import choose
 from router.placement.placement import Placement, PlacementQuery
 from router.placement.ticket import Placed, PromptBlocks, Ticket
 
-POLICY = RouterConfig()
+POLICY = PlacementConfig()
 
 
 def facts(worker_id: str, prefill: bool, decode: bool, **changes: object) -> WorkerFacts:
@@ -74,13 +75,13 @@ def query(fleet: Fleet, num_tokens: int, **cached: int) -> PlacementQuery:
     return PlacementQuery(num_tokens, 16, 0, tokens)
 
 
-def cheapest(fleet: Fleet, wanted: PlacementQuery, policy: RouterConfig = POLICY) -> Placement:
+def cheapest(fleet: Fleet, wanted: PlacementQuery, policy: PlacementConfig = POLICY) -> Placement:
     placement = choose(wanted, fleet.arrays, policy, 100.0, random.Random(0))
     assert placement is not None
     return placement
 
 
-def pick(fleet: Fleet, wanted: PlacementQuery, policy: RouterConfig = POLICY) -> tuple[str, str]:
+def pick(fleet: Fleet, wanted: PlacementQuery, policy: PlacementConfig = POLICY) -> tuple[str, str]:
     placement = cheapest(fleet, wanted, policy)
     return placement.prefill_worker, placement.decode_worker
 
@@ -90,7 +91,8 @@ def prompt(num_tokens: int, first: int = 0) -> PromptBlocks:
 
 
 def admission_of(fleet: Fleet, clock: ManualClock, **changes: object) -> Admission:
-    config = dataclasses.replace(RouterConfig(local_prefill="never", lease_lead_s=0.5), **changes)  # type: ignore[arg-type]
+    usual = {"placement": {"local_prefill": "never"}, "admission": {"lease_lead_s": 0.5}}
+    config = changed(changed(RouterConfig(), **usual), **changes)
     return Admission(config, fleet, PrefixIndex(), clock, random.Random(0))
 
 

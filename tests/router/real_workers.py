@@ -13,6 +13,7 @@ import numpy as np
 
 from baton.config.engine import FakeEngineConfig
 from baton.config.router import RouterConfig
+from baton.config.settings import changed
 from baton.v1 import common_pb2, control_pb2, router_pb2, worker_pb2
 from cluster.worker.worker import Worker
 from engine.wire import read_spec
@@ -89,7 +90,7 @@ async def asked_at(
     door: str, *workers: Listed, config: RouterConfig
 ) -> AsyncIterator[tuple[Router, Caller]]:
     """A router, and a client at one of its doors."""
-    config = dataclasses.replace(config, http_port=0)
+    config = changed(config, http={"port": 0})
     async with router_over(*workers, config=config) as (router, client):
         caller = caller_at(door, client.address, client.http_address)
         try:
@@ -123,7 +124,7 @@ SLOW = dataclasses.replace(
     ENGINE,
     fake=FakeEngineConfig(window=20, vocab_size=257, decode_step_s=0.02, prefill_token_s=1e-6),
 )
-CONFIG = dataclasses.replace(QUICK, resume_window_s=0.2)
+CONFIG = changed(QUICK, clients={"resume_window_s": 0.2})
 
 
 def named(number: int, resume_from_index: int | None = None) -> router_pb2.GenerateRequest:

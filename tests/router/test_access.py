@@ -24,6 +24,7 @@ from baton.client.credentials import Tls, token_in
 from baton.client.request_stream import build_request
 from baton.config.cluster import ClusterConfig, load_config
 from baton.config.router import AuthConfig, RouterConfig, TlsConfig
+from baton.config.settings import changed
 from baton.errors import (
     AlreadyExistsError,
     BatonError,
@@ -292,7 +293,7 @@ async def test_a_tenant_gets_what_it_is_granted_and_operators_alone_see_others(
     for name, text in (("red", RED), ("ops", "ops-token"), ("b.yaml", f"blue: {limits}")):
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o640 if name == "red" else 0o600)
-    config = RouterConfig(metrics_port=0, auth=AuthConfig(str(tmp_path), ("ops",)))
+    config = changed(RouterConfig(), metrics={"port": 0}, auth=AuthConfig(str(tmp_path), ("ops",)))
     async with deployment(auth=config.auth) as d, contextlib.AsyncExitStack() as stack:
         assert re.findall(r"(\S+) holds a secret", caplog.text) == [str(tmp_path / "red")]
         made = [AsyncClient(d.servers[0].address, token=token) for token in ("T", RED, "ops-token")]

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.config.router import RouterConfig
+from baton.config.router import PlacementConfig
 from router.fleet.fleet_arrays import FleetArrays
 from router.placement.choice import (
     SESSION_TOLERANCE_S,
@@ -93,7 +93,7 @@ def random_query(rng: np.random.Generator, num_slots: int) -> PlacementQuery:
 
 
 def cheapest_pairs(
-    query: PlacementQuery, fleet: FleetArrays, policy: RouterConfig
+    query: PlacementQuery, fleet: FleetArrays, policy: PlacementConfig
 ) -> tuple[float, set[Pair]]:
     """The least cost of all candidates, and who has it."""
     terms = terms_of(query, fleet, policy, NOW_S)
@@ -119,7 +119,7 @@ def test_the_choice_is_one_of_the_cheapest_of_all_pairs(
     assert native_library() is not None
     rng = np.random.default_rng(seed)
     fleet, query = random_fleet(rng, num_slots), random_query(rng, num_slots)
-    policy = dataclasses.replace(RouterConfig(), local_prefill=local_prefill)  # type: ignore[arg-type]
+    policy = PlacementConfig(local_prefill=local_prefill)  # type: ignore[arg-type]
     least, pairs = cheapest_pairs(query, fleet, policy)
     chosen = way(query, fleet, policy, NOW_S, random.Random(seed))
     if chosen is None:
@@ -144,11 +144,11 @@ def test_each_of_the_cheapest_pairs_is_chosen_at_times(seed: int, way: Way) -> N
     fleet, query = random_fleet(rng, 8), random_query(rng, 8)
     fleet.queued_tokens[:] = fleet.running[:] = 0
     query = dataclasses.replace(query, cached_tokens=query.cached_tokens * 0, preferred=None)
-    _, pairs = cheapest_pairs(query, fleet, RouterConfig())
+    _, pairs = cheapest_pairs(query, fleet, PlacementConfig())
     draws = random.Random(seed)
     chosen = {
         (found.prefill_slot, found.decode_slot)
         for _ in range(300)
-        if (found := way(query, fleet, RouterConfig(), NOW_S, draws))
+        if (found := way(query, fleet, PlacementConfig(), NOW_S, draws))
     }
     assert chosen == pairs

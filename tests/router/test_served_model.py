@@ -23,7 +23,7 @@ async def replace_model(d: Deployment) -> None:
 
 
 async def test_a_unit_whose_model_is_replaced_ends_its_streams_and_gets_another_router() -> None:
-    async with deployment(fleet_wait_s=5.0) as d:
+    async with deployment(admission={"fleet_wait_s": 5.0}) as d:
         old, has_begun, first = d.worker("d0"), asyncio.Event(), d.router
 
         def stop(_: object) -> None:

@@ -92,7 +92,9 @@ async def test_an_unreadable_message_is_the_caller_s_mistake_and_harms_no_one(
 async def test_without_workers_of_a_role_a_request_is_unavailable_after_a_while(
     prefill: int, decode: int, missing: str
 ) -> None:
-    async with deployment(prefill, decode, fleet_wait_s=0.2, local_prefill="never") as d:
+    async with deployment(
+        prefill, decode, admission={"fleet_wait_s": 0.2}, placement={"local_prefill": "never"}
+    ) as d:
         error = await refusal(d.client, ask_for(PROMPT))
         assert error.code() is grpc.StatusCode.UNAVAILABLE
         assert missing in (error.details() or "")
@@ -153,7 +155,7 @@ async def test_a_client_needs_the_public_proto_files_alone(tmp_path: Path) -> No
 
 
 async def test_explain_route_lists_what_generate_chooses() -> None:
-    async with deployment(2, 2, local_prefill="auto") as d:
+    async with deployment(2, 2, placement={"local_prefill": "auto"}) as d:
         prompt = "a long prompt that several requests have in common, with a different end: "
         await d.client.ask(ask_for(prompt + "one"))
         explained = await d.client.stub.ExplainRoute(
@@ -230,7 +232,7 @@ async def test_many_requests_at_once_on_two_and_two_a_third_of_them_cancelled() 
 
 
 async def test_nothing_is_kept_of_five_hundred_short_requests() -> None:
-    async with deployment(2, 2, resume_window_s=0.05) as d:
+    async with deployment(2, 2, clients={"resume_window_s": 0.05}) as d:
 
         async def one(number: int) -> None:
             request = ask_for(f"short {number}", 4, tenant=f"tenant {number % 50}")

@@ -132,7 +132,7 @@ def ended_while_the_session_is_lost(worker: ScriptedWorker, error: str) -> None:
 async def test_a_request_its_worker_gave_up_for_want_of_a_router_goes_on_once_that_is_back() -> (
     None
 ):
-    async with deployment(eject_s=30.0) as d:
+    async with deployment(retries={"eject_s": 30.0}) as d:
         ended_while_the_session_is_lost(d.worker("d0"), ORPHANED)
         answer = await d.client.ask(ask_for(PROMPT, 30))
         assert_whole(answer, PROMPT, 30)
@@ -150,7 +150,7 @@ async def test_a_request_aborted_elsewhere_while_its_session_is_lost_is_not_begu
 
 
 async def test_a_session_that_does_not_come_back_in_time_is_left() -> None:
-    async with deployment(decode=1, reattach_timeout_s=0.2, keepalive_s=30.0) as d:
+    async with deployment(decode=1, timeouts={"reattach_s": 0.2}, links={"keepalive_s": 30.0}) as d:
         proxy = await behind_proxy(d, "d1")
         slow = d.worker("d1")
         d.router.fleet.hold(d.entry("d0"), 0.3)  # the request goes to d1
@@ -231,8 +231,8 @@ async def test_a_fault_of_ours_in_a_session_does_not_lose_the_worker(
 
 
 async def test_a_silent_stream_leaves_a_suspect_worker_soon() -> None:
-    async with deployment(decode=2, suspect_silence_s=0.2) as d:
-        assert d.router.config.token_timeout_s >= 30
+    async with deployment(decode=2, timeouts={"suspect_silence_s": 0.2}) as d:
+        assert d.router.config.timeouts.token_s >= 30
         asking = asyncio.create_task(paused(d, index=3))
         await d.until(lambda: any(not d.worker(w).may_decode.is_set() for w in ("d0", "d1")))
         stuck = "d0" if not d.worker("d0").may_decode.is_set() else "d1"
@@ -257,7 +257,7 @@ async def paused(d: Deployment, index: int) -> Answer:
 
 
 async def test_a_prompt_leaves_a_suspect_prefill_worker_soon() -> None:
-    async with deployment(prefill=2, suspect_silence_s=0.2) as d:
+    async with deployment(prefill=2, timeouts={"suspect_silence_s": 0.2}) as d:
         asking, stuck, other = await hung_prefill(d, ask_for(PROMPT))
         stuck.state = control_pb2.WORKER_STATE_SUSPECT
         await d.registry.publish()
@@ -267,7 +267,7 @@ async def test_a_prompt_leaves_a_suspect_prefill_worker_soon() -> None:
 
 
 async def test_a_flowing_stream_stays_on_a_suspect_worker() -> None:
-    async with deployment(suspect_silence_s=0.4) as d:
+    async with deployment(timeouts={"suspect_silence_s": 0.4}) as d:
         worker = d.worker("d0")
         worker.step_s = 0.02
         asking = asyncio.create_task(d.client.ask(ask_for(PROMPT, 60)))  # 1.2 s at the least
@@ -322,7 +322,7 @@ async def test_a_worker_that_is_live_again_gets_its_full_time_back() -> None:
 
 
 async def test_a_worker_replaced_by_one_of_another_fingerprint_costs_nobody_a_token() -> None:
-    async with deployment(decode=2, max_attempts=1) as d:
+    async with deployment(decode=2, retries={"max_attempts": 1}) as d:
         d.router.fleet.arrays.max_running[:] = 0
         prompts = [f"{PROMPT} {number}" for number in range(6)]
         asking = [asyncio.create_task(d.client.ask(ask_for(prompt))) for prompt in prompts]

@@ -14,6 +14,7 @@ import grpc.aio
 import pytest
 
 from baton.config.router import RouterConfig
+from baton.config.settings import changed
 from baton.v1 import common_pb2, router_pb2
 from cluster.pools.role_plan import Role
 from decode_worker.session import Phase
@@ -39,7 +40,7 @@ from tests.router.real_workers import (
     until,
 )
 
-PATIENT = dataclasses.replace(CONFIG, resume_window_s=30.0, attach_timeout_s=10.0)
+PATIENT = changed(CONFIG, clients={"resume_window_s": 30.0}, timeouts={"attach_s": 10.0})
 
 
 BOTH_DOORS = pytest.mark.parametrize("door", ["grpc", pytest.param("http", marks=pytest.mark.full)])
@@ -184,7 +185,7 @@ async def test_a_router_that_attaches_before_a_lease_was_sent_has_the_prompt_com
 async def test_a_prompt_that_its_writer_lost_is_given_up_by_the_router_that_asked_for_it_last(
     listed: list[Listed], door: str
 ) -> None:
-    hasty = dataclasses.replace(PATIENT, first_token_timeout_s=0.3)
+    hasty = changed(PATIENT, timeouts={"first_token_s": 0.3})
     prefill, decode = (one.worker for one in listed)
     assert decode.decode is not None
     hold_decode, hold_prefill = threading.Event(), threading.Event()
@@ -244,7 +245,7 @@ class Parted:
 
 @asynccontextmanager
 async def parted(listed: list[Listed], door: str) -> AsyncIterator[Parted]:
-    patient = dataclasses.replace(PATIENT, reattach_timeout_s=10.0, keepalive_s=30.0)
+    patient = changed(PATIENT, timeouts={"reattach_s": 10.0}, links={"keepalive_s": 30.0})
     proxy = await Proxy.to(listed[1].address)
     behind = [listed[0], Listed(listed[1].worker, proxy.address)]
     try:
@@ -313,7 +314,7 @@ async def test_an_abort_reaches_a_request_that_another_router_follows(
 async def test_an_abort_reaches_a_request_that_waits_at_another_router(
     listed: list[Listed], tenant: str
 ) -> None:
-    config = dataclasses.replace(CONFIG, fleet_wait_s=20.0)
+    config = changed(CONFIG, admission={"fleet_wait_s": 20.0})
     async with two_routers(listed, config) as ((_, client_a), (router_b, client_b)):
         for entry in router_b.fleet:
             router_b.fleet.hold(entry, 60.0)

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from baton.config.engine import EngineConfig, FakeEngineConfig
 from baton.config.router import RouterConfig
+from baton.config.settings import changed
 from baton.config.workers import RegistryConfig
 from baton.control.client import ControlClient
 from baton.v1 import common_pb2, control_pb2, router_pb2, worker_pb2
@@ -40,7 +41,7 @@ from tests.identities import OPERATOR, ROUTER
 from tests.router.answers import Answer, Client, error_of, error_reason
 from tests.router.deployment import QUICK, byte_model
 
-CONFIG = dataclasses.replace(QUICK, resume_window_s=20.0, fleet_wait_s=10.0)
+CONFIG = changed(QUICK, clients={"resume_window_s": 20.0}, admission={"fleet_wait_s": 10.0})
 REGISTRY = RegistryConfig(silent_after_s=0.5)  # it settles soon, and looks often
 PROMPT = "the fox sang to the moon"
 NUM_TOKENS = 40
@@ -316,7 +317,7 @@ async def test_a_unit_that_leaves_ends_its_streams_first_and_nothing_of_it_stays
 
 
 async def test_requests_wait_for_the_first_worker_to_load(tmp_path: Path) -> None:
-    patient = dataclasses.replace(CONFIG, fleet_wait_s=0.1)
+    patient = changed(CONFIG, admission={"fleet_wait_s": 0.1})
     async with (
         unit("", tmp_path / "model") as only,
         units_at(only.control, patient) as (units, client),
@@ -331,7 +332,7 @@ async def test_requests_wait_for_the_first_worker_to_load(tmp_path: Path) -> Non
 
 
 async def test_only_so_many_wait_and_each_until_its_own_deadline(tmp_path: Path) -> None:
-    config = dataclasses.replace(CONFIG, max_queue=2, default_timeout_s=0.5)
+    config = changed(CONFIG, admission={"max_queue": 2}, timeouts={"default_s": 0.5})
     async with (
         unit("", tmp_path / "model") as only,
         units_at(only.control, config) as (units, client),

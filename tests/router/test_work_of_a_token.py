@@ -20,6 +20,7 @@ from typing import Any
 import grpc
 import pytest
 
+from baton.config.settings import changed
 from baton.v1 import common_pb2, router_pb2, router_pb2_grpc
 from router.door.server import RouterServer
 from router.units.units import Units
@@ -82,7 +83,7 @@ def control() -> Iterator[str]:
 
 @asynccontextmanager
 async def router_at(control: str) -> AsyncIterator[RouterServer]:
-    config = replace(QUICK, http_port=0, keepalive_s=2.0)
+    config = changed(QUICK, http={"port": 0}, links={"keepalive_s": 2.0})
     server = RouterServer(Units(config, control, (MODEL,), ROUTER), config, "127.0.0.1:0")
     await server.start()
     try:

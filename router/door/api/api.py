@@ -105,7 +105,7 @@ class Api:
     def __init__(self, units: Units, callers: Callers | None = None) -> None:
         """`callers` None: everyone may call, in any tenant's name."""
         self.units, self.callers = units, callers
-        self.tokenizer = TokenizerLine(units.config)
+        self.tokenizer = TokenizerLine(units.config.admission)
         self.pending = PendingRequests()
         self._of_names = RequestLimits(NO_BOUND, model_names=units.model_names)
 
@@ -114,7 +114,7 @@ class Api:
 
     async def off_loop(self, work: Callable[[], T], tenant: str | None, num_bytes: int) -> T:
         """Do what a large request takes in the tokenizer's line, and on its thread."""
-        timeout_s = self.units.config.default_timeout_s
+        timeout_s = self.units.config.timeouts.default_s
         return await self.tokenizer.run(work, tenant or "", num_bytes, timeout_s)
 
     def limits_of(self, tenant: str) -> TenantLimits:
@@ -200,7 +200,7 @@ class Api:
             lambda: parse_generate(request, model, limits),
             request.tenant,
             request.ByteSize() + (CONSTRAINT_BYTES if is_constrained(request) else 0),
-            router.config.timeout_s(named_s),
+            router.config.timeouts.of_request(named_s),
         )
 
     # --- the rest ------------------------------------------------------------------------------

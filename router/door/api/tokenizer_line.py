@@ -11,7 +11,7 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from baton.config.router import RouterConfig
+from baton.config.router import AdmissionConfig
 from baton.errors import DeadlineError
 from router.placement.fairness import FairLine
 
@@ -64,7 +64,7 @@ class PendingRequests:
 class TokenizerLine:
     """Own the tokenizer's thread and the line before it."""
 
-    def __init__(self, config: RouterConfig) -> None:
+    def __init__(self, config: AdmissionConfig) -> None:
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
         self.line = FairLine(
             "tokenized",

@@ -90,7 +90,7 @@ class OpenAiApp:
             Route("/openapi.json", self._openapi, methods=["GET"]),
         ]
         is_asked = callers is None and is_loopback(config.host.strip("[]"))
-        guard = Middleware(Guard, config.allowed_hosts if is_asked else None)
+        guard = Middleware(Guard, config.http.allowed_hosts if is_asked else None)
         starlette = Starlette(
             routes=self.routes,
             middleware=[guard, *_cors(config)],
@@ -219,7 +219,7 @@ class OpenAiApp:
         if request.headers.get("content-encoding", "identity") != "identity":
             raise InvalidRequestError("content-encoding: only identity", field="content-encoding")
         parts, size = [], 0
-        body = _Body(self._config.http_read_timeout_s)
+        body = _Body(self._config.http.read_timeout_s)
         try:
             async with body.limit:
                 async for part in request.stream():
@@ -289,12 +289,12 @@ def _plain(status: int, message: str, code: str | None = None) -> Response:
 
 def _cors(config: RouterConfig) -> list[Middleware]:
     """Return what answers browsers: nothing, unless origins are listed."""
-    if not config.http_origins:
+    if not config.http.origins:
         return []
     return [
         Middleware(
             CORSMiddleware,
-            allow_origins=config.http_origins,
+            allow_origins=config.http.origins,
             allow_methods=["GET", "POST"],
             allow_headers=["*"],
             expose_headers=[

@@ -55,15 +55,15 @@ class OperatorPort:
             Route("/events", self._events),
             Route("/metrics", self._metrics),
         ]
-        is_asked = callers is None and is_loopback(config.metrics_host.strip("[]"))
+        is_asked = callers is None and is_loopback(config.metrics.host.strip("[]"))
         app = Starlette(
             routes=routes,
-            middleware=[Middleware(Guard, config.allowed_hosts if is_asked else None)],
+            middleware=[Middleware(Guard, config.http.allowed_hosts if is_asked else None)],
             exception_handlers={BatonError: _refuse},
         )
-        listener = listening(config.metrics_host, port, reuse_port=False)
-        sharing = Sharing(_MAX_LOOKERS, config.max_unfinished_bytes)  # apart from clients
-        self._server = HttpServer(app, config, listener, None, sharing)
+        listener = listening(config.metrics.host, port, reuse_port=False)
+        sharing = Sharing(_MAX_LOOKERS, config.clients.max_unfinished_bytes)  # apart from clients
+        self._server = HttpServer(app, listener, None, sharing, config.http.read_timeout_s)
         self.port = self._server.port
 
     async def start(self) -> None:
@@ -114,7 +114,7 @@ def _refuse(request: Request, error: Exception) -> Response:
 
 def seen(units: Units) -> dict[str, Any]:
     """What the page shows now."""
-    targets_s = units.config.ttft_target_s, units.config.itl_target_s
+    targets_s = units.config.metrics.ttft_target_s, units.config.metrics.itl_target_s
     return {
         "model": units.model_names[0],
         "units": [_unit(router) for router in units.routers],

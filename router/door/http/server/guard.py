@@ -41,7 +41,7 @@ class Guard:
         except ValueError:
             host = ""
         if not is_loopback(host) and host not in self._hosts:
-            return 421, "host", f"{host!r} is neither loopback nor in router.allowed_hosts"
+            return 421, "host", f"{host!r} is neither loopback nor in router.http.allowed_hosts"
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
         if method == "POST" and kind != "application/json":
             return 415, "content-type", f"{kind!r}; send 'Content-Type: application/json'"

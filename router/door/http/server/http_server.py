@@ -23,7 +23,6 @@ from h11._receivebuffer import ReceiveBuffer
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from baton.config.router import RouterConfig
 from router.door.connections.acceptor import Acceptor
 from router.door.connections.sharing import Allowance, Sharing
 from router.door.http.server.errors import shape
@@ -191,13 +190,12 @@ class HttpServer:
     def __init__(
         self,
         asgi: Callable[..., Any],
-        config: RouterConfig,
         listener: socket.socket,
         context: ssl.SSLContext | None,
         sharing: Sharing,
+        read_timeout_s: float,
     ) -> None:
         """`context` None: plain text."""
-        read_timeout_s = config.http_read_timeout_s
         protocol: Any = partial(_Protocol, read_timeout_s=read_timeout_s, sharing=sharing)
         self._config = uvicorn.Config(
             asgi,
