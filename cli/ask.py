@@ -14,9 +14,10 @@ from rich.text import Text
 from baton import render
 from baton.client import Client
 from baton.client.credentials import Tls, token_in
-from baton.client.events import Event, Finished, FinishReason, HandedOff, Routed, Tokens
+from baton.client.events import Event, Finished, HandedOff, Routed, Tokens
 from baton.client.request_stream import GenerateOptions, build_request
 from baton.errors import BatonError, InvalidRequestError, UnavailableError
+from baton.finish_reason import FinishReason
 from baton.v1 import router_pb2
 from cli.progress import spinner
 

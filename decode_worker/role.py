@@ -24,7 +24,8 @@ from typing import Any
 
 from baton.clock import Clock
 from baton.config.workers import DecodeConfig
-from baton.wire import ANY_ATTEMPT
+from baton.finish_reason import FinishReason
+from baton.wire import ANY_ATTEMPT, finish_reason_of
 from decode_worker.request_log import (
     NoSessionError,
     OtherBodyError,
@@ -50,14 +51,12 @@ from engine.loop import EngineThread
 from engine.request import (
     EngineEvent,
     FinishedEvent,
-    FinishReason,
     NoCapacityEvent,
     RequestId,
     RequestSpec,
     ReservedEvent,
     TokenEvent,
 )
-from engine.wire import finish_reason_from_proto
 from kv_transfer.errors import LeaseError
 from kv_transfer.lease import FirstToken, WorkerIdentity
 from kv_transfer.lease_table import LeaseFailure, LeaseTable
@@ -337,7 +336,7 @@ class DecodeRole:
         self._quarantine(run)
         run.reserved = None
         # None also for a reason that this release does not know.
-        finished = None if ended_by is None else finish_reason_from_proto(ended_by.finished)
+        finished = None if ended_by is None else finish_reason_of(ended_by.finished)
         if ended_by is None or finished is None:
             self._refuse(run, Refusal.HANDOFF_FAILED, reason.value)
         else:

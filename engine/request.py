@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple, NewType
@@ -10,6 +9,7 @@ from typing import Any, NamedTuple, NewType
 import numpy as np
 import numpy.typing as npt
 
+from baton.finish_reason import FinishReason
 from kv_transfer.block_hash import SHARED_BY_ALL, BlockHash, CacheScope, TokenIds
 from kv_transfer.layout import BlockId
 from kv_transfer.layout import BlockPush as BlockPush
@@ -100,13 +100,6 @@ class RequestSpec:
             ends = frozenset() if sampling.ignore_eos else eos_token_ids
             denied = sampling.stop_token_ids | ends
         return denied | sampling.ends_of_bad_words(self.token_ids[self.num_prompt_tokens :])
-
-
-class FinishReason(enum.Enum):
-    STOP = "stop"
-    LENGTH = "length"
-    ABORTED = "aborted"
-    ERROR = "error"
 
 
 @dataclass(frozen=True)

@@ -18,18 +18,18 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
+from baton.finish_reason import FinishReason
+from baton.wire import finish_reason_on_wire
 from engine.errors import EngineStoppedError, InvalidRequestError
 from engine.loop import EngineThread
 from engine.request import (
     EngineEvent,
     FinishedEvent,
-    FinishReason,
     HandoffId,
     PrefilledEvent,
     RequestId,
     RequestSpec,
 )
-from engine.wire import finish_reason_to_proto
 from kv_transfer.errors import HandoffError, Reason
 from kv_transfer.exporter import Exporter
 from kv_transfer.lease import FirstToken, Lease, Receipt
@@ -224,7 +224,7 @@ class PrefillRole:
             run.report(error)
 
     async def _hand_off(self, run: PrefillRun, event: PrefilledEvent) -> None:
-        reason = finish_reason_to_proto(event.finished)
+        reason = finish_reason_on_wire(event.finished)
         first = FirstToken(event.token.token_id, event.token.logprobs, reason)
         if event.finished is not None:  # the receiver learns it from the writer, without a router
             await self._exporter.cancel(run.handoff, ended_by=first)

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from baton.finish_reason import FinishReason
 from engine.kv.request_blocks import RequestBlocks
-from engine.request import FinishReason, HandoffId, RequestId, RequestSpec, Scored, TokenLogprobs
+from engine.request import HandoffId, RequestId, RequestSpec, Scored, TokenLogprobs
 from kv_transfer.block_hash import TokenIds
 
 

@@ -25,13 +25,13 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from baton.finish_reason import FinishReason
 from engine.errors import InvalidRequestError, UnknownRequestError
 from engine.kv.kv_cache import KvCache
 from engine.kv.request_blocks import RequestBlocks
 from engine.request import (
     EngineEvent,
     FinishedEvent,
-    FinishReason,
     HandoffId,
     NoCapacityEvent,
     PrefilledEvent,

@@ -17,6 +17,7 @@ from baton.errors import (
     UnavailableError,
     WorkerLostError,
 )
+from baton.finish_reason import FinishReason
 from baton.v1 import router_pb2, worker_pb2
 from router.fleet.fleet import Booking
 from router.placement.placement import least_prefill_s
@@ -24,13 +25,7 @@ from router.report.recent import EndedRequest
 from router.report.request_line import MISSED, RequestLine, judged, trace_id
 from router.report.stages import Stages
 from router.report.tally import Buckets
-from router.request.output import (
-    Finished,
-    FinishReason,
-    OutputLog,
-    Timings,
-    TokenLogprobs,
-)
+from router.request.output import Finished, OutputLog, Timings, TokenLogprobs
 from router.request.run_parts import Arrival, RunParts
 from router.text import Detokenizer
 

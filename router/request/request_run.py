@@ -37,7 +37,7 @@ from router.request import machine
 from router.request.alarm import Alarm
 from router.request.failure import Failed, Failure, failure_of, loss_of
 from router.request.machine import Do, Event, Phase, State, Stream
-from router.request.output import OutputLog, finish_reason_of, sendable_logprobs
+from router.request.output import OutputLog, ended_by, sendable_logprobs
 from router.request.prefill_call import PrefillCall
 from router.request.request_output import RequestOutput
 from router.request.retrying import OUT_OF_TIME, Retrying
@@ -502,7 +502,7 @@ class RequestRun:
         ids, logprobs = tokens.ids[skip:], tokens.logprobs[skip:]
         if ids and tokens is message:
             self.progress_s = self._parts.clock.now_s()
-        finished = finish_reason_of(tokens)
+        finished = ended_by(tokens)
         if (ids or finished) and self._output.emit(ids, logprobs, finished):
             self._feed(machine.Complete())
         elif tokens.finished:

@@ -20,6 +20,7 @@ from functools import partial
 from baton.clock import Clock, Timer
 from baton.config.router import TenantLimits
 from baton.errors import AlreadyExistsError, NotFoundError, ShuttingDownError
+from baton.finish_reason import FinishReason
 from baton.v1 import control_pb2, router_pb2
 from router.fleet.fleet import Fleet
 from router.fleet.fleet_links import FleetLinks, FleetReport
@@ -37,7 +38,7 @@ from router.report.figures import Counts, Figures, PoolFigures, RequestFigures, 
 from router.report.metrics import Gauges, RouterMetrics
 from router.report.recent import Recent
 from router.report.stages import Trace
-from router.request.output import Finished, FinishReason, OutputReader
+from router.request.output import Finished, OutputReader
 from router.request.request_run import SHUTTING_DOWN, RequestRun
 from router.request.run_parts import Arrival, RunParts, ServedModel, Sought, key_of, wire_id
 from router.request.search import is_kept

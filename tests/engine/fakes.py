@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 
 from baton.config.engine import EngineConfig, FakeEngineConfig
+from baton.finish_reason import FinishReason
 from engine.api import KvSink, LocalKvMemory, LocalSink, ModelSpec
 from engine.request import (
     BlockPush,
     EngineEvent,
-    FinishReason,
     HandoffId,
     PrefilledEvent,
     RequestId,

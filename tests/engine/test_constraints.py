@@ -18,11 +18,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.config.engine import EngineConfig
+from baton.finish_reason import FinishReason
 from baton.model_folder import find_text_files
 from engine.errors import InvalidRequestError
 from engine.request import (
     FinishedEvent,
-    FinishReason,
     NoCapacityEvent,
     RequestId,
     RequestSpec,

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from baton.config.engine import EngineConfig
+from baton.finish_reason import FinishReason
 from engine.request import (
     BlocksStoredEvent,
     FinishedEvent,
-    FinishReason,
     NoCapacityEvent,
     RequestId,
     ReservedEvent,

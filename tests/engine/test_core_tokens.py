@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from baton.finish_reason import FinishReason
 from engine.request import (
     BlocksRemovedEvent,
     BlocksStoredEvent,
     FinishedEvent,
-    FinishReason,
     RequestId,
     RequestSpec,
     SampledToken,

@@ -6,14 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from engine.request import (
-    FinishedEvent,
-    FinishReason,
-    NoCapacityEvent,
-    RequestId,
-    ReservedEvent,
-    TokenEvent,
-)
+from baton.finish_reason import FinishReason
+from engine.request import FinishedEvent, NoCapacityEvent, RequestId, ReservedEvent, TokenEvent
 from tests.engine.fakes import (
     GREEDY,
     Streams,

@@ -12,9 +12,9 @@ from prometheus_client import CollectorRegistry, generate_latest
 from baton.clock import ManualClock
 from baton.config.router import MetricsConfig
 from baton.errors import BatonError, InvalidRequestError, OverloadedError, ShuttingDownError
+from baton.finish_reason import FinishReason
 from baton.v1 import router_pb2
 from router.report.metrics import Gauges, RouterMetrics
-from router.request.output import FinishReason
 from tests.router.answers import PROMPT, ask_for, refusal
 from tests.router.deployment import Deployment, deployment
 from tests.router.request_outputs import output_for

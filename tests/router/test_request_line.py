@@ -11,9 +11,9 @@ import pytest
 
 from baton.clock import ManualClock
 from baton.errors import BatonError
+from baton.finish_reason import FinishReason
 from baton.v1 import router_pb2
 from router.report.request_line import judged, trace_id
-from router.request.output import FinishReason
 from router.units.router import Router
 from tests.router.answers import PROMPT, ask_for, error_of
 from tests.router.deployment import deployment

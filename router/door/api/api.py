@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 from baton.config.router import TenantLimits
 from baton.errors import BatonError
+from baton.finish_reason import FinishReason
 from baton.v1 import router_pb2
 from kv_transfer.block_hash import TokenIds
 from router.door.api.tokenizer_line import PendingRequests, TokenizerLine
@@ -27,7 +28,7 @@ from router.fleet.worker_facts import NO_BOUND
 from router.placement.placement import Placement
 from router.report.request_line import of_refused
 from router.request.constraint import is_constrained
-from router.request.output import Event, Finished, FinishReason, OutputReader, Timings
+from router.request.output import Event, Finished, OutputReader, Timings
 from router.request.request_run import RequestRun
 from router.request.run_parts import Arrival
 from router.request.validate import (

@@ -8,19 +8,15 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from itertools import chain
 
-from baton.v1 import common_pb2, control_pb2, control_pb2_grpc, router_pb2, router_pb2_grpc
+from baton.finish_reason import FinishReason
+from baton.v1 import control_pb2, control_pb2_grpc, router_pb2, router_pb2_grpc
+from baton.wire import finish_reason_on_wire
 from router.door.api.api import Api, Ended, Opened, pieces
 from router.door.grpc.call import Call, Feed
 from router.placement.placement import Placement
-from router.request.output import Event, Finished, FinishReason, TokenRun
+from router.request.output import Event, Finished, TokenRun
 from router.request.validate import REQUEST_ID
 from router.text.answer import AnswerReader, Said, Thought
-
-_REASONS = {
-    FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
-    FinishReason.LENGTH: common_pb2.FINISH_REASON_LENGTH,
-    FinishReason.ABORTED: common_pb2.FINISH_REASON_ABORTED,
-}
 
 
 class RouterService(router_pb2_grpc.RouterServiceServicer, control_pb2_grpc.FleetServiceServicer):
@@ -166,8 +162,9 @@ def _tokens(run: TokenRun, said: Iterable[Said]) -> router_pb2.GenerateResponse:
 def _finished(event: Finished, has_called: bool = False) -> router_pb2.Finished:
     timings = {name.removesuffix("_s") + "_ms": s * 1e3 for name, s in vars(event.timings).items()}
     calls = has_called and event.reason is FinishReason.STOP
+    reason = FinishReason.TOOL_CALLS if calls else event.reason
     return router_pb2.Finished(
-        reason=common_pb2.FINISH_REASON_TOOL_CALLS if calls else _REASONS[event.reason],
+        reason=finish_reason_on_wire(reason),
         usage=router_pb2.Usage(
             num_prompt_tokens=event.num_prompt_tokens,
             num_output_tokens=event.num_output_tokens,

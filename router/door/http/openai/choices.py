@@ -7,10 +7,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
+from baton.finish_reason import FinishReason
 from baton.v1 import common_pb2
 from router.door.api.api import Ended, Opened
 from router.door.http.openai.bodies import ChatBody, CompletionBody
-from router.request.output import Event, Finished, FinishReason, TokenRun
+from router.request.output import Event, Finished, TokenRun
 from router.text import TextModel
 from router.text.answer import Said, Thought
 from router.text.reasoning import CLOSE

@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
+from baton.finish_reason import FinishReason
 from baton.v1 import common_pb2
 from router.door.api.api import Ended, Opened
 from router.door.http.openai.bodies import CompletionBody, prompts_of
 from router.door.http.openai.choices import Delta, TextChoice
-from router.request.output import Event, Finished, FinishReason, TokenRun
+from router.request.output import Event, Finished, TokenRun
 
 
 class EchoChoice(TextChoice):
