@@ -16,8 +16,8 @@ from prometheus_client import generate_latest
 from baton.clock import ManualClock
 from baton.config.router import MetricsConfig
 from bench.report import describe, markdown
+from router.report.ended_request import EndedRequest
 from router.report.metrics import RouterMetrics
-from router.report.recent import EndedRequest
 from router.report.tally import Buckets
 from tests.router.answers import ask_for
 from tests.router.request_outputs import output_for
@@ -58,10 +58,12 @@ class _Nothing(Buckets):
 
 
 def end(metrics: RouterMetrics) -> None:
-    times = (0.01, 0.001, 0.001, 0.05, 0.02, 2.0, 0.001, 1.9, 0.02)
+    times = {"queue_s": 0.01, "prefill_queue_s": 0.001, "prefill_s": 0.05, "tokenize_s": 0.001}
+    times |= {"decode_s": 1.9, "tpot_s": 0.02}
+    counts = {"num_prompt_tokens": 500, "num_output_tokens": 90}
     for number in range(NUM_REQUESTS):
         tenant, pool = f"tenant-{number // POOLS % TENANTS}", f"pool-{number % POOLS}"
-        ended = EndedRequest("id", tenant, "stop", "", "p0", "d0", 500, 100, 90, 1, *times)
+        ended = EndedRequest("id", tenant, "stop", 2.0, **times, **counts)
         metrics.ended(ended, pool, pool)
         for family in (metrics.itl, metrics.ttft):
             family.labels(*metrics.of(tenant), pool).observe(0.02)

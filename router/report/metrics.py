@@ -16,8 +16,7 @@ from prometheus_client.registry import Collector
 
 from baton.config.router import MetricsConfig
 from baton.errors import OverloadedError, UnavailableError
-from router.report.recent import EndedRequest
-from router.report.request_line import MISSED
+from router.report.ended_request import MISSED, EndedRequest
 from router.report.tally import Buckets, Count, Family, Names
 
 METRICS_EVERY_S = 1.0

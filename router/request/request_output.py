@@ -21,8 +21,7 @@ from baton.finish_reason import FinishReason
 from baton.v1 import router_pb2, worker_pb2
 from router.fleet.fleet import Booking
 from router.placement.placement import least_prefill_s
-from router.report.recent import EndedRequest
-from router.report.request_line import MISSED, RequestLine, judged, trace_id
+from router.report.ended_request import MISSED, EndedRequest, judged, trace_id
 from router.report.stages import Stages
 from router.report.tally import Buckets
 from router.request.output import Finished, OutputLog, Timings, TokenLogprobs
@@ -359,40 +358,14 @@ class RequestOutput:
         if booking is not None:
             decode = booking.decode.facts.worker_id
             prefill = "" if booking.prefill is booking.decode else booking.prefill.facts.worker_id
+        ttft_target, itl_target = self._judged(timings)
         ended = EndedRequest(
             request_id=arrival.request_id,
             tenant=parsed.tenant,
             outcome=outcome,
-            reason="" if self._routed is None else self._routed.reason,
-            prefill_worker=prefill,
-            decode_worker=decode,
-            num_prompt_tokens=len(parsed.token_ids),
-            num_cached_tokens=self._num_cached_tokens,
-            num_output_tokens=len(self.log.ids),
-            num_attempts=self._num_attempts,
-            queue_s=timings.queue_s,
-            reserve_s=timings.reserve_s,
-            prefill_queue_s=timings.prefill_queue_s,
-            prefill_s=timings.prefill_s,
-            handoff_s=timings.second_token_s,
-            e2e_s=timings.e2e_s,
-            tokenize_s=timings.tokenize_s,
-            decode_s=self._last_at_s - self._first_at_s,
-            tpot_s=timings.tpot_s,
-            trace_id=trace_id(arrival.traceparent),
-        )
-        traced = self._parts.trace(ended, arrival.traceparent, self.stages)
-        ended = replace(ended, trace_id=traced or ended.trace_id)
-        self._parts.recent.requests.append(ended)
-        self._parts.metrics.ended(ended, *self._pools)
-        ttft_target, itl_target = self._judged(timings)
-        RequestLine(
-            request_id=arrival.request_id,
-            tenant=parsed.tenant,
-            outcome=outcome,
-            e2e_ms=timings.e2e_s * 1e3,
             session_id=parsed.session_id,
-            trace_id=ended.trace_id,
+            trace_id=trace_id(arrival.traceparent),
+            reason="" if self._routed is None else self._routed.reason,
             prefill_worker=prefill,
             decode_worker=decode,
             lease_id=self._lease_id,
@@ -400,12 +373,16 @@ class RequestOutput:
             num_prompt_tokens=len(parsed.token_ids),
             num_cached_tokens=self._num_cached_tokens if self.log.ids else None,
             num_output_tokens=len(self.log.ids),
-            queue_ms=timings.queue_s * 1e3,
-            ttft_ms=timings.ttft_s * 1e3 if self.log.ids else None,
-            itl_ms=timings.itl_s * 1e3 or None,
+            decode_s=self._last_at_s - self._first_at_s,
             ttft_target=ttft_target,
             itl_target=itl_target,
-        ).write()
+            **vars(timings),
+        )
+        traced = self._parts.trace(ended, arrival.traceparent, self.stages)
+        ended = replace(ended, trace_id=traced or ended.trace_id)
+        self._parts.recent.requests.append(ended)
+        self._parts.metrics.ended(ended, *self._pools)
+        ended.write_line()
 
     def _judged(self, timings: Timings) -> tuple[str, str]:
         """Its targets for the first token and for the median gap. A client that resumes has waited

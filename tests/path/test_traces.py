@@ -45,7 +45,7 @@ class Collector(http.server.BaseHTTPRequestHandler):
 async def test_a_request_s_trace_shows_what_ran_where_and_when_over_two_decode_workers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, "router.report.request_line")
+    caplog.set_level(logging.INFO, "router.report.ended_request")
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")
     spans = Collector.spans = list[Span]()
     byte_model(tmp_path / "m")

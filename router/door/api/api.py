@@ -26,7 +26,7 @@ from router.door.api.tokenizer_line import PendingRequests, TokenizerLine
 from router.door.connections.credentials import Callers
 from router.fleet.worker_facts import NO_BOUND
 from router.placement.placement import Placement
-from router.report.request_line import of_refused
+from router.report.ended_request import EndedRequest, trace_id
 from router.request.constraint import is_constrained
 from router.request.output import Event, Finished, OutputReader, Timings
 from router.request.request_run import RequestRun
@@ -168,7 +168,14 @@ class Api:
             if opened is None:
                 self.units.metrics.refused(request.tenant, outcome)
                 e2e_s = self.units.clock.now_s() - arrived_s
-                of_refused(request, drawn_id, outcome, e2e_s).write()
+                EndedRequest(
+                    request.request_id or drawn_id,
+                    request.tenant,
+                    outcome,
+                    e2e_s,
+                    request.session_id,
+                    trace_id(request.traceparent),
+                ).write_line()
         return opened
 
     async def _arrival(
