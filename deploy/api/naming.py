@@ -34,7 +34,7 @@ _SETTING = re.compile(rf"(?<![\w.])({'|'.join(_KINDS)})((?:\.[a-z_]+)+)")
 
 
 def camel(name: str) -> str:
-    """max_num_seqs -> maxNumSeqs, max_queue_s -> maxQueueSeconds, retry_per_s -> retryPerSecond,
+    """max_num_seqs -> maxNumSeqs, max_queue_s -> maxQueueSeconds, refill_per_s -> refillPerSecond,
     internal_tls -> internalTLS."""
     first, *rest = re.sub("(?<=_)s$", "seconds", name.replace("_per_s", "_per_second")).split("_")
     return first + "".join("TLS" if word == "tls" else word.capitalize() for word in rest)

@@ -64,7 +64,7 @@ def test_a_pools_size_belongs_to_its_scaler_and_never_to_the_operator(seen: Seen
     seen.soon("wp/main-decode")
     seen.scale("decode", 4)
     seen.wait_for_size("decode", 4)
-    seen.make(advanced={"router": {"maxQueue": 7}})
+    seen.make(advanced={"router": {"admission": {"maxQueue": 7}}})
     eventually(lambda: "max_queue: 7" in seen.config(), "the change is done")
     pool = seen.soon("wp/main-decode")
     assert pool["spec"]["replicas"] == 4
