@@ -8,7 +8,8 @@ import pytest
 import torch
 import transformers
 
-from engine.models.config import ModelConfig, model_config
+from engine.models.config import ModelConfig
+from engine.models.families.table import model_config
 from engine.models.rope import inverse_frequencies
 
 BASE = {
@@ -50,14 +51,15 @@ def test_rope_is_that_of_transformers_in_both_forms(kind: str, settings: dict[st
     new = read("Llama", rope_parameters={"rope_type": kind, "rope_theta": 5e5, **settings})
     old = read("Llama", rope_theta=5e5, rope_scaling={"rope_type": kind, **settings})
     older = read("Llama", rope_theta=5e5, rope_scaling={"type": kind, **settings})
-    assert new.rope == old.rope == older.rope
+    assert new.ropes == old.ropes == older.ropes
     reference = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(
         transformers.LlamaConfig(
             **BASE, rope_parameters={"rope_type": kind, "rope_theta": 5e5, **settings}
         )
     )
-    torch.testing.assert_close(inverse_frequencies(new.rope), reference.inv_freq, rtol=1e-6, atol=0)
-    assert new.rope.attention_factor == pytest.approx(reference.attention_scaling)
+    rope = new.ropes[0]
+    torch.testing.assert_close(inverse_frequencies(rope), reference.inv_freq, rtol=1e-6, atol=0)
+    assert rope.attention_factor == pytest.approx(reference.attention_scaling)
 
 
 def test_head_dim_and_kv_heads_are_derived_where_they_are_not_given() -> None:
