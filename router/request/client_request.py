@@ -195,7 +195,7 @@ def _check_stop(message: router_pb2.GenerateRequest) -> None:
     for index, stop in enumerate(message.stop):
         if not stop or len(stop) > MAX_WORD_CHARS:
             problem = "is empty" if not stop else f"exceeds {MAX_WORD_CHARS} characters"
-            raise InvalidRequestError(f"stop: string {index} {problem}", field=f"stop[{index}]")
+            raise wrong(f"stop[{index}]", problem)
     if len(message.stop_token_ids) > MAX_STOP_TOKEN_IDS:
         raise wrong("stop_token_ids", f"at most {MAX_STOP_TOKEN_IDS} are taken")
 

@@ -102,10 +102,7 @@ class Retrying:
         fleet, failure = self._parts.fleet, failed.failure
         if failure is Failure.NO_CAPACITY:
             fleet.hold(failed.worker, max(MIN_HOLD_S, failed.retry_after_s))
-        elif failure in (
-            Failure.FINGERPRINT,
-            Failure.REPLACED,
-        ):  # the registry will report it
+        elif failure in (Failure.FINGERPRINT, Failure.REPLACED):  # the registry will report it
             fleet.hold(failed.worker, self._parts.config.retries.eject_s)
         elif failure is Failure.DRAINING:
             fleet.set_state(failed.worker, WorkerState.DRAINING)
@@ -134,9 +131,8 @@ class Retrying:
         if len(dead) >= config.retries.max_dead_decode_workers:
             names = ", ".join(worker_id for worker_id, _ in dead)
             raise PoisonError(f"{len(dead)} workers died while they ran this request: {names}")
-        if failed.failure is Failure.REJECTED and self._rejected_by - {
-            failed.worker.facts.identity
-        }:
+        others = self._rejected_by - {failed.worker.facts.identity}
+        if failed.failure is Failure.REJECTED and others:
             raise BatonError(f"{failed.message} (a second worker could not take it in)")
         if self.num_failures >= config.retries.max_attempts:
             raise _final(failed, f"after {self.num_failures} attempts")

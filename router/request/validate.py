@@ -156,15 +156,15 @@ def encode_prompt(
             field=kind,
         )
     if kind is None:
-        raise InvalidRequestError("a prompt is needed: text, chat or token_ids", field="prompt")
+        raise wrong("prompt", "one is needed: text, chat or token_ids")
     if kind == "chat":
         try:
             ids = model.encode_chat(conversation_of(request.chat))
         except RecursionError:
-            raise InvalidRequestError("chat: JSON is nested too deeply", field="chat") from None
+            raise wrong("chat", "JSON is nested too deeply") from None
     elif kind == "text":
         if not request.text:
-            raise InvalidRequestError("text: the prompt is empty", field="text")
+            raise wrong("text", "the prompt is empty")
         ids = model.encode(request.text, is_bare=request.omit_special_tokens)
     else:
         assert isinstance(request, router_pb2.GenerateRequest)
