@@ -76,6 +76,10 @@ class FleetLinks:
         link = self._links.get(entry.facts.worker_id)
         return link if link is not None and link.entry is entry else None
 
+    def at(self, entry: WorkerEntry) -> WorkerLink:
+        """The link to a worker of the fleet."""
+        return self._links[entry.facts.worker_id]
+
     def find(self, worker_id: str, incarnation: int) -> WorkerLink | None:
         """The link to this start of a worker, while it is connected."""
         link = self._links.get(worker_id)

@@ -16,7 +16,6 @@ import random
 import ssl
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Protocol
 
 import grpc
@@ -260,11 +259,6 @@ class WorkerLink:
             await asyncio.wait({self._task})
 
     @property
-    def has_left(self) -> bool:
-        """The fleet: it can be asked for nothing any more."""
-        return self._is_stopped
-
-    @property
     def may_be_heard_again(self) -> bool:
         """Whether a silent decode worker may answer in a moment with all that it kept: the registry
         calls it healthy, and it has not been out of reach for long."""
@@ -281,13 +275,7 @@ class WorkerLink:
         return None
 
     async def attach(
-        self,
-        wire_id: str,
-        tenant: str,
-        body_digest: bytes,
-        seed: int | None,
-        timeout_s: float,
-        attempt: int | None = None,
+        self, request: worker_pb2.AttachRequest, timeout_s: float
     ) -> worker_pb2.AttachResponse:
         """Take over a request: its later tokens come on the session that is open now. Without a
         `seed` or an `attempt`, whichever it runs with.
@@ -297,14 +285,7 @@ class WorkerLink:
         """
         if self._link is None:
             raise LinkError(grpc.StatusCode.UNAVAILABLE, "there is no connection")
-        request = worker_pb2.AttachRequest(
-            router_id=self.session.session_id,
-            request_id=wire_id,
-            tenant=tenant,
-            body_digest=body_digest,
-            seed=seed,
-            attempt=attempt,
-        )
+        request.router_id = self.session.session_id
         response: worker_pb2.AttachResponse
         response = await self._link.ask(Method.ATTACH, request, timeout_s)
         return response
@@ -392,34 +373,3 @@ class WorkerLink:
                 "%s %s", self.entry.facts.worker_id, "connected" if connected else "disconnected"
             )
             self._on_connected(self.entry, connected)
-
-
-@dataclass(frozen=True)
-class Workers:
-    """Where an attempt runs."""
-
-    decode: WorkerLink
-    prefill: WorkerLink | None
-    """None: local prefill, or the request was found running and its writer is not known."""
-
-    @property
-    def links(self) -> set[WorkerLink]:
-        return {self.decode} if self.prefill is None else {self.decode, self.prefill}
-
-    @property
-    def writer(self) -> WorkerEntry:
-        """Who computes the prompt's KV, as far as is known."""
-        return (self.prefill or self.decode).entry
-
-    def serve_others(
-        self, worker: WorkerEntry, since_s: float, has_first_token: bool, is_running: bool
-    ) -> bool:
-        """Whether a worker that is silent about this attempt serves others meanwhile. A writer does
-        if its other prompts come out, a decode worker if its other streams flow. It has preempted
-        this attempt for memory, and elsewhere everything would be computed again.
-        """
-        if worker.state is WorkerState.SUSPECT:
-            return False
-        if self.prefill is not None and worker is self.prefill.entry:
-            return not has_first_token and self.prefill.first_token_s > since_s
-        return is_running and any(other.progress_s > since_s for other in self.decode.waiting)

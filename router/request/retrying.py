@@ -20,9 +20,10 @@ from baton.errors import (
 )
 from baton.v1 import router_pb2
 from router.fleet.fleet import WorkerEntry, WorkerState
+from router.request.client_request import RequestHead
 from router.request.failure import Failed, Failure
 from router.request.output import OutputLog
-from router.request.run_parts import Arrival, RunParts
+from router.request.run_parts import RunParts
 
 log = logging.getLogger(__name__)
 
@@ -42,8 +43,8 @@ _NOT_BEGUN = (
 class Retrying:
     """Own a request's attempt numbers and what its failed attempts have cost it."""
 
-    def __init__(self, arrival: Arrival, parts: RunParts, output: OutputLog) -> None:
-        self._request_id, self._tenant = arrival.request_id, arrival.parsed.tenant
+    def __init__(self, head: RequestHead, parts: RunParts, output: OutputLog) -> None:
+        self._request_id, self._tenant = head.request_id, head.tenant
         self._parts, self._output = parts, output
         self.attempt_number = 0
         """Of the newest attempt; 0 before the first."""
@@ -59,10 +60,6 @@ class Retrying:
     def go_on_with(self, attempt_number: int) -> None:
         """An attempt that another router began."""
         self.attempt_number = attempt_number
-
-    def lost_while_running(self, worker: WorkerEntry) -> None:
-        """The request may be what its decode worker died of."""
-        self._lost.append(worker.facts.identity)
 
     def taken_in(self, worker: WorkerEntry) -> None:
         """A worker has room for the request and could read it. So a worker that could not is sick
@@ -80,6 +77,8 @@ class Retrying:
         parts.metrics.failures.labels(failure.name).inc()
         fields = {"request_id": self._request_id}
         log.info("attempt %d: %s", self.attempt_number, failed.message, extra={"fields": fields})
+        if failed.failure is Failure.DECODE_LOST and failed.was_running:
+            self._lost.append(failed.worker.facts.identity)
         if ending := _ending(failed):
             raise ending
         if self._was_not_begun(failed):
@@ -103,10 +102,7 @@ class Retrying:
         fleet, failure = self._parts.fleet, failed.failure
         if failure is Failure.NO_CAPACITY:
             fleet.hold(failed.worker, max(MIN_HOLD_S, failed.retry_after_s))
-        elif failure in (
-            Failure.FINGERPRINT,
-            Failure.REPLACED,
-        ):  # the registry will report it
+        elif failure in (Failure.FINGERPRINT, Failure.REPLACED):  # the registry will report it
             fleet.hold(failed.worker, self._parts.config.retries.eject_s)
         elif failure is Failure.DRAINING:
             fleet.set_state(failed.worker, WorkerState.DRAINING)
@@ -135,9 +131,8 @@ class Retrying:
         if len(dead) >= config.retries.max_dead_decode_workers:
             names = ", ".join(worker_id for worker_id, _ in dead)
             raise PoisonError(f"{len(dead)} workers died while they ran this request: {names}")
-        if failed.failure is Failure.REJECTED and self._rejected_by - {
-            failed.worker.facts.identity
-        }:
+        others = self._rejected_by - {failed.worker.facts.identity}
+        if failed.failure is Failure.REJECTED and others:
             raise BatonError(f"{failed.message} (a second worker could not take it in)")
         if self.num_failures >= config.retries.max_attempts:
             raise _final(failed, f"after {self.num_failures} attempts")

@@ -21,7 +21,7 @@ from baton.clock import Clock, Timer
 from baton.config.router import TenantLimits
 from baton.errors import AlreadyExistsError, NotFoundError, ShuttingDownError
 from baton.finish_reason import FinishReason
-from baton.v1 import control_pb2, router_pb2
+from baton.v1 import control_pb2
 from router.fleet.fleet import Fleet
 from router.fleet.fleet_links import FleetLinks, FleetReport
 from router.fleet.registry import FleetWatch, RegistryAccess, keep_reporting
@@ -38,11 +38,12 @@ from router.report.figures import Counts, Figures, PoolFigures, RequestFigures, 
 from router.report.metrics import Gauges, RouterMetrics
 from router.report.recent import Recent
 from router.report.stages import Trace
+from router.request.client_request import ClientRequest, Key, key_of, wire_id
 from router.request.output import Finished, OutputReader
 from router.request.request_run import SHUTTING_DOWN, RequestRun
-from router.request.run_parts import Arrival, RunParts, ServedModel, Sought, key_of, wire_id
+from router.request.run_parts import RunParts, ServedModel
 from router.request.search import is_kept
-from router.request.validate import NO_LIMITS, ParsedRequest, RequestLimits, body_digest
+from router.request.validate import NO_LIMITS, ParsedRequest, RequestLimits
 
 log = logging.getLogger(__name__)
 
@@ -82,7 +83,7 @@ class Router:
         self.admission = Admission(config, self.fleet, self.index, clock, random.Random(), public)
         self.watch = FleetWatch(registry, self._take_fleet, self.fleet.forget_others)
         self.parts = self._make_parts()
-        self._runs: dict[tuple[str, str], RequestRun] = {}
+        self._runs: dict[Key, RequestRun] = {}
         self._timers: dict[RequestRun, Timer] = {}
         self._remembered: dict[RequestRun, int] = {}  # ended, oldest first: bytes of its output
         self._remembered_bytes = 0
@@ -163,33 +164,32 @@ class Router:
 
     # --- requests ------------------------------------------------------------------------------
 
-    def open(self, arrival: Arrival) -> tuple[RequestRun, OutputReader]:
+    def open(self, request: ParsedRequest, tokenize_s: float) -> tuple[RequestRun, OutputReader]:
         """Begin a request, or attach to the one that runs under its id with the same body.
 
         The caller must `leave` with the reader. Raises AlreadyExistsError, ShuttingDownError.
         """
-        parsed = arrival.parsed
-        run = self._runs.get(arrival.key)
+        run = self._runs.get(request.head.key)
         if self.is_closing:
             has_begun = run is not None
             raise ShuttingDownError(SHUTTING_DOWN, has_begun=has_begun, retry_after_s=1.0)
         if run is None:
-            run = self._begin(arrival)
-        elif not parsed.is_same_as(run.arrival.parsed.body_digest, run.seed):
+            run = self._begin(request, tokenize_s)
+        elif not request.is_same_as(run.request.body_digest, run.seed):
             raise AlreadyExistsError(
-                f"request {arrival.request_id!r} was sent before with another body",
+                f"request {request.head.request_id!r} was sent before with another body",
                 field="request_id",
             )
         else:
             self._forget_timer(run)
-        reader = run.log.reader(parsed.resume_from_index or 0)
+        reader = run.log.reader(request.head.resume_from_index or 0)
         reader.on_cut_off = partial(self.leave, run, reader)
         return run, reader
 
-    def _begin(self, arrival: Arrival) -> RequestRun:
-        run = self._runs[arrival.key] = RequestRun(arrival, self.parts)
-        num_tokens = len(arrival.parsed.token_ids)
-        own = self.metrics.of(arrival.parsed.tenant)
+    def _begin(self, request: ParsedRequest, tokenize_s: float) -> RequestRun:
+        run = self._runs[request.head.key] = RequestRun(request, self.parts, tokenize_s)
+        num_tokens = len(request.token_ids)
+        own = self.metrics.of(request.head.tenant)
         self.metrics.arrivals.labels(*own).inc()
         self.metrics.prompt_tokens.labels(*own).inc(num_tokens)
         self.parts.counts.num_arrivals += 1
@@ -202,31 +202,23 @@ class Router:
         run.log.remove(reader)
         if run.log.num_readers:
             return
-        if self._runs.get(run.arrival.key) is not run:
+        if self._runs.get(run.request.head.key) is not run:
             run.log.drop()
-        elif run.log.end is None and not run.arrival.chose_id:
+        elif run.log.end is None and not run.request.head.is_named:
             run.lose_clients()
         elif not self.is_closing:
             has_ended = run.log.end is not None
             self._set_timer(run, (lambda: self._forget(run)) if has_ended else run.lose_clients)
 
-    def has(self, key: tuple[str, str]) -> bool:
+    def has(self, key: Key) -> bool:
         """Whether the request (tenant, request id) runs here, or its output is remembered."""
         return key in self._runs
 
-    async def keeps(self, request: router_pb2.GenerateRequest) -> bool:
+    async def keeps(self, request: ClientRequest) -> bool:
         """Whether a decode worker of the unit keeps a request. Raises AlreadyExistsError,
         OverloadedError, and UnavailableError while one that may keep it has yet to answer."""
-        seed = request.seed if request.HasField("seed") else None
-        sought = Sought(
-            request.tenant,
-            request.request_id,
-            body_digest(request),
-            seed,
-            request.resume_from_index,
-        )
-        async with self.parts.searching.turn(request.tenant):
-            return await is_kept(sought, self.links, self.config.timeouts.attach_s)
+        async with self.parts.searching.turn(request.head.tenant):
+            return await is_kept(request, self.links, self.config.timeouts.attach_s)
 
     def abort(self, tenant: str, request_id: str) -> None:
         """Raises NotFoundError."""
@@ -251,7 +243,8 @@ class Router:
 
     def candidates(self, parsed: ParsedRequest, limit: int) -> list[Placement]:
         """Where a request could go, cheapest first. Books nothing."""
-        prompt = self.admission.prompt(parsed.token_ids, parsed.tenant, parsed.cache_salt)
+        head = parsed.head
+        prompt = self.admission.prompt(parsed.token_ids, head.tenant, head.cache_salt)
         ticket = Ticket((0, 0.0, 0), prompt, parsed.sampling.max_tokens, parsed.least_tokens)
         return self.admission.candidates(ticket, limit)
 
@@ -260,7 +253,7 @@ class Router:
         self._forget_timer(run)
         end = run.log.end
         useful = isinstance(end, Finished) and end.reason is not FinishReason.ABORTED
-        if run.arrival.chose_id and useful and not self.is_closing:
+        if run.request.head.is_named and useful and not self.is_closing:
             self._set_timer(run, lambda: self._forget(run))
             self._remember(run)
         else:
@@ -275,8 +268,8 @@ class Router:
     def _forget(self, run: RequestRun) -> None:
         self._forget_timer(run)
         self._remembered_bytes -= self._remembered.pop(run, 0)
-        if self._runs.get(run.arrival.key) is run:
-            del self._runs[run.arrival.key]
+        if self._runs.get(run.request.head.key) is run:
+            del self._runs[run.request.head.key]
         if not run.log.num_readers:
             run.log.drop()
         if not self._runs:
@@ -313,7 +306,6 @@ class Router:
         return RequestLimits(
             max_model_len=self.max_model_len() or NO_BOUND,
             model_context=self.text.max_model_len if by_memory else None,
-            model_names={self.model.name, *self.model.names},
             tenant=tenant,
             close_objects=self.config.answers.close_objects,
         )

@@ -29,12 +29,13 @@ from baton.errors import (
     UnavailableError,
 )
 from baton.identity.identity import Identity
-from baton.v1 import control_pb2, router_pb2
+from baton.v1 import control_pb2
 from router.fleet.registry import Followed, RegistryAccess, keep_reporting
 from router.report.metrics import METRICS_EVERY_S, RouterMetrics
 from router.report.stages import open_traces
+from router.request.client_request import ClientRequest, RequestHead, wire_id
 from router.request.request_run import SHUTTING_DOWN
-from router.request.run_parts import ServedModel, not_resumable, wire_id
+from router.request.run_parts import ServedModel, not_resumable
 from router.units.router import Router
 from router.units.snapshots import Snapshots
 from router.units.unit_router import ReadTokenizer, UnitKey, UnitRouter, drawn, read_tokenizer
@@ -154,24 +155,24 @@ class Units:
     def num_active(self) -> int:
         return sum(router.num_active for router in self.routers)
 
-    async def router_for(self, request: router_pb2.GenerateRequest, request_id: str) -> Router:
+    async def router_for(self, request: ClientRequest) -> Router:
         """Wait for the router that a request goes to.
 
         Raises NotResumableError when what the request names is served no more, OverloadedError,
         DeadlineError, UnavailableError.
         """
+        head = request.head
         for router in self.routers:
-            if router.has((request.tenant, request_id)):
+            if router.has(head.key):
                 return router
-        named_s = request.timeout_ms / 1e3 if request.HasField("timeout_ms") else None
-        is_sought = request.HasField("resume_from_index") and not request.unit
-        has_tokens = is_sought and request.resume_from_index > 0  # of whichever unit ran it
+        is_sought = head.resume_from_index is not None and not head.unit
+        has_tokens = is_sought and head.resume_from_index != 0  # of whichever unit ran it
 
         def found() -> Router | None:
-            unit = self._unit_for(request, request_id)
+            unit = self._unit_for(head)
             return None if unit is None or (has_tokens and not self._has_all) else unit.router
 
-        router = await self._until_there(found, named_s)
+        router = await self._until_there(found, head.timeout_s)
         if is_sought and len(self.routers) > 1:
             return await self._router_that_keeps(request, self.routers) or router
         return router
@@ -205,21 +206,21 @@ class Units:
         for router in self.routers:
             router.abort_everywhere(tenant, request_id)
 
-    def _unit_for(self, request: router_pb2.GenerateRequest, request_id: str) -> UnitRouter | None:
+    def _unit_for(self, head: RequestHead) -> UnitRouter | None:
         """None: the list is not known yet. Raises NotResumableError."""
         if not self.listed:
             return None
-        if request.unit:
+        if head.unit:
             for unit in self.listed:
-                is_named = unit.key.code == request.unit.rpartition("/")[0]
-                if is_named and (unit.router is None or unit.router.model.unit == request.unit):
+                is_named = unit.key.code == head.unit.rpartition("/")[0]
+                if is_named and (unit.router is None or unit.router.model.unit == head.unit):
                     return unit
-            if request.resume_from_index:
+            if head.resume_from_index:
                 raise not_resumable()
-        return self.listed[drawn(request_id, self._shares)]
+        return self.listed[drawn(head.request_id, self._shares)]
 
     async def _router_that_keeps(
-        self, request: router_pb2.GenerateRequest, routers: list[Router]
+        self, request: ClientRequest, routers: list[Router]
     ) -> Router | None:
         """The router of the unit whose decode workers keep the request; None: no unit's do.
 

@@ -31,6 +31,8 @@ from cluster.registry.control_access import control_server, listen_at
 from router.door.server import RouterServer
 from router.fleet.fleet import WorkerEntry
 from router.fleet.registry import RegistryAccess
+from router.request.attempt import Attempt
+from router.request.machine import State
 from router.text import TextModel
 from router.units.router import Router
 from router.units.unit_router import ReadTokenizer
@@ -178,6 +180,11 @@ class Registry(control_pb2_grpc.ControlServiceServicer):
                         await self._changed.wait_for(lambda seen=version: self._version != seen)
                 except TimeoutError:
                     continue
+
+
+def attempts(router: Router) -> list[State]:
+    """The states of the attempts that are under way."""
+    return [run.stage.state for run in router.runs if isinstance(run.stage, Attempt)]
 
 
 class Deployment:

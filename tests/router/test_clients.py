@@ -22,7 +22,7 @@ from tests.router.answers import (
     failures_of,
     refusal,
 )
-from tests.router.deployment import Deployment, deployment, left_behind
+from tests.router.deployment import Deployment, attempts, deployment, left_behind
 from tests.router.grpc_served import RawClient, framed
 from tests.router.scripted_tokens import oracle
 
@@ -108,9 +108,9 @@ async def test_of_finished_requests_the_output_is_remembered_up_to_so_many_bytes
         for number in range(8):
             await d.client.ask(ask_for(PROMPT, request_id=f"r{number}"))
         await d.check_empty()
-        kept = [run.arrival.request_id for run in d.router.runs]
+        kept = [run.request.head.request_id for run in d.router.runs]
         assert kept in (["r6", "r7"], ["r5", "r6", "r7"])
-        assert all(len(run.arrival.parsed.token_ids) == 0 for run in d.router.runs)
+        assert all(len(run.request.token_ids) == 0 for run in d.router.runs)
         assert_whole(await d.client.ask(ask_for(PROMPT, request_id="r7")), PROMPT)
         assert d.worker("d0").num_reserves == 8
 
@@ -356,7 +356,7 @@ async def test_a_lost_session_takes_nothing_from_the_router_that_went_on_with_th
         worker.give_up(worker_pb2.Lease(lease_id=worker.runs["mine"].lease_id))
         await d.until(lambda: "mine" in worker.runs and worker.runs["mine"].task is not None)
         worker.session_calls[former].cancel()  # only now does the first router ask for its own
-        await d.until(lambda: any(run.state.has_moved for run in d.router.runs))
+        await d.until(lambda: any(state.has_moved for state in attempts(d.router)))
         prefill.unhang.set()  # its lease is fenced
         assert (await error_of(first_asking)).code() is grpc.StatusCode.UNAVAILABLE
         worker.may_decode.set()

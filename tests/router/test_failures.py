@@ -9,7 +9,7 @@ import pytest
 
 from router.request.machine import Phase
 from tests.router.answers import PROMPT, ask_for, assert_whole
-from tests.router.deployment import DECODE, Deployment, deployment, hung_prefill
+from tests.router.deployment import DECODE, attempts, deployment, hung_prefill
 from tests.router.scripted_tokens import Running
 from tests.router.scripted_worker import ScriptedWorker
 
@@ -50,15 +50,11 @@ async def test_a_prefill_that_ends_without_a_handoff_is_repeated() -> None:
         assert len(answer.migrated) == 1
 
 
-def phases(d: Deployment) -> list[Phase]:
-    return [run.state.phase for run in d.router.runs]
-
-
 async def test_tokens_that_overtake_the_first_one_wait_for_it() -> None:
     async with deployment() as d:
         d.worker("p0").may_send_first.clear()
         asking = asyncio.create_task(d.client.ask(ask_for(PROMPT)))
-        await d.until(lambda: Phase.OVERTAKEN in phases(d))
+        await d.until(lambda: any(state.phase is Phase.OVERTAKEN for state in attempts(d.router)))
         d.worker("p0").may_send_first.set()
         answer = await asking
         assert_whole(answer, PROMPT)
@@ -69,7 +65,7 @@ async def test_a_handoff_given_up_because_the_first_token_ended_the_request_is_n
     async with deployment(timeouts={"handoff_report_s": 10.0}) as d:
         d.worker("p0").may_send_first.clear()
         asking = asyncio.create_task(d.client.ask(ask_for(PROMPT, 1)))
-        await d.until(lambda: any(run.state.is_over_there for run in d.router.runs))
+        await d.until(lambda: any(state.is_over_there for state in attempts(d.router)))
         d.worker("p0").may_send_first.set()
         answer = await asking
         assert_whole(answer, PROMPT, num_tokens=1)

@@ -10,7 +10,7 @@ from typing import Any
 from baton.v1 import router_pb2, worker_pb2
 from baton.wire import ANY_ATTEMPT
 from tests.router.answers import PROMPT, Answer, ask_for, assert_whole, error_of
-from tests.router.deployment import Deployment, deployment, held
+from tests.router.deployment import Deployment, attempts, deployment, held
 
 
 @asynccontextmanager
@@ -29,7 +29,7 @@ async def moved_in_prefill(
         again = ask_for(PROMPT, request_id="mine", resume_from_index=0)
         latter = asyncio.create_task(second.ask(again))
         await d.until(lambda: decode.num_attaches == 1 and prefill.num_prefills == 2)
-        await d.until(lambda: any(run.state.has_moved for run in d.router.runs))
+        await d.until(lambda: any(state.has_moved for state in attempts(d.router)))
         yield d, former, latter
 
 

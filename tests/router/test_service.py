@@ -20,6 +20,7 @@ from baton import status
 from baton.errors import InvalidRequestError
 from baton.v1 import common_pb2, control_pb2, control_pb2_grpc, router_pb2
 from router.request.alarm import Alarm
+from router.request.attempt import Attempt
 from router.request.request_run import RequestRun
 from tests.generated_code import ROOT
 from tests.router.answers import (
@@ -256,7 +257,8 @@ async def test_nothing_is_kept_of_five_hundred_short_requests() -> None:
         router.check_integrity()  # no timer is left either
         gc.collect()
         # Not isinstance: it asks every object for its class, and some answer with a warning.
-        kept = [type(o).__name__ for o in gc.get_objects() if type(o) in (RequestRun, Alarm)]
+        kinds = (RequestRun, Attempt, Alarm)
+        kept = [type(o).__name__ for o in gc.get_objects() if type(o) in kinds]
         assert not kept
 
 

@@ -6,7 +6,6 @@ import asyncio
 import math
 import random
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -16,10 +15,10 @@ from baton.identity.keys import ROLES
 from baton.link.router_end import Link
 from baton.v1 import common_pb2, control_pb2, worker_pb2
 from baton.wire import ORPHANED
-from router.fleet.fleet import WorkerEntry, WorkerState
-from router.fleet.session import RouterIdentity, Session, SessionLostError
+from router.fleet.fleet import WorkerState
+from router.fleet.session import Report, RouterIdentity, Session, SessionLostError
 from router.request.alarm import Alarm
-from router.request.request_run import RequestRun
+from router.request.attempt import Attempt
 from tests.certificates import Authority, certified
 from tests.identities import ROUTER
 from tests.router.answers import PROMPT, Answer, ask_for, assert_whole, failures_of
@@ -215,14 +214,16 @@ async def test_a_fault_of_ours_in_a_session_does_not_lose_the_worker(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async with deployment() as d:
-        faults, on_admitted = list[RequestRun](), RequestRun.on_admitted
+        faults, on_report = list[Attempt](), Attempt.on_report
 
-        def fail_once(run: RequestRun, _: object) -> None:
-            monkeypatch.setattr(RequestRun, "on_admitted", on_admitted)
-            faults.append(run)
+        def fail_once(attempt: Attempt, report: Report) -> None:
+            if not isinstance(report, worker_pb2.HandoffAdmitted):
+                return on_report(attempt, report)
+            monkeypatch.setattr(Attempt, "on_report", on_report)
+            faults.append(attempt)
             raise AssertionError("a fault of ours")
 
-        monkeypatch.setattr(RequestRun, "on_admitted", fail_once)
+        monkeypatch.setattr(Attempt, "on_report", fail_once)
         assert_whole(await d.client.ask(ask_for(PROMPT)), PROMPT)
         assert len(faults) == 1
 
@@ -279,29 +280,13 @@ async def test_a_flowing_stream_stays_on_a_suspect_worker() -> None:
         assert len(answer.routed) == 1
 
 
-@dataclass
-class Silences:
-    """What was awaited in vain."""
-
-    seen: list[str]
-
-    def on_silence(self, worker: WorkerEntry, what: str) -> None:
-        self.seen.append(what)
-
-    def on_deadline(self) -> None:
-        raise AssertionError("it has none")
-
-    def on_timer(self) -> None:
-        raise AssertionError("none was set")
-
-
 async def test_a_worker_that_is_live_again_gets_its_full_time_back() -> None:
     clock = ManualClock(100.0)
     fleet = fleet_of(facts("d0", False, True), clock=clock)
     entry = entry_of(fleet, "d0")
     over: list[str] = []
-    alarm = Alarm(math.inf, 1.5, clock, Silences(over))
-    alarm.expect("a token", lambda _: 30.0, entry)
+    alarm = Alarm(math.inf, 1.5, clock, pytest.fail)
+    alarm.expect("a token", lambda _: 30.0, (entry,), lambda _, what: over.append(what))
     clock.advance(10.0)
     fleet.set_state(entry, WorkerState.SUSPECT)
     alarm.review()

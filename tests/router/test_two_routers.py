@@ -19,12 +19,11 @@ from baton.v1 import common_pb2, router_pb2
 from cluster.pools.role_plan import Role
 from decode_worker.session import Phase
 from router.request.machine import Prefill
-from router.request.request_run import RequestRun
 from router.units.router import Router
 from tests.cluster.conftest import HeldStep, nothing_held, running_worker
 from tests.router.answers import failures_of, refusal
 from tests.router.callers import DOORS, Caller, HttpAnswer, LostError
-from tests.router.deployment import default_model
+from tests.router.deployment import attempts, default_model
 from tests.router.proxy import Proxy
 from tests.router.real_workers import (
     CONFIG,
@@ -126,7 +125,7 @@ async def test_a_router_that_closes_leaves_the_prefill_to_the_one_that_asked_for
         former = asyncio.create_task(client_a.ask(named(1)))
         await asyncio.to_thread(step.begun.wait, 10)
         latter = asyncio.create_task(client_b.ask(named(1, 0)))
-        await until(lambda: any(has_asked_its_writer(run) for run in router_b.runs))
+        await until(lambda: has_asked_its_writer(router_b))
         await router_a.close()
         with pytest.raises(LostError):
             await former
@@ -144,8 +143,8 @@ async def test_a_router_that_closes_leaves_the_prefill_to_the_one_that_asked_for
         assert is_aborted or (await listed[0].worker.integrity()).num_first_tokens == 1
 
 
-def has_asked_its_writer(run: RequestRun) -> bool:
-    return run.state.prefill is Prefill.TAKEN
+def has_asked_its_writer(router: Router) -> bool:
+    return any(state.prefill is Prefill.TAKEN for state in attempts(router))
 
 
 @BOTH_DOORS
@@ -282,7 +281,7 @@ async def test_a_router_whose_session_was_gone_does_not_take_back_what_another_a
         two.cut_off.thaw()
         if step is not None:
             try:
-                await until(lambda: any(run.state.has_moved for run in two.router.runs))
+                await until(lambda: any(state.has_moved for state in attempts(two.router)))
             finally:
                 step.go_on.set()
         await refused_as_moved(former)

@@ -10,10 +10,8 @@ is only being tokenized. A request that the router named is aborted at once, at 
 
 from __future__ import annotations
 
-import contextlib
 import time
-import uuid
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -24,19 +22,16 @@ from baton.v1 import router_pb2
 from kv_transfer.block_hash import TokenIds
 from router.door.api.tokenizer_line import PendingRequests, TokenizerLine
 from router.door.connections.credentials import Callers
-from router.fleet.worker_facts import NO_BOUND
 from router.placement.placement import Placement
 from router.report.ended_request import EndedRequest, trace_id
+from router.request.client_request import ClientRequest, check_request
 from router.request.constraint import is_constrained
 from router.request.output import Event, Finished, OutputReader, Timings
 from router.request.request_run import RequestRun
-from router.request.run_parts import Arrival
 from router.request.validate import (
     ParsedRequest,
     Prompted,
-    RequestLimits,
-    check_names,
-    check_tokenize_names,
+    check_tokenize,
     encode_prompt,
     parse_generate,
 )
@@ -83,7 +78,7 @@ class Opened:
         parsed, model = self.parsed, self.router.text
         if not parsed.is_chat:
             return None
-        key = f"{self.run.arrival.request_id}/{parsed.body_digest.hex()}"
+        key = f"{parsed.head.request_id}/{parsed.body_digest.hex()}"
         must = parsed.constraint is not None and parsed.constraint.field == "chat.tool_choice"
         made = AnswerReader(model, parsed.token_ids[-64:].tolist(), parsed.tool_names, key, must)
         return None if made.is_plain else made
@@ -91,13 +86,16 @@ class Opened:
 
 @dataclass(frozen=True)
 class Ended:
-    """A request that was aborted before its router knew it."""
+    """A request that was aborted before its router knew it, as only one with a client's id can."""
 
     e2e_s: float
 
     @property
     def event(self) -> Finished:
         return Finished(FinishReason.ABORTED, 0, 0, 0, Timings(e2e_s=self.e2e_s))
+
+    def leave(self) -> None:
+        """Nothing of it is left."""
 
 
 class Api:
@@ -108,7 +106,6 @@ class Api:
         self.units, self.callers = units, callers
         self.tokenizer = TokenizerLine(units.config.admission)
         self.pending = PendingRequests()
-        self._of_names = RequestLimits(NO_BOUND, model_names=units.model_names)
 
     def close(self) -> None:
         self.tokenizer.close()
@@ -123,93 +120,60 @@ class Api:
 
     # --- Generate ------------------------------------------------------------------------------
 
-    @contextlib.asynccontextmanager
-    async def opened(
-        self, request: router_pb2.GenerateRequest, drawn_id: str = ""
-    ) -> AsyncIterator[Opened | Ended]:
-        """Run the request, or attach to it where it runs; leave it at the end.
+    async def open(self, message: router_pb2.GenerateRequest, drawn_id: str) -> Opened | Ended:
+        """Run the request, or attach to it where it runs; the caller must `leave`.
 
-        `drawn_id`: what the door calls a request that its client did not name.
+        `drawn_id`: what the door calls a request that its client did not name. A request that comes
+        no further leaves its line in the log here.
         """
-        opened = await self.open(request, drawn_id)
+        arrived_s, outcome = self.units.clock.now_s(), FinishReason.ABORTED.value
+        opened: Opened | None = None
         try:
-            yield opened
-        finally:
-            if isinstance(opened, Opened):
-                opened.leave()
-
-    async def open(self, request: router_pb2.GenerateRequest, drawn_id: str = "") -> Opened | Ended:
-        """As `opened`; the caller must `leave`."""
-        arrived_s = self.units.clock.now_s()
-        opened = await self._open(request, drawn_id or uuid.uuid4().hex, arrived_s)
-        return opened or Ended(self.units.clock.now_s() - arrived_s)
-
-    async def _open(
-        self, request: router_pb2.GenerateRequest, drawn_id: str, arrived_s: float
-    ) -> Opened | None:
-        """None: aborted before the router knew it. Only a request that its client named can be.
-
-        A request that comes no further leaves its line in the log here.
-        """
-        outcome, opened = FinishReason.ABORTED.value, None
-        arriving: Coroutine[Any, Any, tuple[Router, Arrival] | None]
-        arriving = self._arrival(request, request.request_id or drawn_id, arrived_s)
-        if request.request_id:
-            arriving = self.pending.run((request.tenant, request.request_id), arriving)
-        try:
-            arrived = await arriving
-            if arrived is not None:
-                router, arrival = arrived
-                opened = Opened(router, *router.open(arrival), arrival.parsed)
+            request = check_request(message, self.units.model_names, drawn_id, arrived_s)
+            arriving: Coroutine[Any, Any, tuple[Router, ParsedRequest, float] | None]
+            arriving = self._parsed(request)
+            if request.head.is_named:
+                arriving = self.pending.run(request.head.key, arriving)
+            if (arrived := await arriving) is not None:
+                router, parsed, tokenize_s = arrived
+                opened = Opened(router, *router.open(parsed, tokenize_s), parsed)
         except BatonError as error:
             outcome = error.reason
             raise
         finally:
+            e2e_s = self.units.clock.now_s() - arrived_s
             if opened is None:
-                self.units.metrics.refused(request.tenant, outcome)
-                e2e_s = self.units.clock.now_s() - arrived_s
+                self.units.metrics.refused(message.tenant, outcome)
                 EndedRequest(
-                    request.request_id or drawn_id,
-                    request.tenant,
+                    message.request_id or drawn_id,
+                    message.tenant,
                     outcome,
                     e2e_s,
-                    request.session_id,
-                    trace_id(request.traceparent),
+                    message.session_id,
+                    trace_id(message.traceparent),
                 ).write_line()
-        return opened
+        return opened or Ended(e2e_s)
 
-    async def _arrival(
-        self, request: router_pb2.GenerateRequest, request_id: str, arrived_s: float
-    ) -> tuple[Router, Arrival]:
-        check_names(request, self._of_names)  # before it waits anywhere
-        router = await self.units.router_for(request, request_id)
+    async def _parsed(self, request: ClientRequest) -> tuple[Router, ParsedRequest, float]:
+        """The router that the request goes to, and the seconds that reading it took."""
+        router = await self.units.router_for(request)
         started_s = time.perf_counter()
-        parsed = await self._read(router, request)
-        arrival = Arrival(
-            request_id=request_id,
-            parsed=parsed,
-            traceparent=request.traceparent,
-            arrived_s=arrived_s,
-            tokenize_s=time.perf_counter() - started_s,
-        )
-        return router, arrival
-
-    async def _read(self, router: Router, request: router_pb2.GenerateRequest) -> ParsedRequest:
-        model = router.text
-        limits = router.request_limits(self.limits_of(request.tenant))
-        has_ids = request.HasField("token_ids")
-        is_small = request.ByteSize() <= (IDS_AT_ONCE_BYTES if has_ids else TEXT_AT_ONCE_BYTES)
+        model, head, message = router.text, request.head, request.message
+        limits = router.request_limits(self.limits_of(head.tenant))
+        has_ids = message.HasField("token_ids")
+        is_small = request.num_bytes <= (IDS_AT_ONCE_BYTES if has_ids else TEXT_AT_ONCE_BYTES)
+        has_constraint = is_constrained(message)
         # A template and a grammar are programs: no length says what they cost.
-        is_program = request.HasField("chat") or is_constrained(request)
-        if is_small and not is_program:
-            return parse_generate(request, model, limits)
-        named_s = request.timeout_ms / 1e3 if request.HasField("timeout_ms") else None
-        return await self.tokenizer.run(
-            lambda: parse_generate(request, model, limits),
-            request.tenant,
-            request.ByteSize() + (CONSTRAINT_BYTES if is_constrained(request) else 0),
-            router.config.timeouts.of_request(named_s),
-        )
+        if is_small and not has_constraint and not message.HasField("chat"):
+            parsed = parse_generate(request, model, limits)
+        else:
+            parsed = await self.tokenizer.run(
+                lambda: parse_generate(request, model, limits),
+                head.tenant,
+                request.num_bytes + (CONSTRAINT_BYTES if has_constraint else 0),
+                router.config.timeouts.of_request(head.timeout_s),
+            )
+        return router, parsed, time.perf_counter() - started_s
 
     # --- the rest ------------------------------------------------------------------------------
 
@@ -222,18 +186,17 @@ class Api:
 
     async def tokenize(self, request: Prompted, answer: Callable[[Router, TokenIds], T]) -> T:
         """What `answer`, which is called off the loop, makes of the ids: there may be millions."""
-        check_tokenize_names(request, self._of_names)
-        router = await self.units.main_router()
+        check_tokenize(request, self.units.model_names)
+        router, num_bytes = await self.units.main_router(), request.ByteSize()
         model, limits = router.text, router.request_limits()
         return await self.off_loop(
-            lambda: answer(router, encode_prompt(request, model, limits)),
+            lambda: answer(router, encode_prompt(request, num_bytes, model, limits)),
             request.tenant,
-            request.ByteSize(),
+            num_bytes,
         )
 
-    async def explain(self, request: router_pb2.GenerateRequest) -> tuple[Router, list[Placement]]:
+    async def explain(self, message: router_pb2.GenerateRequest) -> tuple[Router, list[Placement]]:
         """Where a request would go, cheapest first. Books nothing."""
-        check_names(request, self._of_names)
-        router = await self.units.router_for(request, request.request_id)
-        parsed = await self._read(router, request)
+        request = check_request(message, self.units.model_names)
+        router, parsed, _ = await self._parsed(request)
         return router, router.candidates(parsed, MAX_CANDIDATES)

@@ -34,8 +34,8 @@ from baton.status import shortened, status_code, status_metadata
 from baton.unfinished import Unfinished
 from router.door.connections.credentials import confine
 from router.door.grpc.call_policy import CallPolicy
+from router.request.client_request import drawn_id
 from router.request.counting import AT_ONCE_BYTES, check_message
-from router.request.validate import drawn_id
 
 log = logging.getLogger(__name__)
 

@@ -14,8 +14,8 @@ from baton.wire import finish_reason_on_wire
 from router.door.api.api import Api, Ended, Opened, pieces
 from router.door.grpc.call import Call, Feed
 from router.placement.placement import Placement
+from router.request.client_request import REQUEST_ID
 from router.request.output import Event, Finished, TokenRun
-from router.request.validate import REQUEST_ID
 from router.text.answer import AnswerReader, Said, Thought
 
 

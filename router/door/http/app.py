@@ -40,8 +40,8 @@ from router.door.http.openapi import openapi
 from router.door.http.server.errors import FAULT, NEVER_RETRY, ErrorResponse, response_to, shape
 from router.door.http.server.guard import Guard
 from router.door.http.server.request_ids import RequestIds
+from router.request.client_request import REQUEST_ID
 from router.request.counting import AT_ONCE_BYTES
-from router.request.validate import REQUEST_ID
 from router.units.router import Router
 
 _MAX_TRACE_CHARS = 128

@@ -22,7 +22,7 @@ from starlette.types import Receive, Scope, Send
 
 from baton.errors import BatonError
 from baton.v1 import router_pb2
-from router.door.api.api import Api
+from router.door.api.api import Api, Ended, Opened
 from router.door.http.openai.bodies import ChatBody, CompletionBody
 from router.door.http.openai.choices import ChatChoice, Choice, Delta, TextChoice, usage_of
 from router.door.http.openai.echo import EchoChoice
@@ -88,18 +88,19 @@ class Answering:
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         body = self._asked.body
-        async with contextlib.AsyncExitStack() as stack:
+        with contextlib.ExitStack() as stack:
             choices = []
             for index, request in enumerate(self._asked.requests):
                 suffix = f".{index}" if index else ""
-                opening = self._api.opened(request, self._asked.request_id + suffix)
-                choices.append(self._choice(index, await stack.enter_async_context(opening)))
+                opened = await self._api.open(request, self._asked.request_id + suffix)
+                stack.callback(opened.leave)
+                choices.append(self._choice(index, opened))
             if body.stream:
                 await self._stream(choices, send)
             else:
                 await JSONResponse(await self._whole(choices))(scope, receive, send)
 
-    def _choice(self, index: int, opened: Any) -> Choice:
+    def _choice(self, index: int, opened: Opened | Ended) -> Choice:
         body = self._asked.body
         if isinstance(body, ChatBody):
             return ChatChoice(index, opened, body)

@@ -17,13 +17,9 @@ from baton.errors import InvalidRequestError
 from baton.v1 import common_pb2, router_pb2
 from router.door.http.openai.fields import ignored, refused
 from router.request.chat import MAX_CALLS, MAX_MESSAGES, MAX_PARTS, MAX_TOOLS
+from router.request.client_request import MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
 from router.request.counting import check_json
-from router.request.validate import (
-    ALL_THAT_FIT,
-    MAX_BAD_WORDS,
-    MAX_STOP_STRINGS,
-    MAX_STOP_TOKEN_IDS,
-)
+from router.request.validate import ALL_THAT_FIT, MAX_BAD_WORDS
 
 MAX_CHOICES = 128
 _COMPLETION_TOKENS = 16

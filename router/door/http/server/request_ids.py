@@ -5,7 +5,7 @@ from __future__ import annotations
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from router.request.validate import drawn_id
+from router.request.client_request import drawn_id
 
 
 class RequestIds:
