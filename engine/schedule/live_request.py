@@ -76,6 +76,13 @@ class LiveRequest:
         return self.num_tokens - self.num_computed_tokens == 1 and self.export is None
 
     @property
+    def is_shared(self) -> bool:
+        """Whether another worker may touch its blocks. An export that waits has none."""
+        if self.export is None:
+            return self.status is Status.RESERVED
+        return self.status is not Status.WAITING
+
+    @property
     def tokens(self) -> TokenIds:
         """Everything known, prompt and output: uint32 [num_tokens], a view."""
         return self._tokens[: self.num_tokens]
