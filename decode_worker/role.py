@@ -308,7 +308,8 @@ class DecodeRole:
 
     async def _reserved(self, run: Run, spec: RequestSpec) -> EngineEvent:
         """The engine's answer. One that takes too long is that it has no capacity."""
-        answer = self._answers[run.key] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[EngineEvent] = asyncio.get_running_loop().create_future()
+        self._answers[run.key] = answer
         bound_s = self._config.reserve_within_s
         try:
             await asyncio.wrap_future(self._engine.call(lambda engine: engine.reserve(spec)))

@@ -88,20 +88,20 @@ class EngineLoad:
     num_running: int
     num_reserved: int
     num_exporting: int
-    num_queued_tokens: int
     num_free_blocks: int
     num_blocks: int
     num_quarantined_blocks: int
     """Blocks that stay unusable until another worker has provably stopped. A late writer could
     still change them, or a late reader read them. Counted for the layer group that lacks most."""
-    num_quarantined_bytes: int
+    num_quarantined_bytes: int = 0
     """Their bytes over all layer groups, layers and ranks."""
-    num_steps: int
-    num_preemptions: int
-    num_recomputed_tokens: int
+    num_queued_tokens: int = 0
+    num_steps: int = 0
+    num_preemptions: int = 0
+    num_recomputed_tokens: int = 0
     """Computed a second time after preemptions."""
-    prefill_tokens_per_s: float
-    decode_step_s: float
+    prefill_tokens_per_s: float = 0.0
+    decode_step_s: float = 0.0
 
 
 class KvSink(Protocol):

@@ -309,6 +309,7 @@ def measure_model(name: str, device: torch.device, sizes: Sizes, report: Report)
     )
     spec, decoder = random_model(shape.hf_config(), _DTYPE, device)
     engine = lone_engine(TorchModel.sized(spec, config, decoder))
+    assert isinstance(engine, EngineCore)
     header = ("prompt", "ms to the first token", "tokens/s", "TFLOP/s of products")
     with report.table(f"{name}: prefill", header) as rows:
         for length in sizes.prefills:

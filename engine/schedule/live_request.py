@@ -108,12 +108,4 @@ class LiveRequest:
         """Append the next output token. Returns the reason if it is the last one."""
         self._tokens[self.num_tokens] = token_id
         self.num_tokens += 1
-        sampling = self.spec.sampling
-        num_output = self.num_tokens - self.spec.num_prompt_tokens
-        # Up to min_tokens the sampler gives no such token; one sampled elsewhere is held to it too.
-        if num_output > sampling.min_tokens and (
-            token_id in sampling.stop_token_ids
-            or (token_id in eos_token_ids and not sampling.ignore_eos)
-        ):
-            return FinishReason.STOP
-        return FinishReason.LENGTH if self.num_tokens >= self.max_len else None
+        return self.spec.ended_by(token_id, self.num_tokens, self.max_len, eos_token_ids)
