@@ -87,7 +87,6 @@ class EngineLoad:
     num_waiting: int
     num_running: int
     num_reserved: int
-    num_exporting: int
     num_free_blocks: int
     num_blocks: int
     num_quarantined_blocks: int
@@ -95,6 +94,7 @@ class EngineLoad:
     still change them, or a late reader read them. Counted for the layer group that lacks most."""
     num_quarantined_bytes: int = 0
     """Their bytes over all layer groups, layers and ranks."""
+    num_exporting: int = 0
     num_queued_tokens: int = 0
     num_steps: int = 0
     num_preemptions: int = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import wait
 from dataclasses import replace
 
 import numpy as np
@@ -63,6 +64,10 @@ def prefill(running: Running, spec: RequestSpec, num_cached: int = 0) -> Prefill
     return event
 
 
+def admit(running: Running, name: str, first: SampledToken) -> None:
+    running.call(lambda engine: engine.admit(RequestId(name), first))
+
+
 def abort(running: Running, name: str) -> None:
     running.call(lambda engine: engine.abort(RequestId(name)))
 
@@ -95,9 +100,7 @@ def a_handoff_carries_what_the_receiver_lacks_and_its_tokens_are_the_same(tenant
             lease = reserve(receiver, spec)
             sender.pushes_to(receiver, lease)
             first = prefill(sender, spec, lease.num_cached_tokens)
-            assert sender.sink.calls[0] == b"opening", (
-                "what opens a handoff comes before its pushes"
-            )
+            assert sender.sink.calls[0] == b"opening", "a handoff opens before its pushes"
             owed = [
                 (layer, ordinal)
                 for layer in range(sender.spec.layout.num_layers())
@@ -105,7 +108,7 @@ def a_handoff_carries_what_the_receiver_lacks_and_its_tokens_are_the_same(tenant
             ]
             assert sorted(sender.sink.pushed) == owed, "each block of each layer once"
             release(sender, "r")
-            receiver.call(lambda engine: engine.admit(spec.request_id, first.token))
+            admit(receiver, "r", first.token)
             computed = tokens_of(receiver, "r")
             expected = tenant.answer(spec)
             assert first.token.token_id == expected[0]
@@ -163,7 +166,7 @@ def an_aborted_reservation_keeps_its_blocks_until_its_writer_has_stopped(tenant:
         lease = reserve(running, request("lost", 160))
         abort(running, "lost")
         assert running.until("lost", FinishedEvent).reason is FinishReason.ABORTED
-        assert running.call(lambda engine: engine.load()).num_quarantined_blocks == 10
+        assert running.call(lambda engine: engine.load()).num_quarantined_blocks >= 10
         other = reserve(running, request("other", 96))
         assert not blocks_of(lease) & blocks_of(other), "a late writer could reach them"
         release(running, "other")
@@ -276,7 +279,8 @@ def a_device_that_fails_ends_the_engines_thread(tenant: Tenant) -> None:
     with tenant.running() as (running,):
         running.engine._runner.run = fail  # type: ignore[attr-defined]
         running.thread.post(lambda engine: engine.add(request("r", 10)))
-        assert isinstance(running.fatal.result(20), OSError)
+        assert wait([running.fatal], running.wait_s).done, "it goes on"
+        assert isinstance(running.fatal.result(), OSError)
 
 
 CHECKS: tuple[Callable[[Tenant], None], ...] = (

@@ -191,7 +191,7 @@ class SecondEngine:
     def _allocate(self) -> None:
         for live in (live for live in self._live.values() if not live.blocks):
             num_known, size = len(live.spec.token_ids), self._block_size
-            needed = -(-(num_known if live.export else live.max_len) // size)
+            needed = -(-(num_known if live.export else live.max_len - 1) // size)
             if needed > len(self._free):
                 return  # nobody is overtaken
             live.blocks, self._free = self._free[:needed], self._free[needed:]

@@ -30,8 +30,9 @@ from engine.request import (
 from engine.run.build import lone_engine
 from engine.run.fake_engine import FakeBuilder, FakeModel
 from engine.run.fake_runner import fake_model_spec
-from tests.engine import checkpoints
 from tests.engine.conformance.second_engine import SecondEngine
+
+CALL_S = 20.0  # a call that takes longer hangs
 
 T = TypeVar("T")
 
@@ -66,7 +67,7 @@ class Running:
     def __init__(
         self, loaded: LoadedModel, change: Callable[[Engine], None], wait_s: float
     ) -> None:
-        spec, config, self._wait_s = loaded.spec, loaded.config, wait_s
+        spec, config, self.wait_s = loaded.spec, loaded.config, wait_s
         self.spec, self.sink = spec, Sink()
         self.region = spec.region_layout(config, 0, 1)
         self.memory = LocalKvMemory.of(self.region, config.num_regions)
@@ -78,7 +79,7 @@ class Running:
         self._changed = threading.Condition()
         self.thread = EngineThread(self.engine, self._take, self.fatal.set_result)
         self.thread.start()
-        self.thread.start_engine().result(self._wait_s)
+        self.thread.start_engine().result(CALL_S)
 
     def _take(self, events: list[EngineEvent]) -> None:
         with self._changed:
@@ -86,7 +87,7 @@ class Running:
             self._changed.notify()
 
     def call(self, function: Callable[[Engine], T]) -> T:
-        return self.thread.call(function).result(self._wait_s)
+        return self.thread.call(function).result(CALL_S)
 
     def events_of(self, request_id: str, *kinds: type) -> list[Any]:
         return [e for e in self.events if isinstance(e, kinds) and e.request_id == request_id]
@@ -98,7 +99,7 @@ class Running:
 
     def until_true(self, happened: Callable[[], bool]) -> None:
         with self._changed:
-            assert self._changed.wait_for(happened, self._wait_s), self.events
+            assert self._changed.wait_for(happened, self.wait_s), self.events
 
     def idle(self) -> None:
         """Return when every command has run and every event has come."""
@@ -202,6 +203,8 @@ CONFIG = EngineConfig(
 
 @cache
 def torch_model() -> LoadedModel:
+    from tests.engine import checkpoints  # transformers, which the others do without
+
     with tempfile.TemporaryDirectory() as folder:
         checkpoints.save("qwen3", Path(folder))
         builder, config = engine_builder(replace(CONFIG, backend="torch")), CONFIG
