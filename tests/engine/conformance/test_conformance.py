@@ -33,8 +33,10 @@ def frees_what_a_late_writer_may_reach(engine: Any) -> None:
     abort = engine.abort
 
     def mutant(request_id: RequestId) -> None:
+        engine.abort = abort  # which `release` may call
         abort(request_id)
         engine.release(request_id)
+        engine.abort = mutant
 
     engine.abort = mutant
 
