@@ -162,7 +162,8 @@ class Tenant:
                 one.close()
 
     def answer(self, spec: RequestSpec) -> list[int]:
-        """The tokens of a request that runs alone on our own engine, with the same model."""
+        """The tokens of a request that runs alone on our own engine. It shares the model, so no
+        other engine may run meanwhile."""
         loaded = self.load()
         if isinstance(loaded, SecondModel):
             loaded = FakeModel(loaded.spec, loaded.config)
