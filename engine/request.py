@@ -92,6 +92,19 @@ class RequestSpec:
     def num_emitted_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
 
+    def ended_by(
+        self, token_id: int, num_tokens: int, max_len: int, eos_token_ids: frozenset[int]
+    ) -> FinishReason | None:
+        """Why `token_id`, the last of `num_tokens` known ones, is the request's last; else None."""
+        sampling = self.sampling
+        # Up to min_tokens the sampler gives no such token; one sampled elsewhere is held to it too.
+        if num_tokens - self.num_prompt_tokens > sampling.min_tokens and (
+            token_id in sampling.stop_token_ids
+            or (token_id in eos_token_ids and not sampling.ignore_eos)
+        ):
+            return FinishReason.STOP
+        return FinishReason.LENGTH if num_tokens >= max_len else None
+
     def forbidden(self, index: int, eos_token_ids: frozenset[int]) -> frozenset[int]:
         """Tokens that must not be output token `index`: what ends a bad word and, before
         `min_tokens`, the output. `token_ids` are complete if there are bad words."""

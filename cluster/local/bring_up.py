@@ -200,7 +200,7 @@ def _build_kernels(config: ClusterConfig, on_progress: OnProgress) -> None:
     """Build them once, before the ranks start and each build their own. If that fails, report that
     the ranks compute without them."""
     engines = [config.pool_engine(pool) for pool in config.pools]
-    if not any(engine.backend == "torch" and engine.device == "cpu" for engine in engines):
+    if not any(engine.reads_model and engine.device == "cpu" for engine in engines):
         return
     on_progress("building the CPU kernels")
     try:

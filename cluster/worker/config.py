@@ -18,22 +18,12 @@ from baton.config.workers import DecodeConfig, RegistryConfig, WorkerSettings
 from baton.process.log import LogSettings
 from cluster.node.pod import Pod
 from cluster.pools.role_plan import Role
+from engine.engines import RankPosition as RankPosition
 from engine.run import compute_threads
 
 
 def needs_gpu(engine: EngineConfig) -> bool:
-    return engine.device == "cuda" and engine.backend != "fake"
-
-
-@dataclass(frozen=True)
-class RankPosition:
-    """A process's rank in its replica. `meeting`: the host:port where rank 0 listens."""
-
-    rank: int = 0
-    size: int = 1
-    meeting: str = ""
-    listen_fd: int | None = None
-    """In rank 0 of several ranks: the listening socket."""
+    return engine.device == "cuda" and engine.reads_model
 
 
 @dataclass(frozen=True)

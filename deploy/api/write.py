@@ -49,7 +49,7 @@ def serving_cluster(config: ClusterConfig, name: str, namespace: str | None) -> 
         spec["router"] = router
     sections = {"engine": EngineSettings(), "planner": PlannerTargets()}
     spec |= _changed(config, sections)
-    if config.engine.device == AUTO and config.engine.backend != "fake":
+    if config.engine.device == AUTO and config.engine.reads_model:
         spec["engine"] = {"device": "cuda"} | spec.get("engine", {})
     if advanced := _changed(config, vars(Advanced())):
         spec["advanced"] = advanced

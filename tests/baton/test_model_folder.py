@@ -22,7 +22,7 @@ from cli.bring_up import Startup, read_config, with_model_folder
 from cli.progress import Steps, spinner
 from cluster.pools.pool_settings import AutoSettings
 from cluster.worker.config import worker_config
-from engine.run.build import find_model
+from engine.engines import engine_builder
 from tests.baton.small_hub import COMMIT, SmallHub, fill_cache
 
 NAME = "baton-test/tiny"
@@ -141,7 +141,7 @@ def test_a_workers_engine_has_the_revision_that_its_cluster_names(
     folder = fill_cache(cache, NAME, FILES, revision="v2")
     config = parse_config({"model": NAME, "model_revision": "v2"})
     worker = worker_config(config, "decode", "decode-0", "127.0.0.1:1")
-    found = find_model(worker.model_path, worker.model_revision, worker.engine)
+    found = engine_builder(worker.engine).find_model(worker.model_path, worker.model_revision)
     assert found == str(folder)
 
 
@@ -191,7 +191,7 @@ def test_what_a_pod_has_fetched_its_workers_find_without_the_hub(
     assert "3.0 MB of 3.0 MB" in reported.splitlines()
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    folder = find_model(NAME, "v2", CONFIG.engine)
+    folder = engine_builder(CONFIG.engine).find_model(NAME, "v2")
     assert (Path(folder) / LARGE).read_bytes() == WEIGHTS
     again = in_a_pod(*arguments)  # offline
     reported, errors = again.communicate(timeout=60)

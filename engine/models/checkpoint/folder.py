@@ -59,6 +59,7 @@ def describe(
         vocab_size=config.vocab_size,
         max_model_len=min(longest, max_model_len) if max_model_len else longest,
         eos_token_ids=_eos_token_ids(folder),
+        dtype=dtype,
     )
 
 
