@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 from prometheus_client import generate_latest
 
@@ -58,12 +59,12 @@ class _Nothing(Buckets):
 
 
 def end(metrics: RouterMetrics) -> None:
-    times = {"queue_s": 0.01, "prefill_queue_s": 0.001, "prefill_s": 0.05, "tokenize_s": 0.001}
-    times |= {"decode_s": 1.9, "tpot_s": 0.02}
-    counts = {"num_prompt_tokens": 500, "num_output_tokens": 90}
+    known: dict[str, Any] = {"num_prompt_tokens": 500, "num_output_tokens": 90}
+    known |= {"queue_s": 0.01, "prefill_queue_s": 0.001, "prefill_s": 0.05, "tokenize_s": 0.001}
+    known |= {"decode_s": 1.9, "tpot_s": 0.02}
     for number in range(NUM_REQUESTS):
         tenant, pool = f"tenant-{number // POOLS % TENANTS}", f"pool-{number % POOLS}"
-        ended = EndedRequest("id", tenant, "stop", 2.0, **times, **counts)
+        ended = EndedRequest("id", tenant, "stop", 2.0, **known)
         metrics.ended(ended, pool, pool)
         for family in (metrics.itl, metrics.ttft):
             family.labels(*metrics.of(tenant), pool).observe(0.02)
