@@ -145,11 +145,11 @@ class _Found(ctypes.Structure):
 def native_library() -> ctypes.PyDLL:
     """Load the choice's code; the first call may compile it for a few seconds. Raises
     NativeBuildError."""
-    library, asked = load(CHOICE), [POINTER(_Fleet), POINTER(_Query), POINTER(_Found)]
-    library.baton_cheapest.argtypes = asked
-    library.baton_ranked.argtypes = [*asked, c_int64]
+    library, fleet, query = load(CHOICE), POINTER(_Fleet), POINTER(_Query)
+    library.baton_cheapest.argtypes = [fleet, query, POINTER(_Found)]
+    library.baton_ranked.argtypes = [fleet, query, POINTER(_Found), c_int64]
     library.baton_ranked.restype = c_int64
-    library.baton_speeds.argtypes = [POINTER(_Fleet), c_int64, c_double, c_void_p, c_void_p]
+    library.baton_speeds.argtypes = [fleet, c_int64, c_double, c_void_p, c_void_p]
     library.baton_speeds.restype = None
     return library
 
