@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 import torch
 import transformers
 
+from engine.errors import UnsupportedModelError
 from engine.models.config import ModelConfig
 from engine.models.families.table import model_config
 from engine.models.rope import inverse_frequencies
@@ -117,3 +119,42 @@ def test_yarn_reaches_as_far_as_it_stretches_the_positions_of_the_config() -> No
     assert read("Llama", **extended, rope_scaling=scaling).longest_context == 131072
     linear = {**scaling, "rope_type": "linear"}
     assert read("Llama", **published, rope_scaling=linear).longest_context == 40960
+
+
+GEMMA = {
+    "head_dim": 16,
+    "rope_theta": 1e6,
+    "rope_local_base_freq": 5e3,
+    "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+    "num_key_value_heads": 2,
+    "sliding_window": 9,
+    "sliding_window_pattern": 3,
+}
+
+
+def test_gemma_3_reads_alike_as_published_and_as_transformers_writes_it() -> None:
+    published = {**BASE, **GEMMA, "architectures": ["Gemma3ForCausalLM"]}
+    written = transformers.Gemma3TextConfig(**published).to_json_string(use_diff=False)
+    config = model_config(published)
+    assert config == model_config(json.loads(written))
+    assert config.windows == (9, 9, None) * 2
+    assert [(rope.theta, rope.factor) for rope in config.ropes] == [
+        (5e3, 1),
+        (5e3, 1),
+        (1e6, 8),
+    ] * 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ({"hidden_activation": "relu"}, "hidden_activation: 'relu'"),
+        ({"rope_scaling": None, "rope_parameters": {"rope_theta": 1e4}}, "only sliding_attention"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "leave one of them out"),
+    ],
+)
+def test_what_gemma_3_has_not_is_refused_by_name(settings: dict[str, Any], named: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=named):
+        read("Gemma3", **{**GEMMA, **settings})
