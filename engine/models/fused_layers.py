@@ -154,7 +154,7 @@ class FusedLayers:
             native.slots, native.tables = group.slots.data_ptr(), group.tables.data_ptr()
             native.table_starts = group.table_starts.ctypes.data
         turns = (_Rotation * len(rotations))(
-            *((each.cos.data_ptr(), each.sin.data_ptr()) for each in rotations)
+            *(_Rotation(each.cos.data_ptr(), each.sin.data_ptr()) for each in rotations)
         )
         rows, item = len(residual), residual.element_size()
         step = _Step(

@@ -297,7 +297,8 @@ def test_gates_are_those_of_the_definition(
         expected = 0.5 * gate * (1 + tanh) * up
     found = kernels.gate(x, activation)
     bits = {F32: 2e-6, BF16: 1.6e-2}[dtype]
-    torch.testing.assert_close(found.double(), expected, rtol=bits, atol=bits)
+    # 1 + tanh loses small numbers: an error is measured against what an open gate lets through.
+    assert ((found.double() - expected).abs() <= bits * (gate * up).abs().clamp(min=1.0)).all()
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16])
