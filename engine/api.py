@@ -274,7 +274,8 @@ class Engine(Protocol):
         has not ended, as `abort` does. Does nothing for an unknown one."""
 
     def has_work(self) -> bool:
-        """Whether a step would do something now. Requests that wait for blocks do not count."""
+        """Whether a step would do something now. Requests that wait for blocks do not count. Does
+        not wait for a thread that may call `wake`."""
 
     def step(self) -> list[EngineEvent]:
         """Advance, and return what happened since the last step, KV events included. Answers are

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from baton.finish_reason import FinishReason
 from engine.request import FinishedEvent, NoCapacityEvent, RequestId, ReservedEvent, TokenEvent
 from tests.engine.fakes import (
     GREEDY,
@@ -137,16 +136,6 @@ def test_an_engine_whose_requests_all_wait_for_blocks_has_no_work_until_some_are
     assert core.load().num_waiting == 1
     core.release(RequestId("reserved"))
     assert len(drain(core).tokens["waits"]) == GREEDY.max_tokens
-    pool_is_whole(core)
-
-
-def test_an_aborted_reservation_is_quarantined() -> None:
-    core, _ = watched(num_blocks=30)
-    reserve(core, spec_of("r", prompt(100)))
-    core.abort(RequestId("r"))
-    assert core.step() == [FinishedEvent(RequestId("r"), FinishReason.ABORTED)]
-    assert core.load().num_quarantined_blocks == 7
-    core.release(RequestId("r"))
     pool_is_whole(core)
 
 
