@@ -9,13 +9,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from baton.finish_reason import FinishReason
 from engine.api import Engine
 from engine.errors import InvalidRequestError, UnknownRequestError
 from engine.request import (
     BlocksRemovedEvent,
     BlocksStoredEvent,
     FinishedEvent,
-    FinishReason,
     HandoffId,
     NoCapacityEvent,
     PrefilledEvent,
