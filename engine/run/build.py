@@ -115,7 +115,8 @@ def build_engine(
     sink: KvSink,
     find_tokenizer: Callable[[], Path] | None = None,
 ) -> EngineCore:
-    """`find_tokenizer`: the tokenizer.json, which grammars need; it may raise ConfigError."""
+    """Build the engine. `find_tokenizer` returns the tokenizer.json, which grammars need; it may
+    raise ConfigError."""
     model, compiler = runner.model, None
     if find_tokenizer is not None:
         compiler = GrammarCompiler(find_tokenizer, model.vocab_size, model.eos_token_ids)

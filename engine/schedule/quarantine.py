@@ -28,7 +28,8 @@ class Quarantine:
         self._set_aside = None
 
     def stopped(self, request_id: RequestId) -> bool:
-        """One worker has stopped. Once all of this id have, frees the blocks and returns True."""
+        """Note that one worker has stopped. Once all of this id have, frees the blocks and returns
+        True."""
         entry = self._entries.get(request_id)
         if entry is None:
             return False
@@ -58,7 +59,7 @@ class Quarantine:
 
     @property
     def num_bytes(self) -> int:
-        """Their bytes over all groups, layers and ranks."""
+        """Return the bytes of these blocks over all groups, layers and ranks."""
         return sum(len(held) * size for held, size in zip(self._held(), self._kv.block_bytes))
 
     def _held(self) -> list[set[BlockId]]:
