@@ -29,7 +29,7 @@ class LoopClock:
     """Timers of a running event loop, and monotonic time: uvloop's own has whole ms only."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop | None = None) -> None:
-        """`loop`: None for the loop that runs when a timer is set."""
+        """Use `loop`, or the loop that runs when a timer is set."""
         self._loop = loop
 
     def now_s(self) -> float:

@@ -29,7 +29,8 @@ from typing import ClassVar
 
 
 class BatonError(Exception):
-    """Base of all. `reason` is the ErrorInfo reason, `grpc_status` a grpc.StatusCode name."""
+    """Base of all errors. `reason` is the ErrorInfo reason, `grpc_status` a grpc.StatusCode
+    name."""
 
     reason: str = "INTERNAL"
     grpc_status: ClassVar[str] = "INTERNAL"
@@ -48,7 +49,7 @@ class BatonError(Exception):
 
 
 class InvalidRequestError(BatonError):
-    """INVALID_REQUEST where its field is of no other kind."""
+    """The caller's mistake: INVALID_REQUEST, or the reason of its field's kind."""
 
     reason, grpc_status = "INVALID_REQUEST", "INVALID_ARGUMENT"
     kinds: ClassVar[Mapping[str, str]] = {
@@ -116,8 +117,8 @@ class UnavailableError(BatonError):
 
 
 class ShuttingDownError(UnavailableError):
-    """On the wire an UnavailableError with a mark. `has_begun`: the request may run on at its
-    workers, where the next router finds it."""
+    """The router leaves: on the wire an UnavailableError with a mark. `has_begun`: the request may
+    run on at its workers, where the next router finds it."""
 
     def __init__(
         self,

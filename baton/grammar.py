@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 MAX_GRAMMAR_BYTES = 256 << 10
 _MAX_PROBLEM_CHARS = 300
 _STACK_BYTES = 128 << 20
-"""Of a compile; only what it touches takes memory. At `MAX_CHAIN` (`baton/grammar_chains.py`) plain
-rules touch 1.3 MiB, `$ref`s 1.5 MiB, and the worst that was found, nested `items`, 15 MiB."""
+"""Stack of a compile; only what it touches takes memory. At `MAX_CHAIN` (`baton/grammar_chains.py`)
+plain rules touch 1.3 MiB, `$ref`s 1.5 MiB, and the worst that was found, nested `items`, 15 MiB."""
 
 BROKEN_GRAMMAR = "its constraint cannot be followed"
-"""How the `error` of a request begins whose grammar failed while it ran. It is the request's own
-fault, which another worker would find too."""
+"""The beginning of the `error` of a request whose grammar failed while it ran. It is the request's
+own fault, which another worker would find too."""
 
 
 def parser_limits() -> llguidance.LLParserLimits:
@@ -43,8 +43,8 @@ def parser_limits() -> llguidance.LLParserLimits:
 def try_out(
     matcher: llguidance.LLMatcher, ends: Collection[int], num_tokens: int, first: Sequence[int] = ()
 ) -> str:
-    """What fails within a grammar's first tokens; "" if nothing does. The tokens are those of
-    `first` where they are allowed, else the lowest allowed."""
+    """Return what fails within a grammar's first tokens, or "". The tokens are those of `first`
+    where they are allowed, else the lowest allowed."""
     for _ in range(num_tokens):
         mask = matcher.compute_bitmask()
         if matcher.is_error():
@@ -64,7 +64,7 @@ _starting = threading.Lock()
 
 
 def on_deep_stack(call: Callable[[], T]) -> T:
-    """Return or raise what `call` does, which runs on a thread of its own with room to recurse."""
+    """Make a call on a thread of its own with room to recurse, and return or raise what it does."""
     with ThreadPoolExecutor(1, thread_name_prefix="grammar") as threads:
         with _starting:  # the size is the process's, for whichever thread starts next
             before = threading.stack_size(_STACK_BYTES)
@@ -76,5 +76,5 @@ def on_deep_stack(call: Callable[[], T]) -> T:
 
 
 def short(problem: str) -> str:
-    """The library's words for what is wrong with a grammar, in one line."""
+    """Return the library's words for what is wrong with a grammar, in one line."""
     return " ".join(problem.removesuffix("<non-verbose/>").split())[:_MAX_PROBLEM_CHARS]

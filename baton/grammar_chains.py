@@ -31,7 +31,7 @@ class ChainError(ValueError):
 
 
 def check_grammar(grammar: str) -> None:
-    """Of what the library is given: a list of parts, or Lark alone. Raises ChainError."""
+    """Check what the library is given: a list of parts, or Lark alone. Raises ChainError."""
     if not grammar.lstrip().startswith("{"):
         return check_lark(grammar)
     try:
@@ -51,12 +51,12 @@ class _Graph:
         self._next: dict[object, set[object]] = {}
 
     def add(self, node: object, levels: int, to: object = None) -> None:
-        """`node` nests that deep, and leads to another there."""
+        """Note that `node` nests that deep and leads to another there."""
         self._levels[node] = max(levels, self._levels.get(node, 0))
         self._next.setdefault(node, set()).add(to)
 
     def check(self) -> None:
-        """Raises ChainError."""
+        """Refuse a chain that is too long. Raises ChainError."""
         after = {node: to & self._next.keys() for node, to in self._next.items()}
         before: dict[object, set[object]] = {node: set() for node in after}
         for node, nodes in after.items():
@@ -73,7 +73,7 @@ class _Graph:
             )
 
     def _chains(self, after: Mapping[object, set[object]]) -> dict[object, int]:
-        """The longest chain from each node that leads to no cycle."""
+        """Compute the longest chain from each node that leads to no cycle."""
         chains: dict[object, int] = {}
         sorter = TopologicalSorter(after)
         with contextlib.suppress(CycleError):
@@ -93,7 +93,7 @@ class _Graph:
 
 
 def check_schema(schema: Any) -> None:
-    """Of a JSON schema, as `json.loads` reads it. Raises ChainError."""
+    """Check a JSON schema, as `json.loads` reads it. Raises ChainError."""
     target_of, graph = _targets(schema), _Graph()
     targets = set(target_of.values())
     todo = [(schema, id(schema), 0)]
@@ -108,7 +108,7 @@ def check_schema(schema: Any) -> None:
 
 
 def _within(value: Any) -> Iterator[Any]:
-    """The objects and lists directly within a JSON value."""
+    """Return the objects and lists directly within a JSON value."""
     values = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     return (each for each in values if isinstance(each, dict | list))
 
@@ -119,7 +119,7 @@ def _ref(value: Any) -> str:
 
 
 def _targets(schema: Any) -> dict[str, int]:
-    """The identity of what each `$ref` points to. Raises ChainError."""
+    """Return the identity of what each `$ref` points to. Raises ChainError."""
     found: dict[str, int] = {}
     ids, todo = {"$id"}, [schema]
     has_ids = False
@@ -140,7 +140,7 @@ def _targets(schema: Any) -> dict[str, int]:
 
 
 def pointed(at: Any, ref: str) -> Any:
-    """What a `$ref` points to, from its schema's root `at`. Raises ChainError."""
+    """Return what a `$ref` points to, from its schema's root `at`. Raises ChainError."""
     root, *names = ref.split("/")
     if root != "#" or re.search("%(2f|7e)", ref, re.IGNORECASE):
         raise ChainError(f"$ref {ref[:80]!r}: only a pointer into the same schema (#/...) is taken")
@@ -174,7 +174,7 @@ _TOKEN = re.compile(
 
 
 def check_lark(text: str) -> None:
-    """Of a grammar in Lark's notation, with the schemas in it. Raises ChainError."""
+    """Check a grammar in Lark's notation, with the schemas in it. Raises ChainError."""
     if re.search(r"[\x00-\x08\x0b\x0c\x0e-\x1f]", text):  # white space to some
         raise ChainError("control characters are not taken")
     graph, rule, levels = _Graph(), "", 0
@@ -198,7 +198,7 @@ def check_lark(text: str) -> None:
 
 
 def _check_json(text: str, position: int, *, is_schema: bool) -> int:
-    """The end of the JSON that begins there. Raises ChainError."""
+    """Return the end of the JSON that begins there. Raises ChainError."""
     space = re.compile(r"[ \t\r\n]*").match(text, position)
     try:
         value, end = json.JSONDecoder().raw_decode(text, space.end() if space else position)

@@ -8,7 +8,7 @@ WORKER_MESSAGE_BYTES = 32 << 20
 """Largest message that a worker accepts. A larger one ends its session and all requests on it."""
 
 DIRECT: Options = (("grpc.enable_http_proxy", 0),)
-"""For a channel that ignores the environment's http_proxy, as all of Baton's own do."""
+"""Options of a channel that ignores the environment's http_proxy, as all of Baton's own do."""
 
 
 def sends_pings(keepalive_s: float, when_idle: bool = True) -> Options:
@@ -29,7 +29,8 @@ def sends_pings(keepalive_s: float, when_idle: bool = True) -> Options:
 
 
 def accepts_pings(min_interval_s: float = 0.1) -> Options:
-    """For a server: pings may come, this often at most; a peer that exceeds it is not cut off."""
+    """Return a server's options: pings may come this often, and a peer that exceeds it is not cut
+    off."""
     return (
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.min_recv_ping_interval_without_data_ms", int(min_interval_s * 1e3)),

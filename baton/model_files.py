@@ -10,7 +10,7 @@ from baton.errors import ConfigError
 
 
 def file_in(folder: Path, name: str) -> Path | None:
-    """A file of a model's folder; None: there is none. Raises ConfigError.
+    """Return a file of a model's folder, or None if there is none. Raises ConfigError.
 
     A link leads within the folder, or from the hub cache's snapshot to a blob of the same
     repository. Any other could make a router hand out whatever this machine has.

@@ -101,7 +101,8 @@ def find_text_files(model: str | Path, tokenizer: str | None = None) -> list[Pat
 
 
 def _tokenizer_folder(tokenizer: str) -> Path:
-    """The folder itself, or where the Hugging Face hub's files of that name lie (fetched once)."""
+    """Return the folder itself, or where the Hugging Face hub's files of that name lie (fetched
+    once)."""
     if Path(tokenizer).is_dir():
         return Path(tokenizer)
     problem = f"{tokenizer}: no such tokenizer folder"

@@ -41,7 +41,7 @@ class Target:
 
     name: str
     flags: str
-    """The compiler's, in place of -march=native."""
+    """The compiler's flags, in place of -march=native."""
     needs: str
     """What the CPU must have, as /proc/cpuinfo calls it."""
 
@@ -74,8 +74,8 @@ class Recipe:
 
 
 def build(recipe: Recipe, cache: Path | None = None, prebuilt: Path = PREBUILT) -> Path:
-    """The library's path; compiles when neither `prebuilt` nor the cache has it. Raises
-    NativeBuildError.
+    """Return the library's path. It is compiled when neither `prebuilt` nor the cache has it.
+    Raises NativeBuildError.
 
     `cache`: a folder to keep it in; None: the user's.
     """
@@ -124,14 +124,14 @@ def for_target(recipe: Recipe, target: Target) -> Recipe:
 
 
 def _ahead(recipe: Recipe, folder: Path) -> Iterator[tuple[Target, Path]]:
-    """Where the library for each target is, if it was built ahead from these very sources."""
+    """Find the library for each target that was built ahead from these very sources."""
     of_others = (Target("any", "", ""),)
     for target in recipe.targets if platform.machine() == "x86_64" else of_others:
         yield target, folder / f"{recipe.name}-{target.name}-{_digest(recipe)}.so"
 
 
 def _compilers(recipe: Recipe) -> list[str]:
-    """Those that the machine has. Raises NativeBuildError if it has none."""
+    """Find the recipe's compilers that this machine has. Raises NativeBuildError if it has none."""
     compilers = [found for name in recipe.compilers if (found := shutil.which(name))]
     if not compilers:
         raise NativeBuildError(f"no compiler ({' or '.join(recipe.compilers)}) on this machine")
@@ -150,8 +150,8 @@ def _compile_with_any(recipe: Recipe, compilers: list[str], library: Path) -> No
 
 
 def cache_folder() -> Path:
-    """The user's folder below XDG_CACHE_HOME or ~/.cache, or one for temporary files if that is not
-    safe.
+    """Return the user's folder below XDG_CACHE_HOME or ~/.cache, or one for temporary files if that
+    is not safe.
 
     Raises PermissionError when neither is.
     """
@@ -208,7 +208,7 @@ def _digest(recipe: Recipe, *machine: str) -> str:
 
 
 def _cpu() -> list[str]:
-    """What -march=native depends on."""
+    """Describe the CPU, on which -march=native depends."""
     lines = [platform.machine()]
     info = Path("/proc/cpuinfo")
     if info.exists():
@@ -219,7 +219,7 @@ def _cpu() -> list[str]:
 
 
 def cpu_features() -> frozenset[str]:
-    """As /proc/cpuinfo calls them; none where it cannot be read."""
+    """Return what the CPU has, as /proc/cpuinfo calls it; nothing where it cannot be read."""
     return frozenset(word for line in _cpu() if line.startswith("flags") for word in line.split())
 
 

@@ -21,7 +21,7 @@ def out() -> Console:
 
 @functools.cache
 def err() -> Console:
-    """Progress and errors, so that answers can be piped on."""
+    """Return the console for progress and errors, so that answers can be piped on."""
     return _console(stderr=True)
 
 
@@ -33,8 +33,8 @@ def _console(*, stderr: bool) -> Console:
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Group:
-    """Columns whose name begins with ">" are flushed right. Where the terminal is too narrow, the
-    last columns are left out, and the title says how many: put what matters first."""
+    """Make a table. Columns whose name begins with ">" are flushed right. Where the terminal is too
+    narrow, the last columns are left out and the title says how many: put what matters first."""
     console = out()
     shown = len(columns)
     made = _table(columns, rows)
@@ -49,7 +49,7 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> 
 
 
 def _width(console: Console, table: Table) -> int:
-    """What a table takes when nothing limits it."""
+    """Measure a table that nothing limits."""
     return Measurement.get(console, console.options.update(max_width=10_000), table).maximum
 
 
@@ -64,7 +64,7 @@ def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
 
 
 def milliseconds(value: float) -> str:
-    """Three digits that matter: 0.42 ms, 4.2 ms, 42 ms, 4.2 s."""
+    """Write a time with the digits that matter: 0.42 ms, 4.2 ms, 42 ms, 4.2 s."""
     if value == 0:
         return "0 ms"
     if value >= 1000:
@@ -83,7 +83,7 @@ def num_bytes(value: float) -> str:
 
 
 def bandwidth(num: float, milliseconds: float) -> str:
-    """Of `num` bytes in that time; "-" where nothing moved."""
+    """Write the bandwidth of `num` bytes in that time; "-" where nothing moved."""
     if not num or not milliseconds:
         return "-"
     per_s = num / milliseconds * 1e3

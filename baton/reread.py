@@ -21,7 +21,7 @@ class Reread(Generic[T]):
     """Own what some files say. Any thread may use it."""
 
     def __init__(self, files: Callable[[], Iterable[Path]], read: Callable[[], T]) -> None:
-        """`files`: those that `read` reads. Raises ConfigError when they cannot be read."""
+        """Read `files` by `read`. Raises ConfigError when they cannot be read."""
         self._files, self._read = files, read
         self._looking = threading.Lock()
         self._seen = self._stamp()
@@ -49,7 +49,7 @@ class Reread(Generic[T]):
 
     @property
     def now(self) -> T:
-        """`value`, after a look."""
+        """Return `value`, after a look."""
         self.look()
         return self.value
 
@@ -58,8 +58,8 @@ class Reread(Generic[T]):
 
 
 def _stamp_of(path: Path) -> tuple[str, int, int, int]:
-    """A stamp that changes with the file's content. It follows links, since a mounted Secret is
-    one."""
+    """Return a stamp that changes with the file's content. It follows links, since a mounted Secret
+    is one."""
     try:
         found = path.stat()
     except OSError:

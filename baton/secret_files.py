@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def write_secret(path: Path, data: bytes) -> None:
-    """Only the owner may read it, from its first byte on."""
+    """Write a file that only its owner may read, from its first byte on."""
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
         file.write(data)
 

@@ -79,7 +79,7 @@ def status_code(error: BatonError) -> grpc.StatusCode:
 
 
 def status_metadata(error: BatonError) -> tuple[tuple[str, bytes], ...]:
-    """Trailing metadata that carries ErrorInfo, the field at fault and when to retry."""
+    """Make trailing metadata that carry ErrorInfo, the field at fault and when to retry."""
     info = error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN)
     if isinstance(error, errors.ShuttingDownError):
         info.metadata[_SHUTTING_DOWN] = _BEGUN if error.has_begun else _NOT_BEGUN
@@ -102,7 +102,7 @@ def status_metadata(error: BatonError) -> tuple[tuple[str, bytes], ...]:
 
 
 def shortened(error: BatonError) -> BatonError:
-    """The error with a message that fits into metadata, which have to be short."""
+    """Return the error with a message that is short enough for metadata."""
     message = error.message.encode()
     if len(message) > _MAX_ERROR_BYTES:  # it quotes what the client sent
         error.message = f"{message[:_MAX_ERROR_BYTES].decode(errors='ignore')}..."
@@ -131,7 +131,7 @@ async def first_message(
 
 
 def from_rpc_error(failure: RpcFailure, address: str = "the address") -> BatonError:
-    """The typed error behind a failed call to `address`."""
+    """Make the typed error behind a failed call to `address`."""
     message = failure.details() or failure.code().name
     if is_never_connected(failure):
         if problem := _handshake_problem(message):
@@ -148,7 +148,7 @@ def from_rpc_error(failure: RpcFailure, address: str = "the address") -> BatonEr
 
 
 def is_connection_lost(failure: RpcFailure) -> bool:
-    """Whether the call broke under way, rather than being answered by a Baton router."""
+    """Tell whether the call broke under way, rather than being answered by a Baton router."""
     return failure.code() in (
         grpc.StatusCode.UNAVAILABLE,
         grpc.StatusCode.CANCELLED,
@@ -158,13 +158,13 @@ def is_connection_lost(failure: RpcFailure) -> bool:
 
 
 def is_never_connected(failure: RpcFailure) -> bool:
-    """Whether nothing listened at the address, or its name is unknown."""
+    """Tell whether nothing listened at the address, or its name is unknown."""
     text = (failure.details() or "").lower()
     return is_connection_lost(failure) and any(sign in text for sign in _NEVER_CONNECTED)
 
 
 def is_out_of_time(failure: RpcFailure) -> bool:
-    """Whether the call's own timeout ended it, rather than a Baton server."""
+    """Tell whether the call's own timeout ended it, rather than a Baton server."""
     return failure.code() is grpc.StatusCode.DEADLINE_EXCEEDED and not _status_details(failure)
 
 
@@ -201,7 +201,7 @@ def _from_details(failure: RpcFailure, message: str) -> BatonError | None:
 
 
 def _handshake_problem(message: str) -> str | None:
-    """Why no connection came about; None: nothing listens."""
+    """Say why no connection came about; None: nothing listens."""
     for sign, meaning in _HANDSHAKES.items():
         _, found, rest = message.lower().partition(sign)
         if found:

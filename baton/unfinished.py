@@ -12,12 +12,13 @@ _WHY = "too much is being sent at once: this began first, and is not whole yet"
 
 class Sender(Protocol):
     def give_way(self, error: OverloadedError) -> None:
-        """Drop what came, and end with this. What still comes counts for nothing."""
+        """Drop what came, and end with this error. What still comes counts for nothing."""
 
 
 class Unfinished:
-    """Own the budget. When it is used up, who began first gives way: who is slow or stalled, and
-    never one whose input comes at once. So no number of stalled senders keeps others out."""
+    """Own the budget. When it is used up, the sender that began first gives way: it is slow or
+    stalled, and never one whose input comes at once. So no number of stalled senders keeps others
+    out."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes, self.num_bytes = max_bytes, 0
@@ -34,5 +35,5 @@ class Unfinished:
             first.give_way(OverloadedError(_WHY, retry_after_s=1.0))
 
     def let_go(self, sender: Sender) -> None:
-        """Its input is complete, or it has gone."""
+        """Forget a sender whose input is complete, or which has gone."""
         self.num_bytes -= self._held.pop(sender, 0)

@@ -21,7 +21,7 @@ _OF_SAMPLING = frozenset(common_pb2.SamplingParams.DESCRIPTOR.fields_by_name)
 
 
 def field_on_wire(name: str) -> str:
-    """The name, for clients, of the field in an engine's InvalidRequestError."""
+    """Return the name, for clients, of the field in an engine's InvalidRequestError."""
     return f"sampling.{name}" if name in _OF_SAMPLING else name
 
 

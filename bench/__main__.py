@@ -27,19 +27,19 @@ SECTIONS = {
 }
 """Modules, with titles for what they print."""
 SHORT = {"router": ("--rounds", "1")}
-"""What makes a module take minutes less than by itself."""
+"""Options that make a module take minutes less than by itself."""
 
 
 def section(name: str) -> str:
-    """The module runs as a process of its own: it may set UCX's environment or leave threads."""
+    """Run a module as a process of its own: it may set UCX's environment or leave threads."""
     command = [sys.executable, "-m", f"bench.{name}", *SHORT.get(name, ())]
     printed = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.strip()
     return f"## {SECTIONS[name]}\n\n{printed}\n"
 
 
 def begin(output: Path | None, head: str) -> Path:
-    """A new file with `head`: `output`, or one named after the second. FileExistsError if it is
-    there."""
+    """Make a new file with `head`: `output`, or one named after the second. Raises FileExistsError
+    if it is there."""
     if output is None:
         output = RESULTS / f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d-%H%M%S}.md"
     output.parent.mkdir(parents=True, exist_ok=True)

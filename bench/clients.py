@@ -45,7 +45,7 @@ class Client(Protocol):
 
 
 class LinkClient:
-    """Does with the workers what the router does for a first token, and nothing more."""
+    """Asks the workers for a first token as the router does, and nothing more."""
 
     def __init__(self, prefill: str, decode: str) -> None:
         self._prefill, self._decode = LinkStub(prefill), LinkStub(decode)
@@ -133,8 +133,8 @@ class HttpClient:
     """Own the connections that are free. A request without one opens one."""
 
     def __init__(self, address: str, ca: Path | None, keeps: bool, ids_path: str) -> None:
-        """`keeps`: connections, for the next request. `ids_path`: where prompts of token ids are
-        taken."""
+        """Keep this number of connections for the next request. `ids_path` is where prompts of
+        token ids are taken."""
         self._host, _, port = address.partition(":")
         self._port, self._ids_path, self._keeps = int(port), ids_path, keeps
         self._tls = None if ca is None else ssl.create_default_context(cafile=str(ca))
@@ -185,12 +185,12 @@ class HttpClient:
 
 
 def acknowledge(writer: asyncio.StreamWriter) -> None:
-    """At once, what comes next: Linux goes back to delays by itself."""
+    """Acknowledge at once what comes next: Linux goes back to delays by itself."""
     writer.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 1)
 
 
 def _num_tokens(event: bytes) -> int:
-    """The workers' tokens are letters."""
+    """Count the workers' tokens, which are letters."""
     data = event.removeprefix(b"data: ")
     return 0 if data == b"[DONE]" else len(json.loads(data)["choices"][0]["text"])
 
@@ -200,7 +200,7 @@ def _num_tokens(event: bytes) -> int:
 
 @dataclass(frozen=True)
 class Load:
-    """Requests, `at_once` of them at any time."""
+    """Sends requests, `at_once` of them at any time."""
 
     num_requests: int
     at_once: int

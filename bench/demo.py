@@ -45,7 +45,7 @@ class _Watch:
         self.run = Run()
 
     def read(self, piece: bytes) -> bool:
-        """Whether the first token has come with it."""
+        """Read a piece of output. Returns whether the first token has come with it."""
         self.shown += piece.decode(errors="replace")
         if self.run.first_token_s:
             return False
@@ -61,7 +61,7 @@ class _Watch:
         return True
 
     def _stages(self) -> list[str]:
-        """Those that the whole lines announce, in order."""
+        """List the stages that the whole lines announce, in order."""
         lines = self.shown.rpartition("\n")[0].splitlines()
         names = [line.rstrip(". ").partition(":")[0] for line in lines if line.endswith("...")]
         if any(" is served by " in line for line in lines):
@@ -93,7 +93,7 @@ def run_once() -> Run:
 
 
 def _weights_s(folder: Path) -> float:
-    """From the workers' logs, which go with the cluster."""
+    """Read the seconds of loading weights from the workers' logs, which go with the cluster."""
     logs = [log.read_text() for log in folder.glob("baton-*/*.log")]
     return max(float(found) for log in logs for found in _READY.findall(log))
 

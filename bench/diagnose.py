@@ -26,7 +26,8 @@ ENGINE = {"backend": "fake", "device": "cpu", "num_blocks": 4000, "max_num_seqs"
 
 
 class Shape(NamedTuple):
-    """`own`: lengths of prompts beside what all begin with, by client."""
+    """A shape of traffic. `own` has the lengths of prompts beside what all begin with, by
+    client."""
 
     expected: str
     num_clients: int
@@ -34,7 +35,7 @@ class Shape(NamedTuple):
     num_answer: int
     num_shared: int = 0
     pause_s: float = 0.0
-    """After all clients have asked once; 0: each goes on as soon as it has its answer."""
+    """Seconds after all clients have asked once; 0: each goes on as soon as it has its answer."""
 
 
 SHAPES = {
@@ -77,7 +78,7 @@ def cluster_with(metrics_port: int) -> ClusterConfig:
 
 
 def causes(shape: Shape) -> list[str]:
-    """Those of one run, the likeliest first."""
+    """Return the causes of one run, the likeliest first."""
     port = free_port("127.0.0.1")
     with local.up(cluster_with(port)) as cluster:
         load(shape, cluster.router_address)

@@ -60,7 +60,8 @@ Start = Callable[[], Iterator[list[str]]]
 
 
 def hub_with_model(cache: Path) -> tuple[Path, Path]:
-    """(HF_HOME, the model's folder in it): aiperf finds tokenizers in a hub's cache alone."""
+    """Make a hub's cache with the model, since aiperf finds tokenizers there alone: (HF_HOME, the
+    model's folder in it)."""
     saved = random_model.saved(SHAPE)
     revision = "0" * 40
     repo = cache / "hub" / f"models--baton--{NAME}"
@@ -177,7 +178,7 @@ def vllm(folder: Path, peers: Path, instances: int) -> Iterator[list[str]]:
 def ask(
     urls: list[str], hub: Path, peers: Path, at_once: int, seconds: float, seed: int
 ) -> dict[str, float]:
-    """What aiperf measured, by title."""
+    """Ask by aiperf, and return what it measured, by title."""
     with tempfile.TemporaryDirectory() as out:
         command = [str(peers / "aiperf" / "bin" / "aiperf"), "profile", "--model", NAME]
         command += ["--endpoint-type", "completions", "--streaming", "--ui", "none"]

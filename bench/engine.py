@@ -68,7 +68,7 @@ class Process:
         self.ready_s = time.perf_counter() - start
 
     def tell(self, **command: int) -> tuple[float, int]:
-        """Seconds and tokens."""
+        """Send a command, and return seconds and tokens."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(f"{json.dumps(command)}\n")

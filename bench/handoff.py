@@ -161,7 +161,7 @@ class Spent:
 
 
 async def hand_over(worker: LoneRank, pipe: Connection, blocks: Sequence[BlockId]) -> Spent:
-    """As the receiver at the pipe's other end has just granted it."""
+    """Hand over what the receiver at the pipe's other end has just granted."""
     lease = await asyncio.to_thread(pipe.recv)
     handoff = open_handoff(worker, lease)
     await all_gone(worker, lease)  # a first layer is computed in the meantime
@@ -191,7 +191,7 @@ async def exposed_s(worker: LoneRank, pipe: Connection, blocks: Sequence[BlockId
 
 class LocalCopy(Protocol):
     def seconds(self, sources: Sequence[BlockId], targets: Sequence[BlockId]) -> float:
-        """Of a copy of as many bytes, inside this process."""
+        """Copy as many bytes inside this process, and return the seconds."""
 
 
 class Memcpy:
@@ -232,7 +232,7 @@ async def measure(
     device: str = "cpu",
     copy_of: Callable[[LoneRank], LocalCopy] = Memcpy,
 ) -> Result:
-    """Raises ValueError when bytes have gone astray."""
+    """Measure handoffs beside copies. Raises ValueError when bytes have gone astray."""
     pipe, process = run_receiver(block_bytes, config, device)
     worker = LoneRank("sender", shape(block_bytes, device), config)
     worker.memory.buffer[:] = SENT
@@ -273,7 +273,7 @@ async def measure(
 
 
 def _lanes(worker: LoneRank, peer: bytes) -> tuple[str, ...]:
-    """What UCX moved the bytes over."""
+    """Name the transports over which UCX moved the bytes."""
     assert isinstance(worker.transport, UcxTransport)
     return tuple(sorted(worker.transport.connect(peer).lanes))
 

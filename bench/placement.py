@@ -41,7 +41,7 @@ NOW_S = 1.0
 
 
 def median_us(*ways: Callable[[], object]) -> list[float]:
-    """Of each way, taken in turns."""
+    """Time each way, taken in turns, and return the medians."""
     took: list[list[float]] = [[] for _ in ways]
     for way in ways:
         way()
@@ -72,7 +72,7 @@ def choice_us(fleet: FleetArrays, num_distinct: int) -> float:
 
 
 def across_two_racks(fleet: FleetArrays) -> FleetArrays:
-    """Links from one half of the workers to the other are slow."""
+    """Make links from one half of the workers to the other slow."""
     size, rate = len(fleet.names), float(fleet.handoff_bytes_per_s[0])
     for writer in range(0, size, 2):
         for reader in range(1, size, 2):
@@ -143,8 +143,8 @@ def ours(name: str, index: PrefixIndex) -> Contender:
 
 
 def radix_tree() -> Contender | None:
-    """That of ai-dynamo-runtime, where it can be imported. It takes one event a call, as JSON, and
-    64-bit hashes; they are converted before the time is taken."""
+    """Return ai-dynamo-runtime's tree, where it can be imported. It takes one event a call, as
+    JSON, and 64-bit hashes; they are converted before the time is taken."""
     try:
         from dynamo._core import RadixTree  # type: ignore[import-not-found]
     except ImportError:

@@ -71,7 +71,7 @@ _SAMPLING = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "st
 
 
 def sampling_options(arguments: argparse.Namespace) -> GenerateOptions:
-    """The options that were given on the command line."""
+    """Return the sampling options that were given on the command line."""
     options = GenerateOptions()
     for name in _SAMPLING:
         value = getattr(arguments, name, None)
@@ -81,7 +81,7 @@ def sampling_options(arguments: argparse.Namespace) -> GenerateOptions:
 
 
 def _request(prompt: str, arguments: argparse.Namespace) -> router_pb2.GenerateRequest:
-    """A request of the prompt as it is, or of a chat that begins with it."""
+    """Make a request of the prompt as it is, or of a chat that begins with it."""
     options = sampling_options(arguments)
     if arguments.raw:
         return build_request(prompt, **options)
@@ -90,7 +90,8 @@ def _request(prompt: str, arguments: argparse.Namespace) -> router_pb2.GenerateR
 
 
 def client_of(arguments: argparse.Namespace) -> Client:
-    """Raises ConfigError for files that cannot be read."""
+    """Make the client that the command line asks for. Raises ConfigError for files that cannot be
+    read."""
     named = ("tls_ca", "tls_cert", "tls_key", "tls_server_name")
     given = [getattr(arguments, name) for name in named]
     tls = Tls(*given) if arguments.tls or any(given) else None
@@ -187,7 +188,7 @@ def _exchange(
 
 
 def _read_line() -> str | None:
-    """What was typed; None at the end of the input."""
+    """Return what was typed, or None at the end of the input."""
     try:
         return _read(lambda: input("> " if sys.stdin.isatty() else "")).strip()
     except EOFError:

@@ -40,7 +40,7 @@ class Autoscaler:
         config: PlannerConfig,
         report: Callable[[str], None] = log.info,
     ) -> None:
-        """`bounds`: of the pools to scale. `report` gets a line for every change."""
+        """Scale the pools that `bounds` names. `report` gets a line for every change."""
         self._client = ControlClient(control)
         self._bounds, self._config, self._report = bounds, config, report
         self._signals = FleetSignals()
@@ -73,7 +73,7 @@ class Autoscaler:
             self._stopping.wait(_RETRY_S)
 
     def _warn(self, of: str, text: str, fault: Exception | None = None) -> None:
-        """Log a warning once: it would come again each second. Warnings after its end are not
+        """Log a warning once: it would come again each second. After the autoscaler's end none is
         logged."""
         if self._warned.get(of) != text and not self._stopping.is_set():
             self._warned[of] = text

@@ -35,7 +35,7 @@ _WORKERS_HOST = "127.0.0.1"
 
 @dataclass(frozen=True)
 class _Wanted:
-    """`key` is the setting that names the port; 0: any free one."""
+    """A port that is needed. `key` is the setting that names it; 0: any free one."""
 
     key: str
     host: str
@@ -44,7 +44,8 @@ class _Wanted:
 
 
 def check_ports(config: ClusterConfig) -> None:
-    """Raises ConfigError naming the setting whose port is taken, or the two that want one port."""
+    """Check that every port is free. Raises ConfigError naming the setting whose port is taken, or
+    the two that want one port."""
     wanted = _wanted(config)
     for one, other in itertools.combinations(wanted, 2):
         if one.port and one.port == other.port and _meet(one.host, other.host):
@@ -58,7 +59,7 @@ def check_ports(config: ClusterConfig) -> None:
 
 
 def _wanted(config: ClusterConfig) -> list[_Wanted]:
-    """Raises ConfigError when workers would have to share a port."""
+    """List the ports that are needed. Raises ConfigError when workers would have to share one."""
     router, control, worker = config.router, config.control, config.worker
     num_workers = sum(pool.replicas for pool in config.pools.values())
     of_workers = (
@@ -94,7 +95,7 @@ def _meet(host: str, other: str) -> bool:
 
 
 def _addresses(host: str) -> set[str]:
-    """Which a host names, as far as is known without asking for it."""
+    """List the addresses that a host names, as far as is known without asking for it."""
     return _LOOPBACK if host == "localhost" else {host.strip("[]")}
 
 
@@ -212,7 +213,7 @@ class Startup:
 
 
 def check_all_gone(processes: set[Process]) -> None:
-    """Raises BatonError naming the processes of a cluster that outlive it."""
+    """Check that no process is left. Raises BatonError naming those that outlive their cluster."""
     left = wait_until_gone(processes, _GONE_WITHIN_S)
     if left:
         named = ", ".join(f"{process.name} ({process.pid})" for process in left)
@@ -220,7 +221,7 @@ def check_all_gone(processes: set[Process]) -> None:
 
 
 def _autoscaler(config: ClusterConfig, cluster: RunningCluster) -> Autoscaler:
-    """Lets the pools follow the load. Every change is printed with its reason."""
+    """Let the pools follow the load, and print every change with its reason."""
     from cli.autoscale import Autoscaler
     from cluster.planner.fleet_signals import PoolBounds
 
@@ -233,7 +234,7 @@ def _autoscaler(config: ClusterConfig, cluster: RunningCluster) -> Autoscaler:
 
 
 def _first_question(router: RouterConfig) -> str:
-    """The command to try first, with TLS and a token if the router wants them."""
+    """Return the command to try first, with TLS and a token if the router wants them."""
     parts = ["baton generate"]
     if router.tls is not None:
         parts.append("--tls-ca FILE")
@@ -245,8 +246,8 @@ def _first_question(router: RouterConfig) -> str:
 
 
 def up(arguments: argparse.Namespace) -> int:
-    """Raises KeyboardInterrupt after a second interrupt, since requests were lost, and
-    UnavailableError when Ray has ended under the cluster."""
+    """Run a cluster until it is interrupted. Raises KeyboardInterrupt after a second interrupt,
+    since requests were lost, and UnavailableError when Ray has ended under the cluster."""
     config = read_config(arguments.file, arguments.model)
     out = render.out()
     with Steps(render.err()) as steps, Startup(steps) as startup:

@@ -73,7 +73,7 @@ FOR_ANY_MODEL = (
 
 
 def read_prompts(model: str | Path) -> tuple[DemoPrompt, ...]:
-    """Raises ConfigError when the model's prompts.yaml is wrong."""
+    """Read a model's own prompts. Raises ConfigError when its prompts.yaml is wrong."""
     path = Path(model) / "prompts.yaml"
     if not path.is_file():
         return FOR_ANY_MODEL
@@ -148,7 +148,7 @@ def _ask(client: Client, prompt: DemoPrompt, *, is_known: bool) -> None:
 
 
 def _heading(prompt: DemoPrompt, *, is_known: bool) -> Text:
-    """The question, after a short form of its context."""
+    """Return the question, after a short form of its context."""
     text = Text()
     for turn in prompt.context:
         if turn.role == "system":

@@ -17,7 +17,7 @@ _ANSWER_S = 10.0
 
 
 def asked(address: str) -> list[Any]:
-    """Seconds, figures and findings, as a router's page shows them. Raises BatonError."""
+    """Return seconds, figures and findings, as a router's page shows them. Raises BatonError."""
     headers = {"authorization": f"Bearer {token}"} if (token := os.environ.get(TOKEN)) else {}
     try:
         with urlopen(Request(f"http://{address}/events", headers=headers), timeout=_ANSWER_S) as it:
@@ -30,7 +30,7 @@ def asked(address: str) -> list[Any]:
 
 
 def diagnose(arguments: argparse.Namespace) -> int:
-    """Raises BatonError."""
+    """Print what slows requests down. Raises BatonError."""
     arguments.unreachable = "Set router.metrics.port, and name it with --metrics HOST:PORT."
     (seconds, figures, findings), out = asked(arguments.metrics), render.out()
     for number, (cause, says, action) in enumerate(findings, 1):

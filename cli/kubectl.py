@@ -36,7 +36,7 @@ _COMMANDS = {
     "drain": ("control", "WORKER: let it finish what it runs, then leave"),
     "explain": ("grpc", "PROMPT: where it would run, and at what cost"),
 }
-"""The endpoint that each asks, as the ServingCluster's status calls it, and what it does."""
+"""Each command's endpoint, as the ServingCluster's status calls it, and what the command does."""
 _PREFLIGHT = "preflight"
 _OF_ALL_UNITS = ("status", "top")
 """Commands that ask the control service of every unit."""
@@ -57,17 +57,17 @@ RIGHTS: Mapping[str, Sequence[str]] = {
     "pods/portforward": ("create",),
     "secrets": ("get",),
 }
-"""What kubectl asks an API server for here: verbs, by resource."""
+"""What the plugin asks an API server for: verbs by resource."""
 
 
 # --- errors ---------------------------------------------------------------------------------------
 
 
 class PluginError(Exception):
-    """What can go wrong before the ServingCluster is reached."""
+    """The ServingCluster cannot be reached."""
 
     def __init__(self, message: str, hint: str) -> None:
-        """`hint`: what to do next, in a line."""
+        """Report `message`, and what to do next in the line `hint`."""
         super().__init__(message)
         self.message, self.hint = message, hint
 
@@ -77,7 +77,7 @@ class PluginError(Exception):
 
 @dataclass(frozen=True)
 class Target:
-    """A port of a Service. `tls_name`: whom its certificate names; None: plain text."""
+    """A port of a Service. `tls_name` is the name in its certificate; None: plain text."""
 
     namespace: str
     service: str
@@ -86,7 +86,7 @@ class Target:
 
 
 def chosen(clusters: Sequence[Mapping[str, Any]], name: str | None) -> Mapping[str, Any]:
-    """The cluster of this name; without one the only one. Raises PluginError."""
+    """Return the cluster of this name, or the only one. Raises PluginError."""
     names = sorted(each["metadata"]["name"] for each in clusters)
     if not names:
         raise PluginError(
@@ -102,8 +102,8 @@ def chosen(clusters: Sequence[Mapping[str, Any]], name: str | None) -> Mapping[s
 
 
 def target(cluster: Mapping[str, Any], endpoint: str) -> Target:
-    """Where the cluster serves `endpoint`, control or grpc: HOST.NAMESPACE.svc:PORT in its status,
-    after grpcs:// where that is asked by TLS. Raises PluginError while it has none."""
+    """Return where the cluster serves `endpoint`, control or grpc: HOST.NAMESPACE.svc:PORT in its
+    status, after grpcs:// where that is asked by TLS. Raises PluginError while it has none."""
     metadata = cluster["metadata"]
     address = (cluster.get("status") or {}).get("endpoints", {}).get(endpoint, "")
     host, _, port = address.removeprefix(_BY_TLS).rpartition(":")
@@ -119,8 +119,8 @@ def target(cluster: Mapping[str, Any], endpoint: str) -> Target:
 
 
 def heads(cluster: Mapping[str, Any]) -> dict[str, Target]:
-    """The control service of each unit, by code, while the cluster has several units. Ray's head
-    runs it, and KubeRay makes a Service for each head."""
+    """Return the control service of each unit by its code, while there are several units. Ray's
+    head runs it, and KubeRay makes a Service for each head."""
     metadata, status = cluster["metadata"], cluster.get("status") or {}
     codes = (status.get("rollout") or {}).get("units") or {}
     return {
@@ -130,7 +130,7 @@ def heads(cluster: Mapping[str, Any]) -> dict[str, Target]:
 
 
 def identity_secret(cluster: Mapping[str, Any]) -> str:
-    """Which Secret holds the operator's identity at the cluster's control service."""
+    """Name the Secret with the operator's identity at the cluster's control service."""
     kind = "identity" if cluster["spec"].get("internalTLS") is None else "internal"
     return f"{cluster['metadata']['name']}-{kind}-operator"
 
@@ -139,7 +139,8 @@ def identity_secret(cluster: Mapping[str, Any]) -> str:
 
 
 class Kubectl:
-    """Ask kubectl, and hold its port-forwards. `flags`: kubectl's own for context and namespace."""
+    """Asks kubectl, and holds its port-forwards. `flags` are kubectl's own for context and
+    namespace."""
 
     def __init__(self, flags: Sequence[str]) -> None:
         """Raises PluginError where kubectl is not installed."""
@@ -151,7 +152,7 @@ class Kubectl:
         self._command = ["kubectl", *flags]
 
     def serving_clusters(self) -> Sequence[Mapping[str, Any]]:
-        """The namespace's. Raises PluginError."""
+        """List the namespace's ServingClusters. Raises PluginError."""
         items: list[Mapping[str, Any]] = self._get("servingclusters.baton.dev")["items"]
         return items
 
@@ -168,14 +169,14 @@ class Kubectl:
             yield folder
 
     def pods(self, namespace: str, labels: str) -> Sequence[Mapping[str, Any]]:
-        """Those that a label selector chooses. Raises PluginError."""
+        """List the pods that a label selector chooses. Raises PluginError."""
         found: list[Mapping[str, Any]] = self._get(
             "pods", f"--selector={labels}", f"--namespace={namespace}"
         )["items"]
         return found
 
     def log(self, namespace: str, pod: str, container: str) -> str:
-        """Raises PluginError."""
+        """Return a pod's log. Raises PluginError."""
         return self._answer("logs", pod, f"--container={container}", f"--namespace={namespace}")
 
     def _get(self, *what: str) -> Any:
@@ -228,7 +229,7 @@ def refusal(output: str) -> PluginError:
 
 
 def _address(process: subprocess.Popen[bytes], errors: IO[bytes], target: Target) -> str:
-    """Where kubectl listens, once it says so."""
+    """Return the address at which kubectl listens, once it says so."""
     assert process.stdout is not None
     give_up_at = time.monotonic() + _FORWARD_S
     output = b""
@@ -309,7 +310,8 @@ def _ending_what_was_started() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _reached(options: argparse.Namespace, endpoint: str) -> Iterator[list[str]]:
-    """The options by which `baton` reaches an endpoint of the cluster. Raises PluginError."""
+    """Return the options by which `baton` reaches an endpoint of the cluster. Raises
+    PluginError."""
     if options.address:
         yield [_OPTIONS[endpoint], options.address]
         return
@@ -330,7 +332,7 @@ def _reached(options: argparse.Namespace, endpoint: str) -> Iterator[list[str]]:
 
 
 def _found(options: argparse.Namespace) -> tuple[Kubectl, Mapping[str, Any]]:
-    """kubectl as its flags say, and the cluster that is meant. Raises PluginError."""
+    """Return kubectl with its flags, and the cluster that is meant. Raises PluginError."""
     given = {name: getattr(options, name) for name in ("kubeconfig", "context", "namespace")}
     kubectl = Kubectl([f"--{name}={value}" for name, value in given.items() if value])
     return kubectl, chosen(kubectl.serving_clusters(), options.cluster)
@@ -370,8 +372,8 @@ def _preflight(options: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def _all_forwarded(kubectl: Kubectl, units: Mapping[str, Target]) -> Iterator[dict[str, str]]:
-    """Addresses by unit. Leaves out a unit that kubectl does not reach, since its head may have
-    gone; raises PluginError when it reaches none."""
+    """Forward to every unit, and yield addresses by unit. A unit that kubectl does not reach is
+    left out, since its head may have gone. Raises PluginError when it reaches none."""
     addresses, errors = {}, []
     with contextlib.ExitStack() as forwards:
         for code, there in units.items():

@@ -52,8 +52,8 @@ _PACKAGES = (
 
 
 def main(argv: Sequence[str] | None = None, *, prog: str = "baton", unreachable: str = "") -> int:
-    """`prog`: the program's name in messages. `unreachable`: the hint if nothing answers; empty:
-    the hint for a cluster of `baton up`."""
+    """Run a command. `prog` is the program's name in messages; `unreachable` is the hint if nothing
+    answers (empty: the one for a cluster of `baton up`)."""
     parser = _parser(prog)
     parser.set_defaults(prog=prog, unreachable=unreachable)
     arguments = parser.parse_args(argv)
@@ -116,7 +116,7 @@ _ACCESS_HINTS: dict[type[BatonError], str] = {
     HandshakeError: "--tls asks by TLS, --tls-ca FILE trusts an authority, --tls-cert and "
     "--tls-key show your own certificate, --tls-server-name says whom the router's must name.",
 }
-"""What to do about TLS and tokens."""
+"""What to do where TLS or a token is missing."""
 _IDENTITY_HINT = (
     "--identity FOLDER, or BATON_IDENTITY, names the cluster's folder of identities, in which "
     "`operator` is this command's."
@@ -124,7 +124,7 @@ _IDENTITY_HINT = (
 
 
 def _hint(error: BatonError, arguments: argparse.Namespace) -> str:
-    """What to do next."""
+    """Return what to do next."""
     if arguments.command in ("up", "demo", "deploy", "size"):
         return ""
     asks_control = arguments.command in ("status", "top", "scale", "roles", "drain")

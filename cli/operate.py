@@ -34,8 +34,8 @@ def scale(arguments: argparse.Namespace) -> int:
 
 
 def _scaled(fleet: Fleet, pool: str, replicas: int) -> tuple[str, bool]:
-    """How far a pool's change is, and whether it is over. Raises BatonError when its workers do not
-    start."""
+    """Say how far a pool's change is, and whether it is over. Raises BatonError when its workers do
+    not start."""
     now = next((entry for entry in fleet.pools if entry.name == pool), control_pb2.PoolStatus())
     if now.live_replicas < replicas and now.num_failed_starts >= _FAILED_STARTS:
         raise BatonError(f"the {pool} pool does not start: {now.last_error}")
@@ -50,8 +50,8 @@ def _scaled(fleet: Fleet, pool: str, replicas: int) -> tuple[str, bool]:
 
 
 def roles(arguments: argparse.Namespace) -> int:
-    """Takes effect with the next request. No process restarts, and running requests end where they
-    are."""
+    """Split a mixed pool's roles from the next request on. No process restarts, and running
+    requests end where they are."""
     pool, prefill, decode = arguments.pool, arguments.prefill, arguments.decode
     plan = RolePlan(prefill, decode)
     with ControlClient(arguments.control, identity=arguments.identity) as control:
@@ -87,7 +87,7 @@ def drain(arguments: argparse.Namespace) -> int:
 
 
 def _incarnations(fleet: Fleet) -> dict[str, int]:
-    """The incarnation of each worker that is not gone."""
+    """Return the incarnation of each worker that is not gone."""
     return {
         worker.info.ref.worker_id: worker.info.ref.incarnation
         for worker in sorted(fleet.workers, key=lambda worker: worker.info.ref.worker_id)

@@ -37,7 +37,7 @@ class Steps:
             self._console.print(f"{message} ...", highlight=False, markup=False)
 
     def detail(self, text: str) -> None:
-        """How far the current step has come: on its line, or on one of its own elsewhere."""
+        """Show how far the current step has come: on its line, or on one of its own elsewhere."""
         if self._live is not None:
             (task,) = self._live.task_ids
             self._live.update(task, description=escape(f"{self._message}: {text}"))
@@ -67,8 +67,8 @@ class Steps:
 
 
 def spinner(console: Console, message: str) -> ExitStack:
-    """For a wait that is usually short; leaves nothing behind. Shown on a terminal alone, until it
-    is closed."""
+    """Show a spinner during a wait that is usually short, and leave nothing behind. It is shown on
+    a terminal alone, until it is closed."""
     shown = ExitStack()
     if console.is_interactive:
         shown.enter_context(_line(console, message))

@@ -36,7 +36,8 @@ _ANSWER_S = 3.0  # of one unit of several: a silent one must not hold up the oth
 
 @dataclass(frozen=True)
 class UnitFleet:
-    """`share`: of the requests; `fleet`: None while the unit's control service is silent."""
+    """A unit, its `share` of the requests, and its `fleet`: None while its control service is
+    silent."""
 
     code: str
     share: float
@@ -44,7 +45,7 @@ class UnitFleet:
 
     @property
     def num_live(self) -> int | None:
-        """Live workers of all pools."""
+        """Count the live workers of all pools."""
         return None if self.fleet is None else sum(pool.live_replicas for pool in self.fleet.pools)
 
 
@@ -57,14 +58,14 @@ class Fleets(contextlib.AbstractContextManager["Fleets"]):
         reached: Mapping[str, str] | None = None,
         identity: str | None = None,
     ) -> None:
-        """`control`: address of a control service. `reached`: addresses of units by code, where
-        those of the list lead nowhere from here. A unit that it lacks counts as silent.
-        `identity`: the folder that the command names."""
+        """Ask the control service at `control`. `reached` has addresses of units by code, where
+        those of the list lead nowhere from here; a unit that it lacks counts as silent. `identity`
+        is the folder that the command names."""
         self._control, self._reached, self._identity = control, dict(reached or {}), identity
         self._clients: dict[str, ControlClient] = {}
 
     def read(self) -> list[UnitFleet]:
-        """The oldest unit first. Raises BatonError when no control service answers."""
+        """Read all units, the oldest first. Raises BatonError when no control service answers."""
         units = self._units()
         if len(units) == 1:
             return [UnitFleet(units[0].code, 1.0, self._client(self._control).fleet())]
@@ -83,13 +84,13 @@ class Fleets(contextlib.AbstractContextManager["Fleets"]):
             client.close()
 
     def _units(self) -> Sequence[control_pb2.Unit]:
-        """The list, and units that can be reached and get no requests yet."""
+        """Return the listed units, and those that can be reached and get no requests yet."""
         listed = self._listed()
         codes = {unit.code for unit in listed}
         return [*listed, *(control_pb2.Unit(code=c) for c in self._reached if c not in codes)]
 
     def _listed(self) -> Sequence[control_pb2.Unit]:
-        """From the first control service that answers."""
+        """Return the list of the first control service that answers."""
         errors = []
         for address in dict.fromkeys((self._control, *self._reached.values())):
             try:
@@ -136,7 +137,7 @@ _WORKER_COLUMNS = (
 
 
 def _tables(units: Sequence[UnitFleet], between: Text) -> Group:
-    """All units, pools and workers; `between` stands between pools and workers."""
+    """Print all units, pools and workers; `between` stands between pools and workers."""
     parts: list[RenderableType] = [_table("Pools", _POOL_COLUMNS, units, _pool_rows), between]
     if len(units) > 1:
         parts.insert(0, _units_table(units))
@@ -161,7 +162,8 @@ def _table(
     units: Sequence[UnitFleet],
     rows_of: Callable[[Fleet], Iterable[list[str]]],
 ) -> Group:
-    """The rows of all units that answer. Their unit is the first column while there are several."""
+    """Make a table of all units that answer. Their unit is the first column while there are
+    several."""
     if len(units) == 1:
         rows = [row for _, fleet in _answering(units) for row in rows_of(fleet)]
         return render.table(title, columns, rows)
@@ -178,7 +180,7 @@ def _name(unit: UnitFleet) -> str:
 
 
 def _said_of(unit: UnitFleet, units: Sequence[UnitFleet]) -> str:
-    """What a line about one unit begins with."""
+    """Return what a line about one unit begins with."""
     return f"unit {_name(unit)}: " if len(units) > 1 else ""
 
 
@@ -199,7 +201,7 @@ def _pool_rows(fleet: Fleet) -> Iterator[list[str]]:
 
 
 def _worker_rows(fleet: Fleet) -> Iterator[list[str]]:
-    """The busiest of each pool first."""
+    """List the workers' rows, the busiest of each pool first."""
     for worker in sorted(fleet.workers, key=_busiest_of_pool_first):
         info, load = worker.info, _load(worker)
         yield [
@@ -214,7 +216,7 @@ def _worker_rows(fleet: Fleet) -> Iterator[list[str]]:
 
 
 def _load(worker: control_pb2.FleetWorker) -> worker_pb2.WorkerLoad:
-    """What it reported last; nothing for a worker that is not here, or not here any more."""
+    """Return what a worker reported last; nothing for one that is not here."""
     return worker.load if worker.state in _HERE else worker_pb2.WorkerLoad()
 
 
@@ -224,8 +226,8 @@ def _busiest_of_pool_first(worker: control_pb2.FleetWorker) -> tuple[str, int, s
 
 
 def _busy_cells(workers: Iterable[worker_pb2.WorkerLoad]) -> list[str]:
-    """How busy one worker is, or several: the KV of the fullest, the step of the slowest, what all
-    put out, and what they can prefill, as each has learned."""
+    """Show how busy one worker is, or several: the KV of the fullest, the step of the slowest, what
+    all put out, and what they can prefill, as each has learned."""
     loads = list(workers)
     uses = [
         1 - (load.num_free_blocks + load.num_quarantined_blocks) / load.num_blocks
@@ -283,7 +285,7 @@ def status_screen(units: Sequence[UnitFleet]) -> Group:
 
 
 def _remarks(fleet: Fleet) -> Iterator[tuple[str, str]]:
-    """What starts, waits and fails: lines, each with its style."""
+    """List what starts, waits and fails: lines, each with its style."""
     registered = {worker.info.ref.worker_id for worker in fleet.workers}
     for pool in fleet.pools:
         for place in pool.places:
@@ -315,8 +317,8 @@ def _reading(arguments: argparse.Namespace) -> Fleets:
 
 
 def _watch(fleets: Fleets) -> None:
-    """Until ctrl-C: a screen of its own on a terminal, one print after the other elsewhere. Raises
-    BatonError when no control service answers any more."""
+    """Print until ctrl-C: on a screen of its own on a terminal, one print after the other
+    elsewhere. Raises BatonError when no control service answers any more."""
     console = render.out()
     with contextlib.suppress(KeyboardInterrupt):
         if not console.is_terminal:
@@ -340,7 +342,7 @@ def top_screen(units: Sequence[UnitFleet]) -> Group:
 
 
 def _arrivals(fleet: Fleet) -> str:
-    """What the routers reported last, as a line."""
+    """Say in a line what the routers reported last."""
     routers = fleet.routers
     silent_s = [each.silent_s for each in fleet.silent_routers]
     silent = [f"silent {len(silent_s)}, for {max(silent_s):.0f} s"] if silent_s else []

@@ -99,7 +99,7 @@ def native_chain() -> Callable[[bytes, bytes, int, int, object], None]:
 
 
 def split_hashes(packed: bytes) -> list[BlockHash]:
-    """The hashes that are concatenated."""
+    """Split hashes that are concatenated."""
     return [
         BlockHash(packed[start : start + HASH_BYTES]) for start in range(0, len(packed), HASH_BYTES)
     ]

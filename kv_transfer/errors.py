@@ -15,12 +15,12 @@ import enum
 
 
 class TransferError(Exception):
-    """Base of all."""
+    """Base of all errors of a transfer."""
 
 
 class TransportError(TransferError):
     def __init__(self, message: str, status: int | None = None) -> None:
-        """`status`: libucp's status, if one of its calls failed."""
+        """Note libucp's `status`, if one of its calls failed."""
         super().__init__(message)
         self.status = status
 
@@ -42,7 +42,7 @@ class WrongWriterError(LeaseError):
 
 
 class Reason(enum.Enum):
-    """Why a handoff failed. HandoffFailed has the name on the wire."""
+    """Why a handoff failed. HandoffFailed carries the name on the wire."""
 
     PEER_LOST = "the receiver, or one of its ranks, is gone"
     RANK_LOST = "a rank of the writer is gone"

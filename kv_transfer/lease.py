@@ -177,7 +177,7 @@ def handoff_id(lease_id: str, lease_epoch: int) -> HandoffId:
 
 
 def split_handoff_id(handoff: HandoffId) -> tuple[str, int]:
-    """(lease id, lease epoch)"""
+    """Split a handoff's name into lease id and lease epoch."""
     lease_id, epoch = handoff.rsplit(":", 1)
     return lease_id, int(epoch)
 
@@ -215,7 +215,7 @@ def logprobs_to_proto(logprobs: TokenLogprobs | None) -> common_pb2.Logprobs | N
 
 
 def logprobs_from_proto(message: common_pb2.Logprobs) -> TokenLogprobs | None:
-    """None for an unset message, whose rank is 0."""
+    """Read a token's log-probabilities; None for an unset message, whose rank is 0."""
     if message.rank == 0:
         return None
     top = tuple((each.id, each.logprob) for each in message.top)

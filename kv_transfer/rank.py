@@ -111,7 +111,7 @@ class TransferRank:
 
     @staticmethod
     def address_of(transport: Transport, tp_rank: int) -> RankAddress:
-        """This process as a rank of a `WorkerIdentity`."""
+        """Return this process as a rank of a `WorkerIdentity`."""
         return RankAddress(tp_rank, transport.address, own_identity())
 
     def wait_ready(self, timeout_s: float) -> bool:

@@ -200,7 +200,8 @@ def fill_done(
 
 
 def fill_first_token(done: transfer_pb2.TransferDone, first: FirstToken) -> None:
-    """This runs before the flush, because the receiver waits for what follows the flush."""
+    """Fill in the first token. It is called before the flush, because the receiver waits for what
+    follows the flush."""
     done.first_token = first.token_id
     logprobs = logprobs_to_proto(first.logprobs)
     if logprobs is not None:

@@ -61,7 +61,7 @@ class CopyPath:
 
     @cached_property
     def packed(self) -> Words:
-        """`struct copy_path` of `ucx/post_loop.c`, for compiled code."""
+        """Write the path as `struct copy_path` of `ucx/post_loop.c`, for compiled code."""
         words: list[int] = []
         for side in (self.source, self.target):
             offsets, strides = (column.buffer_info()[0] for column in (side.offsets, side.strides))
@@ -189,11 +189,12 @@ class Transport(Protocol):
 
     @property
     def address(self) -> bytes:
-        """What a peer's `connect` takes for messages."""
+        """Return what a peer's `connect` takes for messages."""
 
     @property
     def put_address(self) -> bytes:
-        """What a peer's `connect` takes for puts into this pool; another after `revoke_puts`."""
+        """Return what a peer's `connect` takes for puts into this pool; it is another after
+        `revoke_puts`."""
 
     def allocate(
         self, num_regions: int, region_bytes: int, blocks_per_region: int

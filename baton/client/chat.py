@@ -1,4 +1,5 @@
-"""Chats as OpenAI's API has them, as messages of the wire. What these lack is refused."""
+"""Make messages of the wire from chats as OpenAI's API has them. What the wire cannot carry is
+refused."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ def chat_of(
     template_arguments: str | Given = "",
     parallel_tool_calls: bool = True,
 ) -> router_pb2.ChatMessages:
-    """Raises InvalidRequestError, which names the field that is wrong."""
+    """Make the message of a chat. Raises InvalidRequestError, which names the field that is
+    wrong."""
     chat, place = router_pb2.ChatMessages(), "chat"
     try:
         for index, message in enumerate(messages):
@@ -43,7 +45,7 @@ def chat_of(
         place = "parallel_tool_calls"
         if parallel_tool_calls is False:
             if not chat.HasField("tool_choice"):
-                raise ValueError("beside a tool_choice that forces a call alone")
+                raise ValueError("needs a tool_choice that forces a call")
             chat.tool_choice.is_single = True
     except (ParseError, AttributeError, KeyError, TypeError, ValueError) as error:
         problem = "not as OpenAI's API has it, or not served"
@@ -52,12 +54,13 @@ def chat_of(
 
 
 def in_json(value: Any) -> str:
-    """Objects within a request are JSON texts on the wire. Raises TypeError and ValueError."""
+    """Write an object within a request as JSON text. Raises TypeError and ValueError."""
     return value if isinstance(value, str) else json.dumps(value)
 
 
 def _message(given: Given) -> dict[str, Any]:
-    """What is empty counts as absent. `reasoning` is what vLLM calls it."""
+    """Make one message. An empty member counts as absent; `reasoning` is vLLM's name for
+    thoughts."""
     made = {name: value for name, value in given.items() if value}
     if given.get("content") is None and "tool_calls" not in made:
         raise ValueError("its content is missing")
@@ -72,7 +75,7 @@ def _message(given: Given) -> dict[str, Any]:
 
 
 def _function(given: Any) -> dict[str, Any]:
-    """Of a call, a tool or a choice."""
+    """Return the function that a call, a tool or a choice names."""
     if given.get("type", "function") != "function":
         raise ValueError(f"{given['type']} is not served; functions are")
     return {

@@ -51,9 +51,9 @@ T = TypeVar("T")
 
 DEFAULT_ADDRESS = "127.0.0.1:7100"
 _ABORT = "Abort"
-"""Only one router may know its request, so the next one is asked on NOT_FOUND."""
+"""How `Abort` is tried: one router alone may know the request, so NOT_FOUND leads to the next."""
 _WATCH_FLEET = "WatchFleet"
-"""It streams, and its first message is the answer."""
+"""How `WatchFleet` is tried: it streams, and its first message is the answer."""
 _ABORT_TIMEOUT_S = 2.0
 _MAX_MESSAGE_BYTES = 64 << 20
 _KEEPALIVE_S = 5.0  # a router whose host hangs is given up within twice this
@@ -81,7 +81,7 @@ def _connector(channels: Any, tls: Tls | None) -> Callable[[str], Any]:
 
 
 class AsyncClient(contextlib.AbstractAsyncContextManager["AsyncClient"]):
-    """As `Client`, method for method, for one event loop; make it inside that loop."""
+    """The client for asyncio, with `Client`'s methods. Make it inside the loop that uses it."""
 
     _channels: ClassVar[Any] = grpc.aio
     _event: ClassVar[Any] = asyncio.Event
@@ -95,9 +95,9 @@ class AsyncClient(contextlib.AbstractAsyncContextManager["AsyncClient"]):
         reconnect_within_s: float = 10.0,
         call_timeout_s: float = 10.0,
     ) -> None:
-        """`addresses`: one, several, or several in one text by commas. `tls` None: plain text, in
-        which others on the way could read a `token`. Raises ConfigError for files that cannot be
-        read."""
+        """Take one router address, several, or several in one text with commas between them.
+        Without `tls` the connection is plain text, in which others on the way could read a `token`.
+        Raises ConfigError for files that cannot be read."""
         listed = addresses.split(",") if isinstance(addresses, str) else addresses
         self._addresses = [address.strip() for address in listed if address.strip()]
         if not self._addresses:
@@ -117,7 +117,7 @@ class AsyncClient(contextlib.AbstractAsyncContextManager["AsyncClient"]):
         return self.run(build_request(prompt, **options))
 
     def run(self, request: router_pb2.GenerateRequest) -> AsyncGenerator[Event, None]:
-        """As `generate`, of a message made elsewhere; it needs a request_id."""
+        """Run a message that was made elsewhere, and yield its events. It needs a request_id."""
         stream = RequestStream(
             request,
             self._addresses,
@@ -127,7 +127,7 @@ class AsyncClient(contextlib.AbstractAsyncContextManager["AsyncClient"]):
         return self._events(stream)
 
     async def text(self, prompt: str | None = None, **options: Unpack[GenerateOptions]) -> str:
-        """The whole answer at once."""
+        """Run one request and return its whole text."""
         events = self.generate(prompt, **options)
         return "".join([event.text async for event in events if isinstance(event, Tokens)])
 
@@ -144,13 +144,13 @@ class AsyncClient(contextlib.AbstractAsyncContextManager["AsyncClient"]):
         return list(answer.ids)
 
     async def explain(self, request: router_pb2.GenerateRequest) -> router_pb2.ExplainRouteResponse:
-        """Where a request would go, cheapest first; books nothing."""
+        """Say where a request would go, the cheapest place first. Nothing is booked."""
         message = router_pb2.ExplainRouteRequest(request=request)
         answer: router_pb2.ExplainRouteResponse = await self._ask("ExplainRoute", message)
         return answer
 
     async def fleet(self) -> control_pb2.WatchFleetResponse:
-        """The fleet as the router sees it now."""
+        """Return the fleet as the router sees it now."""
         answer = await self._ask(_WATCH_FLEET, control_pb2.FleetServiceWatchFleetRequest())
         fleet: control_pb2.WatchFleetResponse = answer.fleet
         return fleet
@@ -164,7 +164,7 @@ class AsyncClient(contextlib.AbstractAsyncContextManager["AsyncClient"]):
         await self.close()
 
     def _check_open(self) -> None:
-        """Raises UnavailableError once the client is closed."""
+        """Raise UnavailableError once the client is closed."""
         if self._closed.is_set():
             raise UnavailableError("the client is closed")
 
@@ -209,7 +209,7 @@ class AsyncClient(contextlib.AbstractAsyncContextManager["AsyncClient"]):
         return pause_s
 
     def _answered(self, connection: Connection) -> None:
-        """Its router is asked first from now on, unless it shuts down."""
+        """Ask this router first from now on, unless it shuts down."""
         if self._connections.current(connection.address_index) is connection:
             self._preferred = connection.address_index
 
@@ -220,7 +220,7 @@ class AsyncClient(contextlib.AbstractAsyncContextManager["AsyncClient"]):
             await self._try(_ABORT, abort, connection, _ABORT_TIMEOUT_S)
 
     async def _ask(self, method: str, message: Any) -> Any:
-        """The answer to a short call."""
+        """Make a short call and return its answer."""
         first = self._connections.current(self._preferred)
         return await self._try(method, message, first, self._call_timeout_s)
 
@@ -364,7 +364,7 @@ class _BlockingClient(AsyncClient):
 
 
 class Client(contextlib.AbstractContextManager["Client"]):
-    """Several threads may share one."""
+    """The client for ordinary code. Several threads may share one."""
 
     def __init__(
         self,
@@ -375,7 +375,7 @@ class Client(contextlib.AbstractContextManager["Client"]):
         reconnect_within_s: float = 10.0,
         call_timeout_s: float = 10.0,
     ) -> None:
-        """As `AsyncClient`."""
+        """Take what `AsyncClient` takes."""
         self._client = _BlockingClient(
             addresses,
             tls=tls,
@@ -395,11 +395,11 @@ class Client(contextlib.AbstractContextManager["Client"]):
         return self.run(build_request(prompt, **options))
 
     def run(self, request: router_pb2.GenerateRequest) -> Generator[Event, None, None]:
-        """As `generate`, of a message made elsewhere; it needs a request_id."""
+        """Run a message that was made elsewhere, and yield its events. It needs a request_id."""
         return _drawn(self._client.run(request))
 
     def text(self, prompt: str | None = None, **options: Unpack[GenerateOptions]) -> str:
-        """The whole answer at once."""
+        """Run one request and return its whole text."""
         return _now(self._client.text(prompt, **options))
 
     def abort(self, request_id: str, tenant: str = "") -> None:
@@ -412,11 +412,11 @@ class Client(contextlib.AbstractContextManager["Client"]):
         return _now(self._client.tokenize(text, tenant))
 
     def explain(self, request: router_pb2.GenerateRequest) -> router_pb2.ExplainRouteResponse:
-        """Where a request would go, cheapest first; books nothing."""
+        """Say where a request would go, the cheapest place first. Nothing is booked."""
         return _now(self._client.explain(request))
 
     def fleet(self) -> control_pb2.WatchFleetResponse:
-        """The fleet as the router sees it now."""
+        """Return the fleet as the router sees it now."""
         return _now(self._client.fleet())
 
     def close(self) -> None:

@@ -78,7 +78,7 @@ class Connections:
                 self._current[at] = Connection(at, self._connect(self._addresses[at]))
 
     def close(self) -> list[Any]:
-        """Returns all channels to close. No further one is opened."""
+        """Close for good: return all channels to close, and open no further one."""
         with self._lock:
             self._is_closed = True
             return [connection.channel for connection in (*self._current, *self._left)]

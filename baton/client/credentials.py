@@ -33,7 +33,8 @@ class Tls:
             raise ConfigError("a client's certificate and its key are needed together")
 
     def credentials(self) -> grpc.ChannelCredentials:
-        """Raises ConfigError where a file cannot be read or holds something else."""
+        """Return gRPC's credentials. Raises ConfigError where a file cannot be read or holds
+        something else."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         ca = certificate = key = None
         if self.ca_file is not None:
@@ -54,14 +55,14 @@ class Tls:
         return grpc.ssl_channel_credentials(ca, key, certificate)
 
     def options(self) -> tuple[tuple[str, str], ...]:
-        """Of the channel."""
+        """Return the channel's options."""
         name = self.server_name
         return () if name is None else (("grpc.ssl_target_name_override", name),)
 
 
 def metadata_of(token: Token | None) -> tuple[tuple[str, str], ...]:
-    """A call's metadata with the token. Raises ConfigError, which does not quote it, for a
-    malformed token."""
+    """Return a call's metadata with the token. Raises ConfigError for a malformed token, and does
+    not quote it."""
     if token is None:
         return ()
     text = (token if isinstance(token, str) else token()).strip()
@@ -71,8 +72,8 @@ def metadata_of(token: Token | None) -> tuple[tuple[str, str], ...]:
 
 
 def token_in(file: str) -> Callable[[], str]:
-    """Read the first line of a file anew for each call. The function raises ConfigError if it
-    cannot."""
+    """Return a function that reads the first line of a file anew for each call. It raises
+    ConfigError if it cannot."""
 
     def read() -> str:
         lines = _read(file).decode(errors="replace").split("\n")

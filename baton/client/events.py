@@ -1,4 +1,4 @@
-"""What happens to one request, as its client sees it. The protobuf messages, as frozen values."""
+"""What happens to one request, as its client sees it: the protobuf messages, as frozen values."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from baton.wire import finish_reason_of
 
 @dataclass(frozen=True)
 class Routed:
-    """Where the request runs. Comes again with each further try."""
+    """Where the request runs. Each further try sends it again."""
 
     request_id: str
     seed: int
@@ -45,7 +45,7 @@ class HandedOff:
 
 @dataclass(frozen=True)
 class Logprobs:
-    """Natural logarithms; `rank` 1 is the likeliest."""
+    """Natural logarithms of a token's probability; `rank` 1 is the likeliest."""
 
     logprob: float
     rank: int
@@ -125,7 +125,7 @@ _PLAIN: dict[str, type[Any]] = {
 
 
 def from_response(response: router_pb2.GenerateResponse) -> Event | None:
-    """None for an event that this release does not know."""
+    """Return the event of a response, or None for one that this release does not know."""
     kind = response.WhichOneof("event")
     match kind:
         case None:

@@ -41,15 +41,16 @@ class GenerateOptions(TypedDict, total=False):
     default."""
 
     chat: Sequence[Mapping[str, Any]] | None
-    """In place of the text: messages as OpenAI's API has them, as are the next three."""
+    """Messages as OpenAI's API has them, in place of the text. The next three options are OpenAI's
+    too."""
     tools: Sequence[Mapping[str, Any]] | None
     tool_choice: str | Mapping[str, Any] | None
     parallel_tool_calls: bool
-    """False: one call, beside a `tool_choice` that forces it."""
+    """False lets a `tool_choice` that forces a call ask for one call only."""
     template_arguments: str | Mapping[str, Any]
-    """What OpenAI's clients send as `chat_template_kwargs`."""
+    """Variables of the chat template, which OpenAI's clients send as `chat_template_kwargs`."""
     token_ids: Sequence[int] | None
-    """In place of the text."""
+    """The prompt's token ids, in place of the text."""
     model: str
     temperature: float
     top_k: int
@@ -77,7 +78,7 @@ class GenerateOptions(TypedDict, total=False):
     session_id: str
     request_id: str
     json_schema: str | Mapping[str, Any]
-    """What the answer must be, by this or one of the next two."""
+    """The schema that the answer must fit. At most one of this and the next two is set."""
     regex: str
     grammar: str
 
@@ -146,7 +147,7 @@ def _set_option(request: router_pb2.GenerateRequest, name: str, value: object) -
 
 
 def _timeout_ms(value: object) -> int:
-    """Raises TypeError, ValueError."""
+    """Return a timeout in milliseconds. Raises TypeError and ValueError."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"a number of seconds is expected, not {value!r}")
     if not 0 < value <= _LONGEST_TIMEOUT_S:
@@ -197,7 +198,7 @@ class RequestStream:
         return max(0.0, self._deadline - time.monotonic()) + _GRACE_S
 
     def request(self) -> router_pb2.GenerateRequest:
-        """The message of the next try."""
+        """Make the message of the next try."""
         message = router_pb2.GenerateRequest()
         message.CopyFrom(self._request)
         message.timeout_ms = max(1, int((self._deadline - time.monotonic()) * 1e3))
@@ -206,7 +207,7 @@ class RequestStream:
         return message
 
     def absorb(self, response: router_pb2.GenerateResponse) -> Event | None:
-        """The event in a response; None when it holds nothing that is new."""
+        """Return the event in a response, or None when it holds nothing new."""
         event = from_response(response)
         self._was_taken = True
         self._lost_at = None
@@ -223,7 +224,8 @@ class RequestStream:
         return event
 
     def lost(self, failure: status.RpcFailure | None) -> float:
-        """Seconds to pause before the next try; `failure` None: the stream ended unfinished.
+        """Return the seconds to pause before the next try. `failure` None: the stream ended
+        unfinished.
 
         Raises the error that ends the request instead, when another try is of no use.
         """

@@ -42,14 +42,14 @@ class PoolConfig(Ranged):
     """Workers of one role and one shape."""
 
     role: Role
-    """prefill, decode, or mixed: both."""
+    """What its workers do: prefill, decode, or both (mixed)."""
     replicas: int = 1
     """Workers at the start; `baton scale` changes it while the cluster runs."""
     min_replicas: int = 0
-    """Fewest that `baton up --autoscale` keeps; 0 lets it stop the pool where
-    `planner.scale_to_zero_after_s` says when."""
+    """Fewest workers that `baton up --autoscale` keeps. With 0 it may stop the pool, when
+    `planner.scale_to_zero_after_s` says."""
     max_replicas: Annotated[int, between(1, 1024)] = 64
-    """What `baton scale` may ask for at most: each worker takes memory for weights and KV."""
+    """Most workers that `baton scale` may ask for: each takes memory for weights and KV."""
     tensor_parallel: Annotated[int, between(1, 64)] = 1
     """Processes that one worker is made of; on cuda each has a GPU of its own."""
     drain_timeout_s: NotNegative | None = None
@@ -74,10 +74,10 @@ class ControlConfig(Ranged):
 
     host: str = "127.0.0.1"
     port: Port = 7101
-    """0: any free port."""
+    """Where it listens. 0: any free port."""
     announced_host: str | None = None
-    """The host by which workers and routers reach it, if that is not `host`: a Service of
-    Kubernetes, say. None: `host`."""
+    """The host by which workers and routers reach the registry, such as a Service of Kubernetes.
+    None: `host`."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -96,19 +96,19 @@ class ClusterConfig:
     model: str = "models/demo"
     """A folder in the Hugging Face layout, or a name on the Hugging Face hub."""
     model_revision: str | None = None
-    """Of a model on the hub: a branch, a tag or a commit; None: its main branch."""
+    """Branch, tag or commit of a model on the hub. None: its main branch."""
     tokenizer: str | None = None
-    """A folder or a name on the hub with tokenizer and chat template, for a model whose files hold
-    none. None: the model's."""
+    """A folder or a name on the hub with tokenizer and chat template, for a model without them.
+    None: the model's own."""
     served_model_name: str | tuple[str, ...] | None = None
-    """What clients call the model: a name, or several, of which answers have the first. None: the
-    last part of `model`."""
+    """What clients call the model: one name or several, the first of which stands in answers. None:
+    the last part of `model`."""
     unit: str = ""
-    """The code of this cluster in routers, statuses and logs, where several versions of a model
-    serve, each as a cluster of its own."""
+    """The code by which routers, statuses and logs tell this cluster from others that serve another
+    version of its model."""
     log_level: LogLevel = "info"
     log_format: LogFormat = "text"
-    """json: each line of the log is an object."""
+    """How the log is written: text, or json with an object a line."""
     runs_on: Literal["machine", "pods"] = "machine"
     """machine: all workers share the machine of `baton up`. pods: each replica has a pod of its
     pool to itself, and waits for one (a Ray node with the resource baton-pool/<pool>: a unit for
@@ -124,7 +124,7 @@ class ClusterConfig:
     registry: RegistryConfig = field(default_factory=RegistryConfig)
     supervisor: SupervisorConfig = field(default_factory=SupervisorConfig)
     planner: PlannerConfig = field(default_factory=PlannerConfig)
-    """Of `baton up --autoscale`."""
+    """Latency targets and pace of `baton up --autoscale`."""
 
     def __post_init__(self) -> None:
         for name in ("model", "model_revision", "tokenizer"):
@@ -141,7 +141,7 @@ class ClusterConfig:
         self._check_times()
 
     def _check_roles(self) -> None:
-        """Whether its pools can serve by themselves."""
+        """Check that the pools can serve by themselves."""
         roles = {pool.role for pool in self.pools.values()}
         if not roles & {"decode", "mixed"}:
             raise ValueError("pools need at least one of role decode or mixed")
@@ -187,13 +187,13 @@ class ClusterConfig:
 
     @property
     def model_names(self) -> tuple[str, ...]:
-        """What clients call the model."""
+        """Return the names by which clients call the model."""
         named = self.served_model_name or Path(self.model).name
         return (named,) if isinstance(named, str) else named
 
     @property
     def model_name(self) -> str:
-        """What answers call the model."""
+        """Return the name of the model in answers."""
         return self.model_names[0]
 
     def pool_engine(self, pool: str, *, source: str = "configuration") -> EngineConfig:
@@ -205,13 +205,13 @@ class ClusterConfig:
         return settings.parse(EngineConfig, merged, source=source, key=key)
 
     def with_absolute_folders(self) -> ClusterConfig:
-        """An absolute path, since workers and routers have working directories of their own. A name
-        on the hub stays a name."""
+        """Return the configuration with absolute paths: workers and routers have working
+        directories of their own. A name on the hub stays a name."""
         tokenizer = None if self.tokenizer is None else _absolute(self.tokenizer)
         return dataclasses.replace(self, model=_absolute(self.model), tokenizer=tokenizer)
 
     def to_yaml(self) -> str:
-        """What `parse_config` reads back as an equal configuration; defaults are left out."""
+        """Write what `parse_config` reads back as an equal configuration; defaults are left out."""
         changed = settings.dump(self, base=ClusterConfig())
         return yaml.safe_dump(changed, sort_keys=False, allow_unicode=True) if changed else "{}\n"
 

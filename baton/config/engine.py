@@ -68,11 +68,12 @@ class EngineSettings(Ranged):
     max_model_len: _Context | None = None
     """Prompt plus output tokens; None: the model's own limit."""
     dtype: Dtype = "auto"
-    """bfloat16, float16 or float32, of weights, activations and KV; auto: the checkpoint's own,
-    but float32 where a device of the cluster has no instructions for it (`engine.dtype`)."""
+    """What weights, activations and KV are computed in: bfloat16, float16 or float32. auto: the
+    checkpoint's own, or float32 where a device of the cluster has no instructions for it
+    (`engine.dtype`)."""
     device: Device = "auto"
-    """cpu or cuda; auto: a GPU where torch can use one, else the CPU. On Kubernetes: a GPU where
-    the pool's pod template asks for one."""
+    """Where the engine computes: cpu or cuda. auto: a GPU where torch can use one, else the CPU; on
+    Kubernetes a GPU where the pool's pod template asks for one."""
     num_threads: Count | None = None
     """Compute threads of one rank; None: the machine's cores divided among its ranks."""
     prefix_cache: bool = True
@@ -93,7 +94,7 @@ class EngineTuning(Ranged):
     num_regions: Count = 4
     """Separately registered parts of the KV pool."""
     backend: Backend = "torch"
-    """torch, or fake: deterministic tokens without a model."""
+    """What computes: torch, or fake, which makes deterministic tokens without a model."""
     fake: FakeEngineConfig = FakeEngineConfig()
 
     @property

@@ -19,8 +19,9 @@ class InternalConfig(Ranged):
     """How routers, workers and operators know each other, on links and at the control service."""
 
     identity: Literal["keys", "tls", "off"] = "keys"
-    """keys: each role signs with a key of its own; what is sent can be read on the way. tls: mutual
-    TLS 1.3, with a certificate for each role. off: whoever reaches a port may use it."""
+    """How a role is proved. keys: each role signs with its own key, and what is sent can be read on
+    the way. tls: mutual TLS 1.3, with a certificate for each role. off: whoever reaches a port may
+    use it."""
     folder: str | None = None
     """A folder of identities, with a folder for each role: `router`, `worker` and `operator`. A
     process reads its own role's alone, so it needs no other one there. With keys it holds
@@ -31,10 +32,10 @@ class InternalConfig(Ranged):
 
     @property
     def path(self) -> Path:
-        """The folder of identities."""
+        """Return the folder of identities."""
         return Path(self.folder or os.environ.get(FOLDER_VARIABLE) or _DEFAULT_FOLDER)
 
     def beside(self, around: Path) -> InternalConfig:
-        """A relative folder is one in `around`."""
+        """Return these settings with a relative folder taken as one in `around`."""
         folder = None if self.folder is None else str(around / self.folder)
         return dataclasses.replace(self, folder=folder)

@@ -49,14 +49,14 @@ class PlannerTuning(Ranged):
     max_kv_use: Share = 0.8
     """Share of a worker's KV memory, and of its most streams, that is planned with."""
     catch_up_s: Positive = 60.0
-    """A queue that misses the TTFT target is to be worked off within this time. It asks for at most
-    twice what the arrivals ask for, and one worker."""
+    """Time within which a queue that misses the TTFT target is to be worked off. It asks for at
+    most one worker more than twice what the arrivals ask for."""
     panic_window_s: Positive = 15.0
     """Scale-out follows the mean need within this time."""
     stable_window_s: Positive = 300.0
     """Scale-in follows the greatest need within this time, all of which must be known."""
     scale_in_hold_s: NotNegative = 60.0
-    """After a scale-in a pool shrinks again after this long at the earliest."""
+    """Least time between two scale-ins of a pool."""
     role_hold_s: NotNegative = 30.0
     """A mixed pool keeps its roles for at least this long after a switch."""
     stale_after_s: Positive = 15.0
@@ -68,7 +68,8 @@ class PlannerTuning(Ranged):
     consolidation_margin: _Margin = 0.2
     """A pool shrinks when the remaining replicas would hold the load and this share more."""
     max_step_out: Count = 4
-    """Replicas that a pool may have beyond those that have started; also for a pool at zero."""
+    """Most replicas that a pool may have beyond those that have started, a pool at zero
+    included."""
     max_step_in: Count = 1
     """Replicas that leave a pool at once; those that never started come on top."""
 

@@ -39,7 +39,8 @@ Port = Annotated[int, between(0, 65535)]
 
 @dataclass(frozen=True)
 class Ranged:
-    """Raises ValueError, naming the field first, for a number outside its range."""
+    """A dataclass whose numbers are checked when it is made. A number outside its range raises
+    ValueError, which names the field first."""
 
     def __post_init__(self) -> None:
         for name, ranges in _ranges(type(self)).items():  # type: ignore[arg-type]
@@ -58,7 +59,7 @@ def _ranges(cls: type) -> Mapping[str, list[Range]]:
 
 
 def _ranges_of(kind: Any) -> typing.Iterator[Range]:
-    """Ranges in a type, also those beside None."""
+    """Return the ranges in a type, also those beside None."""
     yield from (extra for extra in getattr(kind, "__metadata__", ()) if isinstance(extra, Range))
     for part in typing.get_args(kind):
         yield from _ranges_of(part)

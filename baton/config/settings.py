@@ -31,12 +31,12 @@ def as_is(name: str) -> str:
 
 
 def parse(cls: type[T], value: object, *, source: str, key: str = "", spell: Spell = as_is) -> T:
-    """Make a `cls` from a mapping; `source` names the file, `key` is the dotted way here."""
+    """Make a `cls` from a mapping. `source` names the file, `key` is the dotted way here."""
     return _Reader(source, spell).parse(cls, value, key)
 
 
 def dump(config: object, *, base: object | None = None) -> dict[str, Any]:
-    """The mapping that `parse` reads back; with `base`, only what differs from it."""
+    """Write the mapping that `parse` reads back; with `base`, only what differs from it."""
     result: dict[str, Any] = {}
     for field in dataclasses.fields(config):  # type: ignore[arg-type]
         value = getattr(config, field.name)
@@ -48,7 +48,7 @@ def dump(config: object, *, base: object | None = None) -> dict[str, Any]:
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """`base` with the values of `over`; mappings inside are merged in turn."""
+    """Return `base` with the values of `over`; mappings inside are merged in turn."""
     result = dict(base)
     for name, value in over.items():
         inner = result.get(name)
@@ -70,7 +70,7 @@ def changed(config: T, **values: Any) -> T:
 
 
 def unknown_key(name: str, valid: Sequence[str]) -> str:
-    """The message about an unknown key."""
+    """Word the message about an unknown key, with the nearest valid one."""
     near = difflib.get_close_matches(name, valid, n=1, cutoff=0.5)
     hint = f"did you mean {near[0]!r}?" if near else f"valid keys: {', '.join(sorted(valid))}"
     return f"unknown key; {hint}"
@@ -80,7 +80,7 @@ def unknown_key(name: str, valid: Sequence[str]) -> str:
 
 
 class RepeatedKeyError(yaml.YAMLError):
-    """`key` is given in two lines (counted from 1) of one mapping."""
+    """A key is given in two lines of one mapping. Lines count from 1."""
 
     def __init__(self, key: str, first_line: int, line: int) -> None:
         super().__init__(f"{key} is given twice, in lines {first_line} and {line}")
@@ -104,7 +104,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def load_yaml(text: str) -> Any:
-    """The value in a text. Raises yaml.YAMLError, such as RepeatedKeyError."""
+    """Read the value in a text. Raises yaml.YAMLError, such as RepeatedKeyError."""
     return yaml.load(text, Loader=_Loader)
 
 
@@ -198,7 +198,7 @@ class _Reader:
         return self._error(_join(key, name), unknown_key(name, valid))
 
     def _locate(self, key: str, problem: str, names: Mapping[str, Any]) -> tuple[str, str]:
-        """A dataclass names the field first in its ValueError: move it into the key."""
+        """Split a dataclass' ValueError, which names the field first, into the key and the rest."""
         spelt = re.sub(r"\b[a-z]+(_[a-z0-9]+)+\b", lambda word: self._spell(word[0]), problem)
         first, _, rest = spelt.partition(" ")
         if re.split(r"[.\[]", first)[0] in map(self._spell, names):
@@ -215,7 +215,7 @@ def _field_types(cls: Any) -> dict[str, Any]:
 
 
 def _needed(cls: Any) -> list[str]:
-    """Fields without a default."""
+    """Return the fields that have no default."""
     return [
         field.name
         for field in dataclasses.fields(cls)

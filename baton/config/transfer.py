@@ -15,15 +15,15 @@ class TransferConfig(Ranged):
     """How KV moves and how long either side waits for the other."""
 
     transport: Literal["ucx", "memory"] = "ucx"
-    """ucx, or memory: workers inside one interpreter."""
+    """How KV travels: ucx, or memory between workers inside one interpreter."""
     ucx_library: str = "wheel"
-    """wheel (libucx-cu12), system (the linker's libucp.so.0), or the path of a libucp."""
+    """Which libucp is loaded: wheel (libucx-cu12), system (the linker's libucp.so.0), or a path."""
     net_devices: str = ""
     """The network devices that UCX may use and listen on, as UCX_NET_DEVICES names them; `all`:
     any. Empty: the loopback device alone where the cluster runs on one machine, else any.
     UCX_NET_DEVICES in a worker's environment goes first."""
     checksum: Checksum = "off"
-    """off, sampled (every 16th block) or always."""
+    """Which blocks carry checksums: off, sampled (every 16th) or always."""
     renew_within_s: Annotated[float, at_least(0.001)] = 10.0  # whole ms in a lease
     """A lease is fenced when its writer is silent for this long."""
     ack_timeout_s: Positive = 10.0
@@ -39,9 +39,9 @@ class TransferConfig(Ranged):
     """First pause between attempts to prove that the other side of a broken handoff has stopped;
     doubles up to 1 s."""
     native: bool = True
-    """Post batches from compiled code; False, or no compiler: from Python."""
+    """Whether compiled code posts batches of puts. False, or without a compiler: Python does."""
 
     @property
     def checksum_stride(self) -> int:
-        """Every n-th block carries a checksum; 0: none does."""
+        """Return n where every n-th block carries a checksum, or 0 where none does."""
         return {"off": 0, "sampled": 16, "always": 1}[self.checksum]

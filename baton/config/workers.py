@@ -13,11 +13,12 @@ from baton.config.ranges import Count, NotNegative, Port, Positive, Ranged, Whol
 POD_LABEL = "baton.dev/pod"
 """The label of a Ray node that holds the name of its pod."""
 PORT_VARIABLE = "BATON_WORKER_PORT"
-"""In a pod's environment: where its worker listens. It overrides the settings."""
+"""The variable of a pod's environment that says where its worker listens. It overrides the
+settings."""
 
 
 def pod_resource(pool: str) -> str:
-    """The resource that a pool's pods offer Ray: a unit for each rank of a replica."""
+    """Return the resource that a pool's pods offer Ray: a unit for each rank of a replica."""
     return f"baton-pool/{pool}"
 
 
@@ -43,8 +44,8 @@ class RegistryConfig(Ranged):
 
     @property
     def look_s(self) -> float:
-        """How often the registry looks for silent workers. If it misses more than two looks
-        (stopped, starved), that time counts as nobody's silence."""
+        """How often the registry looks for silent workers. Time in which it missed more than two
+        looks (stopped, starved) counts as nobody's silence."""
         return self.silent_after_s / 6
 
     def __post_init__(self) -> None:
@@ -69,13 +70,13 @@ class WorkerSettings(Ranged):
     port: Port = 0
     """Where a worker's links listen. 0: any free port, which it registers."""
     metrics_port: Port | None = 0
-    """Prometheus metrics over HTTP; None: not served, 0: any free port."""
+    """Where Prometheus metrics are served over HTTP. None: not served, 0: any free port."""
     metrics_host: str | None = None
-    """None: where its other services listen, which is the loopback on one machine and the pod's
-    address in a pod."""
+    """The address of the metrics port. None: that of its other services, which is the loopback on
+    one machine and the pod's own in a pod."""
     health_port: Port | None = None
-    """For probes, over HTTP and open to all: `GET /live` answers 200 while the worker serves, and
-    503 once it drains. It tells nothing else. None: not served, 0: any free port."""
+    """A port for probes, over HTTP and open to all: `GET /live` answers 200 while the worker
+    serves, 503 once it drains, and tells nothing else. None: not served, 0: any free port."""
 
 
 @dataclass(frozen=True)
@@ -103,13 +104,13 @@ class DecodeConfig(Ranged):
     finished_ttl_s: NotNegative = 30.0
     """How long an ended request is remembered."""
     max_finished: Count = 4096
-    """Ended requests remembered at most, and as many attempts that ended without output."""
+    """Most ended requests that are remembered, and as many attempts that ended without output."""
     max_finished_bytes: Whole = 256 << 20
-    """The same in bytes of their prompts and outputs."""
+    """Most bytes of the prompts and outputs that are remembered."""
     reserve_within_s: Positive = 2.0
     """How long an engine may take to reserve blocks. One that has no room by then is full, and the
     router tries another worker. Below the routers' `reserve_timeout_s`."""
     no_capacity_retry_s: NotNegative = 0.1
-    """When a router that met a full worker is to come back."""
+    """How soon a router that met a full worker is to come back."""
     max_lease_s: Positive = 600.0
     """Longest life of a lease for a request without a deadline."""

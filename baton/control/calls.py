@@ -61,7 +61,7 @@ def _numbered(nonce: bytes, number: int, message: bytes) -> tuple[bytes, ...]:
 def control_channel(
     module: Any, address: str, options: tuple[tuple[str, int], ...], identity: Identity
 ) -> Any:
-    """A channel to a control service. `module`: grpc or grpc.aio."""
+    """Open a channel to a control service. `module`: grpc or grpc.aio."""
     if identity.tls is not None:
         return identity.tls.channel(module, address, options)
     return module.insecure_channel(address, options=options)
@@ -70,7 +70,7 @@ def control_channel(
 def signed_metadata(
     keys: Keys, path: str, body: bytes, now_ns: int
 ) -> tuple[tuple[tuple[str, bytes], ...], bytes]:
-    """What a call carries, and its nonce."""
+    """Return the metadata that a call carries, and its nonce."""
     nonce, role = os.urandom(16), keys.role
     stamp = _STAMP.pack(now_ns, nonce)
     signature = keys.sign(_CALL, _parts(path, role, stamp, body))
@@ -78,7 +78,7 @@ def signed_metadata(
 
 
 def control_stub(channel: Any, identity: Identity) -> control_pb2_grpc.ControlServiceStub:
-    """The service's stub on a channel of either kind; its types speak of asyncio alone."""
+    """Make the service's stub on a channel of either kind; its types speak of asyncio alone."""
     signed = channel if identity.keys is None else _SignedChannel(channel, identity.keys)
     return control_pb2_grpc.ControlServiceStub(cast(grpc.aio.Channel, signed))
 
@@ -90,7 +90,7 @@ class _SignedChannel:
         self._channel, self._keys = channel, keys
 
     def __getattr__(self, kind: str) -> Callable[..., Any]:
-        """unary_unary, unary_stream, stream_unary or stream_stream."""
+        """Wrap unary_unary, unary_stream, stream_unary or stream_stream."""
         return partial(self._method, getattr(self._channel, kind), kind.startswith("stream"))
 
     def _method(
@@ -113,8 +113,8 @@ class _SignedChannel:
 
 
 def _opening(keys: Keys, nonce: bytes, read: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
-    """What reads one call's answers. A None, gRPC gives to an asyncio caller and makes an INTERNAL
-    for another one."""
+    """Return what reads one call's answers. gRPC gives a None from it to an asyncio caller, and
+    makes an INTERNAL of it for another one."""
     numbers = itertools.count(1)
 
     def opened(data: bytes) -> Any:
@@ -132,8 +132,8 @@ def _opening(keys: Keys, nonce: bytes, read: Callable[[bytes], Any]) -> Callable
 
 
 class ControlGuard(grpc.aio.ServerInterceptor):
-    """Own which calls were taken. `allowed`: the roles that may make each call, by its name. Health
-    is open to all."""
+    """Own which calls were taken. `allowed` has the roles that may make each call, by its name;
+    health is open to all."""
 
     def __init__(
         self,
@@ -191,9 +191,9 @@ class ControlGuard(grpc.aio.ServerInterceptor):
         while self._nonces and now_s - next(iter(self._nonces.values())) > 2 * WINDOW_S:
             del self._nonces[next(iter(self._nonces))]
         if nonce in self._nonces:
-            raise UnauthenticatedError("it was made before")
+            raise UnauthenticatedError("it was taken before: a call counts once")
         if len(self._nonces) >= _MAX_NONCES:
-            raise OverloadedError("too many calls of late", retry_after_s=WINDOW_S)
+            raise OverloadedError("too many calls within the last minute", retry_after_s=WINDOW_S)
         self._nonces[nonce] = now_s
 
 
@@ -205,13 +205,13 @@ def _check_role(name: str, roles: Collection[str], allowed: Collection[str]) -> 
 
 
 def _sealing(keys: Keys, nonce: bytes) -> Seal:
-    """What puts the operator's signature before each message of one call's answer."""
+    """Return what puts the operator's signature before each message of one call's answer."""
     numbers = itertools.count(1)
     return lambda message: keys.sign(_ANSWER, _numbered(nonce, next(numbers), message)) + message
 
 
 def _guarded(handler: Any, take_in: Callable[[bytes, Any], Awaitable[Seal]]) -> Any:
-    """The same handler behind `take_in`, which sees a request's bytes before they are read."""
+    """Put a handler behind `take_in`, which sees a request's bytes before they are read."""
     sends_stream, gets_stream = handler.request_streaming, handler.response_streaming
     kind = f"{'stream' if sends_stream else 'unary'}_{'stream' if gets_stream else 'unary'}"
     run, read, write = (

@@ -36,7 +36,7 @@ _ADD_POOL_TIMEOUT_S = 90.0  # a dtype may have to be chosen, by a process that r
 
 
 class ControlClient(contextlib.AbstractContextManager["ControlClient"]):
-    """Errors are those of `baton.errors`."""
+    """A client of the control service. It raises the errors of `baton.errors`."""
 
     def __init__(
         self,
@@ -45,8 +45,8 @@ class ControlClient(contextlib.AbstractContextManager["ControlClient"]):
         call_timeout_s: float = _CALL_TIMEOUT_S,
         identity: Identity | str | None = None,
     ) -> None:
-        """`identity`: who calls; or else the operator, as `operator_of` finds it in this folder.
-        Raises ConfigError where it does not."""
+        """Call as `identity`, or else as the operator that `operator_of` finds in this folder.
+        Raises ConfigError where it finds none."""
         self.address, self._call_timeout_s = address, call_timeout_s
         own = identity if isinstance(identity, Identity) else operator_of(address, identity)
         self._identity = own
@@ -61,7 +61,8 @@ class ControlClient(contextlib.AbstractContextManager["ControlClient"]):
 
     @property
     def _stub(self) -> Any:
-        """By the certificate of the moment: a channel keeps that with which it was made."""
+        """Make a stub with the certificate of the moment: a channel keeps the one with which it was
+        made."""
         with self._opening:
             if (now := self._certificate_now()) is not self._certificate:
                 self._channel.close()
@@ -85,7 +86,7 @@ class ControlClient(contextlib.AbstractContextManager["ControlClient"]):
             call.cancel()
 
     def set_replicas(self, pool: str, replicas: int) -> int:
-        """The number of replicas the pool had before."""
+        """Set a pool's size. Returns the number of replicas that it had before."""
         try:
             request = control_pb2.SetReplicasRequest(pool=pool, replicas=replicas)
         except ValueError as error:
@@ -93,7 +94,7 @@ class ControlClient(contextlib.AbstractContextManager["ControlClient"]):
         return int(self._call("SetReplicas", request).previous_replicas)
 
     def set_role_plan(self, pool: str, prefill: int, decode: int) -> None:
-        """How many of a mixed pool's workers only prefill, and how many only decode."""
+        """Set how many of a mixed pool's workers only prefill, and how many only decode."""
         try:
             plan = control_pb2.RolePlan(prefill=prefill, decode=decode)
         except ValueError as error:
@@ -111,8 +112,8 @@ class ControlClient(contextlib.AbstractContextManager["ControlClient"]):
         self._call("ClosePods", control_pb2.ClosePodsRequest(pod_names=pod_names))
 
     def agree_dtype(self, pool: str, dtype: str) -> str:
-        """The dtype in which a pool's workers compute. `dtype` is what one of them proposes before
-        it loads the model."""
+        """Return the dtype in which a pool's workers compute. `dtype` is what one of them proposes
+        before it loads the model."""
         request = control_pb2.AgreeDtypeRequest(pool=pool, dtype=dtype)
         return str(self._call("AgreeDtype", request).dtype)
 
@@ -121,12 +122,12 @@ class ControlClient(contextlib.AbstractContextManager["ControlClient"]):
         self._call("RemovePool", control_pb2.RemovePoolRequest(pool=pool))
 
     def units(self) -> Sequence[control_pb2.Unit]:
-        """The units that routers send requests to, with their shares: the oldest first."""
+        """Return the units that routers send requests to, with their shares, the oldest first."""
         answer = self._call("WatchUnits", control_pb2.WatchUnitsRequest(), is_stream=True)
         return list(answer.units)
 
     def set_units(self, units: Iterable[control_pb2.Unit]) -> None:
-        """Set the list of units that routers read: the oldest first."""
+        """Set the units that routers send requests to, the oldest first."""
         self._call("SetUnits", control_pb2.SetUnitsRequest(units=units))
 
     def drain(self, worker_id: str) -> None:
@@ -141,7 +142,7 @@ class ControlClient(contextlib.AbstractContextManager["ControlClient"]):
     def _call(
         self, method: str, request: Any, timeout_s: float | None = None, is_stream: bool = False
     ) -> Any:
-        """The answer. `is_stream`: the first one of a stream."""
+        """Make a call and return its answer. `is_stream`: the first message of a stream."""
         timeout_s = self._call_timeout_s if timeout_s is None else timeout_s
         try:
             answer = getattr(self._stub, method)(request, timeout=timeout_s)
@@ -172,12 +173,13 @@ class ControlClient(contextlib.AbstractContextManager["ControlClient"]):
 
 @dataclass(frozen=True)
 class SeenByClients:
-    """95th percentiles of the last minute, seconds; None: nothing was seen."""
+    """What clients saw of a pool in the last minute: 95th percentiles in seconds, None where
+    nothing was seen."""
 
     ttft_s: float | None = None
-    """Of prompts that the pool prefilled."""
+    """Time to first token of prompts that the pool prefilled."""
     itl_s: float | None = None
-    """Of streams that it decodes."""
+    """Gap between tokens of streams that the pool decodes."""
 
 
 NOTHING_SEEN = SeenByClients()
@@ -186,7 +188,7 @@ NOTHING_SEEN = SeenByClients()
 def seen_by_clients(
     routers: Iterable[control_pb2.ReportRouterRequest],
 ) -> dict[str, SeenByClients]:
-    """The worst figures of each pool that a router reported."""
+    """Return the worst figures of each pool that a router reported."""
     by_pool: dict[str, list[control_pb2.PoolFigures]] = {}
     for router in routers:
         for figures in router.pools:

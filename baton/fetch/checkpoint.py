@@ -40,8 +40,8 @@ def _beside(folder: Path, kind: str) -> Path:
 
 @contextlib.contextmanager
 def _locked(path: Path, report: Report) -> Iterator[None]:
-    """The kernel releases the lock of a process that dies, and a fetch ends when nothing comes for
-    long. So nobody waits longer than a fetch takes."""
+    """Hold the lock of a folder's name. The kernel releases the lock of a process that dies, and a
+    fetch ends when nothing comes for long. So nobody waits longer than a fetch takes."""
     with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "rb") as lock:
         reported_at = None
         while True:
@@ -57,7 +57,7 @@ def _locked(path: Path, report: Report) -> Iterator[None]:
 
 
 def _lead(folder: Path, whole: Path) -> None:
-    """Switch the link in one step, also for readers."""
+    """Switch the folder's link in one step, for readers too."""
     link = _beside(folder, "link")
     link.unlink(missing_ok=True)
     link.symlink_to(whole.name)
@@ -81,8 +81,8 @@ _AT_ONCE = 4
 
 
 class Fetcher:
-    """`environment`: https uses its BEARER_TOKEN; boto3 reads its own variables. `pause_s`: the
-    pause after a try in which nothing came; doubled each time."""
+    """Fetches checkpoints. `environment` holds https's BEARER_TOKEN; boto3 reads its own variables.
+    `pause_s` is the pause after a try in which nothing came; it doubles each time."""
 
     def __init__(
         self, environment: Mapping[str, str], report: Report, pause_s: float = 1.0
@@ -90,7 +90,7 @@ class Fetcher:
         self._environment, self._report, self._pause_s = environment, report, pause_s
 
     def fetch(self, uri: str, folder: Path, text_only: bool) -> None:
-        """Bring the checkpoint of `uri` into `folder`. `text_only`: no weights. Raises
+        """Bring the checkpoint of `uri` into `folder`, with `text_only` without weights. Raises
         FetchError."""
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)

@@ -34,7 +34,7 @@ _FILE_NAME = re.compile(r"[\w][\w.+-]*")
 class WantedFile:
     name: str
     is_needed: bool = True
-    """False: it may be missing."""
+    """False: the file may be missing."""
     sha256: str | None = None
 
 
@@ -42,11 +42,11 @@ class WantedFile:
 class Wanted:
     files: tuple[WantedFile, ...]
     weights_bytes: int | None = None
-    """From the index; None: the index has no total, or no weights are wanted."""
+    """Bytes of the weights by the index. None: the index has no total, or no weights are wanted."""
 
 
 def wanted_files(source: Source, text_only: bool) -> Wanted:
-    """What to fetch of a checkpoint. Raises FetchError."""
+    """List what to fetch of a checkpoint. Raises FetchError."""
     sums = read_sums(source)
     names = frozenset(sums) if sums else source.names()
     if names is not None and CONFIG not in names:
@@ -65,7 +65,7 @@ def wanted_files(source: Source, text_only: bool) -> Wanted:
 
 
 def read_sums(source: Source) -> Mapping[str, str]:
-    """Digest by file name; empty if the folder holds none."""
+    """Read the digest of each file by its name; none if the folder holds none."""
     text = _small(source, SUMS)
     if text is None:
         return {}
@@ -79,7 +79,7 @@ def read_sums(source: Source) -> Mapping[str, str]:
 
 
 def _weights(source: Source, names: frozenset[str] | None) -> tuple[list[str], int | None]:
-    """Choose as the engine does: a single file is the whole model."""
+    """Choose the files of weights as the engine does: a single file is the whole model."""
     if names is not None and SINGLE in names:
         return [SINGLE], None
     text = _small(source, INDEX) if names is None or INDEX in names else None

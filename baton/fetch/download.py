@@ -30,7 +30,7 @@ from baton.render import num_bytes
 Report = Callable[[str], None]
 
 _TRIES = 6
-"""Tries in a row in which nothing came."""
+"""Tries in a row in which nothing came before a file is given up."""
 _REPORT_EVERY_S = 10.0
 
 
@@ -44,8 +44,8 @@ class Whole:
 
 
 class Download:
-    """Fetch files of one source; several threads may. Reports now and then how much of all has
-    come."""
+    """Fetches files of one source, from several threads. It reports now and then how much of all
+    has come."""
 
     def __init__(
         self,
@@ -55,7 +55,8 @@ class Download:
         total_bytes: int | None,
         pause_s: float,
     ) -> None:
-        """`pause_s`: the pause after a try in which nothing came; doubled each time."""
+        """Start with nothing fetched. `pause_s` is the pause after a try in which nothing came; it
+        doubles each time."""
         self._source, self._folder, self._report = source, folder, report
         self._pause_s = pause_s
         self.is_over = threading.Event()
@@ -66,7 +67,8 @@ class Download:
         self._lock = threading.Lock()
 
     def fetch(self, file: WantedFile) -> None:
-        """Raises FetchError, and keeps what came for the next try. Raises OSError."""
+        """Fetch one file. Raises FetchError, and keeps what came for the next try. Raises
+        OSError."""
         whole = self._folder / file.name
         if whole.exists():
             return
@@ -122,21 +124,23 @@ class Download:
             return whole.sha256
         with self._source.read(name, start, whole.version if whole else None) as content:
             if content.start not in (0, start):
-                raise FetchError(f"{self._source.where(name)}: another part came than was asked")
+                where = self._source.where(name)
+                raise FetchError(f"{where}: the server sent another part than it was asked for")
             if content.start == 0:
                 self._begin(name, content)
             with part.open("ab") as file:
                 for chunk in content.chunks:
                     if self.is_over.is_set():
-                        raise FetchError(f"{name}: left, since another file cannot be fetched")
+                        raise FetchError(f"{name}: not fetched, since another file cannot be")
                     file.write(chunk)
                     self._came(len(chunk))
                 size = file.tell()
             if content.size is not None and size < content.size:
-                raise CutOffError(f"{self._source.where(name)}: ended at byte {size}")
+                raise CutOffError(f"{self._source.where(name)}: cut off at byte {size}")
             if content.size is not None and size > content.size:
                 part.unlink()
-                raise CutOffError(f"{self._source.where(name)}: more than it said to be")
+                where = self._source.where(name)
+                raise CutOffError(f"{where}: the server sent more bytes than it announced")
         return content.sha256 or (whole.sha256 if whole and content.start else None)
 
     def _begin(self, name: str, content: Content) -> None:
@@ -160,9 +164,9 @@ class Download:
         if found != sha256:
             part.unlink()
             raise FetchError(
-                f"{self._source.where(name)}: its SHA-256 is {found}, it should be {sha256}: it is "
-                "fetched anew at the next start; if that ends like this too, the file there is "
-                "damaged, or what says its checksum is older"
+                f"{self._source.where(name)}: its SHA-256 is {found}, not {sha256}. The next "
+                "start fetches it anew. If the checksum differs again, the file there is damaged "
+                "or its published checksum is out of date"
             )
 
     def _part(self, name: str) -> Path:

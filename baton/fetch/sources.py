@@ -63,7 +63,7 @@ class DamagedError(CutOffError):
 
 
 def _of_status(status: int, where: str) -> FetchError:
-    """The error of an HTTP status other than success for the file at `where`."""
+    """Make the error of an HTTP status other than success for the file at `where`."""
     if status in (404, 410):
         return NotThereError(
             f"{where} is not there (HTTP {status}): the URI is the folder that holds config.json"
@@ -87,9 +87,9 @@ class Content:
     """A file on its way."""
 
     chunks: Iterator[bytes]
-    """Raises CutOffError; may also end early."""
+    """The file's bytes. Reading them raises CutOffError; they may also end early."""
     start: int
-    """How many bytes at the start are left out."""
+    """How many bytes at the file's start are left out."""
     size: int | None
     """Bytes of the whole file. None: the source does not say, and ends only after the last byte."""
     version: str | None
@@ -102,10 +102,10 @@ class Source(Protocol):
     """A folder's files, by name."""
 
     def where(self, name: str) -> str:
-        """For messages; without secrets."""
+        """Name a file in messages, without secrets."""
 
     def names(self) -> frozenset[str] | None:
-        """Of all its files; None: it cannot be listed. Raises FetchError."""
+        """List the names of all files; None: the source cannot be listed. Raises FetchError."""
 
     def read(
         self, name: str, start: int = 0, version: str | None = None
@@ -120,7 +120,8 @@ class Source(Protocol):
 
 
 class WebSource:
-    """`folder`: its URL. `token`: sent to this server, and never to one that it redirects to."""
+    """A folder on a web server. `folder` is its URL; `token` is sent to this server, and never to
+    one that it redirects to."""
 
     def __init__(self, folder: str, token: str | None = None) -> None:
         self._folder = folder.rstrip("/")
@@ -171,7 +172,7 @@ def _content(response: http.client.HTTPResponse, where: str) -> Content:
     if response.status == 206:
         found = re.fullmatch(r"bytes (\d+)-\d+/(\d+)", headers.get("Content-Range", ""))
         if found is None:
-            raise CutOffError(f"{where}: an answer with a part of it does not say which")
+            raise CutOffError(f"{where}: a partial file came without a Content-Range header")
         start, size = map(int, found.groups())
     elif (length := headers.get("Content-Length")) is not None:
         size = int(length)
@@ -187,20 +188,21 @@ def _chunks(response: http.client.HTTPResponse, where: str) -> Iterator[bytes]:
 
 
 def _version(headers: Message) -> str | None:
-    """A version for If-Range, which takes no weak ETag."""
+    """Return a version for If-Range, which takes no weak ETag."""
     etag: str | None = headers.get("ETag")
     return headers.get("Last-Modified") if etag is None or etag.startswith("W/") else etag
 
 
 def _sha256(headers: Message) -> str | None:
-    """The whole file's digest, from RFC 9530's header or a bucket's own."""
+    """Return the whole file's digest, from RFC 9530's header or a bucket's own."""
     found = re.search(r"sha-256=:([^:]+):", headers.get("Repr-Digest", ""))
     digest = found.group(1) if found else headers.get("x-amz-checksum-sha256", "")
     return whole_sha256(digest)
 
 
 def whole_sha256(encoded: str) -> str | None:
-    """A base64 digest in hexadecimal digits. None for an empty one, and for one made of parts."""
+    """Write a base64 digest in hexadecimal digits. None for an empty one, and for one made of
+    parts."""
     try:
         digest = base64.b64decode(encoded, validate=True)
     except binascii.Error:
@@ -212,7 +214,8 @@ def whole_sha256(encoded: str) -> str | None:
 
 
 class S3Source:
-    """Raises FetchError where boto3 is missing or its configuration is wrong."""
+    """A folder of a bucket. Making it raises FetchError where boto3 is missing or its configuration
+    is wrong."""
 
     def __init__(self, bucket: str, folder: str) -> None:
         try:
@@ -279,7 +282,7 @@ class S3Source:
 
 @contextlib.contextmanager
 def _translated(where: str) -> Iterator[None]:
-    """boto3's errors as Baton's, also those of a body on its way."""
+    """Raise boto3's errors as Baton's, those of a body on its way included."""
     from botocore.exceptions import (
         BotoCoreError,
         ClientError,

@@ -26,7 +26,7 @@ _OPERATOR = (("grpc.ssl_target_name_override", "baton-operator"),)
 
 @dataclass(frozen=True)
 class Held:
-    """What the files say."""
+    """What the certificate files hold."""
 
     server: ssl.SSLContext
     client: ssl.SSLContext
@@ -39,17 +39,19 @@ class Certificates:
     """Own a role's certificate and key. Any thread may use it."""
 
     def __init__(self, folder: Path, role: Role) -> None:
-        """Raises ConfigError when the files are not a certificate, its key and its authority."""
+        """Read the files. Raises ConfigError when they are not a certificate, its key and its
+        authority."""
         files = [folder / name for name in _FILES]
         self._reread = Reread(lambda: files, lambda: _read(folder, role))
 
     @property
     def now(self) -> Held:
-        """As the files are now. Where they cannot be read, as they were, and the log says so."""
+        """Return what the files hold now. Where they cannot be read, what they held, and the log
+        says so."""
         return self._reread.now
 
     def server_credentials(self) -> grpc.ServerCredentials:
-        """For a port that only holders of a certificate may use."""
+        """Return the credentials of a port that only holders of a certificate may use."""
 
         def fetch() -> grpc.ServerCertificateConfiguration:
             held = self.now
@@ -58,19 +60,20 @@ class Certificates:
         return grpc.dynamic_ssl_server_credentials(fetch(), fetch, True)
 
     def channel(self, module: Any, address: str, options: Iterable[Any]) -> Any:
-        """A channel to a control service, of `grpc` or `grpc.aio`, by today's certificate."""
+        """Open a channel to a control service, of `grpc` or `grpc.aio`, with today's
+        certificate."""
         held = self.now
         credentials = grpc.ssl_channel_credentials(held.authority, *held.pair)
         return module.secure_channel(address, credentials, options=(*options, *_OPERATOR))
 
 
 def roles_in(uris: Collection[str]) -> list[Role]:
-    """Those that a certificate's alternative names give."""
+    """Return the roles that a certificate's alternative names give."""
     return [role for role in ROLES if f"baton:{role}" in uris]
 
 
 def roles_of(transport: Any) -> list[Role]:
-    """The roles of a TLS connection's other side."""
+    """Return the roles of a TLS connection's other side."""
     names = (transport.get_extra_info("peercert") or {}).get("subjectAltName", ())
     return roles_in([value for kind, value in names if kind == "URI"])
 

@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Identity:
-    """With neither keys nor certificates, nobody asks who it is and it asks nobody."""
+    """A process' keys or certificates. With neither, nobody asks who it is and it asks nobody."""
 
     role: Role
     keys: Keys | None = None
@@ -29,7 +29,7 @@ class Identity:
 
 
 def open_identity(config: InternalConfig, role: Role) -> Identity:
-    """Raises ConfigError when its folder does not hold it."""
+    """Open a role's identity. Raises ConfigError when its folder does not hold it."""
     if config.identity == "keys":
         return Identity(role, keys=Keys.in_folder(config.path / role, role))
     if config.identity == "tls":
@@ -38,7 +38,7 @@ def open_identity(config: InternalConfig, role: Role) -> Identity:
 
 
 def find_identity(role: Role, folder: str | None = None) -> Identity:
-    """Whatever of keys and certificates a folder of identities holds. Raises ConfigError."""
+    """Open whatever a folder of identities holds, keys or certificates. Raises ConfigError."""
     held = InternalConfig(folder=folder).path / role
     kind: Literal["tls", "keys"] = "tls" if (held / "tls.crt").exists() else "keys"
     return open_identity(InternalConfig(kind, folder), role)
@@ -62,7 +62,7 @@ _HERE = ("localhost", "127.0.0.1", "0.0.0.0", "[::1]", "[::]", "::1", "::")
 
 
 def _record(address: str) -> Path:
-    """The user's file about the cluster whose control service is there."""
+    """Return the user's file about the cluster whose control service is there."""
     host, _, port = address.rpartition(":")
     home = os.environ.get("XDG_RUNTIME_DIR") or Path.home() / ".cache"
     return Path(home) / "baton" / (port if host in _HERE else f"{host}:{port}".replace("/", "_"))
@@ -86,8 +86,9 @@ def recorded(address: str, config: InternalConfig) -> Iterator[None]:
 
 
 def operator_of(address: str, folder: str | None = None) -> Identity:
-    """The operator's identity for the control service at `address`: of `folder` (`off`: none is
-    needed), else the one that `baton up` recorded, else of the folder that BATON_IDENTITY names.
+    """Find the operator's identity for the control service at `address`: that of `folder` (`off`:
+    none is needed), else the one that `baton up` recorded, else that of the folder that
+    BATON_IDENTITY names.
 
     Raises ConfigError, which says what to do.
     """

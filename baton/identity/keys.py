@@ -26,13 +26,13 @@ _KEY_BYTES = 32
 
 
 def make_root() -> bytes:
-    """A new cluster's secret, from which all its keys follow."""
+    """Draw a new cluster's secret, from which all its keys follow."""
     return secrets.token_bytes(_KEY_BYTES)
 
 
 def role_files(root: bytes, role: Role, trusted: Sequence[bytes] = ()) -> dict[str, bytes]:
-    """The files of a role's folder, by name. `trusted`: other roots whose roles count, too, while
-    the cluster goes over from one root to another."""
+    """Make the files of a role's folder, by name. The roles of `trusted`, other roots, count too
+    while the cluster goes over from one root to another."""
     public = [
         f"{each} {_text(_private(one, each).public_key().public_bytes_raw())}\n"
         for one in dict.fromkeys((root, *trusted))
@@ -53,7 +53,7 @@ def _text(key: bytes) -> str:
 
 @dataclass(frozen=True)
 class _Known:
-    """What the files say."""
+    """What the key files hold."""
 
     private: Ed25519PrivateKey
     public: Mapping[str, Sequence[Ed25519PublicKey]]
@@ -67,14 +67,14 @@ class Keys:
 
     @classmethod
     def of_root(cls, root: bytes, role: Role) -> Keys:
-        """For who keeps the root."""
+        """Derive a role's keys, for the one who keeps the root."""
         known = _known(role, role_files(root, role))
         return cls(role, lambda: known)
 
     @classmethod
     def in_folder(cls, folder: Path, role: Role) -> Keys:
-        """Those that the role's folder holds at the time of use. Raises ConfigError when it holds
-        none."""
+        """Use the keys that the role's folder holds at the time of use. Raises ConfigError when it
+        holds none."""
         files = [folder / name for name in (KEY_FILE, PUBLIC_FILE)]
         reread = Reread(lambda: files, lambda: _read(folder, role))
         return cls(role, lambda: reread.now)
@@ -85,7 +85,7 @@ class Keys:
     def verify(
         self, roles: Iterable[str], purpose: str, parts: Iterable[bytes], signature: bytes
     ) -> bool:
-        """Whether one of these roles has signed these parts for this purpose."""
+        """Tell whether one of these roles has signed these parts for this purpose."""
         public, message = self._known().public, _message(purpose, parts)
         return any(
             _is_signed(key, signature, message) for role in roles for key in public.get(role, ())
@@ -101,7 +101,7 @@ def _is_signed(key: Ed25519PublicKey, signature: bytes, message: bytes) -> bool:
 
 
 def _message(purpose: str, parts: Iterable[bytes]) -> bytes:
-    """Each part with its length, so that no two lists of parts make the same bytes."""
+    """Join the parts, each with its length, so that no two lists of parts make the same bytes."""
     whole = (purpose.encode(), *parts)
     return b"".join(len(part).to_bytes(4, "big") + part for part in whole)
 
@@ -116,7 +116,7 @@ def _read(folder: Path, role: Role) -> _Known:
 
 
 def _known(role: Role, files: Mapping[str, bytes]) -> _Known:
-    """Raises ValueError."""
+    """Parse the two key files. Raises ValueError."""
     ((named, private),) = _lines(files[KEY_FILE])
     if named != role:
         raise ValueError(f"a key of role {named}")
@@ -127,7 +127,7 @@ def _known(role: Role, files: Mapping[str, bytes]) -> _Known:
 
 
 def _lines(data: bytes) -> list[tuple[str, bytes]]:
-    """(role, key), one a line. Raises ValueError."""
+    """Parse lines of a role and a key. Raises ValueError."""
     pairs = [line.split() for line in data.decode("ascii").splitlines() if line.strip()]
     return [(role, base64.b64decode(key, validate=True)) for role, key in pairs]
 

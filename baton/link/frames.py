@@ -24,17 +24,17 @@ VERSION = b"baton link 2"
 NONCE_BYTES = 32
 _HELLO = struct.Struct(f"<{len(VERSION)}sf{NONCE_BYTES}s")
 AS_WORKER, AS_CALLER = "baton link worker", "baton link caller"
-"""What each side signs the nonces of both for."""
+"""The purposes for which each side signs the nonces of both."""
 _LOW_BYTES, _HIGH_BYTES = 16 << 10, 64 << 10  # of the buffer: when `room` is given, and taken
 MAX_FRAME_BYTES = 256 << 20
-"""Of a worker's frames, which its router trusts. A longer one ends the connection."""
+"""Most bytes of a worker's frame, which its router trusts. A longer one ends the connection."""
 MAX_STRANGERS_BYTES = 1 << 10
-"""The same until it is known who is there."""
+"""Most bytes of a frame until it is known who is there."""
 TOKENS_ROOM, OTHERS_ROOM = 1 << 20, _HIGH_BYTES
-"""Bytes unsent up to which more are taken: tokens go before all else."""
+"""Unsent bytes up to which more is taken: tokens go before all else."""
 _LOOK_S = 0.01
 NO_CALL = 0
-"""What a frame of no call has as its number: END then refuses the link."""
+"""The number in a frame of no call. END with it refuses the link."""
 
 
 class Kind(enum.IntEnum):
@@ -92,7 +92,7 @@ MESSAGES: dict[Method, tuple[type[Message], type[Message]]] = {
 
 
 def link_name(ref: common_pb2.WorkerRef) -> str:
-    """Whom a caller means: this start of this worker. Another one, to which somebody passes the
+    """Name the start of a worker that a caller means. Another one, to which somebody passes the
     connection on, refuses it."""
     return f"{ref.worker_id}/{ref.incarnation}"
 
@@ -104,9 +104,9 @@ class Hello:
     keepalive_s: float
     nonce: bytes
     role: str
-    """The caller's."""
+    """The caller's role."""
     worker: str = ""
-    """Its `link_name`; empty: whoever listens."""
+    """The `link_name` of the worker that is meant; empty: whoever listens."""
 
     def to_bytes(self) -> bytes:
         fixed = _HELLO.pack(VERSION, self.keepalive_s, self.nonce)
@@ -114,7 +114,7 @@ class Hello:
 
     @classmethod
     def read(cls, payload: bytes) -> Hello:
-        """Raises ValueError."""
+        """Read a HELLO. Raises ValueError."""
         if not payload.startswith(VERSION) or len(payload) < _HELLO.size:
             raise ValueError(f"it speaks {payload[:40]!r}")
         _, keepalive_s, nonce = _HELLO.unpack_from(payload)
@@ -123,15 +123,15 @@ class Hello:
 
 
 class LinkError(Exception):
-    """A call's end by its worker, or by the loss of the connection (UNAVAILABLE). As gRPC's errors
-    it has `code`, `details` and `trailing_metadata`."""
+    """A call ended at its worker, or with the connection (UNAVAILABLE). It has `code`, `details`
+    and `trailing_metadata`, as gRPC's errors have."""
 
     def __init__(self, code: grpc.StatusCode, details: str, status: bytes = b"") -> None:
         super().__init__(f"{code.name}: {details}")
         self._code, self._details, self._status = code, details, status
 
     def to_bytes(self) -> bytes:
-        """As END carries it: the code and a google.rpc.Status."""
+        """Write the error as END carries it: the code and a google.rpc.Status."""
         code = self._code.value[0]
         plain = status_pb2.Status(code=code, message=self._details)
         return bytes((code,)) + (self._status or plain.SerializeToString())
@@ -150,7 +150,7 @@ class Frames(asyncio.Protocol, ABC):
     """One end of a connection."""
 
     def __init__(self, keepalive_s: float, unfinished: Unfinished | None = None) -> None:
-        """`unfinished`: a budget for frames of which a part has come."""
+        """Serve one connection. `unfinished` is the budget for frames of which a part has come."""
         self._keepalive_s, self._unfinished = keepalive_s, unfinished
         self._transport: asyncio.WriteTransport | None = None
         self._received = bytearray()
@@ -229,7 +229,7 @@ class Frames(asyncio.Protocol, ABC):
             self._transport.write(_HEADER.pack(len(payload), kind, call) + payload)
 
     async def room(self, num_bytes: int) -> None:
-        """Return when no more than this is unsent, or the connection is lost."""
+        """Wait until no more than this is unsent, or the connection is lost."""
         while self.num_unsent > num_bytes:
             if self._resumed.is_set():  # below the marks at which the transport says so
                 await asyncio.sleep(_LOOK_S)
@@ -239,7 +239,7 @@ class Frames(asyncio.Protocol, ABC):
 
     @property
     def num_unsent(self) -> int:
-        """Bytes."""
+        """Return the bytes that are unsent."""
         return 0 if self._transport is None else self._transport.get_write_buffer_size()
 
     def close(self, why: str) -> None:
@@ -250,8 +250,8 @@ class Frames(asyncio.Protocol, ABC):
             self._on_lost(why)
 
     def _on_tick(self) -> None:
-        """Twice in `keepalive_s`. Silence is counted in ticks: a process that stood still has seen
-        one of them."""
+        """Send a ping or give the peer up, twice in `keepalive_s`. Silence is counted in ticks: a
+        process that stood still has seen one of them."""
         self._num_silent = 0 if self._has_heard else self._num_silent + 1
         if self._num_silent >= 4:
             return self.close(f"nothing was heard for {2 * self._keepalive_s:g} s")

@@ -30,15 +30,15 @@ _CODES = {code.value[0]: code for code in grpc.StatusCode}
 
 
 class LinkRefusedError(ConnectionRefusedError):
-    """Who listens there is not the worker that is meant, or does not take this caller."""
+    """The listener is not the worker that is meant, or does not take this caller."""
 
 
 class Caller(Protocol):
-    """Who made a call. Its methods run on the event loop, and none may block."""
+    """The code that made a call. Its methods run on the event loop, and none may block."""
 
     def on_message(self, message: Any) -> None: ...
     def on_end(self, error: LinkError | None) -> None:
-        """Nothing more comes. None: the worker ended it in order."""
+        """Hear that nothing more comes. None: the worker ended the call in order."""
 
 
 class Call:
@@ -51,7 +51,7 @@ class Call:
         self._link._send(Kind.MESSAGE, self._number, message.SerializeToString())
 
     def cancel(self) -> None:
-        """Its caller hears no more of it."""
+        """Cancel the call; its caller hears no more of it."""
         self._link._cancel(self._number)
 
 
@@ -120,8 +120,8 @@ class Link(Frames):
         return Call(self, number)
 
     async def ask(self, method: Method, request: Message, timeout_s: float) -> Any:
-        """The one message that answers a call. Raises LinkError; DEADLINE_EXCEEDED when none comes
-        in time."""
+        """Make a call and return its one answer. Raises LinkError; DEADLINE_EXCEEDED when none
+        comes in time."""
         answer = _Answer()
         call = self.call(method, request, answer)
         try:
@@ -189,7 +189,7 @@ async def ask_once(
     timeout_s: float,
     worker: str = "",
 ) -> Any:
-    """The one message that answers a call, on a link of its own. Raises what `connect` and `ask`
+    """Ask one question on a link of its own, and return the answer. Raises what `connect` and `ask`
     do."""
     link = await Link.connect(
         address, identity, keepalive_s=timeout_s, timeout_s=timeout_s, worker=worker

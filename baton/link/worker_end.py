@@ -41,7 +41,7 @@ from baton.unfinished import Unfinished
 log = logging.getLogger(__name__)
 
 HELLO_WITHIN_S = 5.0
-"""How long it may take until it is known who calls."""
+"""Longest time until it is known who calls."""
 _MAX_FRAME_BYTES = 2 * WORKER_MESSAGE_BYTES  # more than any request makes
 _UNFINISHED_BYTES = 2 * _MAX_FRAME_BYTES  # of all links' frames that have begun to come
 _ACCEPT_AGAIN_S = 1.0
@@ -49,7 +49,7 @@ _LAST_WITHIN_S = 0.5  # for what is unsent when a server stops
 
 
 class CallContext:
-    """What a handler may do besides answering; named as in gRPC's servicer context."""
+    """What a handler may do besides answering. Methods are named as in gRPC's servicer context."""
 
     async def abort(
         self,
@@ -68,11 +68,11 @@ Handler = Callable[[AsyncIterator[Any], CallContext], AsyncIterator[Message]]
 class Served:
     handler: Handler
     room: int = OTHERS_ROOM
-    """Unsent bytes beyond which its messages wait."""
+    """Unsent bytes beyond which the handler's messages wait."""
 
 
 def answers(handler: Callable[[Any, CallContext], Awaitable[Message]]) -> Served:
-    """One request, one answer."""
+    """Make a method of a handler with one request and one answer."""
 
     async def handle(requests: AsyncIterator[Any], context: CallContext) -> AsyncIterator[Message]:
         yield await handler(await anext(requests), context)
@@ -81,7 +81,7 @@ def answers(handler: Callable[[Any, CallContext], Awaitable[Message]]) -> Served
 
 
 def streams(handler: Callable[[Any, CallContext], AsyncIterator[Message]]) -> Served:
-    """One request, any number of messages."""
+    """Make a method of a handler with one request and any number of messages."""
 
     async def handle(requests: AsyncIterator[Any], context: CallContext) -> AsyncIterator[Message]:
         async with contextlib.aclosing(handler(await anext(requests), context)) as responses:  # type: ignore[type-var]
@@ -92,7 +92,7 @@ def streams(handler: Callable[[Any, CallContext], AsyncIterator[Message]]) -> Se
 
 
 def _close_if_ended(arrived: socket.socket, taking_in: asyncio.Task[None]) -> None:
-    """Of a task that was ended before it began nobody else closes the socket."""
+    """Close the socket of a task that was ended before it began: nobody else does."""
     if taking_in.cancelled():
         arrived.close()
 
@@ -101,7 +101,7 @@ class LinkServer:
     """Own a listening port, its connections and their calls."""
 
     def __init__(self, methods: Mapping[Method, Served], identity: Identity, name: str) -> None:
-        """`identity`: the worker's. `name`: its `link_name`."""
+        """Serve as `identity`, the worker's, under `name`, its `link_name`."""
         self._methods, self.identity, self.name = methods, identity, name
         self.is_stopped = False
         self.unfinished = Unfinished(_UNFINISHED_BYTES)
@@ -110,7 +110,7 @@ class LinkServer:
         self._refusals = Refusals(log)
 
     async def start(self, host: str, port: int) -> int:
-        """Listen; the port. Raises OSError."""
+        """Listen, and return the port. Raises OSError."""
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listening = socket.create_server((host.strip("[]"), port), family=family)
         listening.setblocking(False)
@@ -153,7 +153,7 @@ class LinkServer:
 
     @property
     def num_unsent(self) -> int:
-        """Bytes that routers have yet to take."""
+        """Return the bytes that routers have yet to take."""
         return sum(link.num_unsent for link in self._links)
 
     async def stop(self) -> None:
@@ -197,7 +197,7 @@ class _ServedLink(Frames):
     # --- who calls -----------------------------------------------------------------------------
 
     def _on_unknown(self, kind: int, payload: bytes) -> None:
-        """A frame before it is known who sends it."""
+        """Take a frame before it is known who sends it."""
         if kind == Kind.HELLO and not self._hello:
             try:
                 self._greet(payload, Hello.read(payload))
@@ -235,7 +235,7 @@ class _ServedLink(Frames):
         return self._send(Kind.WELCOME)
 
     def _refuse(self, why: str) -> None:
-        """Say why to a stranger, here and there, and close."""
+        """Tell a stranger and the log why it is refused, and close."""
         if self._transport is None or self._roles:
             return
         host = (self._transport.get_extra_info("peername") or ("?",))[0]

@@ -72,7 +72,8 @@ def _follow(settings: Reread[LogSettings]) -> None:
 
 
 class _Line(logging.Formatter):
-    """A record may name more: `log.info("...", extra={"fields": {"request_id": ...}})`."""
+    """Formats a record. It may bring fields: `log.info("...", extra={"fields": {"request_id":
+    ...}})`."""
 
     def __init__(self, written_as: LogFormat, named: Mapping[str, str]) -> None:
         super().__init__()

@@ -100,7 +100,7 @@ def describe(device: torch.device, part: str) -> str:
 
 
 def run_here(part: str, device: torch.device, folder: Path | None) -> int:
-    """The part's exit status."""
+    """Run a part here, and return its exit status."""
     report = Report(part, describe(device, part), folder)
     try:
         PARTS[part](device, report)
@@ -113,7 +113,7 @@ def run_here(part: str, device: torch.device, folder: Path | None) -> int:
 
 
 def run_apart(part: str, device: str, out: Path | None) -> int:
-    """The exit status of a process that runs the part; 1 where its time is over."""
+    """Run a part in a process of its own, and return its exit status; 1 where its time is over."""
     command = [sys.executable, "-m", "bench.gpu", "--part", part, "--device", device]
     if out is not None:
         command += ["--out", str(out.resolve())]

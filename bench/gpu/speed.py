@@ -49,7 +49,8 @@ _LONG_RUN_S = 0.3
 _HEAD_START_CYCLES = 20_000_000
 """About 10 ms: the host asks for all runs of a round while the device still waits."""
 _CACHE_BYTES = 256 << 20
-"""No device's cache holds as much. Works that are timed in turn should touch this much together."""
+"""More bytes than any device's cache holds. Works that are timed in turn should touch this much
+together."""
 
 Work = Callable[[], object]
 
@@ -128,7 +129,7 @@ def run(device: torch.device, report: Report) -> None:
 
 
 def ceilings(device: torch.device, sizes: Sizes) -> tuple[float, float]:
-    """GB/s of a copy, FLOP/s of a product."""
+    """Measure GB/s of a copy and FLOP/s of a product."""
     source = torch.randint(0, 255, (sizes.copy_bytes,), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     copy_s = device_s([partial(target.copy_, source)], device)
@@ -226,13 +227,13 @@ def _kernels(
 
 
 def _kernel_sets(device: torch.device) -> list[Kernels]:
-    """Those that serve, and beside a GPU's own torch's."""
+    """Return the kernels that serve, and beside a GPU's own torch's."""
     serving = pick_kernels(device, _TORCH_DTYPE)
     return [serving, TorchKernels()] if serving.name == "triton" else [serving]
 
 
 def _num_copies(device: torch.device, num_bytes: int) -> int:
-    """So many buffers of this size that no cache holds them; on a CPU one, which is quick."""
+    """Count the buffers of this size that no cache holds; on a CPU one, which is quick."""
     return 1 if device.type == "cpu" else -(-_CACHE_BYTES // num_bytes)
 
 
@@ -255,7 +256,8 @@ def _products(shape: Shape) -> Iterator[tuple[str, int, int]]:
 def _attention(
     kernels: Kernels, device: torch.device, shape: Shape, sequences: list[tuple[int, int]]
 ) -> tuple[int, float]:
-    """Sequences (context, new tokens): bytes of KV that they look at, and seconds."""
+    """Measure attention over sequences (context, new tokens): bytes of KV that they look at, and
+    seconds."""
     lengths = [context + new for context, new in sequences]
     one_layer = replace(shape, num_hidden_layers=1)
     num_bytes = sum(lengths) * one_layer.cost(_DTYPE).kv_token_bytes
@@ -276,7 +278,7 @@ def _attention(
 
 
 def _batch(device: torch.device, sequences: list[tuple[int, int]], counts: list[int]) -> StepBatch:
-    """The blocks lie scattered over the pool."""
+    """Make a batch whose blocks lie scattered over the pool."""
     blocks = 1 + np.random.default_rng(0).permutation(sum(counts)).astype(np.int32)
     tables = np.split(blocks, np.cumsum(counts)[:-1])
     return pack(
@@ -374,7 +376,8 @@ def _decode_row(
 
 @dataclass(frozen=True)
 class DeviceWork:
-    """Of one decode step, from a profile; the profile slows the host, so its times are left."""
+    """What one decode step asks of the device, from a profile. The profile slows the host, so its
+    times are left out."""
 
     device_ms: float
     kernels_per_layer: float
@@ -385,7 +388,7 @@ _BLOCKING = ("cudaStreamSynchronize", "cudaEventSynchronize", "cudaDeviceSynchro
 
 
 def _profile(engine: EngineCore, device: torch.device, num_layers: int) -> DeviceWork | None:
-    """None on a CPU, where the host computes."""
+    """Profile a step; None on a CPU, where the host computes."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     if device.type == "cuda":
         activities.append(torch.profiler.ProfilerActivity.CUDA)

@@ -28,23 +28,24 @@ class Foreign:
 
 @dataclass(frozen=True)
 class Bounds:
-    """None: not bounded. `max_size` counts characters, list items or a mapping's keys. The API
-    server refuses a CEL rule over values without one: it cannot bound its cost."""
+    """The bounds of a value; None: not bounded. `max_size` counts characters, list items or a
+    mapping's keys. The API server refuses a CEL rule over values without one: it cannot bound its
+    cost."""
 
     minimum: float | None = None
     maximum: float | None = None
     pattern: str | None = None
     max_size: int | None = None
     partial_of: type | None = None
-    """A mapping of some of this dataclass's fields."""
+    """The dataclass of which the value is a mapping of some fields."""
     foreign: Foreign | None = None
-    """Kubernetes' own."""
+    """The type of Kubernetes that the value is."""
     is_free: bool = False
     """The API server takes anything; the dataclass checks it."""
 
 
 def bounded(default: Any = dataclasses.MISSING, **bounds: Any) -> Any:
-    """A dataclass field with bounds; one without a default is required."""
+    """Make a dataclass field with bounds. One without a default is required."""
     kinds = {"default_factory": default} if callable(default) else {"default": default}
     if default is dataclasses.MISSING:
         kinds = {}
@@ -61,25 +62,27 @@ class Rule:
     """A check that crosses fields; `message` begins with the field that it names."""
 
     cel: str
-    """With `self` for the object; `oldSelf` makes it a rule on changes."""
+    """The rule in CEL, with `self` for the object; `oldSelf` makes it a rule on changes."""
     message: str
     holds: Callable[[Any], bool] | None = None
-    """The same for the dataclass; None: a rule on changes."""
+    """The rule in Python; None for a rule on changes."""
     keeps: str | None = None
-    """For a rule on changes: the field whose value stays (see `broken_by`)."""
+    """The field whose value a rule on changes keeps (see `broken_by`)."""
 
     def validation(self) -> dict[str, str]:
-        """An entry of `x-kubernetes-validations`."""
+        """Return the rule's entry of `x-kubernetes-validations`."""
         return {"rule": self.cel, "message": self.message}
 
 
 @dataclass(frozen=True)
 class Checked:
-    """Raises ValueError, the field's name first, for a value out of bounds or a broken rule."""
+    """A dataclass that is checked when it is made. A value out of bounds or a broken rule raises
+    ValueError, with the field's name first."""
 
     rules: ClassVar[tuple[Rule, ...]] = ()
     object_rules: ClassVar[tuple[Rule, ...]] = ()
-    """Rules of a spec's class on the whole object. The API server shows only `metadata.name`."""
+    """Rules of a spec's class on the whole object, of which the API server shows `metadata.name`
+    alone."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -97,7 +100,7 @@ T = TypeVar("T", bound=Checked)
 
 
 def read_spec(cls: type[T], custom_object: Mapping[str, Any]) -> T:
-    """The spec of a ServingCluster or WorkerPool from an API server. Raises ConfigError, which
+    """Read the spec of a ServingCluster or WorkerPool from an API server. Raises ConfigError, which
     names the field as the object spells it."""
     metadata = custom_object["metadata"]
     source = f"{custom_object['kind']} {metadata['namespace']}/{metadata['name']}"
@@ -112,7 +115,7 @@ def read_spec(cls: type[T], custom_object: Mapping[str, Any]) -> T:
 def broken_by(
     cls: type[Checked], before: Mapping[str, Any], after: Mapping[str, Any]
 ) -> list[Rule]:
-    """Rules on changes that a change from `before` to `after` breaks, both spelt as in
+    """List the rules on changes that a change from `before` to `after` breaks, both spelt as in
     Kubernetes."""
     names = {rule: camel(rule.keeps) for rule in cls.rules if rule.keeps is not None}
     return [rule for rule, name in names.items() if before.get(name) != after.get(name)]

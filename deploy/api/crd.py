@@ -99,7 +99,7 @@ def _in_whole_sections(spec: Object) -> Object:
 
 
 def _column(name: str, path: str, type_: str = "string", *, wide: bool = False) -> Object:
-    """`wide`: only with `-o wide`."""
+    """Make a column. `wide`: it is shown only with `-o wide`."""
     column = {"name": name, "type": type_, "jsonPath": path}
     return column | {"priority": 1} if wide else column
 

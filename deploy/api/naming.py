@@ -18,9 +18,9 @@ API_VERSION = f"{GROUP}/{VERSION}"
 _LABEL = "[a-z0-9]([-a-z0-9]*[a-z0-9])?"
 _SUBDOMAIN = f"{_LABEL}([.]{_LABEL})*"
 OBJECT_NAME = f"^{_SUBDOMAIN}$"
-"""Of a Secret, a claim, and most else: a DNS subdomain."""
+"""The pattern of a name of a Secret, a claim, and most else: a DNS subdomain."""
 HOSTNAME = f"^([*][.])?{_SUBDOMAIN}$"
-"""`*.` stands for one label."""
+"""The pattern of a host's name; `*.` stands for one label."""
 NAMESPACED_NAME = f"^({_LABEL}/)?{_SUBDOMAIN}$"
 LABEL_KEY = rf"^({_SUBDOMAIN}/)?[A-Za-z0-9]([-\w.]{{0,61}}[A-Za-z0-9])?$"
 
@@ -34,20 +34,20 @@ _SETTING = re.compile(rf"(?<![\w.])({'|'.join(_KINDS)})((?:\.[a-z_]+)+)")
 
 
 def camel(name: str) -> str:
-    """max_num_seqs -> maxNumSeqs, max_queue_s -> maxQueueSeconds, refill_per_s -> refillPerSecond,
-    internal_tls -> internalTLS."""
+    """Spell a name as Kubernetes does: max_num_seqs -> maxNumSeqs, max_queue_s -> maxQueueSeconds,
+    refill_per_s -> refillPerSecond, internal_tls -> internalTLS."""
     first, *rest = re.sub("(?<=_)s$", "seconds", name.replace("_per_s", "_per_second")).split("_")
     return first + "".join("TLS" if word == "tls" else word.capitalize() for word in rest)
 
 
 def snake(name: str) -> str:
-    """maxNumSeqs -> max_num_seqs."""
+    """Spell a name as Python does: maxNumSeqs -> max_num_seqs."""
     short = re.sub("Seconds?$", "S", name)
     return re.sub(r"TLS|[A-Z]", lambda match: "_" + match[0].lower(), short)
 
 
 def as_written(problem: str) -> str:
-    """A message of our processes, with a setting's path in a ServingCluster."""
+    """Word a message of our processes with a setting's path in a ServingCluster."""
 
     def path(match: re.Match[str]) -> str:
         section, *names = match[0].split(".")
@@ -64,7 +64,7 @@ def as_written(problem: str) -> str:
 
 
 def snake_keys(value: Mapping[str, Any]) -> dict[str, Any]:
-    """A mapping of settings, with those inside it, as cluster.yaml spells it."""
+    """Spell the keys of settings, and of those inside them, as cluster.yaml does."""
     return {
         snake(name): snake_keys(item) if isinstance(item, Mapping) else item
         for name, item in value.items()
@@ -72,7 +72,7 @@ def snake_keys(value: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def camel_keys(value: Mapping[str, Any]) -> dict[str, Any]:
-    """The same as Kubernetes spells it."""
+    """Spell the keys of settings, and of those inside them, as Kubernetes does."""
     return {
         camel(name): camel_keys(item) if isinstance(item, Mapping) else item
         for name, item in value.items()

@@ -59,7 +59,7 @@ since people's tools write them everywhere. The operator's own values stay."""
 
 
 def _keys(*known: str, members: int = 0, needed: tuple[str, ...] = ()) -> Foreign:
-    """An object with these keys, or a list of at most `members` such objects."""
+    """Describe an object with these keys, or a list of at most `members` such objects."""
 
     def check(value: Any, field: str) -> None:
         parts = (
@@ -86,7 +86,8 @@ ENV = _keys("name", "value", "valueFrom", members=256, needed=MERGE_KEYS["env"])
 
 
 def check(template: Mapping[str, Any], field: str) -> None:
-    """Raises ValueError, which begins with the part of `field` that is at fault."""
+    """Check a template. Raises ValueError, which begins with the part of `field` that is at
+    fault."""
     _check_keys(template, TEMPLATE_KEYS, field)
     if "metadata" in template:
         _check_metadata(template["metadata"], f"{field}.metadata")
@@ -119,7 +120,7 @@ def _check_pod(pod: Any, field: str) -> None:
 
 
 def _members(parent: Mapping[str, Any], field: str) -> Iterator[tuple[str, str, Any]]:
-    """Each member of the lists that are merged by keys: where it is, its list's name, itself.
+    """Yield each member of the lists that are merged by keys: where it is, its list's name, itself.
     Raises ValueError for one without a key, or two under the same key. Of a variable the last one
     holds, as in a container."""
     for key, value in parent.items():
@@ -175,13 +176,14 @@ _OF_CONTAINER = (("resources", "resources"), ("env", "env"))
 
 @dataclass(frozen=True, kw_only=True)
 class PodSettings(Checked):
-    """Each is laid over the operator's own settings; `podTemplate` comes last."""
+    """Settings of a pod. Each is laid over the operator's own; `podTemplate` comes last."""
 
     resources: Mapping[str, Any] = bounded(dict, foreign=RESOURCES)
     """Requests and limits of the container. GPUs follow from `parallelism` unless they are given
     here; 0 takes a device away."""
     guaranteed: bool = False
-    """True: limits are the requests (QoS Guaranteed). What `podTemplate` adds needs its own."""
+    """Whether limits equal requests (QoS Guaranteed). What `podTemplate` adds needs limits of its
+    own."""
     node_selector: Mapping[str, str] = bounded(dict, max_size=64)
     """Labels that a node must have."""
     tolerations: tuple[Any, ...] = bounded((), foreign=TOLERATIONS)
@@ -199,7 +201,7 @@ class PodSettings(Checked):
     The operator keeps the labels that it finds pods by (baton.dev, app.kubernetes.io)."""
 
     def own_template(self, container: str) -> dict[str, Any]:
-        """The fields before `pod_template` as a PodTemplateSpec, for that container."""
+        """Return the fields before `pod_template` as a PodTemplateSpec, for that container."""
         spec, of_container = (
             {key: _plain(getattr(self, name)) for key, name in names if getattr(self, name)}
             for names in (_OF_POD, _OF_CONTAINER)

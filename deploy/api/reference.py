@@ -14,7 +14,7 @@ from deploy.api.schema import schema_of
 from deploy.api.serving_cluster import OPERATORS, Advanced
 
 FOLDER = Path(__file__).parents[2] / "docs" / "reference"
-"""Where every file is generated."""
+"""The folder of every generated file."""
 
 Schema = Mapping[str, Any]
 
@@ -43,7 +43,7 @@ def reference_files() -> dict[Path, str]:
 
 
 def advanced_schema() -> dict[str, Any]:
-    """Without what the operator sets."""
+    """Return the schema of `advanced` without what the operator sets."""
     schema = schema_of(Advanced)
     for section, names in OPERATORS.items():
         for *path, last in (name.split(".") for name in names):
@@ -62,7 +62,8 @@ def _of_kind(kind: Kind) -> str:
 
 
 def _section(name: str, schema: Schema) -> str:
-    """A table of its plain fields, then one for each object or list of objects in it."""
+    """Write a table of an object's plain fields, then one for each object or list of objects in
+    it."""
     held = {key: _inside(each, f"{name}.{key}") for key, each in schema["properties"].items()}
     plain = {key: each for key, each in schema["properties"].items() if not held[key][0]}
     parts = [_table(name, schema, schema, plain)]
@@ -73,7 +74,7 @@ def _section(name: str, schema: Schema) -> str:
 
 
 def _inside(field: Schema, way: str) -> tuple[Schema, str]:
-    """The object that a field is, or holds several of, and the way there. Empty: it has none."""
+    """Return the nested object of a field and its path, or an empty one where there is none."""
     held = {"items": f"{way}[]", "additionalProperties": f"{way}.NAME"}
     for key, inside in held.items():
         if "properties" in field.get(key, {}):
@@ -82,7 +83,7 @@ def _inside(field: Schema, way: str) -> tuple[Schema, str]:
 
 
 def _table(name: str, schema: Schema, inner: Schema, properties: Mapping[str, Schema]) -> str:
-    """`inner`: the object whose fields these are."""
+    """Write the table of the fields of `inner`."""
     rows, rules = [], [*_rules(schema), *(_rules(inner) if inner is not schema else ())]
     for way, field, required in _fields(properties, inner.get("required", ())):
         rows.append(_row(way, field, required))
@@ -99,7 +100,7 @@ def _table(name: str, schema: Schema, inner: Schema, properties: Mapping[str, Sc
 def _fields(
     properties: Mapping[str, Schema], required: Any, before: str = ""
 ) -> Iterator[tuple[str, Schema, bool]]:
-    """Every field with the way to it, and whether its object requires it."""
+    """Yield every field with the way to it, and whether its object requires it."""
     for name, field in properties.items():
         yield before + name, field, name in required
         inner, way = _inside(field, before + name)
@@ -137,7 +138,7 @@ def _rules(schema: Schema) -> Iterator[str]:
 
 
 def _escaped(text: str) -> str:
-    """As a table's cell; what stands in backticks is shown as it is."""
+    """Escape a table's cell. What stands in backticks is shown as it is."""
     parts = " ".join(text.split()).replace("|", "\\|").split("`")
     parts[::2] = [part.replace("<", "&lt;") for part in parts[::2]]
     return "`".join(parts)

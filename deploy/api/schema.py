@@ -34,7 +34,7 @@ _LONGEST = 4096  # of text that names no bound of its own
 
 
 def schema_of(cls: type) -> dict[str, Any]:
-    """The schema of a dataclass, without a description of its own."""
+    """Make the schema of a dataclass, without a description of its own."""
     kinds, texts = typing.get_type_hints(cls), _texts(cls)
     properties, required = {}, []
     for field in dataclasses.fields(cls):
@@ -51,7 +51,7 @@ def schema_of(cls: type) -> dict[str, Any]:
 
 
 def _property(cls: type, field: dataclasses.Field[Any], kind: Any, text: str) -> dict[str, Any]:
-    """One field: its type, bounds, default and description."""
+    """Make the schema of one field: its type, bounds, default and description."""
     inner, is_optional = _without_none(kind)
     bounds, default = bounds_of(field), _default(field)
     schema = _bounded(inner, bounds)
@@ -72,7 +72,7 @@ def _property(cls: type, field: dataclasses.Field[Any], kind: Any, text: str) ->
 
 
 def _as_written(text: str) -> str:
-    """Fields that a text names, as the object spells them."""
+    """Spell the fields that a text names as the object spells them."""
     return re.sub(r"`([a-z]+(?:_[a-z]+)+)`", lambda found: f"`{camel(found[1])}`", text)
 
 
@@ -98,7 +98,7 @@ def _type_schema(kind: Any, bounds: Bounds) -> dict[str, Any]:
 
 
 def _bounded(kind: Any, bounds: Bounds) -> dict[str, Any]:
-    """A type within bounds."""
+    """Put bounds on a type's schema."""
     schema = _type_schema(kind, bounds)
     number = int if schema["type"] == "integer" else float
     if bounds.minimum is not None:
@@ -119,7 +119,7 @@ def _is_mapping(kind: Any) -> bool:
 
 
 def _is_checked(kind: Any) -> bool:
-    """Whether an object that is not given gets its fields' defaults all the same."""
+    """Tell whether an object that is not given gets its fields' defaults all the same."""
     return dataclasses.is_dataclass(kind) and issubclass(typing.cast(type, kind), Checked)
 
 
@@ -142,7 +142,7 @@ def _spelt(value: object) -> str:
 
 @functools.cache
 def _texts(cls: type) -> dict[str, str]:
-    """The text under each field, of the class and those it is made from."""
+    """Read the text under each field, of the class and those it is made from."""
     texts: dict[str, str] = {}
     for each in reversed(cls.__mro__):
         if dataclasses.is_dataclass(each):

@@ -31,15 +31,16 @@ from deploy.api.worker_pool import DURATION, PoolTemplate, seconds
 ZONE = "topology.kubernetes.io/zone"
 POOL_NAME = r"^[a-z0-9]([-a-z0-9]{0,32}[a-z0-9])?$"
 CLUSTER_NAME = "^[a-z]([-a-z0-9]{0,45}[a-z0-9])?$"
-"""It leaves room for a unit's code in the names of RayClusters."""
+"""The pattern of a cluster's name. It leaves room for a unit's code in the names of RayClusters."""
 RAY_VERSION = (
     "^(2[.](5[2-9]|[6-9][0-9]|[1-9][0-9]{2})|([3-9]|[1-9][0-9])[.][0-9]+)([.][-+.0-9A-Za-z]+)?$"
 )
-"""From 2.52: Ray has no token authentication before, and KubeRay makes no pod then."""
+"""The pattern of Ray's version, from 2.52: Ray has no token authentication before, and KubeRay
+makes no pod then."""
 CLAIMS_FOLDER = "/claims"
 """Where claims lie in every pod, each in a folder of its name."""
 SOURCE = 2048
-"""Characters of a source, at most."""
+"""Most characters of a source."""
 OPERATORS: Mapping[str, tuple[str, ...]] = {
     "router": (
         "host",
@@ -56,7 +57,7 @@ OPERATORS: Mapping[str, tuple[str, ...]] = {
     "worker": ("port", "metrics_port", "metrics_host", "health_port"),
     "supervisor": ("drain_timeout_s",),
 }
-"""What the operator sets itself."""
+"""The settings that the operator sets itself."""
 
 
 def without_operators(section: str, config: Any) -> Any:
@@ -75,11 +76,11 @@ class ClaimSource(Checked):
 
     claim_name: str = bounded(max_size=253, pattern=OBJECT_NAME)
     path: str | None = bounded(None, max_size=1024, pattern=r"^[^/.][^/]*(/[^/.][^/]*)*$")
-    """The model's folder in it, relative; None: the claim's root."""
+    """The model's folder in the claim, as a relative path. None: the claim's root."""
 
     @property
     def folder(self) -> str:
-        """Where the claim lies in every pod."""
+        """Return where the claim lies in every pod."""
         return f"{CLAIMS_FOLDER}/{self.claim_name}"
 
 
@@ -94,10 +95,10 @@ class ModelSource(Checked):
     """An s3:// or https:// folder that holds config.json, or a tar file of one. It is fetched once
     to each node's weights cache, and its files must not change: another version, another URI."""
     credentials_secret_name: str | None = bounded(None, max_size=253, pattern=OBJECT_NAME)
-    """For `uri`: a Secret whose keys are environment variables, such as AWS_ACCESS_KEY_ID,
+    """A Secret for `uri`. Its keys are environment variables, such as AWS_ACCESS_KEY_ID,
     AWS_SECRET_ACCESS_KEY, AWS_ENDPOINT_URL for boto3, and BEARER_TOKEN for https."""
     revision: str | None = bounded(None, max_size=256, pattern=r"^[^/\s][^\s]*$")
-    """Of a model on the hub: a branch, tag or commit; None: its main branch."""
+    """Branch, tag or commit of a model on the hub. None: its main branch."""
 
     rules = (
         Rule(
@@ -123,9 +124,9 @@ class HubSettings(Checked):
     """The Hugging Face hub, for all pods that read a model or a tokenizer."""
 
     offline: bool = False
-    """True: the hub is never asked; models and tokenizers lie in the weights cache."""
+    """Whether the hub is never asked. Then models and tokenizers lie in the weights cache."""
     endpoint: str | None = bounded(None, max_size=2048, pattern=r"^https?://[^/?#@]+(/[^?#]*)?$")
-    """A mirror instead of https://huggingface.co."""
+    """The URL of a mirror, instead of https://huggingface.co."""
     token_secret_name: str | None = bounded(None, max_size=253, pattern=OBJECT_NAME)
     """A Secret whose key `token` opens private models."""
 
@@ -145,7 +146,7 @@ class InternalTls(Checked):
     by the URI `baton:<role>` and the DNS name `baton-<role>`."""
 
     issuer_ref: IssuerRef | None = None
-    """Who issues them, by cert-manager. None: somebody else keeps the Secrets."""
+    """The cert-manager issuer of these certificates. None: somebody else keeps the Secrets."""
 
 
 @dataclass(frozen=True)
@@ -155,7 +156,7 @@ class RouterTls(Checked):
     secret_name: str | None = bounded(None, max_size=253, pattern=OBJECT_NAME)
     """A Secret with tls.crt and tls.key, and ca.crt where clients must show a certificate."""
     issuer_ref: IssuerRef | None = None
-    """Who issues it, by cert-manager."""
+    """The cert-manager issuer of the certificate."""
     require_client_certificate: bool = False
 
     rules = (
@@ -184,9 +185,10 @@ class RouterIngress(Checked):
     """Settings of the Ingresses to the routers' Service."""
 
     class_name: str | None = bounded(None, max_size=253, pattern=OBJECT_NAME)
-    """None: the default class."""
+    """The Ingresses' class. None: the default class."""
     annotations: Mapping[str, str] = bounded(dict, max_size=64)
-    """For its controller, over the operator's own, by which ingress-nginx speaks gRPC and HTTP."""
+    """Annotations for the Ingress controller, over the operator's own, by which ingress-nginx
+    speaks gRPC and HTTP."""
     tls_secret_name: str | None = bounded(None, max_size=253, pattern=OBJECT_NAME)
     """A Secret with the certificate that clients see; None: the routers' own, if any."""
 
@@ -196,19 +198,19 @@ class RouterSpec(PodSettings):
     """The routers: a Deployment and a Service."""
 
     replicas: int | None = bounded(None, minimum=1, maximum=64)
-    """None: two at first. After that `kubectl scale` or a HorizontalPodAutoscaler sizes the
-    Deployment."""
+    """How many routers there are at first. None: two. Later `kubectl scale` or a
+    HorizontalPodAutoscaler sizes the Deployment."""
     tls: RouterTls | None = None
-    """None: plain text, for clients inside the cluster."""
+    """The routers' certificate. None: plain text, for clients inside the cluster."""
     auth: RouterAuth | None = None
     service_type: Literal["ClusterIP", "NodePort", "LoadBalancer"] = "ClusterIP"
     hostname: str | None = bounded(None, max_size=253, pattern=HOSTNAME)
-    """A GRPCRoute or Ingress leads this name to the routers' gRPC. None: there is none."""
+    """The name that a GRPCRoute or Ingress leads to the routers' gRPC. None: there is none."""
     http_hostname: str | None = bounded(None, max_size=253, pattern=HOSTNAME)
-    """An HTTPRoute or Ingress leads this name to OpenAI's API. Not `hostname`: a Gateway takes one
-    kind of route for a name."""
+    """The name that an HTTPRoute or Ingress leads to OpenAI's API. It is not `hostname`: a Gateway
+    takes one kind of route for a name."""
     gateway: str | None = bounded(None, max_size=317, pattern=NAMESPACED_NAME)
-    """The routes' Gateway, `name` or `namespace/name`; None: an Ingress."""
+    """The Gateway of the routes, `name` or `namespace/name`. None: an Ingress."""
     ingress: RouterIngress | None = None
     trace_endpoint: str | None = bounded(None, max_size=2048, pattern="^https?://")
     """Where a collector takes traces by OTLP over HTTP: http://collector.observability:4318. None:
@@ -256,13 +258,13 @@ class RouterSpec(PodSettings):
 
     @property
     def wants_certificates(self) -> bool:
-        """Whether its clients must show one."""
+        """Tell whether clients must show a certificate."""
         return self.tls is not None and self.tls.require_client_certificate
 
 
 @dataclass(frozen=True)
 class Images(Checked):
-    """Images of the pods; None: those that the operator was installed with."""
+    """Images of the pods. None: those that the operator was installed with."""
 
     worker: str | None = bounded(None, max_size=512)
     router: str | None = bounded(None, max_size=512)
@@ -296,7 +298,7 @@ class RaySpec(Checked):
     token_secret_name: str | None = bounded(None, max_size=253, pattern=OBJECT_NAME)
     """A Secret with the token of Ray's processes, key "auth_token". None: the operator makes it."""
     gcs_fault_tolerance: GcsFaultTolerance | None = None
-    """None: when the head's pod is lost, all workers end."""
+    """Where Ray's head keeps its state. None: when the head's pod is lost, all workers end."""
     head_template: Mapping[str, Any] = bounded(dict, foreign=POD_TEMPLATE)
     """A PodTemplateSpec that is merged over the operator's own for the head."""
 
@@ -309,7 +311,7 @@ class Fabric(Checked):
     """Workers go to nodes with the same value of this label. It may name a zone, a block of the
     network or a switch, such as network.topology.nvidia.com/leaf."""
     required: bool = False
-    """True: a pod waits until such a node has room; False: it goes elsewhere."""
+    """Whether a pod waits until such a node has room. If not, it goes elsewhere."""
 
 
 @dataclass(frozen=True)
@@ -318,11 +320,11 @@ class SpotNotices(Checked):
     as when it is deleted."""
 
     cloud: Literal["aws", "gcp", "azure"]
-    """Each worker's pod asks this cloud's metadata service."""
+    """The cloud whose metadata service each worker's pod asks."""
     address: str = bounded(
         "http://169.254.169.254", max_size=256, pattern=r"^http://[0-9A-Za-z.:\[\]-]+$"
     )
-    """The service's, as pods reach it."""
+    """The address of the metadata service, as pods reach it."""
     notice: str = bounded("30s", pattern=DURATION, max_size=32)
     """Time until the machine ends, where the notice does not name it (gcp). Requests that still run
     then are computed again elsewhere, whatever `drainTimeout` says."""
@@ -333,30 +335,33 @@ class UnitRollout(Checked):
     """How a new unit replaces the one that serves."""
 
     strategy: Literal["RollingUpdate", "Recreate"] = "RollingUpdate"
-    """RollingUpdate: the coming unit grows beside the former one. Recreate: the former unit drains
-    and goes first; requests wait at the routers. A pool without room for a worker of both units
-    (`maxSurge: 0`, and no more workers than `maxUnavailable`) is always recreated."""
+    """How units change over. RollingUpdate: the coming unit grows beside the former one. Recreate:
+    the former unit drains and goes first; requests wait at the routers. A pool without room for a
+    worker of both units (`maxSurge: 0`, and no more workers than `maxUnavailable`) is always
+    recreated."""
     max_surge: int = bounded(1, minimum=0, maximum=512)
     """Workers that a pool may have beyond its size while there are two units."""
     max_unavailable: int = bounded(0, minimum=0, maximum=512)
-    """Live workers that a pool may lack meanwhile."""
+    """Live workers that a pool may lack while there are two units."""
     steps: tuple[int, ...] = bounded((1, 10, 50, 100), max_size=16)
     """Percent of workers and requests that the coming unit gets at each step, where the model
     changes. Where it does not, requests follow the live workers."""
     interval: str = bounded("5m", pattern=DURATION, max_size=32)
     """How long each step is watched, the last one until the coming unit has ended ten requests."""
     pause: bool = False
-    """True: the rollout stays at its step."""
+    """Whether the rollout stays at its step."""
     ready_timeout: str = bounded("30m", pattern=DURATION, max_size=32)
     """The coming unit goes back when no further worker of it becomes live within this time."""
     max_failure_percent: int = bounded(5, minimum=0, maximum=100)
-    """It goes back when it fails this much more of its requests than the former unit."""
+    """The coming unit goes back when it fails this much more of its requests than the former
+    unit."""
     max_slowdown: float = bounded(2.0, minimum=1.0, maximum=1000.0)
-    """It goes back when its median gap between tokens exceeds the former's this many times."""
+    """The coming unit goes back when its median gap between tokens exceeds the former's this many
+    times."""
 
     @property
     def shares(self) -> tuple[float, ...]:
-        """The steps, of which the last is 1."""
+        """Return the steps as shares, of which the last is 1."""
         return tuple(sorted({*(step / 100 for step in self.steps), 1.0}))
 
     @property
@@ -411,10 +416,10 @@ class ServingClusterSpec(Checked):
 
     model: ModelSource
     pools: Mapping[str, PoolTemplate] = bounded(max_size=32)
-    """By name. A WorkerPool is made of each, called `<cluster>-<pool>`."""
+    """The pools by name. A WorkerPool is made of each, called `<cluster>-<pool>`."""
     tokenizer: str | None = bounded(None, max_size=1024)
-    """Needed where the model's own files hold no tokenizer: a folder of the worker's image or of
-    the model's claim, or a name on the hub."""
+    """The tokenizer of a model whose own files hold none: a folder of the worker's image or of the
+    model's claim, or a name on the hub."""
     hub: HubSettings = field(default_factory=HubSettings)
     served_model_name: str | None = bounded(None, max_size=SOURCE)
     """What clients call the model. None: the last part of the first model's source; later models
@@ -422,25 +427,26 @@ class ServingClusterSpec(Checked):
     served_model_aliases: tuple[str, ...] = bounded((), max_size=32)
     """Further names that clients may call it by; answers have the first name."""
     log_level: LogLevel = "info"
-    """Of every process but the operator. A change reaches those that run within two minutes, as one
-    of `logFormat`."""
+    """The log level of every process but the operator. A change of it or of `logFormat` reaches
+    those that run within two minutes."""
     log_format: LogFormat = "text"
-    """json: each line of a log is an object."""
+    """How logs are written: text, or json with an object a line."""
     router: RouterSpec = field(default_factory=RouterSpec)
     internal_tls: InternalTls | None = None
-    """None: the cluster's processes know each other by keys that the operator makes."""
+    """Certificates of the cluster's own processes. None: they know each other by keys that the
+    operator makes."""
     engine: EngineSettings = field(default_factory=EngineSettings)
     planner: PlannerTargets = field(default_factory=PlannerTargets)
-    """For pools whose `scaling.mode` is planner."""
+    """Settings of the planner, for pools whose `scaling.mode` is planner."""
     images: Images = field(default_factory=Images)
     ray: RaySpec = field(default_factory=RaySpec)
     fabric: Fabric = field(default_factory=Fabric)
     spot_notices: SpotNotices | None = None
-    """None: nobody asks whether a machine is taken back."""
+    """The cloud that is asked whether a machine is taken back. None: nobody asks."""
     rollout: UnitRollout = field(default_factory=UnitRollout)
     advanced: Advanced = bounded(Advanced, is_free=True)  # noqa: RUF009
     """Timeouts and tuning of `router`, `transfer`, `worker`, `decode`, `registry`, `supervisor`,
-    `planner` and `engine`: the operator checks them. The reference lists all."""
+    `planner` and `engine`. The operator checks them; the reference lists all."""
 
     object_rules = (
         Rule(

@@ -10,17 +10,17 @@ from deploy.api.checked import Checked, bounded
 from deploy.api.serving_cluster import SOURCE
 
 MESSAGE = 32768
-"""Characters of a message, at most."""
+"""Most characters of a message."""
 
 
 @dataclass(frozen=True)
 class Reported(Checked):
-    """The operator alone writes it, and whole: its schema has no defaults."""
+    """What the operator alone writes, and whole: its schema has no defaults."""
 
 
 @dataclass(frozen=True)
 class Condition(Reported):
-    """As in all of Kubernetes' objects."""
+    """A condition, as all of Kubernetes' objects have them."""
 
     type: str = bounded(max_size=316)
     status: Literal["True", "False", "Unknown"] = bounded()
@@ -59,9 +59,9 @@ class RolloutStatus(Reported):
     Draining, Ending: the only unit makes way (Recreate)."""
     reason: str = bounded("", max_size=4096)
     units: Mapping[str, str] = field(default_factory=dict)
-    """While there are two: each unit's share of the requests and live workers, by code."""
+    """Each unit's share of the requests and live workers, by its code, while there are two."""
     shares: Mapping[str, int] = field(default_factory=dict)
-    """The shares alone, in percent."""
+    """Each unit's share of the requests alone, in percent."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,8 @@ class WorkerPoolStatus(Reported):
     ttft_target_seconds: float | None = None
     """`spec.planner.ttftTargetSeconds` of the ServingCluster, if the pool prefills."""
     itl_seconds: float | None = None
-    """Time between two tokens of the pool's streams, likewise."""
+    """Time between two tokens of the pool's streams, as clients saw it: the 95th percentile of the
+    last minute."""
     itl_target_seconds: float | None = None
     """`spec.planner.itlTargetSeconds`, if the pool decodes."""
     last_error: str = bounded("", max_size=MESSAGE)
@@ -101,9 +102,9 @@ class ServingClusterStatus(Reported):
     """What clients call the model. Set when it is first available; another model without a
     `servedModelName` keeps it."""
     endpoints: Mapping[str, str] = field(default_factory=dict)
-    """`grpc` and `openai`: the routers inside the cluster, grpcs:// and https:// where they serve
-    TLS. `external`, and externalOpenai: `spec.router.hostname` and `httpHostname`, at the port of
-    the Gateway or Ingress. `control`: the supervisor."""
+    """Where the cluster is reached. `grpc` and `openai`: the routers inside the cluster, grpcs://
+    and https:// where they serve TLS. `external`, and externalOpenai: `spec.router.hostname` and
+    `httpHostname`, at the port of the Gateway or Ingress. `control`: the supervisor."""
     unit: str = bounded("", max_size=64)
     """The unit's code. Its RayCluster is called `<cluster>-<code>`, its pods carry the label
     baton.dev/unit."""

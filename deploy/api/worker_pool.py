@@ -18,7 +18,7 @@ _UNITS_S = {"ms": 0.001, "s": 1, "m": 60, "h": 3600}
 
 
 def seconds(duration: str) -> float:
-    """Of a Go duration, such as 1h30m."""
+    """Return the seconds of a Go duration, such as 1h30m."""
     parts = re.findall(r"([0-9]+(?:\.[0-9]+)?)(ms|s|m|h)", duration)
     return float(sum(float(number) * _UNITS_S[unit] for number, unit in parts))
 
@@ -33,7 +33,7 @@ class Parallelism(Checked):
     tensor: int = bounded(1, minimum=1, maximum=64)
     """Rank processes of a replica, all in one pod; on cuda each has a GPU of its own."""
     expert: int = bounded(1, minimum=1, maximum=1)
-    """Not built yet: 1."""
+    """Ranks over which a replica's experts are spread. Only 1 is built."""
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,8 @@ class Scaling(Checked):
     """Who writes `spec.replicas`."""
 
     mode: ScalingMode = "manual"
-    """manual: a person (kubectl scale). hpa: a HorizontalPodAutoscaler on the pool's `/scale`.
-    planner: the operator's own planner, which overwrites what anyone else sets."""
+    """Who scales the pool. manual: a person (kubectl scale). hpa: a HorizontalPodAutoscaler on the
+    pool's `/scale`. planner: the operator's own planner, which overwrites what anyone else sets."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class PoolShape(PodSettings):
 
     # The enumeration alone does not bound the cost of the rule on 32 pools' roles (1.25).
     role: Role = bounded(max_size=7)  # noqa: RUF009
-    """prefill, decode, or mixed: both. Cannot be changed."""
+    """What the pool's workers do: prefill, decode, or both (mixed). It cannot be changed."""
     min_replicas: int = bounded(0, minimum=0, maximum=MAX_REPLICAS)
     """The smallest size, for the planner and people; 0 lets the planner stop the pool."""
     max_replicas: int = bounded(8, minimum=1, maximum=MAX_REPLICAS)
@@ -127,9 +127,9 @@ class WorkerPoolSpec(PoolShape):
     """Workers of one role and shape in one ServingCluster."""
 
     cluster: str = bounded(max_size=63)
-    """The ServingCluster, in the same namespace; set by the operator. Cannot be changed."""
+    """The ServingCluster, in the same namespace. The operator sets it, and it cannot be changed."""
     pool: str = bounded(max_size=34)
-    """The pool's name in it; set by the operator. Cannot be changed."""
+    """The pool's name in the ServingCluster. The operator sets it, and it cannot be changed."""
     replicas: int = bounded(1, minimum=0, maximum=MAX_REPLICAS)
     """Number of workers; `scaling.mode` names its writer."""
 

@@ -21,7 +21,7 @@ from deploy.api.worker_pool import PoolTemplate
 
 
 def serving_cluster(config: ClusterConfig, name: str, namespace: str | None) -> dict[str, Any]:
-    """The object for `kubectl apply`; what is at its default is left out, but `auto` is a GPU.
+    """Make the object for `kubectl apply`. What is at its default is left out, but `auto` is a GPU.
 
     Raises ConfigError where model or tokenizer is a folder of this machine, which no pod has.
     """
@@ -60,7 +60,7 @@ def serving_cluster(config: ClusterConfig, name: str, namespace: str | None) -> 
 
 
 def _changed(config: ClusterConfig, sections: Mapping[str, Any]) -> dict[str, Any]:
-    """What differs from the sections' defaults, without what the operator sets itself."""
+    """Return what differs from the sections' defaults, without what the operator sets itself."""
     made = {}
     for section, usual in sections.items():
         ours = getattr(config, section)
@@ -85,7 +85,8 @@ def _router(config: RouterConfig, name: str) -> dict[str, Any]:
 
 
 def secrets_to_make(config: ClusterConfig, name: str) -> list[str]:
-    """Commands that put this machine's files where the ServingCluster of that name looks."""
+    """List the commands that put this machine's files where the ServingCluster of that name
+    looks."""
     commands = []
     if (tls := config.router.tls) is not None:
         files = {"tls.crt": tls.certificate_file, "tls.key": tls.key_file}

@@ -46,7 +46,7 @@ class PagedKv:
 
     @property
     def num_blocks(self) -> int:
-        """Of each group, over all regions."""
+        """Count the blocks of each group, over all regions."""
         return self._memory.num_regions * self._regions.num_blocks
 
     def _layer(self, layer: int) -> LayerKv:

@@ -26,7 +26,8 @@ from kv_transfer.layout import NULL_BLOCK, BlockId
 
 
 class BlockPool:
-    """`num_blocks` includes the null block. `on_evicted` gets each hash that is forgotten."""
+    """The blocks of one layer group. `num_blocks` includes the null block. `on_evicted` gets each
+    hash that is forgotten."""
 
     def __init__(
         self,
@@ -127,7 +128,7 @@ class BlockPool:
             self._quarantined.add(block)
 
     def unquarantine(self, blocks: Iterable[BlockId]) -> None:
-        """The writer has provably stopped: the blocks are free."""
+        """Free blocks whose writer has provably stopped."""
         for block in blocks:
             self._quarantined.remove(block)
             self._free.append(block)

@@ -150,7 +150,7 @@ class KvCache:
     def open(
         self, tokens: TokenIds, scope: CacheScope, max_tokens: int, *, is_shared: bool = True
     ) -> RequestBlocks:
-        """`max_tokens`: the most that the request can ever hold, prompt and output. `is_shared`
+        """Take a request in that never holds more than `max_tokens`, prompt and output. `is_shared`
         False: its blocks have no part in the prefix cache."""
         is_shared &= self._prefix_cache
         hashes: list[BlockHash] = []
@@ -420,7 +420,7 @@ class KvCache:
         return min(max(self._spans), self.num_blocks - 1) * self.block_size
 
     def set_aside(self, pinned: Sequence[RequestBlocks]) -> list[set[BlockId]]:
-        """Per group: blocks in quarantine, and blocks that `pinned` hold."""
+        """Return, by group, the blocks in quarantine and the blocks that `pinned` hold."""
         of_group = []
         for g in range(len(self.pools)):
             held = {block for blocks in pinned for block in blocks.blocks(g)}

@@ -39,7 +39,7 @@ def span_blocks(window: int, num_step_tokens: int, block_size: int) -> int:
 
 @dataclass(eq=False)
 class RequestBlocks:
-    """Written by `KvCache` alone."""
+    """The blocks of one request, written by `KvCache` alone."""
 
     scope: CacheScope
     hashes: list[BlockHash]  # of the full blocks whose tokens are known

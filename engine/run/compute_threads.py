@@ -15,7 +15,7 @@ _wanted: int | None = None
 
 
 def want(num_threads: int | None) -> None:
-    """Takes effect with the next step. None: keep the present number."""
+    """Set the number for the next step on. None keeps the present number."""
     global _wanted
     _wanted = num_threads
 

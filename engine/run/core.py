@@ -37,7 +37,7 @@ _WARM_UP_OUTPUT_TOKENS = 4
 
 
 class EngineCore:
-    """Implements `engine.api.Engine`.
+    """The `engine.api.Engine` over a scheduler and a runner.
 
     `sink` must be the one that the runner calls as layers finish. The core only puts into plans
     what is to be delivered. Without a `compiler`, requests with a grammar are refused.

@@ -39,12 +39,13 @@ log = logging.getLogger(__name__)
 
 MOST_SEQS = 512
 _MOST_BLOCKS = 1 << 20
-"""In all tables of a step: 4 MiB for each bucket."""
+"""Most blocks in all tables of a step: 4 MiB for each bucket."""
 _LEAST_STEP = 8
 
 
 def bucket_of(num_seqs: int) -> int:
-    """1, 2, 4, then multiples of an eighth of the next power of two, at least of 8."""
+    """Round up to a bucket: 1, 2, 4, then multiples of an eighth of the next power of two, at least
+    of 8."""
     power: int = 1 << (num_seqs - 1).bit_length()
     if power <= _LEAST_STEP:
         return power
@@ -142,8 +143,8 @@ class DecodeGraphs:
 
     @classmethod
     def on(cls, decoder: Decoder, kv: PagedKv, max_model_len: int) -> DecodeGraphs | None:
-        """None where a step cannot be recorded: on a CPU, without Triton's kernels, with several
-        ranks, or where the host must wait within a step."""
+        """Make graphs, or None where a step cannot be recorded: on a CPU, without Triton's kernels,
+        with several ranks, or where the host must wait within a step."""
         if decoder.device.type != "cuda" or decoder.host_waits or decoder.kernels.name != "triton":
             return None
         from engine.kernels.triton.triton_kernels import decode_cutting

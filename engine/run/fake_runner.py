@@ -79,7 +79,7 @@ class FakeTp:
 
 
 class FakeRunner:
-    """Implements `Runner` on one rank of any tensor-parallel width."""
+    """The `Runner` of the fake engine, on one rank of any tensor-parallel width."""
 
     def __init__(
         self,
@@ -127,8 +127,8 @@ class FakeRunner:
         masks: ComputeMasks | None = None,
         scores: Scores | None = None,
     ) -> list[SampledToken]:
-        """Ranks above 0 may pass no specs: they compute and sample nothing. There are no logits:
-        nothing is scored, nor are biases added or allowed tokens looked at."""
+        """Run a plan. Ranks above 0 may pass no specs: they compute and sample nothing. There are
+        no logits: nothing is scored, nor are biases added or allowed tokens looked at."""
         for payload in plan.sink_messages:
             self._sink.message(payload)
         if plan.seqs:
@@ -197,7 +197,7 @@ class FakeRunner:
         return SampledToken(token, self._logprobs(token, sampling))
 
     def _logprobs(self, token: int, sampling: SamplingParams) -> TokenLogprobs | None:
-        """Made up, but with the shape and order of real ones."""
+        """Make up log-probabilities with the shape and order of real ones."""
         if sampling.logprobs is None:
             return None
         vocab_size = self._model.vocab_size
@@ -208,7 +208,7 @@ class FakeRunner:
 
 
 def _masked(sampled: list[SampledToken], masks: Masks) -> list[SampledToken]:
-    """Each constrained row takes the allowed token that its own one leads to."""
+    """Give each constrained row the allowed token that its own one leads to."""
     made = list(sampled)
     for row, bits in zip(masks.rows, masks.bits):
         allowed = np.flatnonzero(np.unpackbits(bits, bitorder="little"))

@@ -26,7 +26,7 @@ from kv_transfer.layout import KvLayout
 
 
 class DeviceEvent(Protocol):
-    """As torch.cuda.Event."""
+    """The part of torch.cuda.Event that is used."""
 
     def record(self) -> None:
         """On the step's thread: record the event, which happens once all work so far is done."""
@@ -59,7 +59,8 @@ class LayerPushes:
 
     @classmethod
     def on(cls, device: torch.device, sink: KvSink, layout: KvLayout) -> LayerPushes:
-        """A thread that waits for a CUDA event sleeps: polling would take a core."""
+        """Make pushes for a device. A thread that waits for a CUDA event sleeps: polling would take
+        a core."""
         return cls(sink, layout, _new_cuda_event if device.type == "cuda" else None)
 
     def of_step(self, pushes: Sequence[BlockPush]) -> Callable[[int], None] | None:

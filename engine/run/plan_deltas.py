@@ -41,9 +41,9 @@ class PlanDelta:
     pushes: tuple[BlockPush, ...]
     sink_messages: tuple[bytes, ...]
     new_ids: tuple[RequestId, ...]
-    """Of the sequences that the plan before did not have."""
+    """Ids of the sequences that the plan before did not have."""
     which: Int32s
-    """Its position in the plan before; new ones are numbered from that plan's end."""
+    """Each sequence's position in the plan before; new ones are numbered from that plan's end."""
     starts: Int32s
     samples: npt.NDArray[np.bool_]
     scores: npt.NDArray[np.bool_]
@@ -79,7 +79,7 @@ class _Known:
 
 
 class PlanEncoder:
-    """Rank 0's end."""
+    """Rank 0's end: makes deltas of plans."""
 
     def __init__(self) -> None:
         self._number = 0
@@ -127,7 +127,7 @@ class PlanEncoder:
 
 
 class PlanDecoder:
-    """The end of a rank > 0."""
+    """The end of a rank above 0: makes plans of deltas."""
 
     def __init__(self) -> None:
         self._number = 0

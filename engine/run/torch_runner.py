@@ -47,7 +47,7 @@ SampleFn = Callable[
 
 
 class TorchRunner:
-    """One rank. On rank 0 of a group, `run` makes the others run the same plan."""
+    """The runner of one rank. On rank 0 of a group, `run` makes the others run the same plan."""
 
     def __init__(
         self,
@@ -137,7 +137,7 @@ class TorchRunner:
         return self._decoder.logits(hidden[batch.sample_rows])
 
     def _score(self, hidden: torch.Tensor, scored: Scored) -> list[TokenLogprobs]:
-        """By slices: the logits of a whole chunk could take gigabytes."""
+        """Score a chunk's tokens by slices: the logits of a whole chunk could take gigabytes."""
         found: list[TokenLogprobs] = []
         for start in range(0, len(hidden), _SCORED_ROWS):
             logits = self._decoder.logits(hidden[start : start + _SCORED_ROWS])

@@ -89,7 +89,7 @@ class GrammarCompiler:
                     return self._compiled[grammar].deep_copy()
 
     def new_masks(self, count: int) -> npt.NDArray[np.uint8]:
-        """Of matchers: [count, bytes], all 0."""
+        """Make masks for this many matchers: [count, bytes], all 0."""
         num_words = -(-self._read_tokenizer().vocab_size // 32)  # the library writes whole ones
         return np.zeros((count, num_words * 4), np.uint8)
 
@@ -135,8 +135,8 @@ class _Followed:
     num_read: int = 0
 
     def read(self, output: npt.NDArray[np.uint32]) -> str | None:
-        """Go on to the end of `output`, all of the request's output tokens. What is wrong with
-        it."""
+        """Read on to the end of `output`, all of the request's output tokens. Returns what is wrong
+        with it."""
         new = output[self.num_read :].tolist()
         self.num_read = len(output)
         if not new or self.matcher.consume_tokens(new):
@@ -158,7 +158,7 @@ class Constraints:
         self._followed: dict[RequestId, _Followed] = {}
 
     def prepare(self, spec: RequestSpec) -> None:
-        """Do beforehand what would take long. On any thread. Raises InvalidRequestError."""
+        """Do beforehand, on any thread, what would take long. Raises InvalidRequestError."""
         if spec.grammar is not None:
             self._of_model().prepare(spec.grammar)
 
@@ -190,7 +190,8 @@ class Constraints:
                     self.close(event.request_id)
 
     def masks(self, plan: StepPlan, specs: Mapping[RequestId, RequestSpec]) -> ComputeMasks | None:
-        """Of a step; None where no row has a constraint. `specs` have all tokens known now."""
+        """Compute a step's masks; None where no row has a constraint. `specs` have all tokens known
+        now."""
         if not self._followed:
             return None
         ids = [seq.request_id for seq in plan.seqs if seq.samples]
@@ -221,7 +222,8 @@ class Constraints:
 
 
 def _narrow(mask: npt.NDArray[np.uint8], spec: RequestSpec) -> str | None:
-    """Take away what the request itself does not allow. What is wrong, if nothing is left."""
+    """Take away what the request itself does not allow. Returns what is wrong, if nothing is
+    left."""
     if allowed := spec.sampling.allowed_tokens:
         mask[: len(allowed)] &= np.frombuffer(allowed, np.uint8)[: len(mask)]
         mask[len(allowed) :] = 0

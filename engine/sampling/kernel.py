@@ -45,8 +45,8 @@ def _around(
     row, threshold, highest, sharpness,
     VOCAB_SIZE: tl.constexpr, BLOCK: tl.constexpr, WITH_MASS: tl.constexpr,
 ):  # fmt: skip
-    """Of the logits above a threshold: how many, the sum of their weights 2 ** ((logit - highest) *
-    sharpness), and the least. Of the others: the greatest."""
+    """Split logits at a threshold. Of those above: how many, the sum of their weights 2 ** ((logit
+    - highest) * sharpness), and the least. Of the others: the greatest."""
     counts = tl.zeros((BLOCK,), tl.int32)
     sums = tl.zeros((BLOCK,), tl.float32)
     leasts = tl.full((BLOCK,), float("inf"), tl.float32)

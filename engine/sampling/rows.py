@@ -56,7 +56,7 @@ class Draws:
     where: torch.Tensor
     """int64 [n]: the same as `rows`."""
     keys: torch.Tensor
-    """int32 [n, 2]: of their noise."""
+    """Keys of the rows' noise: int32 [n, 2]."""
     temperature: torch.Tensor
     top_k: torch.Tensor
     """int64, at most the vocabulary."""
@@ -132,7 +132,7 @@ class SamplingRows:
         vocab_size: int,
         device: torch.device,
     ) -> SamplingRows:
-        """`forbidden`: by row."""
+        """Collect the rows. `forbidden` has tokens by row."""
         drawn = [i for i, row in enumerate(rows) if not row.is_greedy]
         most = min(_FEW_TOKENS, vocab_size)
         few = [i for i in drawn if 0 < rows[i].params.top_k <= most]
@@ -157,7 +157,7 @@ class SamplingRows:
 def draws_of(
     rows: Sequence[Row], where: Sequence[int], vocab_size: int, device: torch.device
 ) -> Draws:
-    """Some rows, as `SamplingRows.many`."""
+    """Make `Draws` of some rows, as in `SamplingRows.many`."""
     where = sorted(where, key=lambda i: not is_limited(rows[i].params))
     moved = to_device_together(_draw_columns(rows, where, vocab_size), device)
     return Draws([rows[i].params for i in where], where, *moved)

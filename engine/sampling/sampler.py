@@ -27,7 +27,7 @@ _CHUNK_ELEMENTS = 1 << 17  # logits whose noise a CPU draws at once: what stays 
 
 
 class Sampler:
-    """Stateless except for the model's end-of-sequence ids."""
+    """Chooses tokens. It is stateless except for the model's end-of-sequence ids."""
 
     def __init__(self, eos_token_ids: frozenset[int]) -> None:
         self._eos_token_ids = eos_token_ids
@@ -39,7 +39,7 @@ class Sampler:
         specs: dict[RequestId, RequestSpec],
         masks: ComputeMasks | None = None,
     ) -> list[SampledToken]:
-        """`logits`: [n, vocab_size] of the n sequences that sample, in order, on any device.
+        """Sample `logits` [n, vocab_size] of the n sequences that sample, in order, on any device.
         `specs` has each of them, complete where there are penalties or bad words. Rows of `masks`
         are changed in place, so their log-probabilities are those of allowed tokens."""
         if masks is None:
@@ -167,7 +167,8 @@ def _draw_at_once(logits: torch.Tensor, draws: Draws) -> torch.Tensor:
 
 
 def _parts(draws: Draws, logits: torch.Tensor) -> Iterator[Draws]:
-    """On a device all rows at once: for each part the host would wait."""
+    """Cut the rows into parts. On a device all of them are one: for each part the host would
+    wait."""
     on_cpu = logits.device.type == "cpu"
     length = max(1, _CHUNK_ELEMENTS // logits.shape[1] if on_cpu else len(draws))
     return (draws.part(start, start + length) for start in range(0, len(draws), length))
@@ -293,13 +294,15 @@ def _columns(logits: torch.Tensor, chosen: torch.Tensor, num_top: int) -> torch.
 
 
 def logprobs_of(logits: torch.Tensor, token_ids: TokenIds, num_top: int) -> Iterator[TokenLogprobs]:
-    """Of given tokens, one for each row of `logits`, with the `num_top` likeliest."""
+    """Return the logprobs of given tokens, one for each row of `logits`, with the `num_top`
+    likeliest."""
     chosen = to_device(token_ids.astype(np.int64), logits.device)
     return (_token_logprobs(row, num_top) for row in _columns(logits, chosen, num_top).tolist())
 
 
 def _token_logprobs(row: list[float], num_top: int) -> TokenLogprobs:
-    """From the sampled token's logprob and rank, then the values and ids of the likeliest."""
+    """Make a token's logprobs from its logprob and rank, then the values and ids of the
+    likeliest."""
     logprob, rank, *top = row
     values, ids = top[: len(top) // 2], top[len(top) // 2 :]
     likeliest = tuple((int(token), value) for token, value in zip(ids, values))

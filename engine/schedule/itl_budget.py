@@ -16,10 +16,10 @@ _AIM = 0.8  # of the budget: steps differ, and a stream that is handed over wait
 
 
 class ItlBudget:
-    """Pure: reads the rates, which their owner writes."""
+    """Decides how many prompt tokens fit. It reads the rates, which their owner writes."""
 
     def __init__(self, rates: LearnedRates, block_size: int, max_itl_factor: float | None) -> None:
-        """`max_itl_factor` None: a step may take any time."""
+        """Bound steps by `max_itl_factor`. None: a step may take any time."""
         self._rates = rates
         self._block_size = block_size
         self._max_factor = max_itl_factor

@@ -32,7 +32,7 @@ class Export:
 
 @dataclass(eq=False)
 class LiveRequest:
-    """Written by the `Scheduler` and the `StepDraft` it makes."""
+    """A request in the engine, written by the `Scheduler` and the `StepDraft` it makes."""
 
     spec: RequestSpec
     arrival: int

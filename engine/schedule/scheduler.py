@@ -85,7 +85,7 @@ class Scheduler:
     # --- requests in ----------------------------------------------------------------------------
 
     def add(self, spec: RequestSpec) -> None:
-        """Raises InvalidRequestError, as do the next two methods."""
+        """Take a request in. It raises InvalidRequestError, as do the next two methods."""
         self._wait(self._take(spec))
 
     def add_prefill(
@@ -334,7 +334,7 @@ class Scheduler:
         return LiveRequest(spec, self._num_arrived, self._clock(), max_len, blocks, export)
 
     def _unblock(self) -> None:
-        """A request is about to come that may have room."""
+        """Look at waiting requests again: one may have room now."""
         if not self._running and not self._waiting:
             self._blocked_since = None  # of those that were there before, or of nobody
         self._blocked = False

@@ -13,14 +13,14 @@ class StepWork:
 
     num_decodes: int = 0
     num_decode_pairs: int = 0
-    """Tokens that the decodes look at, each decode's counted."""
+    """Tokens that the decodes look at, counted for each decode."""
     num_prompt_tokens: int = 0
     num_prompt_pairs: int = 0
-    """The same of prompt tokens."""
+    """Tokens that the prompt tokens look at, counted for each."""
 
     @classmethod
     def of(cls, plan: StepPlan) -> StepWork:
-        """A prompt's single last token counts as a decode."""
+        """Sum up a step. A prompt's single last token counts as a decode."""
         work = cls()
         for seq in plan.seqs:
             if len(seq.token_ids) == 1:

@@ -120,8 +120,8 @@ class MemoryNetwork:
     def __init__(
         self, scheduler: Scheduler | None = None, puts_outlive_connection: bool = False
     ) -> None:
-        """`puts_outlive_connection`: as over TCP, puts land even after the connection or the
-        writer's process has ended."""
+        """Begin without processes. `puts_outlive_connection`: as over TCP, puts land even after the
+        connection or the writer's process has ended."""
         self.scheduler: Scheduler = scheduler or ThreadScheduler()
         self.puts_outlive_connection = puts_outlive_connection
         self._processes: dict[bytes, MemoryTransport] = {}
@@ -160,7 +160,7 @@ class MemoryNetwork:
 
 
 class MemoryTransport:
-    """Implements `kv_transfer.transport.Transport`."""
+    """The `kv_transfer.transport.Transport` of processes in one interpreter."""
 
     def __init__(self, network: MemoryNetwork, address: bytes) -> None:
         self.dead = False
@@ -242,7 +242,7 @@ class MemoryTransport:
         self._schedule("revoke", self._address, run)
 
     def prepare(self, peer: Peer, regions: Sequence[Region]) -> None:
-        """Nothing to map."""
+        """Do nothing: there is nothing to map."""
 
     def put(self, peer: Peer, batch: PutBatch, on_failed: OnFailed) -> None:
         assert isinstance(peer, MemoryPeer)

@@ -21,7 +21,7 @@ PROMPTS: dict[str, Any] = {
     prompt["name"]: prompt for prompt in yaml.safe_load((DEMO / "prompts.yaml").read_text("utf-8"))
 }
 CHUNK = 256
-EMITTED, ANY = 0.05, 0.3  # as docs/design.md section 12 promises
+EMITTED, ANY = 0.05, 0.3  # as docs/failures.md promises
 
 
 @pytest.fixture(scope="module")

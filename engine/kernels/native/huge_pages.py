@@ -16,8 +16,8 @@ _chunk: torch.Tensor = torch.empty(0, dtype=torch.uint8)  # what is left of the 
 
 
 def take(num_bytes: int) -> torch.Tensor:
-    """uint8 [num_bytes], zeros, beginning at a page. The tensor and its views keep it alive, with
-    up to 32 MiB around it."""
+    """Take zeros, uint8 [num_bytes], that begin at a page. The tensor and its views keep them
+    alive, with up to 32 MiB around them."""
     global _chunk
     size = -(-num_bytes // _ALIGNED_BYTES) * _ALIGNED_BYTES
     with _lock:  # engines of one process may load at the same time

@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 @functools.cache
 def native_library() -> ctypes.CDLL | None:
-    """The kernels' library; None if torch's kernels must serve."""
+    """Return the kernels' library, or None if torch's kernels must serve."""
     try:
         # torch has loaded its libgomp already, whose threads GCC's kernels share; Clang's have
         # threads of their own.

@@ -115,7 +115,7 @@ def can_pack(parts: Sequence[torch.Tensor], dtype: torch.dtype, *, is_gated: boo
 
 
 def _interleaved(bias: torch.Tensor, is_gated: bool, outputs: int) -> torch.Tensor:
-    """In the order of the strips, with zeros up to `outputs`."""
+    """Lay a weight out in the order of the strips, with zeros up to `outputs`."""
     if is_gated:
         bias = bias.view(2, -1, _STRIP_OUTPUTS // 2).transpose(0, 1).flatten()
     return torch.nn.functional.pad(bias, (0, outputs - len(bias)))
@@ -123,7 +123,7 @@ def _interleaved(bias: torch.Tensor, is_gated: bool, outputs: int) -> torch.Tens
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """With the types of the functions used here; None if it cannot be built."""
+    """Load the library with the types of the functions used here; None if it cannot be built."""
     found = native_library()
     if found is not None:
         found.baton_packed_bytes.argtypes = (c_int64, c_int64, c_int)

@@ -97,7 +97,7 @@ class TorchKernels:
         block_size: int,
         device: torch.device,
     ) -> list[DecodeRows]:
-        """Made by a group's first layer in a step, used by all of its layers."""
+        """Make a group's decode rows in its first layer of a step; all of its layers use them."""
         if self._batch is not batch:
             self._batch, self._decodes = batch, {}
         found = self._decodes.get(id(group))

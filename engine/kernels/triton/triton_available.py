@@ -17,8 +17,8 @@ log = logging.getLogger(__name__)
 
 @functools.cache
 def runs_on(device_type: str) -> bool:
-    """On cuda where Triton has what it needs; on any device in Triton's interpreter, which
-    `TRITON_INTERPRET=1` asks for. One log line says what a GPU lacks."""
+    """Tell whether Triton serves a device: cuda where it has what it needs, any in Triton's
+    interpreter, which `TRITON_INTERPRET=1` asks for. One log line says what a GPU lacks."""
     if os.environ.get("TRITON_INTERPRET") == "1":
         return importlib.util.find_spec("triton") is not None
     if device_type != "cuda" or not torch.cuda.is_available():

@@ -31,7 +31,7 @@ from engine.kernels.triton import triton_programs as programs
 _MOST_HEAD_DIM = 256
 _MOST_HEADS_PER_KV_HEAD = 64
 _LEAST_ROWS = 16
-"""Of a tensor core's product."""
+"""Fewest rows of a tensor core's product."""
 _INTERPRETED_SMS = 2
 _HEADS_AT_ONCE = 8
 _PARTS_AT_ONCE = 16
@@ -50,7 +50,7 @@ class Launch:
     least_keys: int
     """Keys below which a piece is not worth its merge."""
     max_registers: int | None = None
-    """Of a thread, so that more programs share a multiprocessor."""
+    """Most registers of a thread, so that more programs share a multiprocessor."""
     one_loop: bool = False
     """Mask all keys alike: where reading them takes the time, masks cost nothing."""
 
@@ -173,7 +173,7 @@ class TritonKernels:
         shared: int,
         launches: tuple[Launch, Launch],
     ) -> AttentionWork:
-        """Made by a group's first layer in a step, used by all of its layers."""
+        """Cut a group's work in its first layer of a step; all of its layers use it."""
         if self._batch is not batch:
             self._batch, self._work = batch, {}
         found = self._work.get(id(group))
@@ -195,7 +195,7 @@ def decode_cutting(shape: AttentionShape, keys: torch.Tensor) -> Cutting | None:
 
 
 def cutting(launch: Launch, shared: int, kv_heads: int, device: torch.device) -> Cutting:
-    """`shared`: query heads of one KV head."""
+    """Choose how tokens are cut. `shared` is the number of query heads of one KV head."""
     wanted = max(1, launch.pieces_per_sm * _num_sms(device) // kv_heads)
     return Cutting(launch.rows // shared, wanted, launch.least_keys)
 
@@ -318,7 +318,7 @@ def _norm_rows(
 
 
 def _stages(launch: Launch, padded: int, queries: torch.Tensor) -> int:
-    """As many as the multiprocessor's shared memory has room for."""
+    """Count the stages for which the multiprocessor's shared memory has room."""
     item = queries.element_size()
     each = 2 * launch.keys * padded * item
     room = _shared_bytes(queries.device) - launch.rows * padded * item

@@ -87,9 +87,10 @@ Command = Callable[[], None] | Put
 
 
 class CommandQueue:
-    """Posts from Python: about 1 us per put, with the GIL held between puts.
+    """A queue that posts from Python: about 1 us per put, with the GIL held between puts.
 
-    Any thread may `add`. All other methods belong to the progress thread."""
+    Any thread may `add`. All other methods belong to the progress thread.
+    """
 
     def __init__(self, ucp: Ucp, worker: UcxWorker) -> None:
         self._ucp, self._worker = ucp, worker
@@ -143,7 +144,7 @@ class CommandQueue:
         return status
 
     def _wait(self, inlet: UcxWorker) -> int:
-        """As `wait_for_either` in C."""
+        """Wait as `wait_for_either` does in C."""
         events = select.poll()
         for worker in (self._worker, inlet):
             status: int = self._ucp.ucp_worker_arm(worker.handle)
@@ -209,9 +210,10 @@ class _Queue(ctypes.Structure):
 
 
 class NativeQueue(CommandQueue):
-    """C posts, also while it waits in `sleep`; `post` returns a failure.
+    """A queue whose C code posts, also while it waits in `sleep`; `post` returns a failure.
 
-    Keeps the commands twice, in one order: here, and as a list that C reads without the GIL."""
+    Keeps the commands twice, in one order: here, and as a list that C reads without the GIL.
+    """
 
     def __init__(self, ucp: Ucp, worker: UcxWorker, library: Path) -> None:
         super().__init__(ucp, worker)

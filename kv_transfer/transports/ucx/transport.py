@@ -73,7 +73,7 @@ _POPULATE_BYTES = 32 << 20  # a few milliseconds
 
 
 class UcxTransport:
-    """Implements `kv_transfer.transport.Transport`."""
+    """The `kv_transfer.transport.Transport` over libucp."""
 
     def __init__(self, config: TransferConfig) -> None:
         self.on_fatal: OnFatal | None = None

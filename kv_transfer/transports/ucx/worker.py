@@ -15,10 +15,11 @@ from kv_transfer.transports.ucx.binding import THREAD_MODE_SERIALIZED, Ucp, Work
 
 
 class UcxWorker:
-    """One thread at a time may use it. `descriptor` becomes readable when it has work."""
+    """A UCX worker, which one thread at a time may use. `descriptor` becomes readable when it has
+    work."""
 
     def __init__(self, ucp: Ucp, context: int) -> None:
-        """Raises TransportError."""
+        """Create the worker. Raises TransportError."""
         self._ucp = ucp
         handle, descriptor = c_void_p(), c_int()
         params = WorkerParams(field_mask=1, thread_mode=THREAD_MODE_SERIALIZED)

@@ -83,7 +83,7 @@ def test_what_came_before_a_cut_is_thrown_away_where_it_may_be_of_another_file(
 ) -> None:
     server.has_versions = has_versions
     server.cuts[f"m/{LARGE}"] = [1_000_000] + [0] * 6
-    assert f"{LARGE}: ended at byte" in node.refused()
+    assert f"{LARGE}: cut off at byte" in node.refused()
     server.files[f"m/{LARGE}"] = b"n" * 2_000_000
     server.cuts.clear()
     node.fetch()
@@ -95,7 +95,7 @@ def test_another_part_than_was_asked_for_is_never_taken(
 ) -> None:
     server.cuts[f"m/{LARGE}"] = [1_000_000]
     server.part_offset = 1
-    assert f"{LARGE}: another part came than was asked" in node.refused()
+    assert f"{LARGE}: the server sent another part than it was asked for" in node.refused()
 
 
 def test_a_try_that_failed_leaves_what_came_to_the_next_start(

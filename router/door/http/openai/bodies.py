@@ -129,7 +129,7 @@ class ResponseFormat(_Part):
 
 
 class StructuredOutputs(_Part):
-    """Constrain the answer by one of these, as vLLM has it."""
+    """What the answer must fit: one of these, under vLLM's names."""
 
     json_schema: dict[str, Any] | str | None = Field(default=None, alias="json")
     regex: str | None = None

@@ -31,7 +31,7 @@ def _called(*names: str) -> Any:
 
 
 class Piece(BaseModel):
-    """An item of OpenAI's responses; a turn or a block of Anthropic's."""
+    """One item of OpenAI's responses, or one turn or block of Anthropic's messages."""
 
     model_config = ConfigDict(strict=True, extra="allow")
     type: str = "message"
@@ -122,7 +122,7 @@ def without_type(value: Delta) -> Delta:
 
 
 class TranslatedBody(BaseModel):
-    """Fields that it does not list are those of a chat, such as Baton's own `request_id`."""
+    """A chat in another API's shape. Further fields are those of a chat, such as `request_id`."""
 
     model_config = ConfigDict(strict=True, extra="allow")
     model: str | None = None
