@@ -30,7 +30,7 @@ from engine.kernels.paged_kv import PagedKv
 from engine.kernels.protocol import Kernels
 from engine.kernels.step_batch import StepBatch, pack
 from engine.kernels.torch.torch_kernels import TorchKernels
-from engine.models.config import model_config
+from engine.models.families.table import model_config
 from engine.models.mlp import Linear
 from engine.request import RequestId, RequestSpec, SampledToken, SamplingParams, ScheduledSeq
 from engine.run.build import lone_engine

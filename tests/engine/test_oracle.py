@@ -26,7 +26,7 @@ from tests.engine.greedy import Greedy, run_alone
 FAMILIES = list(families.FAMILIES)
 NUM_TOKENS = 12
 # Of heads that the C++ attention serves; torch's serves the others', with a compiler or without.
-NATIVE = ("mistral", "qwen3")
+NATIVE = ("mistral", "qwen3", "gemma3")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -82,6 +82,7 @@ def check(folder: Path, family: str, lengths: list[int], chunk: int, block_size:
         ("qwen3", 512, 16, [63, 64, 65, 1500]),
         ("mixtral", 16, 32, [5, 31, 129]),
         ("qwen3-moe", 64, 8, [1, 47, 300]),
+        ("gemma3", 64, 8, [1, 23, 24, 25, 400]),
     ],
 )
 def test_greedy_tokens_are_those_of_transformers(
