@@ -109,7 +109,7 @@ class DecodeConfig(Ranged):
     """Most bytes of the prompts and outputs that are remembered."""
     reserve_within_s: Positive = 2.0
     """How long an engine may take to reserve blocks. One that has no room by then is full, and the
-    router tries another worker. Below the routers' `reserve_timeout_s`."""
+    router tries another worker. Below `router.timeouts.reserve_s`."""
     no_capacity_retry_s: NotNegative = 0.1
     """How soon a router that met a full worker is to come back."""
     max_lease_s: Positive = 600.0
