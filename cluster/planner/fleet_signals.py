@@ -19,7 +19,7 @@ from cluster.planner.signals import (
     WorkerPhase,
     WorkerSignals,
 )
-from cluster.pools.role_plan import Role, RolePlan
+from cluster.role_plan import Role, RolePlan
 
 _ROLES = {
     common_pb2.WORKER_ROLE_PREFILL: Role.PREFILL,

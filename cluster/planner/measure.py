@@ -26,7 +26,7 @@ from cluster.planner.signals import (
     WorkerPhase,
     WorkerSignals,
 )
-from cluster.pools.role_plan import Role
+from cluster.role_plan import Role
 
 _FEWEST_GAPS = 100  # so that five are above the 95th percentile
 

@@ -11,7 +11,7 @@ import enum
 import math
 from dataclasses import dataclass, field, fields
 
-from cluster.pools.role_plan import Role, RolePlan
+from cluster.role_plan import Role, RolePlan
 
 
 @dataclass(frozen=True)

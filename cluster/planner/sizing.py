@@ -19,7 +19,7 @@ from baton.config.planner import PlannerConfig
 from cluster.planner.measure import PoolMeasure
 from cluster.planner.needs import Need, PoolMemory
 from cluster.planner.signals import PoolSignals
-from cluster.pools.role_plan import Role, RolePlan
+from cluster.role_plan import Role, RolePlan
 
 _ROUNDING = 1e-9
 

@@ -22,7 +22,7 @@ from typing import Any, Literal, Self
 from baton.config.cluster import ClusterConfig, PoolConfig, read_config
 from baton.config.engine import AUTO
 from baton.errors import ConfigError, UnavailableError
-from cluster.pools.role_plan import Role
+from cluster.role_plan import Role
 from cluster.worker.config import needs_gpu
 
 _TIMEOUT_S = 60.0

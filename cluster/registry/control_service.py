@@ -19,7 +19,6 @@ from baton.identity.identity import Identity
 from baton.status import abort, first_message
 from baton.v1 import common_pb2, control_pb2, control_pb2_grpc, worker_pb2
 from cluster.pools.pool_table import Pool
-from cluster.pools.role_plan import Role, RolePlan
 from cluster.registry.control_access import control_server, listen_at
 from cluster.registry.pairing import unpaired
 from cluster.registry.pool_changes import PoolBacking, PoolChanges
@@ -32,6 +31,7 @@ from cluster.registry.registry import (
     WorkerState,
 )
 from cluster.registry.routers import Unit
+from cluster.role_plan import Role, RolePlan
 
 log = logging.getLogger(__name__)
 

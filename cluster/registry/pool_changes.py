@@ -10,8 +10,8 @@ from functools import partial
 from baton.errors import BatonError
 from baton.v1 import control_pb2
 from cluster.pools.pool_settings import PoolSettings, added_settings
-from cluster.pools.role_plan import RolePlan
 from cluster.registry.registry import Registry, WorkerState
+from cluster.role_plan import RolePlan
 
 log = logging.getLogger(__name__)
 

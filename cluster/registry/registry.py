@@ -29,8 +29,8 @@ from baton.clock import AwakeClock, NowS
 from baton.config.workers import RegistryConfig
 from baton.errors import OtherModelError
 from cluster.pools.pool_table import Pool, PoolTable, Slot
-from cluster.pools.role_plan import Role, RolePlan, active_roles
 from cluster.registry.routers import RouterReports, SilentRouter, UnitList
+from cluster.role_plan import Role, RolePlan, active_roles
 
 
 class WorkerState(enum.Enum):

@@ -17,7 +17,7 @@ from baton.config.transfer import TransferConfig
 from baton.config.workers import DecodeConfig, RegistryConfig, WorkerSettings
 from baton.process.log import LogSettings
 from cluster.node.pod import Pod
-from cluster.pools.role_plan import Role
+from cluster.role_plan import Role
 from engine.run import compute_threads
 
 

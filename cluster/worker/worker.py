@@ -31,8 +31,8 @@ from baton.model_folder import find_text_files
 from baton.process.interpreter import freeze_heap
 from baton.v1 import control_pb2, worker_pb2
 from cluster.node.pod import PodWorkers
-from cluster.pools.role_plan import Role
 from cluster.registry.registry import Progress
+from cluster.role_plan import Role
 from cluster.worker.config import WorkerConfig
 from cluster.worker.live_port import live_port
 from cluster.worker.rank import Rank

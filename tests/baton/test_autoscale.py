@@ -21,10 +21,10 @@ from cluster.planner.needs import PlannerState
 from cluster.planner.planner import decide
 from cluster.planner.signals import PoolGaps, Signals, WorkerPhase, WorkerSignals
 from cluster.pools.pool_settings import PoolSettings
-from cluster.pools.role_plan import Role
 from cluster.registry.control_service import Changes, serve
 from cluster.registry.pool_changes import PoolBacking
 from cluster.registry.registry import Progress, Registration, Registry
+from cluster.role_plan import Role
 from tests.cluster.pool_settings import settings_of
 from tests.identities import OPERATOR
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from baton.config.cluster import ClusterConfig, PoolConfig
 from baton.config.workers import SupervisorConfig
 from cluster.pools.pool_settings import PoolSettings, added_settings
-from cluster.pools.role_plan import Role
+from cluster.role_plan import Role
 
 ADDED_TEXT = """
 pools:

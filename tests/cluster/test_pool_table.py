@@ -22,7 +22,7 @@ from cluster.pools.pool_settings import (
     num_ranks,
 )
 from cluster.pools.pool_table import PoolTable
-from cluster.pools.role_plan import Role
+from cluster.role_plan import Role
 from tests.cluster.pool_settings import ADDED_TEXT, added_pool, settings_of
 
 

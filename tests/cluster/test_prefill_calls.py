@@ -14,7 +14,7 @@ import pytest
 from baton.config.engine import FakeEngineConfig
 from baton.link.frames import LinkError
 from baton.v1 import worker_pb2
-from cluster.pools.role_plan import Role
+from cluster.role_plan import Role
 from kv_transfer.transports.memory_transport import MemoryNetwork, Operation, ThreadScheduler
 from tests.cluster.conftest import (
     ENGINE,

@@ -13,7 +13,7 @@ import pytest
 from baton.config.workers import DecodeConfig
 from baton.link.frames import LinkError
 from baton.v1 import common_pb2, worker_pb2
-from cluster.pools.role_plan import Role
+from cluster.role_plan import Role
 from tests.link_stub import LinkStub
 
 

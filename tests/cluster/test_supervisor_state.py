@@ -13,9 +13,9 @@ from baton.config.workers import RegistryConfig
 from baton.errors import ConfigError
 from cluster.pools.pool_settings import added_settings
 from cluster.pools.pool_table import PoolTable
-from cluster.pools.role_plan import Role, RolePlan
 from cluster.registry.registry import Registry
 from cluster.registry.routers import Unit, UnitList
+from cluster.role_plan import Role, RolePlan
 from cluster.supervisor.run_dir import SupervisorState, state_file
 from tests.cluster.pool_settings import ADDED_TEXT, added_pool
 

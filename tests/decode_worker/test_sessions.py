@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from baton.link.frames import LinkError
 from baton.v1 import worker_pb2
-from cluster.pools.role_plan import Role
+from cluster.role_plan import Role
 from decode_worker.request_log import (
     NotHereError,
     Record,

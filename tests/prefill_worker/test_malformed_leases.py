@@ -12,7 +12,7 @@ import pytest
 
 from baton.link.frames import LinkError
 from baton.v1 import worker_pb2
-from cluster.pools.role_plan import Role
+from cluster.role_plan import Role
 from cluster.worker.worker import WorkerFailedError
 from tests.cluster.conftest import (
     TIMED_ENGINE,

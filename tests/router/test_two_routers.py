@@ -15,7 +15,7 @@ import pytest
 
 from baton.config.router import RouterConfig
 from baton.v1 import common_pb2, router_pb2
-from cluster.pools.role_plan import Role
+from cluster.role_plan import Role
 from decode_worker.session import Phase
 from router.request.machine import Prefill
 from router.request.request_run import RequestRun

@@ -14,7 +14,7 @@ import pytest
 
 from baton.clock import ManualClock
 from baton.v1 import control_pb2, router_pb2
-from cluster.pools.role_plan import Role
+from cluster.role_plan import Role
 from router.fleet.fleet import WorkerState
 from router.fleet.worker_link import Contact
 from router.router import Router

@@ -49,7 +49,7 @@ from deploy.controller.manifests.common import (
 )
 from deploy.controller.manifests.identity import identity_of
 from deploy.controller.manifests.merge import merged_template, with_settings
-from deploy.controller.units import Unit
+from deploy.controller.rollout.units import Unit
 
 OWN_COMMAND = {"ray.io/overwrite-container-cmd": "true"}
 """KubeRay leaves our command as it is, and gives it its own in KUBERAY_GEN_RAY_START_CMD."""

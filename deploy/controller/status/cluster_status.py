@@ -11,7 +11,8 @@ from deploy.controller.kit.objects import Object as Seen
 from deploy.controller.manifests.cluster_yaml import model_field, model_name, model_path
 from deploy.controller.manifests.common import HTTP_PORT, ROUTER_PORT, Object
 from deploy.controller.manifests.routers import FIRST_ROUTERS
-from deploy.controller.rollout import State
+from deploy.controller.observed.view import ClusterView, PoolView
+from deploy.controller.rollout.rollout import State
 from deploy.controller.status.conditions import AVAILABLE, DEGRADED, PROGRESSING, Verdict
 from deploy.controller.status.pool_status import gpu_problem, size_problem
 from deploy.controller.status.waiting import (
@@ -24,7 +25,6 @@ from deploy.controller.status.waiting import (
     silence,
     with_waits,
 )
-from deploy.controller.view import ClusterView, PoolView
 
 
 @dataclass(frozen=True)

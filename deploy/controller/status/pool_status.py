@@ -8,12 +8,12 @@ from baton.config.planner import PlannerTargets
 from deploy.api.naming import as_written
 from deploy.api.serving_cluster import ServingClusterSpec
 from deploy.api.worker_pool import WorkerPoolSpec, seconds
-from deploy.controller.fleet import Slot, SlotState
 from deploy.controller.manifests.cluster_yaml import gpu_field, pool_device
 from deploy.controller.manifests.common import CLUSTER_LABEL, POOL_LABEL, Object
+from deploy.controller.observed.fleet import Slot, SlotState
+from deploy.controller.observed.view import PoolView
 from deploy.controller.status.conditions import AVAILABLE, DEGRADED, PROGRESSING, Verdict, shortened
 from deploy.controller.status.waiting import SILENT, STARTING, Silence, model_problem, with_waits
-from deploy.controller.view import PoolView
 
 _DRAIN_MARGIN_S = 30.0
 """Workers give up their requests by the pool's drainTimeout: a drain that takes longer than this

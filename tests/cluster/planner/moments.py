@@ -15,7 +15,7 @@ from cluster.planner.signals import (
     WorkerPhase,
     WorkerSignals,
 )
-from cluster.pools.role_plan import Role
+from cluster.role_plan import Role
 
 RATE = 1_000.0
 """Tokens/s that a made-up worker prefills."""

@@ -22,7 +22,7 @@ from cluster.planner.signals import (
     WorkerPhase,
     WorkerSignals,
 )
-from cluster.pools.role_plan import Role
+from cluster.role_plan import Role
 
 TRACE = Path(__file__).parent / "azure2023_conv_10s.csv"
 

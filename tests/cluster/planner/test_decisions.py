@@ -8,7 +8,7 @@ import pytest
 
 from baton.config.planner import PlannerConfig
 from cluster.planner.signals import QueueSignals, Signals
-from cluster.pools.role_plan import Role, RolePlan
+from cluster.role_plan import Role, RolePlan
 from tests.cluster.planner.moments import (
     RATE,
     STABLE_S,

@@ -6,7 +6,7 @@ import math
 
 from baton.config.planner import PlannerConfig
 from cluster.planner.signals import PoolSignals
-from cluster.pools.role_plan import Role, RolePlan
+from cluster.role_plan import Role, RolePlan
 from tests.cluster.planner.moments import Planning, moment, router, worker
 
 BOTH = RolePlan()

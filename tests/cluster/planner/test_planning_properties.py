@@ -24,7 +24,7 @@ from cluster.planner.signals import (
     WorkerSignals,
 )
 from cluster.planner.sizing import Pool, Size, keep_ratio
-from cluster.pools.role_plan import Role, RolePlan
+from cluster.role_plan import Role, RolePlan
 from tests.cluster.planner.moments import decode_pool, prefill_pool, router
 
 NOW_S = 1_000.0

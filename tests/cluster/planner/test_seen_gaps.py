@@ -17,7 +17,7 @@ from cluster.planner.signals import (
     WorkerPhase,
     WorkerSignals,
 )
-from cluster.pools.role_plan import Role
+from cluster.role_plan import Role
 from tests.cluster.planner.moments import (
     STABLE_S,
     Planning,

@@ -9,9 +9,9 @@ import threading
 from collections.abc import AsyncIterator
 
 from baton.v1 import control_pb2
-from deploy.controller.fleet import Heard, SlotState, fleet_of, merged
-from deploy.controller.fleet_watch import FleetWatch
 from deploy.controller.kit.objects import Key
+from deploy.controller.observed.fleet import Heard, SlotState, fleet_of, merged
+from deploy.controller.reconcile.fleet_watch import FleetWatch
 from tests.identities import OPERATOR
 from tests.router.deployment import Context, Registry
 

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deploy.controller.fleet import FleetPool, Slot, SlotState
-from deploy.controller.kuberay import group_size
 from deploy.controller.manifests.ray_cluster import GroupSize
-from deploy.controller.pod import Pod
+from deploy.controller.observed.fleet import FleetPool, Slot, SlotState
+from deploy.controller.observed.pod import Pod
+from deploy.controller.reconcile.kuberay import group_size
 
 
 def pod(name: str, going: bool = False, ready: bool = True) -> Pod:

@@ -8,11 +8,11 @@ from dataclasses import replace
 from baton.config.planner import PlannerConfig
 from baton.v1 import common_pb2, control_pb2
 from cluster.planner.planner import PoolPlan
-from cluster.pools.role_plan import RolePlan as Split
+from cluster.role_plan import RolePlan as Split
 from deploy.api.worker_pool import RolePlan, Scaling, ScalingMode, WorkerPoolSpec
 from deploy.controller.kit.objects import Key
-from deploy.controller.planning import Planning
-from deploy.controller.view import PoolView
+from deploy.controller.observed.view import PoolView
+from deploy.controller.reconcile.planning import Planning
 from tests.deploy.controller.views import view_of
 
 MAIN = Key("models", "main")

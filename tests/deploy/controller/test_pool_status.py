@@ -8,7 +8,8 @@ from baton.config.planner import PlannerConfig
 from baton.v1 import control_pb2
 from deploy.api.status import MESSAGE, WorkerPoolStatus
 from deploy.api.worker_pool import WorkerPoolSpec
-from deploy.controller.fleet import (
+from deploy.controller.manifests.common import Object
+from deploy.controller.observed.fleet import (
     NOTHING_HEARD,
     Fleet,
     FleetPool,
@@ -17,10 +18,9 @@ from deploy.controller.fleet import (
     SlotState,
     fleet_of,
 )
-from deploy.controller.manifests.common import Object
-from deploy.controller.pod import Pod
+from deploy.controller.observed.pod import Pod
+from deploy.controller.observed.view import PoolView
 from deploy.controller.status.pool_status import gpu_problem, pool_status, pool_verdicts
-from deploy.controller.view import PoolView
 from tests.deploy.controller.clusters import pools_of, spec_of
 
 SPEC = WorkerPoolSpec(role="decode", cluster="main", pool="decode", drain_timeout="2m")

@@ -10,7 +10,11 @@ from dataclasses import dataclass, replace
 
 from deploy.api.serving_cluster import ServingClusterSpec, UnitRollout
 from deploy.api.worker_pool import WorkerPoolSpec
-from deploy.controller.fleet import (
+from deploy.controller.kit.objects import Key, Object, key_of
+from deploy.controller.manifests.cluster_yaml import model_name
+from deploy.controller.manifests.common import Owner
+from deploy.controller.manifests.ray_cluster import name_in, record_in, unit_in
+from deploy.controller.observed.fleet import (
     NOTHING_HEARD,
     Fleet,
     FleetPool,
@@ -19,12 +23,8 @@ from deploy.controller.fleet import (
     SlotState,
     merged,
 )
-from deploy.controller.kit.objects import Key, Object, key_of
-from deploy.controller.manifests.cluster_yaml import model_name
-from deploy.controller.manifests.common import Owner
-from deploy.controller.manifests.ray_cluster import name_in, record_in, unit_in
-from deploy.controller.pod import Pod
-from deploy.controller.rollout import (
+from deploy.controller.observed.pod import Pod
+from deploy.controller.rollout.rollout import (
     Figures,
     PoolSeen,
     Situation,
@@ -35,7 +35,7 @@ from deploy.controller.rollout import (
     next_step,
     total,
 )
-from deploy.controller.units import Unit, difference
+from deploy.controller.rollout.units import Unit, difference
 
 
 @dataclass(frozen=True)
