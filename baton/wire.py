@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from baton.v1 import common_pb2
+from baton.fleet import Role, WorkerState
+from baton.v1 import common_pb2, control_pb2
 
 ANY_ATTEMPT = (1 << 32) - 1
 """A `Cancel` with this attempt ends every attempt at the request, from any router."""
@@ -13,6 +14,15 @@ DEADLINE = "deadline"
 ORPHANED = "its router is gone"
 """The `error` of a request that no router followed for `orphan_ttl_s`. A router that attaches runs
 it on."""
+
+ROLES = {role: common_pb2.WorkerRole.Value(f"WORKER_ROLE_{role.name}") for role in Role}
+ROLE_OF = {number: role for role, number in ROLES.items()}
+STATES = {
+    state: control_pb2.WorkerState.Value(f"WORKER_STATE_{state.name}")
+    for state in WorkerState
+    if state is not WorkerState.UNLISTED
+}
+STATE_OF = {number: state for state, number in STATES.items()}
 
 _OF_SAMPLING = frozenset(common_pb2.SamplingParams.DESCRIPTOR.fields_by_name)
 

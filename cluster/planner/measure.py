@@ -18,15 +18,14 @@ from dataclasses import dataclass
 from math import fsum
 
 from baton.config.planner import PlannerConfig
+from baton.fleet import Role, WorkerState
 from cluster.planner.signals import (
     PoolSignals,
     QueueSignals,
     RouterSignals,
     Signals,
-    WorkerPhase,
     WorkerSignals,
 )
-from cluster.role_plan import Role
 
 _FEWEST_GAPS = 100  # so that five are above the 95th percentile
 
@@ -120,14 +119,14 @@ def measure_demand(signals: Signals, config: PlannerConfig) -> Demand | None:
 
 
 def measure_pool(pool: PoolSignals, signals: Signals, config: PlannerConfig) -> PoolMeasure:
-    live = [worker for worker in pool.workers if worker.phase is WorkerPhase.LIVE]
+    live = [worker for worker in pool.workers if worker.state is WorkerState.LIVE]
     heard = [worker for worker in live if _is_fresh(worker.measured_at_s, signals, config)]
     warm = [worker for worker in heard if _is_warm(worker, signals, config)]
-    num_starting = sum(worker.phase is WorkerPhase.STARTING for worker in pool.workers)
+    num_starting = sum(worker.state is WorkerState.STARTING for worker in pool.workers)
     num_young = sum(not _is_warm(worker, signals, config) for worker in live)
     rates = [worker.prefill_tokens_per_s for worker in warm if worker.prefill_tokens_per_s]
     times_s = [worker.measured_at_s for worker in live if worker.measured_at_s is not None]
-    itl, num_draining = _itl(warm), sum(w.phase is WorkerPhase.DRAINING for w in pool.workers)
+    itl, num_draining = _itl(warm), sum(w.state is WorkerState.DRAINING for w in pool.workers)
     return PoolMeasure(
         num_live=len(live),
         num_unheard=len(live) - len(heard),

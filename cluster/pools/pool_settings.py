@@ -22,8 +22,7 @@ from typing import Any, Literal, Self
 from baton.config.cluster import ClusterConfig, PoolConfig, read_config
 from baton.config.engine import AUTO
 from baton.errors import ConfigError, UnavailableError
-from cluster.role_plan import Role
-from cluster.worker.config import needs_gpu
+from baton.fleet import Role
 
 _TIMEOUT_S = 60.0
 
@@ -204,7 +203,7 @@ class PoolSettings:
 
     @property
     def role(self) -> Role:
-        return Role(self.shape.role)
+        return self.shape.role
 
     @property
     def roles(self) -> tuple[Role, ...]:
@@ -218,7 +217,7 @@ class PoolSettings:
     @property
     def gpus_per_replica(self) -> int:
         """One per rank that computes on a GPU."""
-        on_gpu = needs_gpu(self.config.pool_engine(self.name))
+        on_gpu = self.config.pool_engine(self.name).needs_gpu
         return self.shape.tensor_parallel if on_gpu else 0
 
     @property

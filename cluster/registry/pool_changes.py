@@ -8,9 +8,10 @@ from collections.abc import Collection, Mapping
 from functools import partial
 
 from baton.errors import BatonError
+from baton.fleet import WorkerState
 from baton.v1 import control_pb2
 from cluster.pools.pool_settings import PoolSettings, added_settings
-from cluster.registry.registry import Registry, WorkerState
+from cluster.registry.registry import Registry
 from cluster.role_plan import RolePlan
 
 log = logging.getLogger(__name__)

@@ -23,10 +23,11 @@ from functools import partial
 from typing import Any, TypeVar
 
 from baton.clock import Clock, LoopClock, wait_for_event
+from baton.fleet import WorkerState
 from baton.v1 import control_pb2
 from cluster.errors import PodLostError, ReplicaError
 from cluster.registry.control_service import Changes
-from cluster.registry.registry import FleetEntry, Registry, WorkerState
+from cluster.registry.registry import FleetEntry, Registry
 from cluster.supervisor.replica import RankEnd, Replica, ReplicaName, Replicas
 from cluster.worker.config import WorkerConfig
 from kv_transfer.process import ProcessIdentity

@@ -25,7 +25,7 @@ from baton.errors import OtherModelError
 from baton.grpc_options import DIRECT, sends_pings
 from baton.identity.identity import Identity
 from baton.v1 import control_pb2, worker_pb2
-from cluster.registry.control_service import ROLES
+from baton.wire import ROLES
 from cluster.worker.config import WorkerConfig
 from cluster.worker.rank import Rank
 from engine.api import EngineCapacity, EngineLoad

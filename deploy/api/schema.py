@@ -19,6 +19,7 @@ import typing
 from collections.abc import Mapping
 from typing import Any
 
+from baton.config.settings import choices_of
 from deploy.api.checked import FREE, Bounds, Checked, bounds_of
 from deploy.api.naming import camel
 from deploy.api.status import Reported
@@ -78,8 +79,8 @@ def _as_written(text: str) -> str:
 
 def _type_schema(kind: Any, bounds: Bounds) -> dict[str, Any]:
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
-    if origin is typing.Literal:
-        return {"type": "string", "enum": list(arguments)}
+    if choices := choices_of(kind):
+        return {"type": "string", "enum": choices}
     if bounds.partial_of is not None:
         schema = schema_of(bounds.partial_of)
         schema.pop("required", None)

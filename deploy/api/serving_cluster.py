@@ -15,6 +15,7 @@ from baton.config.router import RouterConfig
 from baton.config.transfer import TransferConfig
 from baton.config.workers import DecodeConfig, RegistryConfig, SupervisorConfig, WorkerSettings
 from baton.errors import ConfigError
+from baton.fleet import Role
 from deploy.api.checked import Checked, Rule, bounded
 from deploy.api.naming import (
     HOSTNAME,
@@ -449,7 +450,7 @@ class ServingClusterSpec(Checked):
         Rule(
             "self.pools.exists(name, self.pools[name].role != 'prefill')",
             "pools need at least one of role decode or mixed",
-            lambda spec: any(pool.role != "prefill" for pool in spec.pools.values()),
+            lambda spec: any(pool.role is not Role.PREFILL for pool in spec.pools.values()),
         ),
         Rule(
             "has(self.internalTLS) == has(oldSelf.internalTLS) && "
@@ -461,7 +462,7 @@ class ServingClusterSpec(Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        has_prefill = any(pool.role != "decode" for pool in self.pools.values())
+        has_prefill = any(pool.role is not Role.DECODE for pool in self.pools.values())
         if self.advanced.router.local_prefill == "never" and not has_prefill:
             raise ValueError(
                 "advanced.router.local_prefill must not be never without a pool of role prefill "

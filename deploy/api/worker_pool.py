@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
-from baton.config.cluster import Role
 from baton.config.engine import EngineSettings
+from baton.fleet import Role
 from deploy.api.checked import Checked, Rule, bounded
 from deploy.api.pod_template import PodSettings
 
@@ -83,7 +83,7 @@ class PoolShape(PodSettings):
         Rule(
             "!has(self.rolePlan) || self.role == 'mixed'",
             "rolePlan needs a pool whose role is mixed: others have one role",
-            lambda pool: pool.role_plan is None or pool.role == "mixed",
+            lambda pool: pool.role_plan is None or pool.role is Role.MIXED,
         ),
         Rule(
             "!has(self.rolePlan) || "

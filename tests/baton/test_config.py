@@ -16,6 +16,7 @@ from baton.config.cluster import ClusterConfig, PoolConfig, load_config, parse_c
 from baton.config.engine import EngineConfig
 from baton.config.router import RouterConfig
 from baton.errors import ConfigError
+from baton.fleet import Role
 from cluster.supervisor.supervisor import Supervision
 from cluster.worker.config import worker_config
 
@@ -205,8 +206,8 @@ def test_a_configuration_is_read_back_from_its_own_yaml() -> None:
         served_model_name="llama",
         log_level="debug",
         pools={
-            "prefill": PoolConfig(role="prefill", replicas=2),
-            "decode": PoolConfig(role="decode", tensor_parallel=2, engine={"max_num_seqs": 8}),
+            "prefill": PoolConfig(role=Role.PREFILL, replicas=2),
+            "decode": PoolConfig(role=Role.DECODE, tensor_parallel=2, engine={"max_num_seqs": 8}),
         },
         engine=EngineConfig(dtype="float32", num_blocks=100),
         router=RouterConfig(port=0, local_prefill="never"),

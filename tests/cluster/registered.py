@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from baton.clock import ManualClock
 from baton.v1 import common_pb2, control_pb2
-from cluster.registry.registry import Progress, Registration, Registry, Stream
+from cluster.progress import Progress
+from cluster.registry.registry import Registration, Registry, Stream
 from tests.cluster.memory_replicas import process_of
 
 

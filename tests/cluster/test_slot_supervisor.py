@@ -17,8 +17,9 @@ from baton.config.workers import RegistryConfig, SupervisorConfig
 from baton.v1 import common_pb2, control_pb2
 from cluster.errors import PodLostError
 from cluster.pools.pool_table import Pool
+from cluster.progress import Progress
 from cluster.registry.control_service import Changes
-from cluster.registry.registry import Progress, Registration, Registry, Stream
+from cluster.registry.registry import Registration, Registry, Stream
 from cluster.supervisor.replica import RankEnd, Replica
 from cluster.supervisor.slot_supervisor import LOOK_S, SlotContext, SlotSupervisor
 from cluster.worker.config import WorkerConfig

@@ -13,10 +13,10 @@ import pytest
 from baton.config.engine import FakeEngineConfig
 from baton.config.workers import RegistryConfig
 from baton.control.calls import control_stub
+from baton.fleet import Role
 from baton.v1 import control_pb2
 from cluster.registry.control_service import Changes, serve
 from cluster.registry.registry import Registry
-from cluster.role_plan import Role
 from cluster.worker.worker import Worker
 from engine.loop import EngineThread
 from tests.cluster.conftest import (

@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
+from baton.fleet import Role
 from baton.link.frames import CALLERS as LINK_CALLERS
 from cluster.registry.control_access import CALLERS
 from cluster.registry.control_service import Changes, serve
-from cluster.role_plan import Role
 from tests.cluster.test_control_service import make_registry
 from tests.cluster.up_command import brought_up, cluster
 from tests.identities import OPERATOR

@@ -11,11 +11,12 @@ import pytest
 from baton.config.cluster import ClusterConfig, PoolConfig
 from baton.config.workers import RegistryConfig
 from baton.errors import ConfigError
+from baton.fleet import Role
 from cluster.pools.pool_settings import added_settings
 from cluster.pools.pool_table import PoolTable
 from cluster.registry.registry import Registry
 from cluster.registry.routers import Unit, UnitList
-from cluster.role_plan import Role, RolePlan
+from cluster.role_plan import RolePlan
 from cluster.supervisor.run_dir import SupervisorState, state_file
 from tests.cluster.pool_settings import ADDED_TEXT, added_pool
 

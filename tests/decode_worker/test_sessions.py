@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from baton.fleet import Role
 from baton.link.frames import LinkError
 from baton.v1 import worker_pb2
-from cluster.role_plan import Role
 from decode_worker.request_log import (
     NotHereError,
     Record,

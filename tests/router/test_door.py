@@ -21,12 +21,12 @@ from baton.config.engine import EngineConfig, FakeEngineConfig
 from baton.config.router import RouterConfig
 from baton.config.workers import RegistryConfig
 from baton.control.client import ControlClient
+from baton.fleet import Role
 from baton.v1 import common_pb2, control_pb2, router_pb2, worker_pb2
 from cluster.registry.control_service import Changes, serve
 from cluster.registry.registry import Registry
 from cluster.registry.routers import Unit as Listed
 from cluster.registry.routers import UnitList
-from cluster.role_plan import Role
 from cluster.worker.worker import Worker
 from engine.wire import read_spec
 from router.door.door import Door

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from baton.errors import InvalidRequestError
-from cluster.role_plan import Role
+from baton.fleet import Role
 from kv_transfer.block_hash import HASH_BYTES
 from router.placement.public_prefix import PublicPrefix
 from router.router import Router

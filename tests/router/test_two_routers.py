@@ -14,8 +14,8 @@ import grpc.aio
 import pytest
 
 from baton.config.router import RouterConfig
+from baton.fleet import Role
 from baton.v1 import common_pb2, router_pb2
-from cluster.role_plan import Role
 from decode_worker.session import Phase
 from router.request.machine import Prefill
 from router.request.request_run import RequestRun

@@ -11,9 +11,10 @@ import pytest
 
 from baton.config.planner import PlannerConfig
 from baton.config.router import RouterConfig
+from baton.fleet import WorkerState
 from deploy.api.serving_cluster import Advanced, RouterIngress, RouterSpec, RouterTls
 from deploy.controller.manifests.common import COMPONENT_LABEL, POOL_LABEL
-from deploy.controller.observed.fleet import NOTHING_HEARD, FleetPool, Heard, Slot, SlotState
+from deploy.controller.observed.fleet import NOTHING_HEARD, FleetPool, Heard, Slot
 from deploy.controller.observed.pod import Pod
 from deploy.controller.observed.view import ClusterView, UnitView
 from deploy.controller.rollout.rollout import Record, State, Step, UnitPlan
@@ -59,7 +60,7 @@ def seen(
     view = view_without_workers(replicas, "manual")
     pools = {}
     for name, pool in view.pools.items():
-        slots = [Slot(f"{name}-{n}", "", SlotState.LIVE) for n in range(replicas)]
+        slots = [Slot(f"{name}-{n}", "", WorkerState.LIVE) for n in range(replicas)]
         fleet = FleetPool(replicas, slots if name in live else ())
         own = [each for each in pods if each.pool == name]
         pools[name] = dataclasses.replace(pool, fleet=fleet, pods=own)
