@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 
 from baton.clock import Clock, LoopClock, wait_for_event
 from baton.fleet import WorkerState
+from baton.pacing import Backoff
 from baton.v1 import control_pb2
 from cluster.errors import PodLostError, ReplicaError
 from cluster.registry.control_service import Changes
@@ -37,7 +38,6 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 LOOK_S = 0.5
-_LONGEST_BACKOFF_S = 10.0
 _YOUNG_S = 30.0
 
 
@@ -74,7 +74,7 @@ class SlotSupervisor:
         self._failure: str | None = None  # why the present replica failed, if it did
         self._served = adopted is not None and adopted.serves
         self._left_behind = False  # whether a process of the last replica may be left
-        self._backoff_s = 0.0
+        self._backoff = Backoff(0.5, 10.0)
         self._began_at = 0.0  # when the present replica was adopted or its start began
 
     async def run(self) -> None:
@@ -88,14 +88,13 @@ class SlotSupervisor:
             if self._context.clock.now_s() - self._began_at < _YOUNG_S:
                 await self.back_off()
             else:
-                self._backoff_s = 0.0
+                self._backoff.reset()
         if not self._left_behind:
             self._context.registry.pools.clear_failure(self.worker_id)
 
     async def back_off(self) -> None:
         """Wait, longer each time, unless the slot is no longer wanted."""
-        self._backoff_s = min(_LONGEST_BACKOFF_S, 2 * self._backoff_s + 0.5)
-        await wait_for_event(self._context.clock, self._leaving, self._backoff_s)
+        await wait_for_event(self._context.clock, self._leaving, self._backoff.next_s())
 
     def report(self, error: str, log_file: object = None) -> None:
         """Log a failure and report it to the registry, whose watchers see it."""

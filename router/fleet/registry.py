@@ -18,11 +18,11 @@ from baton.config.router import RouterConfig
 from baton.control.calls import control_channel, control_stub
 from baton.grpc_options import DIRECT, sends_pings
 from baton.identity.identity import Identity
+from baton.pacing import Backoff
 from baton.v1 import common_pb2, control_pb2, control_pb2_grpc, worker_pb2
 from router.fleet.fleet import Fleet, ReportedLoad, RolesAway, WorkerState
 from router.fleet.fleet_links import FleetReport, WorkerReport
 from router.fleet.worker_facts import WorkerFacts
-from router.fleet.worker_link import Backoff
 from router.placement.ticket import Ticket
 from router.report.figures import Waiting
 
@@ -87,7 +87,8 @@ class Followed(Generic[M]):
 
     async def run(self) -> None:
         """Follow the registry until cancelled, through any number of its restarts."""
-        backoff = Backoff(self._registry.config)
+        config = self._registry.config
+        backoff = Backoff(config.reconnect_min_s, config.reconnect_max_s)
         while True:
             why = "it ended the stream"
             try:
@@ -275,7 +276,7 @@ async def keep_reporting(
 ) -> None:
     """Report a router's figures to the registry until cancelled. `FleetWatch` logs a lost
     registry."""
-    backoff = Backoff(registry.config)
+    backoff = Backoff(registry.config.reconnect_min_s, registry.config.reconnect_max_s)
 
     async def reports() -> AsyncIterator[control_pb2.ReportRouterRequest]:
         while True:

@@ -12,7 +12,6 @@ import asyncio
 import enum
 import logging
 import math
-import random
 import ssl
 import time
 from collections.abc import Callable
@@ -26,6 +25,7 @@ from baton.config.router import RouterConfig
 from baton.identity.identity import Identity
 from baton.link.frames import LinkError, Method, link_name
 from baton.link.router_end import Call, Caller, Link, LinkRefusedError
+from baton.pacing import Backoff
 from baton.v1 import worker_pb2
 from baton.wire import ANY_ATTEMPT
 from router.fleet.fleet import WorkerEntry, WorkerState
@@ -73,23 +73,6 @@ class Contact:
 
     def _is_stable(self, now: float) -> bool:
         return now - self._began_s >= self._stable_s
-
-
-class Backoff:
-    """How long to wait before a peer is asked again: doubles, with jitter so that routers do not
-    march in step."""
-
-    def __init__(self, config: RouterConfig) -> None:
-        self._first_s, self._longest_s = config.reconnect_min_s, config.reconnect_max_s
-        self._next_s = self._first_s
-
-    def reset(self) -> None:
-        self._next_s = self._first_s
-
-    def next_s(self) -> float:
-        wait_s = self._next_s * random.uniform(0.5, 1.0)
-        self._next_s = min(self._longest_s, self._next_s * 2)
-        return wait_s
 
 
 class IndexState(enum.Enum):
@@ -331,7 +314,8 @@ class WorkerLink:
 
     async def _hold(self) -> None:
         """Attempts of a lost session wait for the next one, so the first try comes at once."""
-        backoff, loop = Backoff(self._config), asyncio.get_running_loop()
+        config, loop = self._config, asyncio.get_running_loop()
+        backoff = Backoff(config.reconnect_min_s, config.reconnect_max_s)
         while True:
             began_s = loop.time()
             try:
