@@ -68,12 +68,9 @@ class PoolMeasure:
     num_live: int
     num_unheard: int
     """Live workers without fresh figures."""
-    num_warming: int
-    """Workers that load, or went live less than `warm_up_s` ago."""
     num_started: int
     """Workers that are live or load."""
     num_pending: int
-    num_draining: int
     newest_at_s: float | None
     """When a live worker's figures were last measured."""
     num_streams: int
@@ -130,10 +127,8 @@ def measure_pool(pool: PoolSignals, signals: Signals, config: PlannerConfig) -> 
     return PoolMeasure(
         num_live=len(live),
         num_unheard=len(live) - len(heard),
-        num_warming=num_starting + num_young,
         num_started=num_starting + len(live),
         num_pending=pool.num_pending,
-        num_draining=num_draining,
         newest_at_s=max(times_s, default=None),
         num_streams=sum(worker.num_streams for worker in heard),
         fill=fsum(_fill(worker, pool.role) for worker in heard),

@@ -28,6 +28,7 @@ from cluster.registry.pool_changes import PoolBacking, PoolChanges
 from cluster.registry.registry import FleetSnapshot, Registration, Registry, Stream
 from cluster.registry.routers import Unit
 from cluster.role_plan import RolePlan
+from kv_transfer.process import ProcessIdentity
 
 log = logging.getLogger(__name__)
 
@@ -258,6 +259,8 @@ def _registration(info: control_pb2.WorkerInfo) -> Registration:
         info.SerializeToString(),
         info.model,
         info.model_fingerprint,
+        info.dtype,
+        frozenset(ProcessIdentity.from_proto(rank.process) for rank in info.ref.ranks),
     )
 
 

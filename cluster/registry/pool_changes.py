@@ -9,7 +9,6 @@ from functools import partial
 
 from baton.errors import BatonError
 from baton.fleet import WorkerState
-from baton.v1 import control_pb2
 from cluster.pools.pool_settings import PoolSettings, added_settings
 from cluster.registry.registry import Registry
 from cluster.role_plan import RolePlan
@@ -115,9 +114,8 @@ class PoolChanges:
         """The dtype of a registered worker; empty: none is registered. A registry that lost its
         state must not agree on another dtype."""
         for worker in self._registry.snapshot().workers:
-            info = control_pb2.WorkerInfo.FromString(worker.registration.info)
-            if info.dtype and worker.state is not WorkerState.GONE:
-                return info.dtype
+            if worker.registration.dtype and worker.state is not WorkerState.GONE:
+                return worker.registration.dtype
         return ""
 
     async def remove(self, pool: str) -> None:

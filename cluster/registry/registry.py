@@ -32,6 +32,7 @@ from cluster.pools.pool_table import Pool, PoolTable, Slot
 from cluster.progress import Progress
 from cluster.registry.routers import RouterReports, SilentRouter, UnitList
 from cluster.role_plan import RolePlan, active_roles
+from kv_transfer.process import ProcessIdentity
 
 _SERVING = (WorkerState.LIVE, WorkerState.SUSPECT)  # a brief silence changes no roles
 
@@ -48,6 +49,10 @@ class Registration:
     """The model name that clients use."""
     model_fingerprint: bytes = b""
     """Fingerprint of its model's weights and configuration; empty: none."""
+    dtype: str = ""
+    """What it computes in; empty: nothing."""
+    processes: frozenset[ProcessIdentity] = frozenset()
+    """Of its ranks."""
 
 
 @dataclass(frozen=True)

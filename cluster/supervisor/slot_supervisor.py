@@ -25,13 +25,11 @@ from typing import Any, TypeVar
 from baton.clock import Clock, LoopClock, wait_for_event
 from baton.fleet import WorkerState
 from baton.pacing import Backoff
-from baton.v1 import control_pb2
 from cluster.errors import PodLostError, ReplicaError
 from cluster.registry.control_service import Changes
 from cluster.registry.registry import FleetEntry, Registry
 from cluster.supervisor.replica import RankEnd, Replica, ReplicaName, Replicas
 from cluster.worker.config import WorkerConfig
-from kv_transfer.process import ProcessIdentity
 
 log = logging.getLogger(__name__)
 
@@ -258,6 +256,4 @@ class SlotSupervisor:
         entry = next((e for e in entries if e.registration.worker_id == self.worker_id), None)
         if entry is None or self.replica is None:
             return None
-        ranks = control_pb2.WorkerInfo.FromString(entry.registration.info).ref.ranks
-        processes = [ProcessIdentity.from_proto(rank.process) for rank in ranks]
-        return entry if set(processes) & set(self.replica.processes) else None
+        return entry if entry.registration.processes & {*self.replica.processes} else None

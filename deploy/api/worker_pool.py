@@ -34,8 +34,6 @@ class Parallelism(Checked):
 
     tensor: Annotated[int, between(1, 64)] = 1
     """Rank processes of a replica, all in one pod; on cuda each has a GPU of its own."""
-    expert: Annotated[int, between(1, 1)] = 1
-    """Not built yet: 1."""
 
 
 @dataclass(frozen=True)
