@@ -16,6 +16,7 @@ ORPHANED = "its router is gone"
 it on."""
 
 ROLES = {role: common_pb2.WorkerRole.Value(f"WORKER_ROLE_{role.name}") for role in Role}
+ANY_ROLE = common_pb2.WORKER_ROLE_UNSPECIFIED
 ROLE_OF = {number: role for role, number in ROLES.items()}
 STATES = {
     state: control_pb2.WorkerState.Value(f"WORKER_STATE_{state.name}")

@@ -19,7 +19,7 @@ from baton.fleet import Role
 from baton.identity.identity import Identity
 from baton.status import abort, first_message
 from baton.v1 import control_pb2, control_pb2_grpc, worker_pb2
-from baton.wire import ROLES, STATES
+from baton.wire import ANY_ROLE, ROLES, STATES
 from cluster.pools.pool_table import Pool
 from cluster.progress import Progress
 from cluster.registry.control_access import control_server, listen_at
@@ -319,7 +319,7 @@ def fleet_message(snapshot: FleetSnapshot) -> control_pb2.WatchFleetResponse:
                 info=control_pb2.WorkerInfo.FromString(entry.registration.info),
                 state=STATES[entry.state],
                 load=worker_pb2.WorkerLoad.FromString(entry.load),
-                active_role=None if entry.active_role is None else ROLES[entry.active_role],
+                active_role=ANY_ROLE if entry.active_role is None else ROLES[entry.active_role],
             )
             for entry in snapshot.workers
         ],

@@ -126,7 +126,7 @@ def _type(field: Schema) -> str:
     is_exclusive = "exclusiveMinimum" in field or "exclusiveMaximum" in field
     if low is not None and high is not None and not is_exclusive:
         return f"{kind}, {low:.15g} to {high:.15g}"
-    words = {
+    words: dict[str, float | None] = {
         "above" if "exclusiveMinimum" in field else "at least": low,
         "below" if "exclusiveMaximum" in field else "at most": high,
     }

@@ -16,11 +16,13 @@ import grpc.aio
 
 from baton.config.router import RouterConfig
 from baton.control.calls import control_channel, control_stub
+from baton.fleet import WorkerState
 from baton.grpc_options import DIRECT, sends_pings
 from baton.identity.identity import Identity
 from baton.pacing import Backoff
 from baton.v1 import common_pb2, control_pb2, control_pb2_grpc, worker_pb2
-from router.fleet.fleet import Fleet, ReportedLoad, RolesAway, WorkerState
+from baton.wire import STATE_OF
+from router.fleet.fleet import Fleet, ReportedLoad, RolesAway
 from router.fleet.fleet_links import FleetReport, WorkerReport
 from router.fleet.worker_facts import WorkerFacts
 from router.placement.ticket import Ticket
@@ -129,13 +131,6 @@ class Followed(Generic[M]):
             self._on_lost()
 
 
-_STATES = {
-    control_pb2.WORKER_STATE_STARTING: WorkerState.STARTING,
-    control_pb2.WORKER_STATE_LIVE: WorkerState.LIVE,
-    control_pb2.WORKER_STATE_SUSPECT: WorkerState.SUSPECT,
-    control_pb2.WORKER_STATE_DRAINING: WorkerState.DRAINING,
-    control_pb2.WORKER_STATE_GONE: WorkerState.GONE,
-}
 _ANY = common_pb2.WORKER_ROLE_UNSPECIFIED
 _PREFILLS = (common_pb2.WORKER_ROLE_PREFILL, common_pb2.WORKER_ROLE_MIXED)
 _DECODES = (common_pb2.WORKER_ROLE_DECODE, common_pb2.WORKER_ROLE_MIXED)
@@ -186,7 +181,7 @@ def read_fleet(message: control_pb2.WatchFleetResponse) -> FleetReport:
 def _read_worker(worker: control_pb2.FleetWorker) -> WorkerReport:
     return WorkerReport(
         read_facts(worker.info),
-        _STATES.get(worker.state, WorkerState.STARTING),
+        STATE_OF.get(worker.state, WorkerState.STARTING),
         read_load(worker.load),
         prefills=worker.active_role in (_ANY, *_PREFILLS),
         decodes=worker.active_role in (_ANY, *_DECODES),

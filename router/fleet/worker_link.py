@@ -22,13 +22,14 @@ import grpc
 
 from baton.clock import NowS
 from baton.config.router import RouterConfig
+from baton.fleet import WorkerState
 from baton.identity.identity import Identity
 from baton.link.frames import LinkError, Method, link_name
 from baton.link.router_end import Call, Caller, Link, LinkRefusedError
 from baton.pacing import Backoff
 from baton.v1 import worker_pb2
 from baton.wire import ANY_ATTEMPT
-from router.fleet.fleet import WorkerEntry, WorkerState
+from router.fleet.fleet import WorkerEntry
 from router.fleet.session import RouterIdentity, Session
 from router.placement.prefix_index import PrefixIndex
 

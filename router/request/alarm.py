@@ -12,7 +12,8 @@ from collections.abc import Callable
 from typing import Protocol
 
 from baton.clock import Clock, Timer
-from router.fleet.fleet import WorkerEntry, WorkerState
+from baton.fleet import WorkerState
+from router.fleet.fleet import WorkerEntry
 
 
 class Alarmed(Protocol):

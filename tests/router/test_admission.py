@@ -11,7 +11,8 @@ import pytest
 from baton.clock import ManualClock
 from baton.config.router import RouterConfig
 from baton.errors import NoCapacityError, OverloadedError, UnavailableError
-from router.fleet.fleet import Fleet, ReportedLoad, WorkerState
+from baton.fleet import WorkerState
+from router.fleet.fleet import Fleet, ReportedLoad
 from router.placement.admission import POLL_S, SCAN_AHEAD, Admission
 from router.placement.prefix_index import PrefixIndex
 from router.placement.ticket import Placed, Ticket

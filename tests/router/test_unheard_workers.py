@@ -13,9 +13,8 @@ import grpc.aio
 import pytest
 
 from baton.clock import ManualClock
-from baton.fleet import Role
+from baton.fleet import Role, WorkerState
 from baton.v1 import control_pb2, router_pb2
-from router.fleet.fleet import WorkerState
 from router.fleet.worker_link import Contact
 from router.router import Router
 from tests.cluster.conftest import nothing_held, running_worker
