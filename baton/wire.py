@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from baton.fleet import Role, WorkerState
 from baton.v1 import common_pb2, control_pb2
 
@@ -18,7 +20,7 @@ it on."""
 ROLES = {role: common_pb2.WorkerRole.Value(f"WORKER_ROLE_{role.name}") for role in Role}
 ANY_ROLE = common_pb2.WORKER_ROLE_UNSPECIFIED
 ROLE_OF = {number: role for role, number in ROLES.items()}
-STATES = {
+STATES: Mapping[WorkerState, control_pb2.WorkerState.ValueType] = {
     state: control_pb2.WorkerState.Value(f"WORKER_STATE_{state.name}")
     for state in WorkerState
     if state is not WorkerState.UNLISTED

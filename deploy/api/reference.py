@@ -126,12 +126,13 @@ def _type(field: Schema) -> str:
     is_exclusive = "exclusiveMinimum" in field or "exclusiveMaximum" in field
     if low is not None and high is not None and not is_exclusive:
         return f"{kind}, {low:.15g} to {high:.15g}"
-    words: dict[str, float | None] = {
+    limits = {
         "above" if "exclusiveMinimum" in field else "at least": low,
         "below" if "exclusiveMaximum" in field else "at most": high,
     }
-    bounds = [f"{word} {limit:.15g}" for word, limit in words.items() if limit is not None]
-    return ", ".join([kind, *(" and ".join(bounds),) * bool(bounds)])
+    given = {word: limit for word, limit in limits.items() if limit is not None}
+    bounds = " and ".join(f"{word} {limit:.15g}" for word, limit in given.items())
+    return f"{kind}, {bounds}" if bounds else kind
 
 
 def _rules(schema: Schema) -> Iterator[str]:
