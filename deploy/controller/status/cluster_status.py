@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from baton.fleet import Role
 from deploy.api.naming import as_written
 from deploy.api.serving_cluster import ModelSource, RouterSpec
 from deploy.controller.kit.objects import Object as Seen
@@ -189,16 +190,16 @@ def _missing(view: ClusterView, num_routers_ready: int, routers_wait: str) -> Ve
     if not num_routers_ready:
         message = with_waits("no router is ready", routers_wait)
         return Verdict(AVAILABLE, False, "NoRouterReady", message)
-    missing = _without_worker(view, "decode", "NoDecodeWorker", "no worker that decodes is live")
+    missing = _without_worker(view, Role.DECODE, "NoDecodeWorker", "no worker that decodes is live")
     if missing is None and view.spec.advanced.router.local_prefill == "never":
         message = "no worker that prefills is live"
-        missing = _without_worker(view, "prefill", "NoPrefillWorker", message)
+        missing = _without_worker(view, Role.PREFILL, "NoPrefillWorker", message)
     return missing
 
 
-def _without_worker(view: ClusterView, role: str, reason: str, message: str) -> Verdict | None:
+def _without_worker(view: ClusterView, role: Role, reason: str, message: str) -> Verdict | None:
     """None: one of the role is live, or starts for the next request."""
-    pools = [pool for pool in view.pools.values() if pool.spec.role in (role, "mixed")]
+    pools = [pool for pool in view.pools.values() if pool.spec.role in (role, Role.MIXED)]
     wakes = view.fleet is not None
     if any(pool.num_serving or (wakes and _is_stopped(pool)) for pool in pools):
         return None
