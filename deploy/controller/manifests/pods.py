@@ -141,7 +141,7 @@ def worker_template(context: PodContext, pool: WorkerPoolSpec) -> Object:
     is_fake = context.spec.advanced.engine.backend == "fake"
     grace_s = drain_s + GRACE_MARGIN_S
     own = _template(context, "worker", container, grace_s=grace_s, text_only=is_fake)
-    own["metadata"]["labels"] |= {POOL_LABEL: pool.pool, ROLE_LABEL: pool.role}
+    own["metadata"]["labels"] |= {POOL_LABEL: pool.pool, ROLE_LABEL: pool.role.value}
     own["spec"]["containers"][0]["env"].append(env(PORT_VARIABLE, str(WORKER_PORT)))
     own["spec"]["affinity"] = _same_fabric(context)
     return with_settings(own, pool, WORKER_CONTAINER)
