@@ -28,7 +28,7 @@ def settings_of(
     supervisor: SupervisorConfig | None = None,
 ) -> PoolSettings:
     """Of a pool of the cluster's own file."""
-    pool = PoolConfig(role=role.value, max_replicas=max_replicas)
+    pool = PoolConfig(role=role, max_replicas=max_replicas)
     pools = {name: pool, f"beside-{name}": PoolConfig(role=Role.MIXED)}
     return PoolSettings(
         name, ClusterConfig(pools=pools, supervisor=supervisor or SupervisorConfig())

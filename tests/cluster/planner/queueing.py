@@ -293,7 +293,7 @@ class Site:
         rate = shape.prefill_tokens_per_s / pool.slowness(worker, self.now_s)
         return WorkerSignals(
             worker_id=worker.name,
-            phase=phase,
+            state=phase,
             live_since_s=worker.live_s,
             measured_at_s=self.now_s,
             num_streams=int(worker.prompt is not None) if is_prefill else len(worker.streams),

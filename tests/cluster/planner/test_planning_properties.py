@@ -28,6 +28,7 @@ from cluster.role_plan import RolePlan
 from tests.cluster.planner.moments import decode_pool, prefill_pool, router
 
 NOW_S = 1_000.0
+_STATES = (WorkerState.STARTING, WorkerState.LIVE, WorkerState.DRAINING)
 MAX_REPLICAS = 12
 
 
@@ -38,7 +39,7 @@ SEEDS = st.integers(0, 2**32)
 def made_worker(rng: random.Random) -> WorkerSignals:
     return WorkerSignals(
         worker_id="worker",
-        phase=rng.choice([WorkerState.LIVE, *WorkerState]),
+        state=rng.choice([WorkerState.LIVE, *_STATES]),
         live_since_s=rng.choice([None, NOW_S - 1, 0.0]),
         measured_at_s=rng.choice([None, 0.0, NOW_S - 1, NOW_S]),
         num_streams=rng.choice([0, rng.randrange(100)]),
