@@ -89,7 +89,7 @@ class Ranged:
     """Raises ValueError, naming the field first, for a value out of its bounds."""
 
     def __post_init__(self) -> None:
-        for name, beside in annotations_of(type(self)).items():
+        for name, beside in annotations_of(type(self)).items():  # type: ignore[arg-type]
             value = getattr(self, name)
             for bounds in beside if value is not None else ():
                 if isinstance(bounds, Bounds) and (problem := bounds.problem(value)):
@@ -97,7 +97,7 @@ class Ranged:
 
 
 @functools.cache
-def annotations_of(cls: Any) -> Mapping[str, tuple[Any, ...]]:
+def annotations_of(cls: type) -> Mapping[str, tuple[Any, ...]]:
     """What stands beside each field's type."""
     kinds = typing.get_type_hints(cls, include_extras=True)
     return {name: _beside(kind) for name, kind in kinds.items()}

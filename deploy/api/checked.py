@@ -62,7 +62,7 @@ class Checked(Ranged):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, beside in annotations_of(type(self)).items():
+        for name, beside in annotations_of(type(self)).items():  # type: ignore[arg-type]
             for foreign in beside:
                 if isinstance(foreign, Foreign):
                     foreign.check(getattr(self, name), camel(name))
