@@ -6,6 +6,7 @@ import datetime
 from collections.abc import Sequence
 from typing import Any
 
+from baton.fleet import Role
 from deploy.api.naming import API_VERSION
 from deploy.api.serving_cluster import ModelSource, ServingClusterSpec
 from deploy.api.worker_pool import PoolTemplate, Scaling, ScalingMode, WorkerPoolSpec
@@ -57,7 +58,7 @@ def view_without_workers(replicas: int, mode: ScalingMode) -> ClusterView:
             [],
             FleetPool(replicas, ()),
         )
-        for name in ("prefill", "decode")
+        for name in (Role.PREFILL, Role.DECODE)
     }
     spec = ServingClusterSpec(
         model=ModelSource(name="a/model"),
