@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from baton.finish_reason import FinishReason
 from baton.fleet import Role, WorkerState
 from baton.v1 import common_pb2, control_pb2
 
@@ -27,9 +28,21 @@ STATES: Mapping[WorkerState, control_pb2.WorkerState.ValueType] = {
 }
 STATE_OF = {number: state for state, number in STATES.items()}
 
+_ON_WIRE = {it: common_pb2.FinishReason.Value(f"FINISH_REASON_{it.name}") for it in FinishReason}
+_REASONS = {value: reason for reason, value in _ON_WIRE.items()}
 _OF_SAMPLING = frozenset(common_pb2.SamplingParams.DESCRIPTOR.fields_by_name)
 
 
 def field_on_wire(name: str) -> str:
     """The name, for clients, of the field in an engine's InvalidRequestError."""
     return f"sampling.{name}" if name in _OF_SAMPLING else name
+
+
+def finish_reason_on_wire(reason: FinishReason | None) -> common_pb2.FinishReason.ValueType:
+    """UNSPECIFIED for None: the request continues."""
+    return common_pb2.FINISH_REASON_UNSPECIFIED if reason is None else _ON_WIRE[reason]
+
+
+def finish_reason_of(reason: common_pb2.FinishReason.ValueType) -> FinishReason | None:
+    """None for a request that continues, and for an unknown reason."""
+    return _REASONS.get(reason)

@@ -70,8 +70,9 @@ def load(shape: Shape, address: str) -> None:
 
 
 def cluster_with(metrics_port: int) -> ClusterConfig:
-    router = {"metrics_port": metrics_port, "ttft_target_s": 0.5, "local_prefill": "never"}
-    router |= {"port": 0, "http_port": None}
+    metrics = {"port": metrics_port, "ttft_target_s": 0.5}
+    placement = {"local_prefill": "never"}
+    router = {"port": 0, "http": {"port": None}, "metrics": metrics, "placement": placement}
     return parse_config({"engine": ENGINE, "router": router, "control": {"port": 0}})
 
 

@@ -135,7 +135,7 @@ def baton(folder: Path, pools: dict[str, Any]) -> Iterator[list[str]]:
             "kv_memory_bytes": 1 << 30,
             "num_threads": max(1, len(os.sched_getaffinity(0)) // workers),
         },
-        "router": {"port": 0, "http_port": port},
+        "router": {"port": 0, "http": {"port": port}},
         "control": {"port": 0},
         "pools": pools,
     }

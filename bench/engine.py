@@ -102,7 +102,7 @@ def best_device(dtype: torch.dtype) -> Device:
     x = torch.randn(2048, 1024).to(dtype)
     seconds = [_best(lambda: torch.nn.functional.linear(x, weight))]
     if can_pack([weight], dtype, is_gated=False):
-        packed = PackedWeight([weight], None, dtype, is_gated=False)
+        packed = PackedWeight([weight], None, dtype, None)
         seconds.append(_best(lambda: packed(x)))
     memory = huge_pages.take(1 << 30).view(torch.int32)
     memory.fill_(1)

@@ -238,8 +238,8 @@ def without(technique: str) -> None:
         packed = importlib.import_module("engine.kernels.native.packed_weights").PackedWeight
         plain = packed.__init__
 
-        def wide(self: Any, parts: Any, bias: Any, dtype: Any, *, is_gated: bool) -> None:
-            plain(self, [part.to(dtype) for part in parts], bias, dtype, is_gated=is_gated)
+        def wide(self: Any, parts: Any, bias: Any, dtype: Any, gate: Any) -> None:
+            plain(self, [part.to(dtype) for part in parts], bias, dtype, gate)
 
         packed.__init__ = wide
     else:

@@ -10,23 +10,22 @@ import time
 import numpy as np
 
 from baton.clock import LoopClock
-from baton.config.router import RouterConfig
+from baton.config.router import PlacementConfig, RouterConfig
 from baton.errors import BatonError
 from baton.fleet import WorkerState
 from baton.v1 import common_pb2
 from kv_transfer.block_hash import SHARED_BY_ALL, BlockHash
 from router.fleet.fleet import Fleet
 from router.fleet.worker_facts import WorkerFacts
+from router.index.prefix_index import PrefixIndex
 from router.placement.admission import Admission
-from router.placement.native_index import make_index
-from router.placement.prefix_index import PrefixIndex
 from router.placement.ticket import Placed, PromptBlocks
 from tests.router.scripted_worker import FINGERPRINT, MODEL
 
 NUM_PLACEMENTS = 300
 
 
-def fleet_of(size: int, config: RouterConfig, index: PrefixIndex) -> Fleet:
+def fleet_of(size: int, config: PlacementConfig, index: PrefixIndex) -> Fleet:
     """Half prefill and half decode workers, each holding a thousand blocks of its own."""
     fleet = Fleet(config, time.monotonic, lambda: None)
     rng = random.Random(0)
@@ -58,8 +57,8 @@ def fleet_of(size: int, config: RouterConfig, index: PrefixIndex) -> Fleet:
 
 async def placement_us(size: int) -> float:
     """Median microseconds from the queue to a booked placement, and back."""
-    config, index = RouterConfig(), make_index(200_000)
-    fleet = fleet_of(size, config, index)
+    config, index = RouterConfig(), PrefixIndex()
+    fleet = fleet_of(size, config.placement, index)
     admission = Admission(config, fleet, index, LoopClock(), random.Random(0))
     took = []
     rng = np.random.default_rng(0)

@@ -32,7 +32,7 @@ from baton.config.transfer import TransferConfig
 from baton.native_build import build
 from bench.report import markdown
 from cluster.preflight.handoff import LoneRank, MemoryShape
-from kv_transfer.layout import BlockId
+from kv_transfer.layout import BlockId, HandoffId
 from kv_transfer.lease import FirstToken, Lease, WorkerIdentity
 from kv_transfer.routes import Route
 from kv_transfer.transport import FlushResult
@@ -146,6 +146,11 @@ async def all_gone(worker: LoneRank, lease: Lease) -> None:
     await gone.wait()
 
 
+def open_handoff(worker: LoneRank, lease: Lease) -> HandoffId:
+    worker.rank.message(worker.exporter.opening(lease))
+    return worker.exporter.open(lease)
+
+
 @dataclass(frozen=True)
 class Spent:
     """Seconds of one handoff, from its first push on."""
@@ -158,7 +163,7 @@ class Spent:
 async def hand_over(worker: LoneRank, pipe: Connection, blocks: Sequence[BlockId]) -> Spent:
     """As the receiver at the pipe's other end has just granted it."""
     lease = await asyncio.to_thread(pipe.recv)
-    handoff = worker.exporter.open(lease)
+    handoff = open_handoff(worker, lease)
     await all_gone(worker, lease)  # a first layer is computed in the meantime
     start = time.perf_counter()
     if blocks:
@@ -173,7 +178,7 @@ async def exposed_s(worker: LoneRank, pipe: Connection, blocks: Sequence[BlockId
     """Seconds from the last layer's push until the receiver's event loop hears that all is there;
     as in a prefill, the other layers have gone while later ones were computed."""
     lease = await asyncio.to_thread(pipe.recv)
-    handoff = worker.exporter.open(lease)
+    handoff = open_handoff(worker, lease)
     worker.push(handoff, blocks, range(NUM_LAYERS - 1))
     await all_gone(worker, lease)
     start = time.perf_counter()

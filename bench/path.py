@@ -27,6 +27,7 @@ from baton.client.events import Finished, HandedOff, Tokens
 from baton.config.cluster import ClusterConfig, ControlConfig, PoolConfig
 from baton.config.engine import EngineConfig
 from baton.config.router import RouterConfig
+from baton.config.settings import changed
 from baton.fleet import Role
 from bench import random_model
 from bench.report import markdown, progress
@@ -136,10 +137,11 @@ def running(model: Path, name: str) -> Iterator[Client]:
         model=str(model),
         pools=pools,
         engine=EngineConfig(device="cpu", max_num_batched_tokens=1024, max_model_len=2048),
-        router=RouterConfig(
+        router=changed(
+            RouterConfig(),
             port=0,
-            http_port=None,
-            local_prefill="never" if name == "disaggregated" else "always",
+            http={"port": None},
+            placement={"local_prefill": "never" if name == "disaggregated" else "always"},
         ),
         control=ControlConfig(port=0),
     )

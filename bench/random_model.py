@@ -19,8 +19,9 @@ from engine.api import ModelSpec
 from engine.kernels.native.native_kernels import pick_kernels
 from engine.kernels.paged_kv import TORCH_DTYPES
 from engine.kernels.protocol import Kernels
-from engine.models.config import ModelConfig, model_config
+from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder
+from engine.models.families.table import model_config
 from engine.models.loading import WeightLoader
 from engine.models.roofline import RankCost
 from engine.models.sharding import shard_of

@@ -119,7 +119,8 @@ class BatonRouter(Server):
     async def start(self) -> None:
         port = free_port()
         self.http_address = f"127.0.0.1:{port}"
-        text = f"served_model_name: {MODEL}\nrouter:\n  local_prefill: never\n  http_port: {port}\n"
+        text = f"served_model_name: {MODEL}\nrouter:\n  http: {{port: {port}}}\n"
+        text += "  placement: {local_prefill: never}\n"
         if self._shared_port:
             text += "  reuse_port: true\n"
         if self._files:

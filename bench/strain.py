@@ -35,6 +35,7 @@ import uvloop
 from baton.config.cluster import ClusterConfig, ControlConfig, PoolConfig
 from baton.config.engine import EngineConfig, FakeEngineConfig
 from baton.config.router import RouterConfig
+from baton.config.settings import changed
 from baton.fleet import Role
 from baton.process.interpreter import share_interpreter
 from baton.v1 import router_pb2, router_pb2_grpc
@@ -118,7 +119,9 @@ def tenants_cluster() -> ClusterConfig:
             "decode": PoolConfig(role=Role.DECODE, replicas=2),
         },
         engine=EngineConfig(backend="fake", fake=fake, max_num_seqs=32, num_blocks=4096),
-        router=RouterConfig(port=0, http_port=None, local_prefill="never"),
+        router=changed(
+            RouterConfig(), port=0, http={"port": None}, placement={"local_prefill": "never"}
+        ),
         control=ControlConfig(port=0),
     )
 

@@ -76,8 +76,8 @@ def _wanted(config: ClusterConfig) -> list[_Wanted]:
     wanted = (
         ("control.port", control.host, control.port, False),
         ("router.port", router.host, router.port, router.reuse_port),
-        ("router.http_port", router.host, router.http_port, router.reuse_port),
-        ("router.metrics_port", router.metrics_host, router.metrics_port, False),
+        ("router.http.port", router.host, router.http.port, router.reuse_port),
+        ("router.metrics.port", router.metrics.host, router.metrics.port, False),
         ("router.health_port", router.host, router.health_port, router.reuse_port),
         *((*each, False) for each in of_workers),
     )
@@ -99,7 +99,7 @@ def _addresses(host: str) -> set[str]:
 
 
 def _check_free(wanted: _Wanted) -> None:
-    from router.door.listening import check_can_listen
+    from router.door.connections.acceptor import check_can_listen
 
     try:
         check_can_listen(f"{wanted.host}:{wanted.port}", wanted.may_share)
@@ -173,11 +173,11 @@ class Startup:
 
     def start(self, config: ClusterConfig) -> RunningCluster:
         from cluster.local.bring_up import up as start_cluster
-        from router.door.access import Access
+        from router.door.connections.credentials import Credentials
         from router.text import TextModel
 
         check_ports(config)
-        Access(config.router)  # reads its files before anything starts
+        Credentials(config.router)  # reads its files before anything starts
         config = with_model_folder(config, self._announce, self._steps.detail)
         self._announce("reading the tokenizer")
         # A wrong folder is reported before anything starts.

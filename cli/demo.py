@@ -18,6 +18,7 @@ from baton import render
 from baton.client import Client
 from baton.config import settings
 from baton.config.cluster import ClusterConfig
+from baton.config.settings import changed
 from baton.errors import ConfigError
 from cli.ask import stream_answer
 from cli.bring_up import Startup, check_all_gone, read_config
@@ -127,7 +128,9 @@ def _for_show(config: ClusterConfig) -> ClusterConfig:
     return dataclasses.replace(
         config,
         engine=dataclasses.replace(config.engine, device="cpu"),
-        router=dataclasses.replace(config.router, port=0, http_port=None, local_prefill="never"),
+        router=changed(
+            config.router, port=0, http={"port": None}, placement={"local_prefill": "never"}
+        ),
         control=dataclasses.replace(config.control, port=0),
     )
 

@@ -31,7 +31,7 @@ def asked(address: str) -> list[Any]:
 
 def diagnose(arguments: argparse.Namespace) -> int:
     """Raises BatonError."""
-    arguments.unreachable = "Set router.metrics_port, and name it with --metrics HOST:PORT."
+    arguments.unreachable = "Set router.metrics.port, and name it with --metrics HOST:PORT."
     (seconds, figures, findings), out = asked(arguments.metrics), render.out()
     for number, (cause, says, action) in enumerate(findings, 1):
         out.print(f"{number}. {cause}: {says}\n   {action}", markup=False)

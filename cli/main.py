@@ -209,7 +209,7 @@ def _add_operator_commands(commands: Subparsers[argparse.ArgumentParser]) -> Non
         type=_address,
         metavar="HOST:PORT",
         default=os.environ.get("BATON_METRICS", "127.0.0.1:7102"),
-        help="a router's router.metrics_port (BATON_METRICS; %(default)s), asked with BATON_TOKEN",
+        help="a router's router.metrics.port (BATON_METRICS; %(default)s), asked with BATON_TOKEN",
     )
     scale = commands.add_parser("scale", help="change how many workers a pool has")
     scale.add_argument("pool", metavar="POOL")

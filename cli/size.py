@@ -22,7 +22,7 @@ from baton.errors import ConfigError
 from baton.model_files import read_json
 from cluster.planner.needs import PrefillLoad
 from engine.errors import ModelError
-from engine.models.config import model_config
+from engine.models.families.table import model_config
 from engine.models.roofline import GPUS, Device, RankCost
 
 _BLOCK, _SHARE = EngineConfig.block_size, EngineConfig.gpu_memory_utilization

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from engine.request import FinishReason, RequestSpec, SampledToken, TokenLogprobs
+from baton.finish_reason import FinishReason
+from engine.request import RequestSpec, SampledToken, TokenLogprobs
 
 _TOKEN_BYTES = 40  # an integer and its list entry
 

@@ -24,7 +24,8 @@ from typing import Any
 
 from baton.clock import Clock
 from baton.config.workers import DecodeConfig
-from baton.wire import ANY_ATTEMPT
+from baton.finish_reason import FinishReason
+from baton.wire import ANY_ATTEMPT, finish_reason_of
 from decode_worker.request_log import (
     NoSessionError,
     OtherBodyError,
@@ -50,14 +51,12 @@ from engine.loop import EngineThread
 from engine.request import (
     EngineEvent,
     FinishedEvent,
-    FinishReason,
     NoCapacityEvent,
     RequestId,
     RequestSpec,
     ReservedEvent,
     TokenEvent,
 )
-from engine.wire import finish_reason_from_proto
 from kv_transfer.errors import LeaseError
 from kv_transfer.lease import FirstToken, WorkerIdentity
 from kv_transfer.lease_table import LeaseFailure, LeaseTable
@@ -97,6 +96,9 @@ class DecodeRole:
         self._sessions: dict[str, RouterSession] = {}
         self.runs = Runs()  # not ended
         self._fenced: set[RequestId] = set()
+        self._answers: dict[RequestId, asyncio.Future[EngineEvent]] = {}  # awaited: to `reserve`
+        self.num_other_first_tokens = 0
+        """First tokens that the engine computed again, and got another than the writer had sent."""
         self._draining = False
         self._numbers = itertools.count(1)  # of submissions
         self._ending: dict[str, Ending] = {}
@@ -291,18 +293,31 @@ class DecodeRole:
 
     async def _reserve(self, run: Run, writer: WorkerIdentity) -> None:
         """Reserve blocks and lease them to the writer."""
-        spec = await self._prepared(run)
-        event = await asyncio.wrap_future(self._engine.call(lambda e: e.reserve(spec)))
+        event = await self._reserved(run, await self._prepared(run))
+        try:
+            if isinstance(event, ReservedEvent) and run.phase is Phase.RESERVING:
+                self._grant(run, writer, event)
+                return
+        except LeaseError as error:  # the two workers do not fit
+            self._refuse(run, Refusal.INTERNAL, f"writer: {error}")
+        # No lease was granted: no writer knows the blocks.
+        self._engine.post(lambda engine: engine.release(run.key))
         if isinstance(event, NoCapacityEvent):
             self._refuse(run, Refusal.NO_CAPACITY, event.message)
-        elif run.phase is Phase.ENDED:  # no lease was granted: no writer knows the blocks
-            self._engine.post(lambda engine: engine.release(spec.request_id))
-        else:
-            try:
-                self._grant(run, writer, event)
-            except LeaseError as error:  # not granted: the two workers do not fit
-                self._engine.post(lambda engine: engine.release(spec.request_id))
-                self._refuse(run, Refusal.INTERNAL, f"writer: {error}")
+
+    async def _reserved(self, run: Run, spec: RequestSpec) -> EngineEvent:
+        """The engine's answer. One that takes too long is that it has no capacity."""
+        answer: asyncio.Future[EngineEvent] = asyncio.get_running_loop().create_future()
+        self._answers[run.key] = answer
+        bound_s = self._config.reserve_within_s
+        try:
+            await asyncio.wrap_future(self._engine.call(lambda engine: engine.reserve(spec)))
+            async with asyncio.timeout(bound_s):
+                return await answer
+        except TimeoutError:
+            return NoCapacityEvent(run.key, f"no blocks came free within {bound_s:g} s")
+        finally:
+            del self._answers[run.key]
 
     def _grant(self, run: Run, writer: WorkerIdentity, event: ReservedEvent) -> None:
         left_s = run.left_s(self._clock.now_s(), otherwise_s=self._config.max_lease_s)
@@ -337,7 +352,7 @@ class DecodeRole:
         self._quarantine(run)
         run.reserved = None
         # None also for a reason that this release does not know.
-        finished = None if ended_by is None else finish_reason_from_proto(ended_by.finished)
+        finished = None if ended_by is None else finish_reason_of(ended_by.finished)
         if ended_by is None or finished is None:
             self._refuse(run, Refusal.HANDOFF_FAILED, reason.value)
         else:
@@ -349,7 +364,7 @@ class DecodeRole:
         """The writer of an ended lease has provably stopped."""
         key = RequestId(request_id)
         self._fenced.discard(key)
-        self._engine.post(lambda engine: engine.unquarantine(key))
+        self._engine.post(lambda engine: engine.release(key))
 
     # --- the engine's events --------------------------------------------------------------------
 
@@ -357,6 +372,8 @@ class DecodeRole:
         """Record one step's events; each session concerned sends one message."""
         touched: set[RouterSession] = set()
         for event in events:
+            if self._answers and self._answers_reserve(event):
+                continue
             if not isinstance(event, TokenEvent | FinishedEvent):
                 continue
             run = self.runs.find(event.request_id)
@@ -364,7 +381,7 @@ class DecodeRole:
                 continue  # another role's, or already ended here
             self._started(run)  # its first token may come before `_start` resumes
             if isinstance(event, TokenEvent):
-                run.record.append(event.index, event.token)
+                self._append(run, event)
                 run.record.num_cached_tokens = event.num_cached_tokens
                 reason, error = event.finished, ""
             else:
@@ -376,6 +393,20 @@ class DecodeRole:
                 self._close(run, reason, error)
         for session in touched:
             session.flush()
+
+    def _answers_reserve(self, event: EngineEvent) -> bool:
+        if not isinstance(event, ReservedEvent | NoCapacityEvent | FinishedEvent):
+            return False
+        answer = self._answers.get(event.request_id)
+        if answer is not None and not answer.done():
+            answer.set_result(event)
+        return answer is not None
+
+    def _append(self, run: Run, event: TokenEvent) -> None:
+        if event.index != run.first_index:
+            run.record.append(event.index, event.token)
+        elif event.token.token_id != run.record.token_ids[event.index]:
+            self.num_other_first_tokens += 1  # computed again: the one that was sent stands
 
     # --- ends -----------------------------------------------------------------------------------
 
@@ -395,7 +426,7 @@ class DecodeRole:
         key, lease_id = run.key, run.lease_id
         if run.phase is Phase.LEASED:
             self._quarantine(run)
-        elif run.phase is Phase.RUNNING:
+        else:
             self._engine.post(lambda engine: engine.abort(key))
         self._close(run, reason, error)
         if lease_id is not None:
@@ -427,7 +458,7 @@ class DecodeRole:
     def _quarantine(self, run: Run) -> None:
         key = run.key
         self._fenced.add(key)
-        self._engine.post(lambda engine: engine.release(key, quarantine=True))
+        self._engine.post(lambda engine: engine.abort(key))
 
     # --- drain ----------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from baton.errors import InvalidRequestError
 from baton.link.frames import TOKENS_ROOM, Method
 from baton.link.worker_end import CallContext, Served, answers
 from baton.v1 import common_pb2, worker_pb2
-from baton.wire import field_on_wire
+from baton.wire import field_on_wire, finish_reason_on_wire
 from decode_worker.request_log import (
     NoSessionError,
     NotHereError,
@@ -31,7 +31,7 @@ from decode_worker.session import (
     ToEnd,
     Update,
 )
-from engine.wire import finish_reason_to_proto, read_spec
+from engine.wire import read_spec
 from kv_transfer.lease import WorkerIdentity, logprobs_from_proto, logprobs_to_proto
 
 log = logging.getLogger(__name__)
@@ -187,7 +187,7 @@ def _tokens_message(run: TokenRun) -> worker_pb2.RequestTokens:
         index=run.index,
         ids=run.token_ids,
         logprobs=[logprobs_to_proto(known) or common_pb2.Logprobs() for known in run.logprobs],
-        finished=finish_reason_to_proto(run.finished),
+        finished=finish_reason_on_wire(run.finished),
         error=run.error,
         num_cached_tokens=run.num_cached_tokens,
     )

@@ -197,6 +197,8 @@ class Run:
     reserved: Reserved | None = None
     """The lease that was sent, until its handoff ends. A router that attaches gets it again."""
     orphaned_at_s: float | None = None
+    first_index: int | None = None
+    """Output index of the token that the writer sent."""
 
     @property
     def key(self) -> RequestId:
@@ -238,7 +240,8 @@ class Run:
     def append_first(self, first: FirstToken) -> SampledToken:
         """Record the writer's first token."""
         token = SampledToken(first.token_id, first.logprobs)
-        self.record.append(len(self.record.token_ids), token)
+        self.first_index = len(self.record.token_ids)
+        self.record.append(self.first_index, token)
         return token
 
     def notify(self, notice: Notice) -> None:

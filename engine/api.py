@@ -1,9 +1,10 @@
 """The engine's seams: what a worker drives (`Engine`), what runs a step (`Runner`), where finished
 KV goes (`KvSink`).
 
-An engine is synchronous and belongs to one thread. `engine.loop.EngineThread` provides the thread,
-carries commands in and events out. Every engine, torch or fake, is the same scheduler and block
-pool over a different `Runner`. The `Local` classes serve an engine that hands nothing over.
+An engine belongs to one thread. `engine.loop.EngineThread` provides the thread, carries commands in
+and events out. `engine.run.core.EngineCore` is a scheduler and block pool over a `Runner`, torch or
+fake; another engine may bring its own scheduler. `engine.engines` finds engines by name.
+The `Local` classes serve an engine that hands nothing over.
 """
 
 from __future__ import annotations
@@ -20,15 +21,12 @@ from engine.request import (
     BlockPush,
     EngineEvent,
     HandoffId,
-    NoCapacityEvent,
     RequestId,
     RequestSpec,
-    ReservedEvent,
     SampledToken,
     Scores,
     StepPlan,
 )
-from kv_transfer.block_hash import BlockHash
 from kv_transfer.layout import KvLayout, RegionLayout
 
 _HOST_KV_BYTES = 256 << 20
@@ -45,6 +43,8 @@ class ModelSpec:
     vocab_size: int
     max_model_len: int
     eos_token_ids: frozenset[int]
+    dtype: str = ""
+    """What it computes in; empty: it computes nothing."""
 
     def block_bytes(self, tp_size: int) -> int:
         """Bytes of one KV block over all layer groups, at the TP rank that holds most."""
@@ -87,21 +87,21 @@ class EngineLoad:
     num_waiting: int
     num_running: int
     num_reserved: int
-    num_exporting: int
-    num_queued_tokens: int
     num_free_blocks: int
     num_blocks: int
     num_quarantined_blocks: int
     """Blocks that stay unusable until another worker has provably stopped. A late writer could
     still change them, or a late reader read them. Counted for the layer group that lacks most."""
-    num_quarantined_bytes: int
+    num_quarantined_bytes: int = 0
     """Their bytes over all layer groups, layers and ranks."""
-    num_steps: int
-    num_preemptions: int
-    num_recomputed_tokens: int
+    num_exporting: int = 0
+    num_queued_tokens: int = 0
+    num_steps: int = 0
+    num_preemptions: int = 0
+    num_recomputed_tokens: int = 0
     """Computed a second time after preemptions."""
-    prefill_tokens_per_s: float
-    decode_step_s: float
+    prefill_tokens_per_s: float = 0.0
+    decode_step_s: float = 0.0
 
 
 class KvSink(Protocol):
@@ -186,92 +186,108 @@ class Runner(Protocol):
     def close(self) -> None: ...
 
 
+@dataclass(frozen=True)
+class EngineHealth:
+    """How the running step does. An engine that knows neither leaves both None."""
+
+    predicted_step_s: float | None = None
+    """Predicted time of the current step, or of the last one. None: this kind of work, or prompts
+    this long, were never measured here."""
+    blocked_since: float | None = None
+    """Monotonic time since which no request here could start or continue, because others hold the
+    blocks or slots that all of them wait for. None: one can run, or there is none."""
+
+
 class Engine(Protocol):
-    """Rank 0's engine. Not thread-safe. Every method but `step` and `prepare` returns at once.
+    """Rank 0's engine. Not thread-safe. Every method but `start`, `prepare` and `step` returns at
+    once: what takes longer is answered by an event of a later `step`.
 
-    A request enters in two ways: `add` computes its prompt here; `reserve` sets blocks aside for KV
-    from another worker, and `admit` then runs it.
+    A request enters in three ways. `add` computes its prompt and its output here. `add_prefill`
+    computes its prompt for another worker. `reserve` sets blocks aside for KV from another worker,
+    and `admit` then runs it. All three raise InvalidRequestError for one that could never run here.
+
+    Another worker may read or write the blocks of a request of the last two kinds, so they have
+    this life:
+
+    1. They are the request's from its start, or its ReservedEvent, on.
+    2. `abort` ends the request at once, but its blocks stay set aside. Nobody else gets them.
+    3. `release` says that the other worker has provably stopped. Only now are they free.
+
+    A request id may come again once its request has ended and its blocks are free.
     """
-
-    @property
-    def model(self) -> ModelSpec: ...
-
-    def prepare(self, spec: RequestSpec) -> None:
-        """On any thread: do beforehand what may take long when the request enters, which is to
-        compile its grammar. Raises InvalidRequestError."""
-
-    def add(self, spec: RequestSpec) -> None:
-        """Prefill and decode here. Raises InvalidRequestError."""
-
-    def add_prefill(
-        self, spec: RequestSpec, handoff_id: HandoffId, num_receiver_cached_tokens: int
-    ) -> None:
-        """Compute the prompt and one token; push what the receiver lacks as layers finish.
-
-        The request stays pinned after its PrefilledEvent until `release`.
-        """
-
-    def reserve(self, spec: RequestSpec) -> ReservedEvent | NoCapacityEvent:
-        """Set blocks aside for a prompt that another worker computes, and pin its cached blocks.
-
-        Raises InvalidRequestError when the request could never run here.
-        """
-
-    def admit(self, request_id: RequestId, first: SampledToken) -> None:
-        """Run a reserved request from its first token on: all of its KV has arrived.
-
-        The writer has sent `first` to the caller, so no TokenEvent repeats it. Raises
-        UnknownRequestError when nothing is reserved under this id.
-        """
-
-    def release(self, request_id: RequestId, quarantine: bool = False) -> None:
-        """Release the blocks of a reserved or exported request. Does nothing for an unknown one.
-
-        A prefill that is still computing ends with a FinishedEvent. `quarantine`: a late writer
-        could still touch the blocks, so they stay unusable until `unquarantine`.
-        """
-
-    def unquarantine(self, request_id: RequestId) -> None:
-        """The writer of a released reservation has provably stopped: its blocks are free."""
-
-    def abort(self, request_id: RequestId) -> None:
-        """End a waiting, running or exporting request. Does nothing for an unknown one.
-
-        A prefill that has started stops computing, but its blocks stay pinned until `release`,
-        because pushes may still read them. A reserved request is released with `quarantine=True`.
-        """
-
-    def send_to_sinks(self, payload: bytes) -> None:
-        """Deliver a sink message on every rank with the next step."""
-
-    def has_work(self) -> bool:
-        """Whether a step would do something now. Requests that wait for blocks do not count."""
-
-    def step(self) -> list[EngineEvent]:
-        """Run one step and return its events, KV events included."""
-
-    def cached_chains(self) -> list[tuple[BlockHash | None, tuple[BlockHash, ...]]]:
-        """Every shareable block, as chains (parent, hashes): the snapshot KV events start from."""
 
     @property
     def capacity(self) -> EngineCapacity:
         """Any thread may read it."""
 
     @property
-    def predicted_step_s(self) -> float | None:
-        """Predicted time of the current step, or of the last one. None: this kind of work, or
-        prompts this long, were never measured here. Any thread may read it."""
+    def health(self) -> EngineHealth:
+        """Any thread may read it, also while a step runs."""
 
-    @property
-    def blocked_since(self) -> float | None:
-        """Monotonic time since which no request here could start or continue, because others hold
-        the blocks or slots that all of them wait for. None: one can run, or there is none. Any
-        thread may read it."""
+    def start(self, wake: Callable[[], None]) -> None:
+        """Warm up, before the first request, on the thread that steps. Raises what a step raises.
+
+        An engine that computes on threads of its own calls `wake` from there, whenever `has_work`
+        has become true.
+        """
+
+    def prepare(self, spec: RequestSpec) -> None:
+        """On any thread: do beforehand what may take long when the request enters, which is to
+        compile its grammar. Raises InvalidRequestError."""
+
+    def add(self, spec: RequestSpec) -> None:
+        """Prefill and decode here."""
+
+    def add_prefill(
+        self,
+        spec: RequestSpec,
+        handoff_id: HandoffId,
+        num_receiver_cached_tokens: int,
+        opening: bytes = b"",
+    ) -> None:
+        """Compute the prompt and one token; push what the receiver lacks as layers finish.
+
+        `opening` goes to `KvSink.message` of every rank before the first push. The request ends
+        with its PrefilledEvent. Its blocks stay until `release`, since pushes may still read them.
+        """
+
+    def reserve(self, spec: RequestSpec) -> None:
+        """Set blocks aside for a prompt that another worker computes, and pin its cached blocks.
+
+        A ReservedEvent or NoCapacityEvent answers, in a later step if blocks may come free.
+        """
+
+    def admit(self, request_id: RequestId, first: SampledToken) -> None:
+        """Run a reserved request from its first token on: all of its KV has arrived.
+
+        The writer has sent `first` to the caller. An engine that must compute it again sends a
+        TokenEvent with its index; the caller counts a difference, and `first` stands. Raises
+        UnknownRequestError when nothing is reserved under this id.
+        """
+
+    def abort(self, request_id: RequestId) -> None:
+        """End a request at once, with a FinishedEvent unless it has ended. Does nothing for an
+        unknown one. Blocks that another worker may touch stay set aside until `release`."""
+
+    def release(self, request_id: RequestId) -> None:
+        """No other worker touches this request's blocks any more: free them. Ends a request that
+        has not ended, as `abort` does. Does nothing for an unknown one."""
+
+    def has_work(self) -> bool:
+        """Whether a step would do something now. Requests that wait for blocks do not count. Does
+        not wait for a thread that may call `wake`."""
+
+    def step(self) -> list[EngineEvent]:
+        """Advance, and return what happened since the last step, KV events included. Answers are
+        returned at once: they do not wait for a computation."""
 
     def load(self) -> EngineLoad: ...
 
     def check_integrity(self) -> None:
         """Raise AssertionError with the values when a block is leaked or owned twice."""
+
+    def close(self) -> None:
+        """Free everything, after the last step."""
 
 
 class LocalKvMemory:

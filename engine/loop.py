@@ -19,7 +19,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TypeVar
 
-from engine.api import Engine
+from engine.api import Engine, EngineHealth
 from engine.errors import EngineError, EngineStoppedError
 from engine.request import EngineEvent, RequestSpec
 
@@ -64,14 +64,9 @@ class EngineThread:
         return self._last_step_at
 
     @property
-    def predicted_step_s(self) -> float | None:
-        """Predicted time of the current step; None: unknown."""
-        return self._engine.predicted_step_s
-
-    @property
-    def blocked_since(self) -> float | None:
+    def health(self) -> EngineHealth:
         """As the engine's."""
-        return self._engine.blocked_since
+        return self._engine.health
 
     @property
     def runnable(self) -> bool:
@@ -127,11 +122,16 @@ class EngineThread:
         """As the engine's, on the caller's thread."""
         self._engine.prepare(spec)
 
-    def post(self, function: Callable[[Engine], object], *, wakes: bool = True) -> None:
-        """Run `function(engine)` between steps; an EngineError is logged. Dropped after the end.
+    def start_engine(self) -> Future[None]:
+        """Warm the engine up, on its thread."""
+        return self.call(lambda engine: engine.start(self._wake_up))
 
-        `wakes` False: an idle engine runs it only with the next command.
-        """
+    def _wake_up(self) -> None:
+        with self._wake:
+            self._wake.notify()
+
+    def post(self, function: Callable[[Engine], object]) -> None:
+        """Run `function(engine)` between steps; an EngineError is logged. Dropped after the end."""
 
         def run() -> None:
             try:
@@ -139,14 +139,13 @@ class EngineThread:
             except EngineError:
                 log.exception("a command to the engine was refused")
 
-        self._put(_Command(run, lambda error: None), wakes)
+        self._put(_Command(run, lambda error: None))
 
-    def _put(self, command: _Command, wakes: bool = True) -> None:
+    def _put(self, command: _Command) -> None:
         with self._wake:
             if not self._ended:
                 self._commands.append(command)
-                if wakes:
-                    self._wake.notify()
+                self._wake.notify()
                 return
         command.fail(self._why_stopped())
 

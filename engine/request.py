@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple, NewType
@@ -10,6 +9,7 @@ from typing import Any, NamedTuple, NewType
 import numpy as np
 import numpy.typing as npt
 
+from baton.finish_reason import FinishReason
 from kv_transfer.block_hash import SHARED_BY_ALL, BlockHash, CacheScope, TokenIds
 from kv_transfer.layout import BlockId
 from kv_transfer.layout import BlockPush as BlockPush
@@ -92,6 +92,19 @@ class RequestSpec:
     def num_emitted_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
 
+    def ended_by(
+        self, token_id: int, num_tokens: int, max_len: int, eos_token_ids: frozenset[int]
+    ) -> FinishReason | None:
+        """Why `token_id`, the last of `num_tokens` known ones, is the request's last; else None."""
+        sampling = self.sampling
+        # Up to min_tokens the sampler gives no such token; one sampled elsewhere is held to it too.
+        if num_tokens - self.num_prompt_tokens > sampling.min_tokens and (
+            token_id in sampling.stop_token_ids
+            or (token_id in eos_token_ids and not sampling.ignore_eos)
+        ):
+            return FinishReason.STOP
+        return FinishReason.LENGTH if num_tokens >= max_len else None
+
     def forbidden(self, index: int, eos_token_ids: frozenset[int]) -> frozenset[int]:
         """Tokens that must not be output token `index`: what ends a bad word and, before
         `min_tokens`, the output. `token_ids` are complete if there are bad words."""
@@ -100,13 +113,6 @@ class RequestSpec:
             ends = frozenset() if sampling.ignore_eos else eos_token_ids
             denied = sampling.stop_token_ids | ends
         return denied | sampling.ends_of_bad_words(self.token_ids[self.num_prompt_tokens :])
-
-
-class FinishReason(enum.Enum):
-    STOP = "stop"
-    LENGTH = "length"
-    ABORTED = "aborted"
-    ERROR = "error"
 
 
 @dataclass(frozen=True)

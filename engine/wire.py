@@ -8,19 +8,11 @@ from __future__ import annotations
 import numpy as np
 
 from baton.errors import InvalidRequestError
-from baton.v1 import common_pb2, worker_pb2
-from engine.request import FinishReason, RequestId, RequestSpec, SamplingParams
+from baton.v1 import worker_pb2
+from engine.request import RequestId, RequestSpec, SamplingParams
 from kv_transfer.block_hash import CacheScope, TokenIds
 
 _TOKEN_BYTES = 4
-
-_FINISHED = {
-    None: common_pb2.FINISH_REASON_UNSPECIFIED,
-    FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
-    FinishReason.LENGTH: common_pb2.FINISH_REASON_LENGTH,
-    FinishReason.ABORTED: common_pb2.FINISH_REASON_ABORTED,
-    FinishReason.ERROR: common_pb2.FINISH_REASON_ERROR,
-}
 
 
 def read_spec(message: worker_pb2.RequestSpec) -> RequestSpec:
@@ -71,13 +63,3 @@ def _read_ids(data: bytes, field: str) -> TokenIds:
     if len(data) % _TOKEN_BYTES:
         raise InvalidRequestError(f"{field}: no whole number of little-endian uint32", field=field)
     return np.frombuffer(data, dtype="<u4").astype(np.uint32)
-
-
-def finish_reason_to_proto(reason: FinishReason | None) -> common_pb2.FinishReason.ValueType:
-    """UNSPECIFIED for None: the request continues."""
-    return _FINISHED[reason]
-
-
-def finish_reason_from_proto(reason: common_pb2.FinishReason.ValueType) -> FinishReason | None:
-    """None for a request that continues, and for an unknown reason."""
-    return {wire: own for own, wire in _FINISHED.items()}.get(reason)

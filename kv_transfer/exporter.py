@@ -1,8 +1,8 @@
 """Handoffs that this worker sends, seen from its rank 0.
 
 A handoff:
-1. `open`: the lease is checked and sent to the sink of every rank. The engine computes, and the
-   ranks push each layer as it finishes.
+1. `open`: the lease is checked. The engine tells the sink of every rank and computes, and the ranks
+   push each layer as it finishes.
 2. `finish`: the first token is known. The ranks flush and send `done`; the receiver answers `Ack`.
 3. Or it breaks at any time: fenced, refused, peer lost, no answer in time, or cancelled. Every rank
    stops, and is told so until it has. Once all have drained, the receiver gets `Failed` and
@@ -54,17 +54,14 @@ class Exporter:
         self,
         rank: TransferRank,
         fingerprint: bytes,
-        send_to_sinks: Callable[[bytes], None],
         engine_is_well: Callable[[], bool],
         clock: Clock | None = None,
     ) -> None:
         """Must be called on the running event loop.
 
-        `send_to_sinks` passes a payload to `KvSink.message` of every rank, ahead of any later
-        `add_prefill`. `engine_is_well`: the engine lives, and is neither hung nor blocked."""
+        `engine_is_well`: the engine lives, and is neither hung nor blocked."""
         self._rank, self._identity, self._config = rank, rank.identity, rank.config
-        self._fingerprint, self._send_to_sinks = fingerprint, send_to_sinks
-        self._engine_is_well = engine_is_well
+        self._fingerprint, self._engine_is_well = fingerprint, engine_is_well
         loop = asyncio.get_running_loop()
         self._clock = clock or LoopClock(loop)
         self._exports: dict[HandoffId, Export] = {}
@@ -77,7 +74,8 @@ class Exporter:
         rank.exporter_mail.bind(loop.call_soon_threadsafe, self._handle)
 
     def open(self, lease: Lease) -> HandoffId:
-        """Begin to serve a lease. The caller must later call `finish` or `cancel`.
+        """Begin to serve a lease. The caller gives its `opening` to the sink of every rank
+        before anything is pushed, and must later call `finish` or `cancel`.
 
         Raises LeaseServedError, FingerprintError, WrongWriterError, or LeaseError if it does not
         fit this worker's layout.
@@ -94,10 +92,13 @@ class Exporter:
             )
         self._rank.check_lease(lease)
         export = self._exports[handoff] = Export(lease)
-        self._send_to_sinks(self._rank.open_payload(lease))
         # By a timer, so that the engine gets the prompt first.
         export.renewal = self._clock.call_later(0.0, lambda: self._renew(export))
         return handoff
+
+    def opening(self, lease: Lease) -> bytes:
+        """What tells a rank's sink of the lease: `KvSink.message` takes it."""
+        return self._rank.open_payload(lease)
 
     def check_unserved(self, lease: Lease) -> None:
         """Raise LeaseServedError for a lease that was asked for before, or fenced."""

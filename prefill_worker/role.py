@@ -18,18 +18,18 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
+from baton.finish_reason import FinishReason
+from baton.wire import finish_reason_on_wire
 from engine.errors import EngineStoppedError, InvalidRequestError
 from engine.loop import EngineThread
 from engine.request import (
     EngineEvent,
     FinishedEvent,
-    FinishReason,
     HandoffId,
     PrefilledEvent,
     RequestId,
     RequestSpec,
 )
-from engine.wire import finish_reason_to_proto
 from kv_transfer.errors import HandoffError, Reason
 from kv_transfer.exporter import Exporter
 from kv_transfer.lease import FirstToken, Lease, Receipt
@@ -121,15 +121,17 @@ class PrefillRole:
         self._exporter.check_unserved(lease)  # a served lease continues while the worker drains
         if self._draining:
             raise DrainingError("this worker is draining")
-        handoff = self._exporter.open(lease)
+        handoff, opening = self._exporter.open(lease), self._exporter.opening(lease)
         run = PrefillRun(handoff)
         self._runs[run.key] = run
         spec, num_cached = replace(spec, request_id=run.key), lease.num_cached_tokens
 
         def add() -> Future[None]:
-            return self._engine.call(lambda engine: engine.add_prefill(spec, handoff, num_cached))
+            return self._engine.call(
+                lambda engine: engine.add_prefill(spec, handoff, num_cached, opening)
+            )
 
-        # Called here, not in the task: the engine takes lease and prompt in one step.
+        # Called here, not in the task, so that the engine has the prompt as soon as it can.
         added = (
             self._prepared(spec, add) if spec.grammar is not None else asyncio.wrap_future(add())
         )
@@ -186,7 +188,7 @@ class PrefillRole:
             self._report_end(run, work)
         if not drained:
             await self._exporter.wait_drained(run.handoff)
-            self._engine.post(lambda engine: engine.unquarantine(run.key))
+            self._engine.post(lambda engine: engine.release(run.key))
 
     def _report_end(self, run: PrefillRun, work: asyncio.Task[None]) -> None:
         try:
@@ -224,7 +226,7 @@ class PrefillRole:
             run.report(error)
 
     async def _hand_off(self, run: PrefillRun, event: PrefilledEvent) -> None:
-        reason = finish_reason_to_proto(event.finished)
+        reason = finish_reason_on_wire(event.finished)
         first = FirstToken(event.token.token_id, event.token.logprobs, reason)
         if event.finished is not None:  # the receiver learns it from the writer, without a router
             await self._exporter.cancel(run.handoff, ended_by=first)
@@ -239,12 +241,13 @@ class PrefillRole:
     async def _let_go(self, run: PrefillRun) -> bool:
         """Stop computing, wait until nothing is in flight, and only then free the blocks.
 
-        False: something may still be in flight, and the blocks are quarantined.
+        False: something may still be in flight, and the blocks stay set aside.
         """
         run.computed.cancel()
         self._engine.post(lambda engine: engine.abort(run.key))
         drained = await self._exporter.cancel(run.handoff)
-        self._engine.post(lambda engine: engine.release(run.key, quarantine=not drained))
+        if drained:
+            self._engine.post(lambda engine: engine.release(run.key))
         del self._runs[run.key]
         return drained
 

@@ -11,10 +11,10 @@ from baton.link.frames import Method
 from baton.link.worker_end import CallContext, streams
 from baton.status import abort
 from baton.v1 import worker_pb2
-from baton.wire import field_on_wire
+from baton.wire import field_on_wire, finish_reason_on_wire
 from engine import errors
 from engine.request import PrefilledEvent
-from engine.wire import finish_reason_to_proto, read_spec
+from engine.wire import read_spec
 from kv_transfer.errors import (
     FingerprintError,
     HandoffError,
@@ -106,7 +106,7 @@ def _message(outcome: Outcome) -> worker_pb2.PrefillResponse:
                 num_cached_tokens=outcome.num_cached_tokens,
                 queue_ms=outcome.queue_s * 1000,
                 prefill_ms=outcome.prefill_s * 1000,
-                finished=finish_reason_to_proto(outcome.finished),
+                finished=finish_reason_on_wire(outcome.finished),
                 chunk_tokens=[tokens for tokens, _, _ in outcome.chunks],
                 chunk_began_ms=[began_s * 1000 for _, began_s, _ in outcome.chunks],
                 chunk_ended_ms=[ended_s * 1000 for _, _, ended_s in outcome.chunks],

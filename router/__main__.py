@@ -9,22 +9,25 @@ import os
 import resource
 import signal
 import sys
-from dataclasses import replace
 
 import uvloop
 
 from baton.config.cluster import ClusterConfig, load_config
 from baton.config.router import RouterConfig
+from baton.config.settings import changed
 from baton.errors import ConfigError
 from baton.identity.identity import open_identity
+from baton.native_build import NativeBuildError
 from baton.process.interpreter import freeze_heap, share_interpreter
 from baton.process.log import LogSettings, set_up_logging
-from router.door.access import Callers
-from router.door.door import Door
-from router.door.listening import split_address
-from router.door.page import OperatorPort
+from kv_transfer.block_hash import native_chain
+from router.door.connections.acceptor import split_address
+from router.door.connections.credentials import Callers
+from router.door.operators.page import OperatorPort
 from router.door.server import RouterServer
-from router.placement.native_index import build_native
+from router.index import prefix_index
+from router.placement import choice
+from router.units.units import Units
 
 log = logging.getLogger("router")
 
@@ -39,6 +42,14 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def build_native() -> None:
+    """Compile what a router needs, if this machine never did: not while requests wait. Raises
+    NativeBuildError."""
+    native_chain()
+    prefix_index.native_library()
+    choice.native_library()
+
+
 async def serve(config: ClusterConfig, control: str, listen: str) -> int:
     """Run a router until SIGTERM or SIGINT, or a fault of its own; then drain it.
 
@@ -48,11 +59,11 @@ async def serve(config: ClusterConfig, control: str, listen: str) -> int:
     own = open_identity(config.internal, "router")
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # clients' connections are files
-    traces_to = config.router.trace_endpoint or os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT")
-    routing = replace(config.router, trace_endpoint=traces_to or None)
-    door = Door(routing, control, config.model_names, own)
-    server = RouterServer(door, config.router, listen)
-    operators = operator_port(config.router, door, server.intake.callers)
+    traces_to = config.router.traces.endpoint or os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT")
+    routing = changed(config.router, traces={"endpoint": traces_to or None})
+    units = Units(routing, control, config.model_names, own)
+    server = RouterServer(units, config.router, listen)
+    operators = operator_port(config.router, units, server.api.callers)
     signals: asyncio.Queue[int] = asyncio.Queue()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -64,29 +75,29 @@ async def serve(config: ClusterConfig, control: str, listen: str) -> int:
     print(f"router listening on {server.address}", flush=True)
     if server.http_address is not None:
         log.info("OpenAI's API is served at %s", server.http_address)
-    door.fault.add_done_callback(lambda _: signals.put_nowait(signal.SIGTERM))
+    units.fault.add_done_callback(lambda _: signals.put_nowait(signal.SIGTERM))
     await signals.get()
-    log.info("draining %d requests", door.num_active)
+    log.info("draining %d requests", units.num_active)
     stopping = asyncio.create_task(server.stop(config.router.drain_timeout_s))
     again = asyncio.create_task(signals.get())
     await asyncio.wait({stopping, again}, return_when=asyncio.FIRST_COMPLETED)
     if not stopping.done():
-        log.warning("drain cut short: %d requests are left to another router", door.num_active)
-        door.leave_requests()
+        log.warning("drain cut short: %d requests are left to another router", units.num_active)
+        units.leave_requests()
     await stopping
     again.cancel()
     if operators is not None:
         await operators.stop()
-    return 1 if door.fault.done() else 0
+    return 1 if units.fault.done() else 0
 
 
 def operator_port(
-    config: RouterConfig, door: Door, callers: Callers | None = None
+    config: RouterConfig, units: Units, callers: Callers | None = None
 ) -> OperatorPort | None:
     """None: not wanted. Raises ConfigError if the port is taken."""
-    if config.metrics_port is None:
+    if config.metrics.port is None:
         return None
-    return OperatorPort(door, config, config.metrics_port, callers)
+    return OperatorPort(units, config, config.metrics.port, callers)
 
 
 def main() -> int:
@@ -99,8 +110,8 @@ def main() -> int:
         split_address(arguments.control)
         build_native()
         return uvloop.run(serve(config, arguments.control, listen))
-    except ConfigError as error:
-        print(f"router: {' '.join(error.message.split())}", file=sys.stderr)
+    except (ConfigError, NativeBuildError) as error:
+        print(f"router: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
 
 

@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import enum
 from dataclasses import dataclass, fields
 from typing import Any
 
+from baton.finish_reason import FinishReason
 from baton.v1 import common_pb2, router_pb2
-
-
-class FinishReason(enum.Enum):
-    STOP = "stop"
-    LENGTH = "length"
-    ABORTED = "aborted"
-    ERROR = "error"
-    TOOL_CALLS = "tool_calls"
+from baton.wire import finish_reason_of
 
 
 @dataclass(frozen=True)
@@ -165,9 +158,8 @@ def _logprobs(message: common_pb2.Logprobs) -> Logprobs | None:
 
 
 def _finished(message: router_pb2.Finished) -> Finished:
-    name = common_pb2.FinishReason.Name(message.reason).removeprefix("FINISH_REASON_")
     return Finished(
-        reason=FinishReason.__members__.get(name, FinishReason.ERROR),
+        reason=finish_reason_of(message.reason) or FinishReason.ERROR,
         usage=_plain(Usage, message.usage),
         timings=_plain(Timings, message.timings),
         stop=message.stop,

@@ -145,9 +145,11 @@ class ClusterConfig:
         roles = {pool.role for pool in self.pools.values()}
         if not roles & {Role.DECODE, Role.MIXED}:
             raise ValueError("pools need at least one of role decode or mixed")
-        if self.router.local_prefill == "never" and not roles & {Role.PREFILL, Role.MIXED}:
+        prefills = roles & {Role.PREFILL, Role.MIXED}
+        if self.router.placement.local_prefill == "never" and not prefills:
             raise ValueError(
-                "router.local_prefill must not be never without a pool of role prefill or mixed"
+                "router.placement.local_prefill must not be never without a pool of role prefill "
+                "or mixed"
             )
 
     def _check_reachable(self) -> None:
@@ -165,7 +167,7 @@ class ClusterConfig:
             if pool.drain_timeout_s is not None:
                 drains_s[f"pools.{name}"] = pool.drain_timeout_s
         longest = max(drains_s, key=lambda part: drains_s[part])
-        registry, router, supervisor = self.registry, self.router, self.supervisor
+        registry, supervisor, router_s = self.registry, self.supervisor, self.router.timeouts
         limits = (
             ("supervisor.drain_timeout_s", supervisor.drain_timeout_s,
              f"{longest}.drain_timeout_s", drains_s[longest]),
@@ -174,11 +176,11 @@ class ClusterConfig:
             ("registry.gone_after_s", registry.gone_after_s,
              "registry.silent_after_s + supervisor.fence_after_s",
              registry.silent_after_s + supervisor.fence_after_s),
-            ("router.first_token_timeout_s", router.first_token_timeout_s,
+            ("router.timeouts.first_token_s", router_s.first_token_s,
              "registry.first_step_s", registry.first_step_s),
             ("transfer.tombstone_s", self.transfer.tombstone_s,
-             "router.reserve_timeout_s + router.max_timeout_s",
-             router.reserve_timeout_s + router.max_timeout_s),
+             "router.timeouts.reserve_s + router.timeouts.max_s",
+             router_s.reserve_s + router_s.max_s),
         )  # fmt: skip
         for name, seconds, other, bound_s in limits:
             if seconds <= bound_s:

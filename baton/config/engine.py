@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from baton.config.ranges import Count, NotNegative, Ranged, Share, at_least
 
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]
 Device = Literal["auto", "cpu", "cuda"]
-Backend = Literal["torch", "fake"]
+
+ENGINES = {
+    "torch": "engine.run.torch_engine:TorchBuilder",
+    "fake": "engine.run.fake_engine:FakeBuilder",
+}
+"""Engines by name: where each one's `EngineBuilder` is. Here, since a misspelt name is
+refused where no engine is installed."""
+if TYPE_CHECKING:
+    Backend = str
+else:
+    Backend = Literal[tuple(ENGINES)]
 
 AUTO: Literal["auto"] = "auto"
 DTYPES = ("bfloat16", "float16", "float32")
@@ -86,6 +96,11 @@ class EngineTuning(Ranged):
     """torch, or fake: deterministic tokens without a model."""
     fake: FakeEngineConfig = FakeEngineConfig()
 
+    @property
+    def reads_model(self) -> bool:
+        """Whether it reads a model and computes on a device, in some dtype."""
+        return self.backend != "fake"
+
 
 @dataclass(frozen=True)
 class EngineConfig(EngineTuning, EngineSettings):
@@ -93,4 +108,4 @@ class EngineConfig(EngineTuning, EngineSettings):
 
     @property
     def needs_gpu(self) -> bool:
-        return self.device == "cuda" and self.backend != "fake"
+        return self.device == "cuda" and self.reads_model

@@ -69,22 +69,59 @@ def _beside(part: Any, folder: Path) -> Any:
 
 
 @dataclass(frozen=True)
-class RouterConfig(Ranged):
-    """Limits, deadlines and cost weights of one router. All times are in seconds."""
+class HttpConfig(Ranged):
+    """The OpenAI-compatible API over HTTP."""
 
-    host: str = "127.0.0.1"
-    port: Port = 7100
-    """0: any free port."""
-    http_port: Port | None = 8000
-    """The OpenAI-compatible API over HTTP, with the same TLS and tokens. 0: any free port; None:
-    not served."""
-    http_origins: tuple[str, ...] = ()
+    port: Port | None = 8000
+    """With the same TLS and tokens as gRPC. 0: any free port; None: not served."""
+    origins: tuple[str, ...] = ()
     """Web pages of these origins may call it from a browser (CORS). `*`: of all."""
     allowed_hosts: tuple[str, ...] = ()
-    """Further names by which the API over HTTP may be called where it listens on loopback without
-    tokens. Else a web page could call it by a name that leads to this machine (DNS rebinding)."""
-    http_read_timeout_s: Positive = 60.0
-    """How long a request may take to come in over HTTP, its body included."""
+    """Further names by which it may be called where it listens on loopback without tokens. Else a
+    web page could call it by a name that leads to this machine (DNS rebinding)."""
+    read_timeout_s: Positive = 60.0
+    """How long a request may take to come in, its body included."""
+
+
+@dataclass(frozen=True)
+class MetricsConfig(Ranged):
+    """Prometheus metrics and a page for operators, over HTTP."""
+
+    port: Port | None = None
+    """None: not served. With `auth` they want a token of `auth.operators`, as bearer token or as
+    Basic authentication's password."""
+    host: str = "127.0.0.1"
+    tenants: Whole = 20
+    """Tenants that metrics tell apart, the first that come; all others are "other"."""
+    vllm_names: bool = False
+    """The metrics that vLLM has too are served under its names as well, for dashboards of it."""
+    ttft_target_s: Positive = 2.0
+    """When the first token of a good request has come, where it names no target itself. It is
+    counted as met or missed, and changes nothing."""
+    itl_target_s: Positive = 0.1
+    """The same for the mean gap between its tokens."""
+
+
+@dataclass(frozen=True)
+class TracesConfig(Ranged):
+    """OpenTelemetry's traces. They need the extra `traces`."""
+
+    endpoint: str | None = None
+    """A collector, OTLP over HTTP: http://collector:4318. None: as OTEL_EXPORTER_OTLP_ENDPOINT
+    says; without it there are none."""
+    ratio: _Fraction = 1.0
+    """Share of requests that are traced; one with a `traceparent` is as its flag says."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not (self.endpoint or "http://").startswith(("http://", "https://")):
+            raise ValueError("endpoint must be a URL of http or https")
+
+
+@dataclass(frozen=True)
+class AnswersConfig:
+    """How answers are read and what they may hold."""
+
     tool_calls: ToolCalls = "auto"
     """How the model writes its calls of tools: hermes (Qwen too), llama3 or mistral. auto: as its
     chat template shows; none: as text."""
@@ -94,46 +131,38 @@ class RouterConfig(Ranged):
     close_objects: bool = True
     """An object of a JSON schema that lists its properties and says nothing of others has no
     others, as if with `additionalProperties: false`. So have the arguments of tools."""
-    metrics_port: Port | None = None
-    """Prometheus metrics and a page over HTTP; None: not served. With `auth` they want a token of
-    `auth.operators`, as bearer token or as Basic authentication's password."""
-    metrics_host: str = "127.0.0.1"
-    metrics_tenants: Whole = 20
-    """Tenants that metrics tell apart, the first that come; all others are "other"."""
-    vllm_metrics: bool = False
-    """The metrics that vLLM has too are served under its names as well, for dashboards of it."""
-    trace_endpoint: str | None = None
-    """A collector of OpenTelemetry's traces, OTLP over HTTP: http://collector:4318. It needs the
-    extra `traces`. None: as OTEL_EXPORTER_OTLP_ENDPOINT says; without it there are none."""
-    trace_ratio: _Fraction = 1.0
-    """Share of requests that are traced; one with a `traceparent` is as its flag says."""
-    ttft_target_s: Positive = 2.0
-    """When the first token of a good request has come, where it names no target itself. It is
-    counted as met or missed, and changes nothing."""
-    itl_target_s: Positive = 0.1
-    """The same for the mean gap between its tokens."""
-    reuse_port: bool = False
-    """Several router processes share one port."""
-    tls: TlsConfig | None = None
-    """None: plain text."""
-    auth: AuthConfig | None = None
-    """None: everyone may call, in any tenant's name."""
-    limits: TenantLimits = field(default_factory=TenantLimits)
-    """Of each tenant, where `auth.tokens` says nothing else."""
-    health_port: Port | None = None
-    """A further port for the health service, in plain text and open to all: probes have no
-    certificate. The router's own port serves health in any case. None: only there."""
+
+
+@dataclass(frozen=True)
+class ClientsConfig(Ranged):
+    """What clients may take of a router's memory, and how long it keeps what they left."""
 
     max_connections: Count = 4096
     """Clients' connections, gRPC's and HTTP's together. A further one takes the place of the oldest
     without a request; if there is none it is closed at once. Never more than the process may have
     open files."""
+    max_message_bytes: _MessageBytes = 32 << 20
+    max_request_bytes: _MessageBytes | None = None
+    """Of a request as it comes in. None: 4 MiB, or 48 for each token of the model's context where
+    that is more (8 for its text, times 6 if JSON escapes every character), and at most
+    `max_message_bytes`."""
     max_unfinished_bytes: Count = 256 << 20
     """Requests that have begun to arrive, over gRPC and HTTP together. Beyond it the one that began
     first is refused as OVERLOADED."""
     max_unread_bytes: Count = 4 << 20
     """Output of one request that its client has not read, in memory. A client with more is cut off
     as OVERLOADED; one that named its request may come back for it."""
+    resume_window_s: NotNegative = 30.0
+    """How long a request runs on after its client vanished, and how long a finished one is
+    remembered."""
+    max_remembered_bytes: Whole = 256 << 20
+    """Output of finished requests that is remembered; beyond it the oldest is forgotten first."""
+
+
+@dataclass(frozen=True)
+class AdmissionConfig(Ranged):
+    """The lines in which requests wait: for the tokenizer, then for a placement."""
+
     max_queue: Count = 4096
     """Requests waiting for a placement; more are refused as OVERLOADED."""
     max_tokenizing: Count = 4096
@@ -150,42 +179,60 @@ class RouterConfig(Ranged):
     overload_retry_s: NotNegative = 1.0
     """The delay in `RetryInfo` of a refused request."""
 
+
+@dataclass(frozen=True)
+class RetriesConfig(Ranged):
+    """What follows a failed attempt. Each retry draws on a bucket of the router and on one of its
+    tenant."""
+
     max_attempts: Count = 6
     """Tries of one request, the first included."""
     max_dead_decode_workers: Count = 2
     """A request that was running on this many workers that died is refused as POISON."""
-    retry_burst: Whole = 1000
-    retry_per_s: NotNegative = 50.0
-    """Fleet-wide retry budget: a bucket of `retry_burst`, refilled at `retry_per_s`."""
-    tenant_retry_burst: Whole = 500
-    tenant_retry_per_s: NotNegative = 25.0
-    retry_backoff_s: NotNegative = 0.05
+    burst: Whole = 1000
+    refill_per_s: NotNegative = 50.0
+    tenant_burst: Whole = 500
+    tenant_refill_per_s: NotNegative = 25.0
+    backoff_s: NotNegative = 0.05
+    """Wait before the second retry and later ones."""
+    eject_s: NotNegative = 2.0
+    """A worker that failed a request gets nothing for this long while others can serve."""
 
-    default_timeout_s: Positive = 600.0
+
+@dataclass(frozen=True)
+class TimeoutsConfig(Ranged):
+    """How long requests may take, and how long a router waits for workers."""
+
+    default_s: Positive = 600.0
     """Deadline of a request that names none."""
-    max_timeout_s: Positive = 3600.0
-    reserve_timeout_s: Positive = 5.0
-    first_token_timeout_s: Positive = 150.0
+    max_s: Positive = 3600.0
+    """A request's longest deadline."""
+    reserve_s: Positive = 5.0
+    """Longest wait for a decode worker's answer to `Reserve`."""
+    first_token_s: Positive = 150.0
     """Longest wait for a first token beyond the prediction by its worker's newest measure. It
     exceeds what the registry allows a step that nothing predicts (`registry.first_step_s`): a
     worker whose step hangs is SUSPECT long before."""
-    token_timeout_s: Positive = 30.0
+    token_s: Positive = 30.0
     """Longest gap between tokens before a request is moved. It stays if its worker is not SUSPECT
     and serves others meanwhile: it was preempted there, or its prompt waits its turn."""
     suspect_silence_s: NotNegative = 1.5
     """The same on a worker that the registry calls SUSPECT: stuck or silent itself."""
-    reattach_timeout_s: NotNegative = 1.0
+    reattach_s: NotNegative = 1.0
     """How long a lost session may take to come back before its requests go elsewhere."""
-    handoff_report_wait_s: NotNegative = 0.25
-    """How long a finished request waits for its handoff's figures."""
-    resume_window_s: NotNegative = 30.0
-    """How long a request runs on after its client vanished, and how long a finished one is
-    remembered."""
-    max_remembered_bytes: Whole = 256 << 20
-    """Output of finished requests that is remembered; beyond it the oldest is forgotten first."""
-    attach_timeout_s: NotNegative = 3.0
+    attach_s: NotNegative = 3.0
     """Longest search for a request that another router started."""
-    drain_timeout_s: NotNegative = 30.0
+    handoff_report_s: NotNegative = 0.25
+    """How long a finished request waits for its handoff's figures."""
+
+    def of_request(self, named_s: float | None) -> float:
+        """How long a request with this timeout, or with none, may take."""
+        return min(named_s or self.default_s, self.max_s)
+
+
+@dataclass(frozen=True)
+class LinksConfig(Ranged):
+    """Connections to workers and to the registry."""
 
     keepalive_s: _Keepalive = 2.0
     """Ping interval to workers; a host that does not answer for as long again is lost."""
@@ -195,20 +242,21 @@ class RouterConfig(Ranged):
     connect_timeout_s: Positive = 5.0
     reconnect_min_s: Positive = 0.1
     reconnect_max_s: Positive = 2.0
-    eject_s: NotNegative = 2.0
-    """A worker that failed a request gets nothing for this long while others can serve."""
-    max_message_bytes: _MessageBytes = 32 << 20
-    max_request_bytes: _MessageBytes | None = None
-    """Of a request as it comes in. None: 4 MiB, or 48 for each token of the model's context where
-    that is more (8 for its text, times 6 if JSON escapes every character), and at most
-    `max_message_bytes`."""
     max_unsent_bytes: Count = 64 << 20
     """To one worker, that it has not read, before it counts as hung."""
 
-    public_prefix: str = ""
-    """Text that prompts of all tenants may begin with, such as a common system message. Its whole
-    blocks are cached once for all tenants. All else is cached for each tenant apart: a tenant could
-    probe for what others asked by how fast a prompt is answered."""
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.reconnect_min_s > self.reconnect_max_s:
+            raise ValueError(
+                f"reconnect_min_s must be at most reconnect_max_s ({self.reconnect_max_s}), "
+                f"not {self.reconnect_min_s}"
+            )
+
+
+@dataclass(frozen=True)
+class PlacementConfig(Ranged):
+    """What running a prompt on a worker is thought to cost."""
 
     local_prefill: LocalPrefill = "auto"
     """auto, never or always: may a decode worker prefill by itself."""
@@ -218,11 +266,11 @@ class RouterConfig(Ranged):
     default_prefill_tokens_per_s: Positive = 2000.0
     """Prefill rate of every worker until the first one of a model reports its own."""
     default_decode_step_s: Positive = 0.02
+    default_handoff_bytes_per_s: Positive = 2e9
     explore_share: _Fraction = 1 / 64
     """Share of placements that do not trust old measures of a worker's speed."""
     trust_rates_s: NotNegative = 30.0
     """How long these trust a measure. A worker with an older one counts as the best."""
-    default_handoff_bytes_per_s: Positive = 2e9
     handoff_overhead_s: NotNegative = 0.002
     """Fixed cost of a handoff: a reservation and an acknowledgement."""
     handoff_overlap: _Fraction = 0.9
@@ -235,10 +283,42 @@ class RouterConfig(Ranged):
     prediction_ttl_s: NotNegative = 5.0
     """How long a placed prompt's blocks count as cached before the worker's events say so."""
     max_predictions: Whole = 200_000
+    public_prefix: str = ""
+    """Text that prompts of all tenants may begin with, such as a common system message. Its whole
+    blocks are cached once for all tenants. All else is cached for each tenant apart: a tenant could
+    probe for what others asked by how fast a prompt is answered."""
 
-    def timeout_s(self, named_s: float | None) -> float:
-        """How long a request with this timeout, or with none, may take."""
-        return min(named_s or self.default_timeout_s, self.max_timeout_s)
+
+@dataclass(frozen=True)
+class RouterConfig(Ranged):
+    """Settings of one router, grouped by what they tune. All times are in seconds."""
+
+    host: str = "127.0.0.1"
+    port: Port = 7100
+    """Of gRPC. 0: any free port."""
+    health_port: Port | None = None
+    """A further port for the health service, in plain text and open to all: probes have no
+    certificate. The router's own port serves health in any case. None: only there."""
+    reuse_port: bool = False
+    """Several router processes share one port."""
+    drain_timeout_s: NotNegative = 30.0
+    """How long running requests may go on once the router is told to stop."""
+    tls: TlsConfig | None = None
+    """None: plain text."""
+    auth: AuthConfig | None = None
+    """None: everyone may call, in any tenant's name."""
+    limits: TenantLimits = field(default_factory=TenantLimits)
+    """Of each tenant, where `auth.tokens` says nothing else."""
+    http: HttpConfig = field(default_factory=HttpConfig)
+    metrics: MetricsConfig = field(default_factory=MetricsConfig)
+    traces: TracesConfig = field(default_factory=TracesConfig)
+    answers: AnswersConfig = field(default_factory=AnswersConfig)
+    clients: ClientsConfig = field(default_factory=ClientsConfig)
+    admission: AdmissionConfig = field(default_factory=AdmissionConfig)
+    placement: PlacementConfig = field(default_factory=PlacementConfig)
+    retries: RetriesConfig = field(default_factory=RetriesConfig)
+    timeouts: TimeoutsConfig = field(default_factory=TimeoutsConfig)
+    links: LinksConfig = field(default_factory=LinksConfig)
 
     @property
     def secret_files(self) -> list[Path]:
@@ -251,13 +331,3 @@ class RouterConfig(Ranged):
         """Relative files are those in `folder`."""
         tls, auth = _beside(self.tls, folder), _beside(self.auth, folder)
         return dataclasses.replace(self, tls=tls, auth=auth)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not (self.trace_endpoint or "http://").startswith(("http://", "https://")):
-            raise ValueError("trace_endpoint must be a URL of http or https")
-        if self.reconnect_min_s > self.reconnect_max_s:
-            raise ValueError(
-                f"reconnect_min_s must be at most reconnect_max_s ({self.reconnect_max_s}), "
-                f"not {self.reconnect_min_s}"
-            )

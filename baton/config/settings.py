@@ -58,6 +58,18 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     return result
 
 
+def changed(config: T, **values: Any) -> T:
+    """A copy with other values. A mapping for a section changes that section's fields alone."""
+
+    def value_of(name: str, value: Any) -> Any:
+        section = getattr(config, name)
+        is_section = dataclasses.is_dataclass(section) and isinstance(value, Mapping)
+        return changed(section, **value) if is_section else value
+
+    made = {name: value_of(name, value) for name, value in values.items()}
+    return dataclasses.replace(config, **made)  # type: ignore[type-var]
+
+
 def unknown_key(name: str, valid: Sequence[str]) -> str:
     """The message about an unknown key."""
     near = difflib.get_close_matches(name, valid, n=1, cutoff=0.5)

@@ -106,6 +106,9 @@ class DecodeConfig(Ranged):
     """Ended requests remembered at most, and as many attempts that ended without output."""
     max_finished_bytes: Whole = 256 << 20
     """The same in bytes of their prompts and outputs."""
+    reserve_within_s: Positive = 2.0
+    """How long an engine may take to reserve blocks. One that has no room by then is full, and the
+    router tries another worker. Below the routers' `reserve_timeout_s`."""
     no_capacity_retry_s: NotNegative = 0.1
     """When a router that met a full worker is to come back."""
     max_lease_s: Positive = 600.0

@@ -30,11 +30,12 @@ from engine.kernels.paged_kv import PagedKv
 from engine.kernels.protocol import Kernels
 from engine.kernels.step_batch import StepBatch, pack
 from engine.kernels.torch.torch_kernels import TorchKernels
-from engine.models.config import model_config
+from engine.models.families.table import model_config
 from engine.models.mlp import Linear
 from engine.request import RequestId, RequestSpec, SampledToken, SamplingParams, ScheduledSeq
 from engine.run.build import lone_engine
 from engine.run.core import EngineCore
+from engine.run.torch_engine import TorchModel
 from kv_transfer.layout import RegionLayout
 
 _GIB = 1 << 30
@@ -307,7 +308,8 @@ def measure_model(name: str, device: torch.device, sizes: Sizes, report: Report)
         prefix_cache=False,
     )
     spec, decoder = random_model(shape.hf_config(), _DTYPE, device)
-    engine = lone_engine(decoder, config, spec)
+    engine = lone_engine(TorchModel.sized(spec, config, decoder))
+    assert isinstance(engine, EngineCore)
     header = ("prompt", "ms to the first token", "tokens/s", "TFLOP/s of products")
     with report.table(f"{name}: prefill", header) as rows:
         for length in sizes.prefills:
@@ -344,6 +346,7 @@ def _decode_row(
     prompt = np.zeros(context, np.uint32)
     for request in requests:
         engine.reserve(RequestSpec(request, prompt, context, sampling))
+        engine.step()  # its answer
         engine.admit(request, SampledToken(0))
 
     def steps() -> None:

@@ -36,6 +36,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.config.cluster import ClusterConfig
 from baton.config.router import RouterConfig
+from baton.config.settings import changed
 from baton.control.client import ControlClient
 from baton.errors import BatonError, ConfigError, DeadlineError, UnavailableError
 from baton.grpc_options import DIRECT
@@ -200,7 +201,7 @@ def _build_kernels(config: ClusterConfig, on_progress: OnProgress) -> None:
     """Build them once, before the ranks start and each build their own. If that fails, report that
     the ranks compute without them."""
     engines = [config.pool_engine(pool) for pool in config.pools]
-    if not any(engine.backend == "torch" and engine.device == "cpu" for engine in engines):
+    if not any(engine.reads_model and engine.device == "cpu" for engine in engines):
         return
     on_progress("building the CPU kernels")
     try:
@@ -373,13 +374,13 @@ def with_own_ports(config: RouterConfig) -> RouterConfig:
     TLS gets its own health port."""
     if config.tls is not None and not config.health_port:
         config = dataclasses.replace(config, health_port=free_port(config.host))
-    if config.http_port == 0:
-        config = dataclasses.replace(config, http_port=free_port(config.host))
+    if config.http.port == 0:
+        config = changed(config, http={"port": free_port(config.host)})
     return config
 
 
 def _http(config: RouterConfig) -> str | None:
-    return None if config.http_port is None else f"{config.host}:{config.http_port}"
+    return None if config.http.port is None else f"{config.host}:{config.http.port}"
 
 
 class RouterProcess:

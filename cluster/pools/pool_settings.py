@@ -35,7 +35,7 @@ class AutoSettings:
         self._config = config
         self._variables = variables  # added to the process's environment
         engines = [config.pool_engine(pool) for pool in config.pools]
-        engines = [engine for engine in engines if engine.backend == "torch"]
+        engines = [engine for engine in engines if engine.reads_model]
         self._is_device_open = any(engine.device == AUTO for engine in engines)
         self._devices = sorted({engine.device for engine in engines if engine.dtype == AUTO})
         ranks = (
@@ -125,17 +125,17 @@ def _check_pairs(config: ClusterConfig, written: ClusterConfig) -> None:
         is_open = written.pool_engine(pool).dtype == AUTO
         return f"{field} is {config.pool_engine(pool).dtype}" + " by auto" * is_open
 
-    def torch_pools(*roles: str) -> list[str]:
+    def torch_pools(*roles: Role) -> list[str]:
         pools = config.pools.items()
         return [
             name
             for name, pool in pools
-            if pool.role in roles and config.pool_engine(name).backend == "torch"
+            if pool.role in roles and config.pool_engine(name).reads_model
         ]
 
-    receivers = torch_pools("decode", "mixed")
+    receivers = torch_pools(Role.DECODE, Role.MIXED)
     dtypes = {config.pool_engine(pool).dtype for pool in receivers}
-    for sender in torch_pools("prefill"):
+    for sender in torch_pools(Role.PREFILL):
         if receivers and config.pool_engine(sender).dtype not in dtypes:
             said = ", ".join(named(pool) for pool in (sender, *receivers))
             raise ConfigError(f"{said}: KV is exchanged within one dtype only", field="pools")
@@ -224,7 +224,7 @@ class PoolSettings:
     def dtype(self) -> str | None:
         """The workers' dtype; None: not chosen yet, or the engine is fake."""
         engine = self.config.pool_engine(self.name)
-        return engine.dtype if engine.backend == "torch" and engine.dtype != AUTO else None
+        return engine.dtype if engine.reads_model and engine.dtype != AUTO else None
 
     def with_dtype(self, dtype: str) -> PoolSettings:
         """The settings with `dtype` where it is `auto`."""

@@ -97,7 +97,7 @@ class LoneRank:
         self.identity = WorkerIdentity(name, 1, (address,))
         self.rank = TransferRank(self.transport, self.memory, self.layout, self.identity, config)
         self.table = LeaseTable(self.rank, _FINGERPRINT, self)
-        self.exporter = Exporter(self.rank, _FINGERPRINT, self.rank.message, lambda: True)
+        self.exporter = Exporter(self.rank, _FINGERPRINT, lambda: True)
 
     def push(self, handoff: HandoffId, blocks: Sequence[BlockId], layers: Iterable[int]) -> None:
         """Push the handoff's first blocks, in the order of the lease."""
@@ -387,6 +387,7 @@ async def _hand_over(
 ) -> float:
     """Seconds from the first push to the receiver's answer."""
     handoff = rank.exporter.open(lease)
+    rank.rank.message(rank.exporter.opening(lease))
     start = time.perf_counter()
     rank.push(handoff, blocks, range(num_layers))
     rank.rank.step_done()

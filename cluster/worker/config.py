@@ -18,18 +18,8 @@ from baton.config.workers import DecodeConfig, RegistryConfig, WorkerSettings
 from baton.fleet import Role
 from baton.process.log import LogSettings
 from cluster.node.pod import Pod
+from engine.engines import RankPosition as RankPosition
 from engine.run import compute_threads
-
-
-@dataclass(frozen=True)
-class RankPosition:
-    """A process's rank in its replica. `meeting`: the host:port where rank 0 listens."""
-
-    rank: int = 0
-    size: int = 1
-    meeting: str = ""
-    listen_fd: int | None = None
-    """In rank 0 of several ranks: the listening socket."""
 
 
 @dataclass(frozen=True)

@@ -16,16 +16,19 @@ import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from functools import partial
+from pathlib import Path
+from typing import cast
 
-from baton.config.engine import AUTO, Dtype, EngineConfig
+from baton.config.engine import AUTO, Dtype
 from baton.control.client import ControlClient
 from baton.errors import NotFoundError, UnavailableError
 from baton.identity.identity import open_identity
+from baton.model_folder import find_text_files
 from baton.process.interpreter import freeze_heap
 from cluster.worker.config import RankPosition, WorkerConfig
-from engine.api import ModelSpec, Runner
-from engine.run.build import build_runner, find_model, load_decoder, load_model_spec, with_kv_memory
+from engine.api import Engine, LocalDeviceMemory, ModelSpec
+from engine.engines import EngineBuilder, LoadedModel, engine_builder
 from kv_transfer.layout import RegionLayout
 from kv_transfer.lease import RankAddress, WorkerIdentity
 from kv_transfer.rank import TransferRank
@@ -33,9 +36,6 @@ from kv_transfer.transport import TransferMemory, Transport
 from kv_transfer.transports.by_name import make_transport
 
 log = logging.getLogger(__name__)
-
-if TYPE_CHECKING:
-    from engine.run.tp import TpGroup
 
 OnFatal = Callable[[BaseException], None]
 
@@ -45,18 +45,22 @@ _INCARNATION_RANDOM_BITS = 20
 
 @dataclass(frozen=True)
 class Rank:
-    """What every rank has. Rank 0 adds an engine and services; the other ranks follow it."""
+    """One rank. Rank 0 has the engine, to which `Worker` adds services; the others follow it."""
 
     model_folder: str
     model: ModelSpec
     identity: WorkerIdentity
     transport: Transport
     transfer: TransferRank
-    runner: Runner
+    engine: Engine | None
+    """On rank 0."""
+    follow: Callable[[], None]
+    """On the others: compute what rank 0 does until it closes. Raises TpPeerError."""
 
     def close(self) -> None:
         """Free everything, after the engine's thread has ended."""
-        self.runner.close()
+        if self.engine is not None:
+            self.engine.close()
         self.transport.close()
 
 
@@ -91,22 +95,19 @@ def build_rank(
     TpPeerError, ValueError, and UnavailableError if no dtype was agreed on.
     """
     started_at = time.monotonic()
-    group = _join_group(config, position)
-    model = find_model(config.model_path, config.model_revision, config.engine)
-    config = with_agreed_dtype(config, model)
-    spec = load_model_spec(model, config.engine, group)
-    decoder = load_decoder(model, config.engine, spec, group)  # first: KV gets the memory left
-    engine = with_kv_memory(config.engine, spec, decoder, group)
-    layout = spec.region_layout(engine, position.rank, position.size)
+    builder = engine_builder(config.engine)
+    builder.join(config.engine, position, _MEETING_TIMEOUT_S)
+    folder = builder.find_model(config.model_path, config.model_revision)
+    config = with_agreed_dtype(config, folder, builder)
+    spec = builder.describe(folder, config.engine)
+    loaded = builder.load(folder, config.engine, spec)  # first: KV gets the memory left
+    layout = spec.region_layout(loaded.config, position.rank, position.size)
     transport = make_transport(config.transfer)
     if on_fatal is not None:
         transport.on_fatal = on_fatal
-    memory = _pool(engine, transport, layout)
-    if group is not None:
-        group.wait_all()  # allocating a pool may take longer than a collective's timeout
-    identity = _meet(config.worker_id, position, TransferRank.address_of(transport, position.rank))
+    memory = _pool(loaded, transport, layout)
+    identity = _meet(config.worker_id, builder, TransferRank.address_of(transport, position.rank))
     transfer = TransferRank(transport, memory, layout, identity, config.transfer)
-    runner = build_runner(decoder, engine, spec, memory, transfer, group)
     if position.rank == 0 and not transfer.wait_ready(_MEETING_TIMEOUT_S):
         raise TimeoutError("not every rank has reported its memory")
     log.info(
@@ -116,67 +117,45 @@ def build_rank(
         position.size,
         time.monotonic() - started_at,
         config.model_name,
-        runner.num_blocks,
+        memory.num_regions * memory.blocks_per_region,
         spec.layout.block_size,
     )
-    return Rank(model, spec, identity, transport, transfer, runner)
+    find_tokenizer = partial(_find_tokenizer, folder, config.tokenizer)
+    engine = None if position.rank else loaded.make_engine(memory, transfer, find_tokenizer)
+    follow = partial(loaded.follow, memory, transfer)
+    return Rank(folder, spec, identity, transport, transfer, engine, follow)
 
 
-def _join_group(config: WorkerConfig, position: RankPosition) -> TpGroup | None:
-    """Join the replica's tensor-parallel group; None: it has one rank."""
-    if position.size == 1:
-        return None
-    if config.engine.backend == "fake":
-        raise ValueError("the fake engine has one rank: set tensor_parallel to 1")
-    from engine.run.auto_choice import device_of  # torch, which a fake worker does without
-    from engine.run.tp import TpGroup
-
-    return TpGroup.join(
-        position.rank,
-        position.size,
-        position.meeting,
-        position.listen_fd,
-        device_of(config.engine).type,
-        _MEETING_TIMEOUT_S,
-    )
+def _find_tokenizer(folder: str, tokenizer: str | None) -> Path:
+    """Raises ConfigError."""
+    paths = find_text_files(folder, tokenizer=tokenizer)
+    return next(path for path in paths if path.name == "tokenizer.json")
 
 
-def _pool(engine: EngineConfig, transport: Transport, layout: RegionLayout) -> TransferMemory:
+def _pool(loaded: LoadedModel, transport: Transport, layout: RegionLayout) -> TransferMemory:
     """The KV pool. On a GPU torch allocates and the transport registers it; else the transport
     allocates it."""
-    if engine.backend != "fake":
-        from engine.api import LocalDeviceMemory
-        from engine.run.auto_choice import device_of
-
-        if (device := device_of(engine)).type != "cpu":
-            pool = LocalDeviceMemory(layout, engine.num_regions, str(device))
-            return transport.register(pool.buffer, engine.num_regions, layout.num_blocks)
-    return transport.allocate(engine.num_regions, layout.num_bytes(), layout.num_blocks)
+    num_regions, device = loaded.config.num_regions, loaded.kv_device
+    if device in (None, "cpu"):
+        return transport.allocate(num_regions, layout.num_bytes(), layout.num_blocks)
+    pool = LocalDeviceMemory(layout, num_regions, device)
+    return transport.register(pool.buffer, num_regions, layout.num_blocks)
 
 
 def follow_rank0(config: WorkerConfig, position: RankPosition, on_fatal: OnFatal) -> None:
     """Run a rank > 0: execute rank 0's plans until it stops. Raises TpPeerError."""
-    from engine.run.tp import follow
-
     rank = build_rank(config, position, on_fatal)
     freeze_heap()
     try:
-        follow(rank.runner)  # type: ignore[arg-type]  # runners of a group are followers
+        rank.follow()
     finally:
         rank.transport.close()
 
 
-def _meet(worker_id: str, position: RankPosition, mine: RankAddress) -> WorkerIdentity:
-    """Exchange addresses with the other ranks. Rank 0's incarnation is the replica's."""
-    incarnation = new_incarnation()
-    if position.size == 1:
-        return WorkerIdentity(worker_id, incarnation, (mine,))
-    import torch.distributed as dist
-
-    gathered: list[tuple[int, RankAddress] | None] = [None] * position.size
-    dist.all_gather_object(gathered, (incarnation, mine))
-    everyone = [entry for entry in gathered if entry is not None]
-    assert len(everyone) == position.size, gathered
+def _meet(worker_id: str, builder: EngineBuilder, mine: RankAddress) -> WorkerIdentity:
+    """Exchange addresses with the other ranks. Rank 0's incarnation is the replica's. Allocating a
+    pool may take longer than a collective's timeout, so all ranks come here first."""
+    everyone: list[tuple[int, RankAddress]] = builder.gather((new_incarnation(), mine))
     return WorkerIdentity(worker_id, everyone[0][0], tuple(address for _, address in everyone))
 
 
@@ -184,20 +163,17 @@ _AGREE_WITHIN_S = 60.0  # a supervisor that has just been started again is there
 _ASK_AGAIN_S = 0.5
 
 
-def with_agreed_dtype(config: WorkerConfig, model: str) -> WorkerConfig:
-    """The configuration with the agreed dtype, if it was `auto`. `model`: its folder. Blocks.
+def with_agreed_dtype(config: WorkerConfig, folder: str, builder: EngineBuilder) -> WorkerConfig:
+    """The configuration with the agreed dtype, if it was `auto`. `folder`: the model's. Blocks.
 
     Raises ModelError, and UnavailableError if the registry does not answer.
     """
     engine = config.engine
-    if not config.in_pod or engine.backend != "torch" or engine.dtype != AUTO:
+    if not config.in_pod or engine.dtype != AUTO:
         return config
-    from engine.run.auto_choice import (
-        choose_dtype,
-        device_of,  # torch, which a fake worker does without
-    )
-
-    own = choose_dtype(model, [device_of(engine).type])
+    own = builder.choose_dtype(folder, engine)
+    if own is None:
+        return config
     dtype, reason = _agreed(config, own.dtype), own.reason
     if dtype != own.dtype:
         reason = f"agreed with the other workers; {own.dtype} by itself"

@@ -46,7 +46,6 @@ def worker_info(
 ) -> control_pb2.WorkerInfo:
     """The registration of a worker that serves at `address`. `rank`: its rank 0."""
     model, pod = rank.model, config.pod
-    computes = config.engine.backend == "torch"
     return control_pb2.WorkerInfo(
         ref=rank.identity.to_proto(),
         pool=config.pool,
@@ -55,7 +54,7 @@ def worker_info(
         model=config.model_name,
         kv_fingerprint=model.kv_fingerprint,
         model_fingerprint=model.model_fingerprint,
-        dtype=model.layout.groups[0].tensors[0].dtype if computes else "",
+        dtype=model.dtype,
         tp_size=rank.identity.tp_size,
         block_size=model.layout.block_size,
         num_blocks=capacity.num_blocks,
@@ -182,12 +181,14 @@ class WorkerCollector(Collector):
         progress: Callable[[], control_pb2.StepProgress],
         num_orphans: Callable[[], int],
         num_quarantined_bytes: Callable[[], int],
+        num_other_first_tokens: Callable[[], int],
     ) -> None:
         self._labels = (worker_id, pool)
         self._load = load
         self._progress = progress
         self._num_orphans = num_orphans
         self._num_quarantined_bytes = num_quarantined_bytes
+        self._num_other_first_tokens = num_other_first_tokens
 
     def collect(self) -> Iterator[Metric]:
         load = self._load()
@@ -207,6 +208,8 @@ class WorkerCollector(Collector):
         yield self._counter("worker_preemptions", text, load.num_preemptions)
         text, wasted = "Tokens computed again", load.num_recomputed_tokens
         yield self._counter("wasted_tokens", text, wasted, cause="preemption")
+        text = "First tokens of which the engine computed another than the prefill worker had sent"
+        yield self._counter("worker_other_first_tokens", text, self._num_other_first_tokens())
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:
         gauge = GaugeMetricFamily(f"baton_{name}", text, labels=("worker", "pool"))

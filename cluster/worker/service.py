@@ -1,9 +1,7 @@
 """What any worker reports about itself, whatever its role.
 
-`KvFeed` sends the blocks of the prefix cache to followers: a snapshot, then changes. The engine's
-thread takes the snapshot between two steps and passes it on like the steps' events. So no change is
-lost between the snapshot and the first change. A change that the snapshot contains may be sent
-again; applying it twice changes nothing.
+`KvFeed` sends the blocks of the prefix cache to followers: a snapshot, then changes. It keeps the
+snapshot itself, from the engine's events.
 """
 
 from __future__ import annotations
@@ -19,9 +17,7 @@ from baton.errors import ConfigError
 from baton.link.frames import Method
 from baton.link.worker_end import CallContext, answers, streams
 from baton.v1 import worker_pb2
-from engine.api import Engine
 from engine.errors import EngineStoppedError
-from engine.loop import EngineThread
 from engine.request import BlocksRemovedEvent, BlocksStoredEvent, EngineEvent
 from kv_transfer.block_hash import HASH_BYTES, BlockHash
 
@@ -63,20 +59,39 @@ class Subscription:
                 yield self._pending.popleft()
 
 
+class CachedBlocks:
+    """The blocks of the prefix cache, each with its parent, as an engine's events tell."""
+
+    def __init__(self) -> None:
+        self._parents: dict[BlockHash, BlockHash | None] = {}  # parents first
+
+    def apply(self, events: Iterable[EngineEvent]) -> None:
+        for event in events:
+            if isinstance(event, BlocksStoredEvent):
+                self._parents.update(zip(event.hashes, (event.parent, *event.hashes)))
+            elif isinstance(event, BlocksRemovedEvent):
+                for block_hash in event.hashes:
+                    del self._parents[block_hash]
+
+    def chains(self) -> list[Chain]:
+        """All blocks, as (parent, hashes)."""
+        chains: list[tuple[BlockHash | None, list[BlockHash]]] = []
+        for block_hash, parent in self._parents.items():
+            if chains and chains[-1][1][-1] == parent:
+                chains[-1][1].append(block_hash)
+            else:
+                chains.append((parent, [block_hash]))
+        return [(parent, tuple(hashes)) for parent, hashes in chains]
+
+
 class KvFeed:
     """Own the subscriptions. Runs on the event loop."""
 
-    def __init__(
-        self,
-        engine: EngineThread,
-        loop: asyncio.AbstractEventLoop,
-        incarnation: int,
-        max_pending: int = 1024,
-    ) -> None:
+    def __init__(self, incarnation: int, max_pending: int = 1024) -> None:
         """`incarnation`: the worker's."""
-        self._engine, self._incarnation = engine, incarnation
+        self._incarnation = incarnation
         self.methods = {Method.FOLLOW_KV: streams(self._follow)}
-        self._loop = loop
+        self.blocks = CachedBlocks()
         self._max_pending = max_pending
         self._subscriptions: set[Subscription] = set()
 
@@ -97,26 +112,17 @@ class KvFeed:
 
     def subscribe(self) -> Subscription:
         subscription = Subscription(self._max_pending)
-
-        def begin(chains: list[Chain]) -> None:
-            self._subscriptions.add(subscription)
-            stored = [_stored(parent, hashes) for parent, hashes in chains]
-            subscription.push(KvMessage(snapshot=True, stored=stored))
-
-        def take(engine: Engine) -> None:
-            chains = engine.cached_chains()
-            self._loop.call_soon_threadsafe(begin, chains)
-
-        self._engine.post(take)
+        self._subscriptions.add(subscription)
+        stored = [_stored(parent, hashes) for parent, hashes in self.blocks.chains()]
+        subscription.push(KvMessage(snapshot=True, stored=stored))
         return subscription
 
     def unsubscribe(self, subscription: Subscription) -> None:
-        # As if overflowed: it must stay silent even if its snapshot comes later.
-        subscription.overflowed = True
         self._subscriptions.discard(subscription)
 
-    def on_events(self, events: Iterable[EngineEvent]) -> None:
+    def on_events(self, events: Sequence[EngineEvent]) -> None:
         """Pass on one step's changes in as few messages as their order allows."""
+        self.blocks.apply(events)
         if not self._subscriptions:
             return
         for change in changes_of(events):

@@ -49,8 +49,6 @@ from decode_worker.service import DecodeService
 from engine.api import Engine, EngineLoad
 from engine.loop import EngineThread
 from engine.request import EngineEvent, PrefilledEvent, TokenEvent
-from engine.run.build import build_engine
-from engine.run.core import warm_up
 from kv_transfer.exporter import Exporter
 from kv_transfer.lease_table import LeaseTable
 from prefill_worker.role import PrefillRole
@@ -80,14 +78,12 @@ class Worker:
         self.rank = rank
         self._loop = loop
         fingerprint = rank.model.kv_fingerprint
-        engine = build_engine(config.engine, rank.runner, rank.transfer, self._find_tokenizer)
-        self._capacity = engine.capacity
-        self.engine = EngineThread(engine, self._from_engine, self._engine_failed)
-        self.feed = KvFeed(self.engine, loop, rank.identity.incarnation)
+        assert rank.engine is not None, "rank 0 has the engine"
+        self._capacity = rank.engine.capacity
+        self.engine = EngineThread(rank.engine, self._from_engine, self._engine_failed)
+        self.feed = KvFeed(rank.identity.incarnation)
         # Every worker has both: it always reads transfer messages for either role.
-        self.exporter = Exporter(
-            rank.transfer, fingerprint, self._send_to_sinks, self.engine_is_well, clock
-        )
+        self.exporter = Exporter(rank.transfer, fingerprint, self.engine_is_well, clock)
         self.prefill = PrefillRole(self.engine, self.exporter, self.fail)
         self.decode = DecodeRole(self.engine, fingerprint, config.decode, clock, self.fail)
         self.leases = LeaseTable(rank.transfer, fingerprint, self.decode, clock)
@@ -132,7 +128,7 @@ class Worker:
     async def _warmed_up(self) -> bool:
         """Warm up. False: the worker must leave, and its first step may hang. Raises what a step
         raises."""
-        warming = asyncio.wrap_future(self.engine.call(lambda _: self._warm_up()))
+        warming = asyncio.wrap_future(self.engine.start_engine())
         stopped = self._loop.create_task(self._stopped.wait())
         ends: set[asyncio.Future[Any]] = {warming, stopped}
         try:
@@ -143,10 +139,6 @@ class Worker:
         finally:
             for end in ends:
                 end.cancel()
-
-    def _warm_up(self) -> None:
-        """Runs on the engine's thread."""
-        warm_up(self._config.engine, self.rank.runner, self.rank.transfer)
 
     async def _open(self, stack: contextlib.AsyncExitStack) -> None:
         """Serve and register until the stack is left. In a closed pod, stop at once."""
@@ -274,6 +266,7 @@ class Worker:
             self._progress,
             self.decode.runs.num_orphans,
             lambda: self._num_quarantined_bytes,
+            lambda: self.decode.num_other_first_tokens,
         )
         host = self._config.settings.metrics_host or self._config.host
         with collector.served(host, port) as self.metrics_address:
@@ -296,11 +289,6 @@ class Worker:
         self.feed.on_events(events)
         self._num_first_tokens += sum(isinstance(event, PrefilledEvent) for event in events)
         self._num_later_tokens += sum(isinstance(event, TokenEvent) for event in events)
-
-    def _send_to_sinks(self, payload: bytes) -> None:
-        """Pass a message to the engine without waking it: its prefill follows at once, and one step
-        takes both."""
-        self.engine.post(lambda engine: engine.send_to_sinks(payload), wakes=False)
 
     # --- reports --------------------------------------------------------------------------------
 
@@ -326,7 +314,7 @@ class Worker:
         # The engine runs meanwhile, so the order matters. A prediction that is read after the time
         # could be the next step's. An engine that wakes after the time was read was not in a step.
         runnable = self.engine.runnable
-        predicted_step_s = self.engine.predicted_step_s
+        predicted_step_s = self.engine.health.predicted_step_s
         idle_s = max(0.0, time.monotonic() - self.engine.last_step_at)
         return Progress(runnable, idle_s, predicted_step_s)
 
@@ -334,7 +322,7 @@ class Worker:
         """Whether prompts here make progress: the engine has not failed, its step is not stuck by
         the registry's limits, and it has not been blocked for `stuck_after_s`. Two blocked workers
         could each hold the blocks that the other waits for."""
-        limits, blocked_since = self._config.registry, self.engine.blocked_since
+        limits, blocked_since = self._config.registry, self.engine.health.blocked_since
         if self.engine.error is not None or self._running_step().is_stuck(limits):
             return False
         return blocked_since is None or time.monotonic() - blocked_since < limits.stuck_after_s
@@ -363,10 +351,6 @@ class Worker:
     def _text_files(self) -> list[Path]:
         """Raises ConfigError."""
         return find_text_files(self.rank.model_folder, tokenizer=self._config.tokenizer)
-
-    def _find_tokenizer(self) -> Path:
-        """Raises ConfigError."""
-        return next(path for path in self._text_files() if path.name == "tokenizer.json")
 
     async def _sweep(self) -> None:
         while True:

@@ -32,11 +32,11 @@ _KINDS = {
     for name, kind in typing.get_type_hints(ClusterConfig).items()
     if dataclasses.is_dataclass(kind)
 }
-_SETTING = re.compile(rf"(?<![\w.])({'|'.join(_KINDS)})\.([a-z_]+)")
+_SETTING = re.compile(rf"(?<![\w.])({'|'.join(_KINDS)})((?:\.[a-z_]+)+)")
 
 
 def camel(name: str) -> str:
-    """max_num_seqs -> maxNumSeqs, max_queue_s -> maxQueueSeconds, retry_per_s -> retryPerSecond,
+    """max_num_seqs -> maxNumSeqs, max_queue_s -> maxQueueSeconds, refill_per_s -> refillPerSecond,
     internal_tls -> internalTLS."""
     first, *rest = re.sub("(?<=_)s$", "seconds", name.replace("_per_s", "_per_second")).split("_")
     return first + "".join("TLS" if word == "tls" else word.capitalize() for word in rest)
@@ -52,10 +52,15 @@ def as_written(problem: str) -> str:
     """A message of our processes, with a setting's path in a ServingCluster."""
 
     def path(match: re.Match[str]) -> str:
-        section, name = match.groups()
-        if name not in {field.name for field in dataclasses.fields(_KINDS[section])}:
-            return match[0]
-        return f"spec.{'' if section == 'engine' else 'advanced.'}{section}.{camel(name)}"
+        section, *names = match[0].split(".")
+        kind: Any = _KINDS[section]
+        for name in names:
+            fields = typing.get_type_hints(kind) if dataclasses.is_dataclass(kind) else {}
+            if name not in fields:
+                return match[0]
+            kind = fields[name]
+        way = ".".join([section, *map(camel, names)])
+        return f"spec.{'' if section == 'engine' else 'advanced.'}{way}"
 
     return _SETTING.sub(path, problem)
 

@@ -46,8 +46,11 @@ def advanced_schema() -> dict[str, Any]:
     """Without what the operator sets."""
     schema = schema_of(Advanced)
     for section, names in OPERATORS.items():
-        for name in names:
-            del schema["properties"][section]["properties"][camel(name)]
+        for *path, last in (name.split(".") for name in names):
+            fields = schema["properties"][section]["properties"]
+            for name in path:
+                fields = fields[camel(name)]["properties"]
+            del fields[camel(last)]
     return schema
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Annotated, Any, Literal
 
 from baton.config import settings
@@ -46,12 +47,12 @@ OPERATORS: Mapping[str, tuple[str, ...]] = {
     "router": (
         "host",
         "port",
-        "http_port",
-        "metrics_port",
-        "metrics_host",
+        "http.port",
+        "metrics.port",
+        "metrics.host",
         "health_port",
         "reuse_port",
-        "trace_endpoint",
+        "traces.endpoint",
         "tls",
         "auth",
     ),
@@ -59,6 +60,15 @@ OPERATORS: Mapping[str, tuple[str, ...]] = {
     "supervisor": ("drain_timeout_s",),
 }
 """What the operator sets itself."""
+
+
+def without_operators(section: str, config: Any) -> Any:
+    """With the usual values of what the operator sets itself."""
+    for name in OPERATORS.get(section, ()):
+        field_name, _, inner = name.partition(".")
+        usual = attrgetter(name)(type(config)())
+        config = settings.changed(config, **{field_name: {inner: usual} if inner else usual})
+    return config
 
 
 @dataclass(frozen=True)
@@ -389,9 +399,10 @@ class Advanced(Checked):
     def __post_init__(self) -> None:
         super().__post_init__()
         for section, names in OPERATORS.items():
-            settings = getattr(self, section)
+            given = getattr(self, section)
+            usual = type(given)()
             for name in names:
-                if getattr(settings, name) != getattr(type(settings), name):
+                if attrgetter(name)(given) != attrgetter(name)(usual):
                     raise ValueError(f"{section}.{name} must not be given: the operator sets it")
 
 
@@ -463,10 +474,10 @@ class ServingClusterSpec(Checked):
     def __post_init__(self) -> None:
         super().__post_init__()
         has_prefill = any(pool.role is not Role.DECODE for pool in self.pools.values())
-        if self.advanced.router.local_prefill == "never" and not has_prefill:
+        if self.advanced.router.placement.local_prefill == "never" and not has_prefill:
             raise ValueError(
-                "advanced.router.local_prefill must not be never without a pool of role prefill "
-                "or mixed"
+                "advanced.router.placement.local_prefill must not be never without a pool of role "
+                "prefill or mixed"
             )
         try:
             _ = self.planner_config

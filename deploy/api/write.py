@@ -16,7 +16,7 @@ from baton.config.router import RouterConfig
 from baton.errors import ConfigError
 from deploy.api.checked import read_spec
 from deploy.api.naming import API_VERSION, camel, camel_keys
-from deploy.api.serving_cluster import OPERATORS, Advanced, ServingClusterSpec
+from deploy.api.serving_cluster import Advanced, ServingClusterSpec, without_operators
 from deploy.api.worker_pool import PoolTemplate
 
 
@@ -49,7 +49,7 @@ def serving_cluster(config: ClusterConfig, name: str, namespace: str | None) -> 
         spec["router"] = router
     sections = {"engine": EngineSettings(), "planner": PlannerTargets()}
     spec |= _changed(config, sections)
-    if config.engine.device == AUTO and config.engine.backend != "fake":
+    if config.engine.device == AUTO and config.engine.reads_model:
         spec["engine"] = {"device": "cuda"} | spec.get("engine", {})
     if advanced := _changed(config, vars(Advanced())):
         spec["advanced"] = advanced
@@ -64,8 +64,9 @@ def _changed(config: ClusterConfig, sections: Mapping[str, Any]) -> dict[str, An
     made = {}
     for section, usual in sections.items():
         ours = getattr(config, section)
-        names = {field.name for field in dataclasses.fields(usual)} - {*OPERATORS.get(section, ())}
+        names = [field.name for field in dataclasses.fields(usual)]
         theirs = dataclasses.replace(usual, **{name: getattr(ours, name) for name in names})
+        theirs = without_operators(section, theirs)
         made[section] = camel_keys(settings.dump(theirs, base=usual))
     return {section: changed for section, changed in made.items() if changed}
 
@@ -76,8 +77,8 @@ def _router(config: RouterConfig, name: str) -> dict[str, Any]:
         made["tls"] = {"secretName": f"{name}-router-tls"}
         if config.tls.client_ca_file is not None:
             made["tls"]["requireClientCertificate"] = True
-    if config.trace_endpoint is not None:
-        made["traceEndpoint"] = config.trace_endpoint
+    if config.traces.endpoint is not None:
+        made["traceEndpoint"] = config.traces.endpoint
     if config.auth is not None:
         made["auth"] = {"tokenSecretName": f"{name}-router-tokens"}
     return made

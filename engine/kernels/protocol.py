@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Protocol
 
 import torch
 
 from engine.kernels.paged_kv import LayerKv
 from engine.kernels.step_batch import GroupBatch, StepBatch
+
+
+class Activation(StrEnum):
+    """What is applied to the gate of an MLP."""
+
+    SILU = "silu"
+    GELU_TANH = "gelu_tanh"
+    """GELU by its approximation with tanh."""
 
 
 @dataclass(frozen=True)
@@ -19,6 +28,7 @@ class AttentionShape:
     num_kv_heads: int
     head_dim: int
     eps: float  # of the norms over a head's query and key
+    scale: float  # of queries' products with keys
 
     @property
     def qkv_width(self) -> int:
@@ -27,7 +37,7 @@ class AttentionShape:
 
 @dataclass(frozen=True)
 class HeadNorms:
-    """Weights [head_dim] of the RMS norms over each head's query and key."""
+    """Weights, float32 [head_dim], of the RMS norms over each head's query and key."""
 
     query: torch.Tensor
     key: torch.Tensor
@@ -42,7 +52,8 @@ class Rotation:
 
 
 class Kernels(Protocol):
-    """Every method takes and returns tensors of the model's dtype; sums are taken in float32."""
+    """Every method takes and returns tensors of the model's dtype; sums are taken in float32, and
+    norms' weights are float32."""
 
     @property
     def name(self) -> str: ...
@@ -55,8 +66,8 @@ class Kernels(Protocol):
     ) -> torch.Tensor:
         """Add `x` to `residual` in place and return the sum's norm."""
 
-    def swiglu(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """silu(gate) * up: [n, 2 * width] -> [n, width]."""
+    def gate(self, gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
+        """activation(gate) * up: [n, 2 * width] -> [n, width]."""
 
     def rotate_and_write(
         self,
@@ -78,6 +89,7 @@ class Kernels(Protocol):
         kv: LayerKv,
         batch: StepBatch,
         group: GroupBatch,
+        shape: AttentionShape,
         window: int | None,
     ) -> torch.Tensor:
         """Causal attention over each sequence's blocks: [n, num_heads, head_dim] -> same shape."""

@@ -147,25 +147,6 @@ class BlockPool:
             self._num_children[self._by_hash[parent]] += 1
         return True
 
-    def chains(self) -> list[tuple[BlockHash | None, tuple[BlockHash, ...]]]:
-        """Every resident hash, as chains (parent, hashes) with parents before their children."""
-        children: dict[BlockHash | None, list[BlockHash]] = {}
-        for block_hash, block in self._by_hash.items():
-            parent = self._parent_hash[block]
-            children.setdefault(parent, []).append(block_hash)
-        # A chain starts at a prompt's start, or where the parent is not resident.
-        starts: list[BlockHash | None] = [p for p in children if p is None or not self.find(p)]
-        chains = []
-        todo = [(start, child) for start in starts for child in children[start]]
-        while todo:
-            parent, block_hash = todo.pop()
-            chain = [block_hash]
-            while following := children.get(chain[-1]):
-                todo.extend((chain[-1], other) for other in following[1:])
-                chain.append(following[0])
-            chains.append((parent, tuple(chain)))
-        return chains
-
     # --- eviction -------------------------------------------------------------------------------
 
     def _is_evictable(self, block: BlockId) -> bool:

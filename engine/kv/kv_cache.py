@@ -328,10 +328,6 @@ class KvCache:
 
     # --- prefix cache ---------------------------------------------------------------------------
 
-    def cached_chains(self) -> list[tuple[BlockHash | None, tuple[BlockHash, ...]]]:
-        """The reported blocks that are still there, as `BlockPool.chains`."""
-        return self.pools[self._announced].chains()
-
     def _extend_hashes(self, blocks: RequestBlocks, tokens: TokenIds, num_full: int) -> None:
         known, size = len(blocks.hashes), self.block_size
         if num_full > known:

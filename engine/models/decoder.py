@@ -44,13 +44,19 @@ class Decoder:
         self._shard = shard
         self._kernels = kernels
         self._collectives = collectives
-        self._rotary = RotaryTable(config.rope, weights.norm.device)
+        self._rotary = [RotaryTable(rope, self.device) for rope in config.distinct_ropes]
+        self._rotation_of = [config.distinct_ropes.index(rope) for rope in config.ropes]
+        # The scale as the model's dtype has it, as transformers multiplies.
+        scale = torch.tensor(config.embedding_scale, dtype=weights.dtype)
+        self._embedding_scale = float(scale)
         self._attention = AttentionShape(
-            len(shard.heads), len(shard.kv_heads), config.head_dim, config.rms_norm_eps
+            *(len(shard.heads), len(shard.kv_heads), config.head_dim),
+            eps=config.rms_norm_eps,
+            scale=config.attention_scale,
         )
         self._fused: FusedLayers | None = None
         if collectives is None:
-            self._fused = FusedLayers.of(weights, config.windows, self._attention, kernels)
+            self._fused = FusedLayers.of(weights, config, self._attention, kernels)
 
     @property
     def device(self) -> torch.device:
@@ -80,10 +86,10 @@ class Decoder:
         written; None: nobody asks.
         """
         kernels, eps = self._kernels, self._config.rms_norm_eps
-        rotation = Rotation(*self._rotary.at(batch.positions))
+        rotations = [Rotation(*table.at(batch.positions)) for table in self._rotary]
         residual = self._embed(batch.token_ids)
         if self._fused is not None:
-            self._fused.forward(residual, batch, rotation, kv, layer_done)
+            self._fused.forward(residual, batch, rotations, kv, layer_done)
             return residual
         added: torch.Tensor | None = None  # what the layer before still owes the residual
         for index, layer in enumerate(self._weights.layers):
@@ -93,16 +99,21 @@ class Decoder:
                 x = kernels.rms_norm(residual, layer.input_norm, eps)
             else:
                 x = kernels.add_rms_norm(added, residual, layer.input_norm, eps)
+            rotation = rotations[self._rotation_of[index]]
             queries = kernels.rotate_and_write(
                 layer.qkv(x), self._attention, layer.head_norms, rotation, layer_kv, group
             )
             if layer_done is not None:
                 layer_done(index)
             window = self._config.windows[index]
-            attended = kernels.attend(queries, layer_kv, batch, group, window)
+            attended = kernels.attend(queries, layer_kv, batch, group, self._attention, window)
             x = self._sum_ranks(layer.attention_out(attended.flatten(1)))
+            if layer.attention_out_norm is not None:
+                x = kernels.rms_norm(x, layer.attention_out_norm, eps)
             x = kernels.add_rms_norm(x, residual, layer.mlp_norm, eps)
             added = self._sum_ranks(layer.mlp(x, kernels))
+            if layer.mlp_out_norm is not None:
+                added = kernels.rms_norm(added, layer.mlp_out_norm, eps)
         return residual if added is None else residual.add_(added)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor | None:
@@ -118,13 +129,17 @@ class Decoder:
         return None if gathered is None else gathered[:, : self._config.vocab_size]
 
     def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        embedded = self._looked_up(token_ids)
+        return embedded if self._embedding_scale == 1 else embedded.mul_(self._embedding_scale)
+
+    def _looked_up(self, token_ids: torch.Tensor) -> torch.Tensor:
         if self._collectives is None:
-            return F.embedding(token_ids, self._weights.embedding).to(self._weights.norm.dtype)
+            return F.embedding(token_ids, self._weights.embedding).to(self._weights.dtype)
         mine = self._shard.vocab
         local = token_ids - mine.start
         elsewhere = (local < 0) | (local >= len(mine))
         found = F.embedding(local.masked_fill(elsewhere, 0), self._weights.embedding)
-        found = found.to(self._weights.norm.dtype)
+        found = found.to(self._weights.dtype)
         return self._collectives.all_reduce(found.masked_fill_(elsewhere[:, None], 0))
 
     def _sum_ranks(self, x: torch.Tensor) -> torch.Tensor:

@@ -13,11 +13,18 @@ from ctypes import POINTER, Structure, byref, c_float, c_int, c_int64, c_void_p
 import torch
 
 from engine.kernels.native import huge_pages
-from engine.kernels.native.native_kernels import NativeKernels, Pool, native_library, pool_of
+from engine.kernels.native.native_kernels import (
+    GATES,
+    NativeKernels,
+    Pool,
+    native_library,
+    pool_of,
+)
 from engine.kernels.native.packed_weights import PackedWeight, Weight
 from engine.kernels.paged_kv import PagedKv
 from engine.kernels.protocol import AttentionShape, Rotation
 from engine.kernels.step_batch import StepBatch
+from engine.models.config import ModelConfig
 from engine.models.loading import DecoderWeights, LayerWeights
 from engine.models.mlp import DenseMlp
 
@@ -30,6 +37,8 @@ class _Layer(Structure):
     _fields_ = (
         ("input_norm", c_void_p),
         ("mlp_norm", c_void_p),
+        ("attention_out_norm", c_void_p),
+        ("mlp_out_norm", c_void_p),
         ("query_norm", c_void_p),
         ("key_norm", c_void_p),
         ("qkv", Weight),
@@ -39,11 +48,16 @@ class _Layer(Structure):
         ("pool", Pool),
         ("group", c_int64),
         ("window", c_int64),
+        ("rotation", c_int64),
     )
 
 
 class _Group(Structure):
     _fields_ = (("slots", c_void_p), ("tables", c_void_p), ("table_starts", c_void_p))
+
+
+class _Rotation(Structure):
+    _fields_ = (("cos", c_void_p), ("sin", c_void_p))
 
 
 class _Step(Structure):
@@ -52,8 +66,7 @@ class _Step(Structure):
         ("rows", c_int64),
         ("hidden", c_int64),
         ("num_heads", c_int64),
-        ("cos", c_void_p),
-        ("sin", c_void_p),
+        ("rotations", POINTER(_Rotation)),
         ("query_starts", c_void_p),
         ("context_lens", c_void_p),
         ("num_seqs", c_int64),
@@ -62,7 +75,10 @@ class _Step(Structure):
         ("more_tiles", c_void_p),
         ("qkv", c_void_p),
         ("queries", c_void_p),
+        ("added", c_void_p),
         ("eps", c_float),
+        ("scale", c_float),
+        ("gate", c_int64),
     )
 
 
@@ -74,7 +90,7 @@ class FusedLayers:
         library: ctypes.CDLL,
         weights: DecoderWeights,
         packed: Sequence[tuple[PackedWeight, ...]],
-        windows: Sequence[int | None],
+        config: ModelConfig,
         shape: AttentionShape,
     ) -> None:
         self._run = library.baton_layers
@@ -83,19 +99,22 @@ class FusedLayers:
         self._weights = weights  # whose memory the layers name
         self._shape = shape
         self._layers = (_Layer * len(packed))()
-        for layer, (qkv, out, gate_up, down), of, window in zip(
-            self._layers, packed, weights.layers, windows, strict=True
+        self._gate = GATES[config.activation]
+        for layer, (qkv, out, gate_up, down), of, window, rope in zip(
+            self._layers, packed, weights.layers, config.windows, config.ropes, strict=True
         ):
             layer.input_norm, layer.mlp_norm = of.input_norm.data_ptr(), of.mlp_norm.data_ptr()
+            layer.attention_out_norm = _address(of.attention_out_norm)
+            layer.mlp_out_norm = _address(of.mlp_out_norm)
             if of.head_norms is not None:
                 layer.query_norm = of.head_norms.query.data_ptr()
                 layer.key_norm = of.head_norms.key.data_ptr()
             layer.qkv, layer.out = qkv.native, out.native
             layer.gate_up, layer.down = gate_up.native, down.native
-            layer.window = window or 0
+            layer.window, layer.rotation = window or 0, config.distinct_ropes.index(rope)
         qkv, out, _, down = packed[0]
         qkv_width = qkv.outputs + _QKV_PADDING
-        self._widths = (max(qkv.inputs, out.inputs), down.inputs, qkv_width, out.inputs)
+        self._widths = (max(qkv.inputs, out.inputs), down.inputs, qkv_width, out.inputs, qkv.inputs)
         self._room = huge_pages.take(0)
         self._kv: PagedKv | None = None
 
@@ -103,7 +122,7 @@ class FusedLayers:
     def of(
         cls,
         weights: DecoderWeights,
-        windows: Sequence[int | None],
+        config: ModelConfig,
         shape: AttentionShape,
         kernels: object,
     ) -> FusedLayers | None:
@@ -115,13 +134,13 @@ class FusedLayers:
         found = [layer for layer in packed if layer is not None]
         if len(found) < len(packed) or len({tuple(w.inputs for w in p) for p in found}) > 1:
             return None
-        return cls(library, weights, found, windows, shape)
+        return cls(library, weights, found, config, shape)
 
     def forward(
         self,
         residual: torch.Tensor,
         batch: StepBatch,
-        rotation: Rotation,
+        rotations: Sequence[Rotation],
         kv: PagedKv,
         layer_done: Callable[[int], None] | None,
     ) -> None:
@@ -134,13 +153,14 @@ class FusedLayers:
         for native, group in zip(groups, batch.groups):
             native.slots, native.tables = group.slots.data_ptr(), group.tables.data_ptr()
             native.table_starts = group.table_starts.ctypes.data
+        turns = (_Rotation * len(rotations))(
+            *(_Rotation(each.cos.data_ptr(), each.sin.data_ptr()) for each in rotations)
+        )
         rows, item = len(residual), residual.element_size()
-        tiles, more_tiles, qkv, queries = self._rooms(rows, item)
         step = _Step(
-            residual.data_ptr(), rows, residual.shape[1], self._shape.num_heads,
-            rotation.cos.data_ptr(), rotation.sin.data_ptr(), batch.query_starts.ctypes.data,
-            batch.context_lens.ctypes.data, batch.num_seqs, groups,
-            tiles, more_tiles, qkv, queries, self._shape.eps,
+            residual.data_ptr(), rows, residual.shape[1], self._shape.num_heads, turns,
+            batch.query_starts.ctypes.data, batch.context_lens.ctypes.data, batch.num_seqs, groups,
+            *self._rooms(rows, item), self._shape.eps, self._shape.scale, self._gate,
         )  # fmt: skip
         kind = residual.dtype == torch.bfloat16, torch.get_num_threads()
         count = len(self._layers)
@@ -170,6 +190,10 @@ class FusedLayers:
             addresses.append(start)
             start += size
         return addresses
+
+
+def _address(norm: torch.Tensor | None) -> int | None:
+    return None if norm is None else norm.data_ptr()
 
 
 def _packed(layer: LayerWeights) -> tuple[PackedWeight, ...] | None:

@@ -24,6 +24,10 @@ class HfConfig:
         self._source = source
         self._section = section
 
+    def __bool__(self) -> bool:
+        """Whether it has any key."""
+        return bool(self._values)
+
     def over(self, defaults: Mapping[str, Any]) -> HfConfig:
         """The same, with `defaults` for missing keys. They do not replace a null, which means
         something for a window or for key-value heads."""

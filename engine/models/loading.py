@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 
 from engine.errors import CheckpointError
-from engine.kernels.protocol import HeadNorms
+from engine.kernels.protocol import Activation, HeadNorms
 from engine.models.config import ModelConfig, MoeConfig
 from engine.models.mlp import DenseMlp, Linear, Mlp, MoeMlp, experts_of
 from engine.models.sharding import Shard, part
@@ -21,8 +21,10 @@ class LayerWeights:
     qkv: Linear
     head_norms: HeadNorms | None
     attention_out: Linear
+    attention_out_norm: torch.Tensor | None
     mlp_norm: torch.Tensor
     mlp: Mlp
+    mlp_out_norm: torch.Tensor | None
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,7 @@ class DecoderWeights:
     layers: tuple[LayerWeights, ...]
     norm: torch.Tensor
     head: Linear
+    dtype: torch.dtype  # of activations; norms are float32
 
 
 class TensorSource(Protocol):
@@ -76,35 +79,54 @@ class WeightLoader:
     def load(self) -> DecoderWeights:
         """All weights. Raises CheckpointError for a missing, misshapen or unknown tensor, and for
         one with NaN or infinite values."""
-        config = self._config
-        stored = self._vocabulary("model.embed_tokens.weight")
+        config, names = self._config, self._config.names
+        stored = self._vocabulary(f"{names.embedding}.weight")
         embedding = stored
         if self._device.type == "cpu":
             embedding = stored.to(self._embedding_dtype(stored), copy=True).contiguous()
         layers = tuple(self._layer(index) for index in range(config.num_layers))
-        norm = self._read("model.norm.weight", (config.hidden_size,))
+        norm = self._norm(names.norm, config.hidden_size)
         if config.tie_word_embeddings:
-            self._checkpoint.ignore("lm_head.weight")
+            self._checkpoint.ignore(f"{names.head}.weight")
             head = stored  # on a CPU packed, elsewhere shared
         else:
-            head = self._vocabulary("lm_head.weight")
+            head = self._vocabulary(f"{names.head}.weight")
         self._checkpoint.check_all_read()
-        return DecoderWeights(embedding, layers, norm, self._linear([head], None))
+        return DecoderWeights(embedding, layers, norm, self._linear([head], None), self._dtype)
 
     def _linear(
-        self, parts: Sequence[torch.Tensor], bias: torch.Tensor | None, *, is_gated: bool = False
+        self,
+        parts: Sequence[torch.Tensor],
+        bias: torch.Tensor | None,
+        gate: Activation | None = None,
     ) -> Linear:
-        return Linear(parts, bias, dtype=self._dtype, device=self._device, is_gated=is_gated)
+        return Linear(parts, bias, dtype=self._dtype, device=self._device, gate=gate)
 
     def _embedding_dtype(self, stored: torch.Tensor) -> torch.dtype:
         """bf16 is widened when it is looked up, which is exact."""
         narrow = self._dtype == torch.float32 and stored.dtype == torch.bfloat16
         return stored.dtype if narrow else self._dtype
 
-    def _read(self, name: str, shape: tuple[int, ...], *parts: slice) -> torch.Tensor:
+    def _norm(self, name: str, width: int) -> torch.Tensor:
+        """In float32: 1 + weight in bf16 would lose what the weight says."""
+        return (
+            self._read(f"{name}.weight", (width,), dtype=torch.float32) + self._config.norm_offset
+        )
+
+    def _norm_of(self, prefix: str, name: str | None) -> torch.Tensor | None:
+        return None if name is None else self._norm(prefix + name, self._config.hidden_size)
+
+    def _read(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        *parts: slice,
+        dtype: torch.dtype | None = None,
+    ) -> torch.Tensor:
+        """`dtype`: None is that of activations."""
         tensor = self._checkpoint.read(name, shape, *parts)
         # clone: a part of a mapped file must not keep the file's pages in use
-        tensor = tensor.to(self._device, self._dtype, copy=True).contiguous()
+        tensor = tensor.to(self._device, dtype or self._dtype, copy=True).contiguous()
         self._check_finite(name, tensor)
         return tensor
 
@@ -130,25 +152,25 @@ class WeightLoader:
 
     def _layer(self, index: int) -> LayerWeights:
         config = self._config
-        prefix = f"model.layers.{index}."
-        hidden = (config.hidden_size,)
+        prefix, names = f"{config.names.layers}.{index}.", config.names
         attention = f"{prefix}self_attn."
         norms = None
         if config.qk_norm:
-            head = (config.head_dim,)
             norms = HeadNorms(
-                self._read(f"{attention}q_norm.weight", head),
-                self._read(f"{attention}k_norm.weight", head),
+                self._norm(f"{attention}q_norm", config.head_dim),
+                self._norm(f"{attention}k_norm", config.head_dim),
             )
         moe = config.moe
         return LayerWeights(
-            input_norm=self._read(f"{prefix}input_layernorm.weight", hidden),
+            input_norm=self._norm(prefix + names.input_norm, config.hidden_size),
             qkv=self._qkv(attention),
             head_norms=norms,
             attention_out=self._columns(
                 f"{attention}o_proj", config.num_heads * config.head_dim, config.o_bias
             ),
-            mlp_norm=self._read(f"{prefix}post_attention_layernorm.weight", hidden),
+            attention_out_norm=self._norm_of(prefix, names.attention_out_norm),
+            mlp_norm=self._norm(prefix + names.mlp_norm, config.hidden_size),
+            mlp_out_norm=self._norm_of(prefix, names.mlp_out_norm),
             mlp=self._moe(prefix, moe)
             if moe is not None and index in moe.layers
             else self._dense(f"{prefix}mlp.", config.intermediate_size),
@@ -191,8 +213,9 @@ class WeightLoader:
         ]
         biases = [self._read(f"{prefix}{name}.bias", (width,), rows) for name in (gate, up) if bias]
         return DenseMlp(
-            self._linear(weights, torch.cat(biases) if biases else None, is_gated=True),
+            self._linear(weights, torch.cat(biases) if biases else None, self._config.activation),
             self._columns(f"{prefix}{down}", width, bias),
+            self._config.activation,
         )
 
     def _moe(self, prefix: str, moe: MoeConfig) -> MoeMlp:

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from engine.kernels.native.packed_weights import PackedWeight, can_pack
-from engine.kernels.protocol import Kernels
+from engine.kernels.protocol import Activation, Kernels
 from engine.models.config import MoeConfig
 
 
@@ -29,16 +29,16 @@ class Linear:
         *,
         dtype: torch.dtype | None = None,
         device: torch.device | None = None,
-        is_gated: bool = False,
+        gate: Activation | None = None,
     ) -> None:
         """`weight`: whole, or as parts whose rows follow each other, in any floating-point type.
-        `dtype` and `device`: of x; None: the weight's. `is_gated`: see `gates`."""
+        `dtype` and `device`: of x; None: the weight's. `gate`: see `gates`."""
         parts = [weight] if isinstance(weight, torch.Tensor) else list(weight)
         dtype, self.device = dtype or parts[0].dtype, device or parts[0].device
         self.packed: PackedWeight | None = None
         self._is_reordered = False
-        if self.device.type == "cpu" and can_pack(parts, dtype, is_gated=is_gated):
-            self.packed = PackedWeight(parts, bias, dtype, is_gated=is_gated)
+        if self.device.type == "cpu" and can_pack(parts, dtype, is_gated=gate is not None):
+            self.packed = PackedWeight(parts, bias, dtype, gate)
             return
         # A copy: a part of a mapped file must not keep the file's pages in use.
         moved = [part.to(self.device, dtype, copy=part.device.type == "cpu") for part in parts]
@@ -50,8 +50,8 @@ class Linear:
 
     @property
     def gates(self) -> bool:
-        """Whether a call returns silu(gate) * up, [n, out / 2], of the product's halves."""
-        return self.packed is not None and self.packed.is_gated
+        """Whether a call returns gate(first half) * second half of the product, [n, out / 2]."""
+        return self.packed is not None and self.packed.gate is not None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[n, in] -> [n, out]."""
@@ -126,6 +126,7 @@ class Mlp(Protocol):
 class DenseMlp:
     gate_up: Linear
     down: Linear
+    activation: Activation
 
     @property
     def host_waits(self) -> bool:
@@ -133,7 +134,7 @@ class DenseMlp:
 
     def __call__(self, x: torch.Tensor, kernels: Kernels) -> torch.Tensor:
         inner = self.gate_up(x)
-        return self.down(inner if self.gate_up.gates else kernels.swiglu(inner))
+        return self.down(inner if self.gate_up.gates else kernels.gate(inner, self.activation))
 
 
 class Experts(Protocol):
@@ -174,13 +175,14 @@ class GroupedExperts:
 
     gate_up: GroupedLinear
     down: GroupedLinear
+    activation: Activation
 
     @property
     def host_waits(self) -> bool:
         return self.gate_up.host_waits or self.down.host_waits
 
     def __call__(self, x: torch.Tensor, ends: torch.Tensor, kernels: Kernels) -> torch.Tensor:
-        return self.down(kernels.swiglu(self.gate_up(x, ends)), ends)
+        return self.down(kernels.gate(self.gate_up(x, ends), self.activation), ends)
 
 
 def experts_of(experts: Sequence[DenseMlp]) -> Experts:
@@ -190,7 +192,7 @@ def experts_of(experts: Sequence[DenseMlp]) -> Experts:
     down = GroupedLinear.of([expert.down for expert in experts])
     if gate_up is None or down is None:
         return ExpertLoop(experts)
-    return GroupedExperts(gate_up, down)
+    return GroupedExperts(gate_up, down, experts[0].activation)
 
 
 @dataclass(frozen=True)

@@ -35,18 +35,21 @@ class RopeConfig:
 def rope_from_hf(hf: HfConfig, head_dim: int) -> RopeConfig:
     """Read `rope_parameters`, or `rope_theta` with `rope_scaling`. Raises UnsupportedModelError."""
     key = "rope_parameters" if hf.raw("rope_parameters") else "rope_scaling"
-    scaling = hf.section(key)
     _refuse_two_meanings(hf, key)
+    return rope_of(hf.section(key), hf, "rope_theta", head_dim)
+
+
+def rope_of(scaling: HfConfig, hf: HfConfig, theta_key: str, head_dim: int) -> RopeConfig:
+    """Read a rope from the object that describes it. Where that names no `rope_theta`, the key
+    `theta_key` of `hf` says it. Raises UnsupportedModelError."""
     kind = scaling.raw("rope_type", scaling.raw("type", "default"))
     own_theta = scaling.raw("rope_theta") is not None
-    theta = (scaling if own_theta else hf).positive("rope_theta")
+    theta = scaling.positive("rope_theta") if own_theta else hf.positive(theta_key)
     if scaling.raw("partial_rotary_factor", hf.raw("partial_rotary_factor", 1.0)) != 1.0:
         hf.wrong("partial_rotary_factor", "other than 1 is not supported")
     if not isinstance(kind, str) or kind not in _INVERSE_FREQUENCIES:
-        hf.wrong(
-            key,
-            f"rope type {kind!r} is not supported; supported: {', '.join(_INVERSE_FREQUENCIES)}",
-        )
+        known = ", ".join(_INVERSE_FREQUENCIES)
+        scaling.wrong("rope_type", f"rope type {kind!r} is not supported; supported: {known}")
     if kind == "default":
         return RopeConfig(head_dim, theta)
     longest = hf.size("max_position_embeddings")
@@ -142,7 +145,7 @@ _INVERSE_FREQUENCIES = {
 
 
 class RotaryTable:
-    """Cosines and sines of a step's positions."""
+    """Cosines and sines of a step's positions, for one rope."""
 
     def __init__(self, rope: RopeConfig, device: torch.device) -> None:
         self._frequencies = inverse_frequencies(rope).to(device)

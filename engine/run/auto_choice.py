@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import torch
 
 from baton.config.engine import AUTO, EngineConfig
+from engine.engines import DtypeChoice
 from engine.errors import CheckpointError, ModelError, UnsupportedModelError
 from engine.models.checkpoint.folder import resolve
 from engine.models.checkpoint.hub import CONFIG
@@ -78,13 +79,6 @@ _INSTEAD_OF = {
     "bfloat16": ("float32",),
     "float16": ("bfloat16", "float32"),
 }
-
-
-@dataclass(frozen=True)
-class DtypeChoice:
-    dtype: str
-    reason: str
-    """Why, as a clause that follows the dtype and a colon."""
 
 
 def choose_dtype(

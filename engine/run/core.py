@@ -10,15 +10,14 @@ from dataclasses import replace
 import numpy as np
 
 from baton.config.engine import EngineConfig
-from engine.api import EngineCapacity, EngineLoad, KvSink, ModelSpec, Runner
+from engine.api import EngineCapacity, EngineHealth, EngineLoad, KvSink, Runner
+from engine.engines import FindTokenizer
 from engine.kv.kv_cache import KvCache
 from engine.request import (
     EngineEvent,
     HandoffId,
-    NoCapacityEvent,
     RequestId,
     RequestSpec,
-    ReservedEvent,
     SampledToken,
     SamplingParams,
     Scores,
@@ -29,7 +28,6 @@ from engine.schedule.admission import Limits
 from engine.schedule.itl_budget import ItlBudget
 from engine.schedule.learned_rates import LearnedRates
 from engine.schedule.scheduler import Scheduler
-from kv_transfer.block_hash import BlockHash
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +52,8 @@ class EngineCore:
         compiler: GrammarCompiler | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        model = runner.model
+        self.model = model = runner.model
+        self._config = config
         self._runner = runner
         self._sink = sink
         self._clock = clock
@@ -82,9 +81,8 @@ class EngineCore:
         self._num_steps = 0
         self._predicted_step_s: float | None = None
 
-    @property
-    def model(self) -> ModelSpec:
-        return self._runner.model
+    def start(self, wake: Callable[[], None]) -> None:
+        warm_up(self._config, self._runner, self._sink)
 
     # --- requests -------------------------------------------------------------------------------
 
@@ -96,33 +94,30 @@ class EngineCore:
             self._scheduler.add(spec)
 
     def add_prefill(
-        self, spec: RequestSpec, handoff_id: HandoffId, num_receiver_cached_tokens: int
+        self,
+        spec: RequestSpec,
+        handoff_id: HandoffId,
+        num_receiver_cached_tokens: int,
+        opening: bytes = b"",
     ) -> None:
         with self._constraints.opening(spec):
             self._scheduler.add_prefill(spec, handoff_id, num_receiver_cached_tokens)
+        if opening:
+            self._sink_messages.append(opening)
 
-    def reserve(self, spec: RequestSpec) -> ReservedEvent | NoCapacityEvent:
+    def reserve(self, spec: RequestSpec) -> None:
         with self._constraints.opening(spec):
-            event = self._scheduler.reserve(spec)
-        if isinstance(event, NoCapacityEvent):
-            self._constraints.close(spec.request_id)
-        return event
+            self._scheduler.reserve(spec)
 
     def admit(self, request_id: RequestId, first: SampledToken) -> None:
         self._scheduler.admit(request_id, first)
 
-    def release(self, request_id: RequestId, quarantine: bool = False) -> None:
-        self._constraints.close(request_id)
-        self._scheduler.release(request_id, quarantine)
-
-    def unquarantine(self, request_id: RequestId) -> None:
-        self._scheduler.unquarantine(request_id)
-
     def abort(self, request_id: RequestId) -> None:
         self._scheduler.abort(request_id)
 
-    def send_to_sinks(self, payload: bytes) -> None:
-        self._sink_messages.append(payload)
+    def release(self, request_id: RequestId) -> None:
+        self._constraints.close(request_id)
+        self._scheduler.release(request_id)
 
     # --- steps ----------------------------------------------------------------------------------
 
@@ -135,12 +130,13 @@ class EngineCore:
         )
 
     def step(self) -> list[EngineEvent]:
-        messages, self._sink_messages = tuple(self._sink_messages), []
-        plan = self._scheduler.plan(messages)
-        scores: Scores = {}
-        sampled = self._run(plan, scores)
-        committed = self._scheduler.commit(plan, sampled, scores)
-        events = [*self._scheduler.take_events(), *committed]
+        events = self._scheduler.take_events()
+        if not events:  # else who waits for them would wait for a computation
+            messages, self._sink_messages = tuple(self._sink_messages), []
+            plan = self._scheduler.plan(messages)
+            scores: Scores = {}
+            sampled = self._run(plan, scores)
+            events = self._scheduler.commit(plan, sampled, scores)
         self._constraints.close_ended(events)
         return [*events, *self._kv.events.take()]
 
@@ -159,9 +155,6 @@ class EngineCore:
 
     # --- what the outside may know --------------------------------------------------------------
 
-    def cached_chains(self) -> list[tuple[BlockHash | None, tuple[BlockHash, ...]]]:
-        return self._kv.cached_chains()
-
     @property
     def capacity(self) -> EngineCapacity:
         limits, kv = self._limits, self._kv
@@ -177,12 +170,8 @@ class EngineCore:
         )
 
     @property
-    def predicted_step_s(self) -> float | None:
-        return self._predicted_step_s
-
-    @property
-    def blocked_since(self) -> float | None:
-        return self._scheduler.blocked_since
+    def health(self) -> EngineHealth:
+        return EngineHealth(self._predicted_step_s, self._scheduler.blocked_since)
 
     def load(self) -> EngineLoad:
         return EngineLoad(
@@ -207,6 +196,16 @@ class EngineCore:
 
     def close(self) -> None:
         self._runner.close()
+
+
+def build_engine(
+    config: EngineConfig, runner: Runner, sink: KvSink, find_tokenizer: FindTokenizer | None = None
+) -> EngineCore:
+    """An engine over a runner; `find_tokenizer` for what grammars need."""
+    model, compiler = runner.model, None
+    if find_tokenizer is not None:
+        compiler = GrammarCompiler(find_tokenizer, model.vocab_size, model.eos_token_ids)
+    return EngineCore(config, runner, sink, compiler=compiler)
 
 
 def warm_up(config: EngineConfig, runner: Runner, sink: KvSink) -> None:

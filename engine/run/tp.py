@@ -13,7 +13,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -123,6 +123,14 @@ class TpGroup:
         reduced = lambda: dist.all_reduce(values, dist.ReduceOp.MIN, group=self._plans)  # noqa: E731
         _with_peers(reduced, "smallest of the ranks' values")
         return int(values)
+
+    def gather(self, value: T) -> list[T]:
+        """Every rank's value, in rank order, however long their loading takes. Raises
+        TpPeerError."""
+        found: list[T | None] = [None] * self.size
+        gathered = lambda: dist.all_gather_object(found, value, group=self._plans)  # noqa: E731
+        _with_peers(gathered, "gathering the ranks' values")
+        return cast("list[T]", found)
 
     def gather_logits(self, logits: torch.Tensor) -> torch.Tensor | None:
         """Rank 0: the ranks' columns side by side, equally many of each; None on the others."""

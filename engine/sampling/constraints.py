@@ -33,6 +33,7 @@ from engine.errors import InvalidRequestError
 from engine.request import (
     EngineEvent,
     FinishedEvent,
+    NoCapacityEvent,
     PrefilledEvent,
     RequestId,
     RequestSpec,
@@ -185,7 +186,7 @@ class Constraints:
             match event:
                 case TokenEvent(finished=None):
                     pass
-                case TokenEvent() | FinishedEvent() | PrefilledEvent():
+                case TokenEvent() | FinishedEvent() | PrefilledEvent() | NoCapacityEvent():
                     self.close(event.request_id)
 
     def masks(self, plan: StepPlan, specs: Mapping[RequestId, RequestSpec]) -> ComputeMasks | None:

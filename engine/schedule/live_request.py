@@ -7,8 +7,9 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from baton.finish_reason import FinishReason
 from engine.kv.request_blocks import RequestBlocks
-from engine.request import FinishReason, HandoffId, RequestId, RequestSpec, Scored, TokenLogprobs
+from engine.request import HandoffId, RequestId, RequestSpec, Scored, TokenLogprobs
 from kv_transfer.block_hash import TokenIds
 
 
@@ -76,6 +77,13 @@ class LiveRequest:
         return self.num_tokens - self.num_computed_tokens == 1 and self.export is None
 
     @property
+    def is_shared(self) -> bool:
+        """Whether another worker may touch its blocks. An export that waits has none."""
+        if self.export is None:
+            return self.status is Status.RESERVED
+        return self.status is not Status.WAITING
+
+    @property
     def tokens(self) -> TokenIds:
         """Everything known, prompt and output: uint32 [num_tokens], a view."""
         return self._tokens[: self.num_tokens]
@@ -101,12 +109,4 @@ class LiveRequest:
         """Append the next output token. Returns the reason if it is the last one."""
         self._tokens[self.num_tokens] = token_id
         self.num_tokens += 1
-        sampling = self.spec.sampling
-        num_output = self.num_tokens - self.spec.num_prompt_tokens
-        # Up to min_tokens the sampler gives no such token; one sampled elsewhere is held to it too.
-        if num_output > sampling.min_tokens and (
-            token_id in sampling.stop_token_ids
-            or (token_id in eos_token_ids and not sampling.ignore_eos)
-        ):
-            return FinishReason.STOP
-        return FinishReason.LENGTH if self.num_tokens >= self.max_len else None
+        return self.spec.ended_by(token_id, self.num_tokens, self.max_len, eos_token_ids)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 
 from engine.kv.kv_cache import KvCache
 from engine.request import RequestId
@@ -12,41 +11,39 @@ from kv_transfer.layout import BlockId
 
 
 class Quarantine:
-    """Own such requests until their workers have provably stopped. Ids may be used again."""
+    """Own such requests until their workers have provably stopped."""
 
     def __init__(self, kv: KvCache) -> None:
         self._kv = kv
-        self._entries: dict[RequestId, _Entry] = {}
+        self._requests: dict[RequestId, LiveRequest] = {}
         self._set_aside: list[set[BlockId]] | None = None  # per group; None: to be looked up again
+
+    def holds(self, request_id: RequestId) -> bool:
+        return request_id in self._requests
 
     def put(self, request: LiveRequest) -> None:
         """Keep a request's blocks. A late writer could still change a reservation's blocks, so
         they are set aside. A late reader of an export needs their content, so they stay pinned."""
         if request.export is None:
             self._kv.quarantine(request.blocks)
-        self._entries.setdefault(request.request_id, _Entry()).requests.append(request)
+        self._requests[request.request_id] = request
         self._set_aside = None
 
-    def stopped(self, request_id: RequestId) -> bool:
-        """One worker has stopped. Once all of this id have, frees the blocks and returns True."""
-        entry = self._entries.get(request_id)
-        if entry is None:
+    def free(self, request_id: RequestId) -> bool:
+        """The other worker has stopped: free the blocks. False: there are none."""
+        request = self._requests.pop(request_id, None)
+        if request is None:
             return False
-        entry.num_stopped += 1
-        if entry.num_stopped < len(entry.requests):
-            return False
-        del self._entries[request_id]
         self._set_aside = None
-        for request in entry.requests:
-            if request.export is not None:
-                self._kv.free(request.blocks)
-            else:
-                self._kv.unquarantine(request.blocks)
+        if request.export is not None:
+            self._kv.free(request.blocks)
+        else:
+            self._kv.unquarantine(request.blocks)
         return True
 
     def leaves_room_for(self, request: LiveRequest) -> bool:
         """Whether the request would fit if only the requests here held blocks."""
-        if not self._entries:
+        if not self._requests:
             return True  # it was refused at the door else
         return self._kv.has_room_beside(self._held(), request.blocks, request.num_tokens)
 
@@ -67,12 +64,5 @@ class Quarantine:
         return self._set_aside
 
     def exports(self) -> Iterator[LiveRequest]:
-        """Requests whose blocks are still held."""
-        for entry in self._entries.values():
-            yield from (request for request in entry.requests if request.export is not None)
-
-
-@dataclass
-class _Entry:
-    requests: list[LiveRequest] = field(default_factory=list)
-    num_stopped: int = 0
+        """Requests whose blocks are still pinned."""
+        return (request for request in self._requests.values() if request.export is not None)

@@ -11,11 +11,12 @@ lowest first, then arrival.
 2. running: the next token is sampled when nothing is left to compute. A decode that finds no block
    preempts the newest running request, which waits again and is recomputed (from the prefix cache,
    as far as it is still there).
-3. A prefill-only request stops after its first token and stays pinned until `release`.
+3. A prefill-only request ends with its first token, and stays pinned until `release`.
 4. `reserve` holds blocks that another worker fills, and leaves the first one waiting before it the
    place and blocks to start; `admit` makes it a running request.
 
-What is reserved or exported is never preempted: another process reads or writes its blocks.
+What is reserved or exported is never preempted: another process reads or writes its blocks. When
+it is aborted, they stay in quarantine until `release`.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from baton.finish_reason import FinishReason
 from engine.errors import InvalidRequestError, UnknownRequestError
 from engine.kv.kv_cache import KvCache
 from engine.kv.request_blocks import RequestBlocks
 from engine.request import (
     EngineEvent,
     FinishedEvent,
-    FinishReason,
     HandoffId,
     NoCapacityEvent,
     PrefilledEvent,
@@ -102,8 +103,10 @@ class Scheduler:
         self._kv.will_push(request.blocks, num_blocks, request.num_tokens)
         self._wait(request)
 
-    def reserve(self, spec: RequestSpec) -> ReservedEvent | NoCapacityEvent:
-        request = self._take(spec)
+    def reserve(self, spec: RequestSpec) -> None:
+        self._events.append(self._reserve(self._take(spec)))
+
+    def _reserve(self, request: LiveRequest) -> ReservedEvent | NoCapacityEvent:
         num_seqs = len(self._running) + self.num_reserved
         waits = next(filter(self._quarantine.leaves_room_for, self._waiting), None)
         first: tuple[RequestBlocks, int] | None = None
@@ -111,7 +114,7 @@ class Scheduler:
             num_seqs += 1  # it goes before this one, or newcomers would keep it out for ever
             first = waits.blocks, waits.num_tokens
         if num_seqs >= self._limits.max_num_seqs:
-            return NoCapacityEvent(spec.request_id, f"{num_seqs} requests run here or wait")
+            return NoCapacityEvent(request.request_id, f"{num_seqs} requests run here or wait")
         headroom = len(self._running)
         cached = self._kv.place_lease(request.blocks, request.num_tokens, headroom, first)
         if cached is None:
@@ -120,16 +123,17 @@ class Scheduler:
                 " beside the first prompt's that waits" if first else ""
             )
             return NoCapacityEvent(
-                spec.request_id, f"{free} blocks are free, the prompt needs up to {needed}, {kept}"
+                request.request_id,
+                f"{free} blocks are free, the prompt needs up to {needed}, {kept}",
             )
         request.status = Status.RESERVED
         request.num_cached_tokens = cached
-        self._requests[spec.request_id] = request
+        self._requests[request.request_id] = request
         start = cached // self._kv.block_size
         tables = tuple(
             tuple(BlockId(b) for b in table[start:].tolist()) for table in request.blocks.views
         )
-        return ReservedEvent(spec.request_id, cached, tables)
+        return ReservedEvent(request.request_id, cached, tables)
 
     def admit(self, request_id: RequestId, first: SampledToken) -> None:
         request = self._requests.get(request_id)
@@ -146,38 +150,26 @@ class Scheduler:
 
     # --- requests out ---------------------------------------------------------------------------
 
-    def release(self, request_id: RequestId, quarantine: bool = False) -> None:
+    def abort(self, request_id: RequestId) -> None:
         request = self._requests.get(request_id)
         if request is None:
             return
-        if request.status is not Status.RESERVED:
-            assert request.export is not None, f"{request_id} decodes here: nothing to release"
-            self.abort(request_id)
-        if request_id not in self._requests:
-            return  # it had not started
-        if quarantine:
+        if request.status is not Status.EXPORTED:  # which has ended
+            self._events.append(FinishedEvent(request_id, FinishReason.ABORTED))
+        if request.is_shared:
+            self._leave(request)
             self._quarantine.put(request)
-            del self._requests[request_id]
-            self._blocked = False
         else:
             self._forget(request)
 
-    def unquarantine(self, request_id: RequestId) -> None:
-        """Free the blocks once every quarantine of this id has ended: ids may be used again."""
-        if self._quarantine.stopped(request_id):
-            self._blocked = False
-
-    def abort(self, request_id: RequestId) -> None:
+    def release(self, request_id: RequestId) -> None:
         request = self._requests.get(request_id)
-        if request is None or request.status is Status.EXPORTED:
-            return
-        if request.status is Status.RESERVED:
-            self.release(request_id, quarantine=True)
-        elif request.status is Status.RUNNING and request.export is not None:
-            self._stop_running(request)
-        else:
-            self._forget(request)
-        self._events.append(FinishedEvent(request_id, FinishReason.ABORTED))
+        assert request is None or request.export or request.status is Status.RESERVED, (
+            f"{request_id} decodes here: nothing to release"
+        )
+        self.abort(request_id)
+        if self._quarantine.free(request_id):
+            self._blocked = False
 
     # --- a step ---------------------------------------------------------------------------------
 
@@ -332,7 +324,7 @@ class Scheduler:
 
     def _take(self, spec: RequestSpec, export: Export | None = None) -> LiveRequest:
         """Check a request and give it its position in the order."""
-        if spec.request_id in self._requests:
+        if spec.request_id in self._requests or self._quarantine.holds(spec.request_id):
             raise InvalidRequestError("request_id", f"{spec.request_id} runs here already")
         max_len = check_spec(spec, self._limits, prefill_only=export is not None)
         most_tokens = max_len if export is None else len(spec.token_ids) + 1
@@ -370,11 +362,14 @@ class Scheduler:
         request.status = Status.EXPORTED
 
     def _forget(self, request: LiveRequest) -> None:
+        self._leave(request)
+        self._kv.free(request.blocks)
+
+    def _leave(self, request: LiveRequest) -> None:
         if request.status is Status.RUNNING:
             self._running.remove(request)
         elif request.status is Status.WAITING:
             self._waiting.remove(request)
-        self._kv.free(request.blocks)
         del self._requests[request.request_id]
         self._blocked = False
 

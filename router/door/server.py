@@ -19,16 +19,16 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2, reflection_pb2_g
 
 from baton.config.router import RouterConfig
 from baton.v1 import control_pb2, control_pb2_grpc, router_pb2, router_pb2_grpc
-from router.door.access import Access, Contexts
-from router.door.door import Door
-from router.door.gate import Gate
-from router.door.h2_server import GrpcServer, Limits
-from router.door.intake import Intake
-from router.door.listening import listening, split_address
-from router.door.openai.app import OpenAiApp
-from router.door.openai.http_server import HttpServer
-from router.door.service import RouterService
-from router.door.sharing import Sharing
+from router.door.api.api import Api
+from router.door.connections.acceptor import listening, split_address
+from router.door.connections.credentials import Contexts, Credentials
+from router.door.connections.sharing import Sharing
+from router.door.grpc.call_policy import CallPolicy
+from router.door.grpc.h2_server import GrpcServer, Limits
+from router.door.grpc.service import RouterService
+from router.door.http.app import OpenAiApp
+from router.door.http.server.http_server import HttpServer
+from router.units.units import Units
 
 log = logging.getLogger(__name__)
 
@@ -41,17 +41,19 @@ _REFLECTION_V1 = reflection.SERVICE_NAME.replace("v1alpha", "v1")
 
 
 class RouterServer:
-    """Own the servers and the door behind them."""
+    """Own the servers and the units behind them."""
 
-    def __init__(self, door: Door, config: RouterConfig, listen: str) -> None:
+    def __init__(self, units: Units, config: RouterConfig, listen: str) -> None:
         """`listen` is host:port, port 0 for any free one. Raises ConfigError when it is taken, or
         the files for TLS or tokens cannot be read."""
-        self.door, self._config = door, config
+        self.units, self._config = units, config
         files_each = 1 if config.tls is None else 2
-        self._sharing = Sharing(config.max_connections, config.max_unfinished_bytes, files_each)
+        self._sharing = Sharing(
+            config.clients.max_connections, config.clients.max_unfinished_bytes, files_each
+        )
         self._health = health.aio.HealthServicer()
-        self._access = Access(config)
-        self.intake = Intake(door, self._access.callers)
+        self._credentials = Credentials(config)
+        self.api = Api(units, self._credentials.callers)
         self._following: asyncio.Task[None] | None = None
         self._starting: asyncio.Task[None] | None = None
         host, port = split_address(listen)
@@ -61,17 +63,17 @@ class RouterServer:
             )
             self._health_server = self._make_health(opened, config)
             unfinished = self._sharing.unfinished
-            self.http_app = OpenAiApp(self.intake, self._access.callers, config, unfinished)
+            self.http_app = OpenAiApp(self.api, self._credentials.callers, config, unfinished)
             self.http = self._make_http(opened, config)
             opened.pop_all()
         self.address = f"{listen.rpartition(':')[0]}:{self._server.port}"
 
     def _make_grpc(self, listener: socket.socket) -> GrpcServer:
-        limits = Limits(self._config.max_message_bytes)
-        gate = Gate(self._access.callers, self.intake)
-        server = GrpcServer(limits, gate, listener, self._sharing)
+        limits = Limits(self._config.clients.max_message_bytes)
+        policy = CallPolicy(self._credentials.callers, self.api)
+        server = GrpcServer(limits, policy, listener, self._sharing)
         methods: Any = server.methods
-        service: Any = RouterService(self.intake)
+        service: Any = RouterService(self.api)
         router_pb2_grpc.add_RouterServiceServicer_to_server(service, methods)
         control_pb2_grpc.add_FleetServiceServicer_to_server(service, methods)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, methods)
@@ -86,17 +88,18 @@ class RouterServer:
             listening(config.host, config.health_port, config.reuse_port)
         )
         sharing = Sharing(_MAX_PROBES, _MAX_PROBES * _OF_PROBES.max_message_bytes)
-        server = GrpcServer(_OF_PROBES, Gate(None), listener, sharing)
+        server = GrpcServer(_OF_PROBES, CallPolicy(None), listener, sharing)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server.methods)
         return server
 
     def _make_http(self, opened: ExitStack, config: RouterConfig) -> HttpServer | None:
-        if config.http_port is None:
+        if config.http.port is None:
             return None
-        listener = opened.enter_context(listening(config.host, config.http_port, config.reuse_port))
-        contexts = self._access.contexts
+        listener = opened.enter_context(listening(config.host, config.http.port, config.reuse_port))
+        contexts = self._credentials.contexts
         context = None if contexts is None else contexts.of_http
-        return HttpServer(self.http_app.asgi, config, listener, context, self._sharing)
+        read_s = config.http.read_timeout_s
+        return HttpServer(self.http_app.asgi, listener, context, self._sharing, read_s)
 
     @property
     def port(self) -> int:
@@ -112,15 +115,15 @@ class RouterServer:
         return None if self.http is None else f"{self._config.host}:{self.http.port}"
 
     async def start(self) -> None:
-        await self.door.start()
-        contexts = self._access.contexts
+        await self.units.start()
+        contexts = self._credentials.contexts
         self._server.start(None if contexts is None else contexts.of_grpc)
         if self._health_server is not None:
             self._health_server.start(None)
         if self.http is not None:
-            self.http.start(self.door.report_fault)
-        self._following = asyncio.create_task(self._access.follow(self._renew))
-        self._following.add_done_callback(self.door.report_fault)
+            self.http.start(self.units.report_fault)
+        self._following = asyncio.create_task(self._credentials.follow(self._renew))
+        self._following.add_done_callback(self.units.report_fault)
         await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
         self._starting = asyncio.create_task(self._report_serving())
         log.info("the router listens on %s", self.address)
@@ -140,20 +143,20 @@ class RouterServer:
             await asyncio.wait({self._starting})
         await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
         self.http_app.is_ready = False
-        await self.door.close(drain_s)
+        await self.units.close(drain_s)
         if self.http is not None:
             await self.http.stop()
         await self._server.stop(_GRACE_S)
         if self._health_server is not None:
             await self._health_server.stop(0.0)
-        self.intake.close()
+        self.api.close()
         if self._following is not None:
             self._following.cancel()
             await asyncio.wait({self._following})
 
     async def _report_serving(self) -> None:
-        """Report health once the door can serve. Earlier requests are served all the same."""
-        await self.door.can_serve()
+        """Report health once the units can serve. Earlier requests are served all the same."""
+        await self.units.can_serve()
         await self._set_health(health_pb2.HealthCheckResponse.SERVING)
         self.http_app.is_ready = True
 

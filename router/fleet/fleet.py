@@ -16,11 +16,11 @@ from typing import NewType
 import numpy as np
 
 from baton.clock import NowS
-from baton.config.router import LocalPrefill, RouterConfig
+from baton.config.router import LocalPrefill, PlacementConfig
 from baton.fleet import WorkerState
+from router.fleet.fleet_arrays import FleetArrays
+from router.fleet.link_rates import LEARNING_RATE
 from router.fleet.worker_facts import KvClass, WorkerFacts, WorkerKinds
-from router.placement.link_rates import LEARNING_RATE
-from router.placement.placement import FleetArrays, Placement
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ class Booking:
 class Fleet:
     """Own worker rows and bookings; everything here runs on the event loop."""
 
-    def __init__(self, config: RouterConfig, clock: NowS, on_change: Callable[[], None]) -> None:
+    def __init__(self, config: PlacementConfig, clock: NowS, on_change: Callable[[], None]) -> None:
         self._config = config
         self._clock = clock
         self._on_change = on_change
@@ -330,24 +330,20 @@ class Fleet:
 
     # --- bookings ------------------------------------------------------------------------------
 
-    def book(self, placement: Placement, max_new_tokens: int) -> Booking:
-        """Record the load of a placement on the workers it names."""
-        decode = self.at(placement.decode_slot)
-        local = placement.prefill_slot is None
-        prefill = decode if placement.prefill_slot is None else self.at(placement.prefill_slot)
-        uncached = placement.num_tokens - placement.num_cached_tokens_decode
-        booking = Booking(
-            booking_id=next(self._booking_ids),
-            prefill=prefill,
-            decode=decode,
-            prefill_tokens=placement.num_uncached_tokens,
-            kv_tokens=decode.facts.held(max(0, uncached) + max_new_tokens),
-        )
+    def book(
+        self, prefill_slot: int | None, decode_slot: int, prefill_tokens: int, new_tokens: int
+    ) -> Booking:
+        """Record the load of a placed request. `new_tokens`: those that will need KV where it
+        decodes. `prefill_slot` None: it is prefilled there, too."""
+        decode = self.at(decode_slot)
+        prefill = decode if prefill_slot is None else self.at(prefill_slot)
+        kv_tokens = decode.facts.held(new_tokens)
+        booking = Booking(next(self._booking_ids), prefill, decode, prefill_tokens, kv_tokens)
         self._bookings[booking.booking_id] = booking
         prefill.prefills[booking.booking_id] = booking.prefill_tokens
         decode.decodes[booking.booking_id] = booking.kv_tokens
         self._recount(prefill)
-        if not local:
+        if prefill is not decode:
             self._recount(decode)
         return booking
 

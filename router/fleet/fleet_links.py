@@ -19,7 +19,7 @@ from router.fleet.fleet import Fleet, ReportedLoad, RolesAway, WorkerEntry
 from router.fleet.session import RouterIdentity
 from router.fleet.worker_facts import WorkerFacts
 from router.fleet.worker_link import IndexState, WorkerLink
-from router.placement.prefix_index import PrefixIndex
+from router.index.prefix_index import PrefixIndex
 
 log = logging.getLogger(__name__)
 
@@ -76,6 +76,10 @@ class FleetLinks:
     def get(self, entry: WorkerEntry) -> WorkerLink | None:
         link = self._links.get(entry.facts.worker_id)
         return link if link is not None and link.entry is entry else None
+
+    def at(self, entry: WorkerEntry) -> WorkerLink:
+        """The link to a worker of the fleet."""
+        return self._links[entry.facts.worker_id]
 
     def find(self, worker_id: str, incarnation: int) -> WorkerLink | None:
         """The link to this start of a worker, while it is connected."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
@@ -16,17 +16,15 @@ import grpc.aio
 
 from baton.config.router import RouterConfig
 from baton.control.calls import control_channel, control_stub
-from baton.fleet import WorkerState
+from baton.fleet import Role, WorkerState
 from baton.grpc_options import DIRECT, sends_pings
 from baton.identity.identity import Identity
 from baton.pacing import Backoff
 from baton.v1 import common_pb2, control_pb2, control_pb2_grpc, worker_pb2
-from baton.wire import STATE_OF
-from router.fleet.fleet import Fleet, ReportedLoad, RolesAway
+from baton.wire import ANY_ROLE, ROLES, STATE_OF
+from router.fleet.fleet import ReportedLoad, RolesAway
 from router.fleet.fleet_links import FleetReport, WorkerReport
 from router.fleet.worker_facts import WorkerFacts
-from router.placement.ticket import Ticket
-from router.report.figures import Waiting
 
 log = logging.getLogger(__name__)
 
@@ -49,14 +47,14 @@ class RegistryAccess:
         A registry that answers no ping for twice `keepalive_s` is lost, as is one whose host
         vanished silently. It is tried again soon and often. Message sizes are the router's.
         """
-        config = self.config
+        links, most_bytes = self.config.links, self.config.clients.max_message_bytes
         options = (
-            *sends_pings(config.keepalive_s),
-            ("grpc.initial_reconnect_backoff_ms", int(config.reconnect_min_s * 1e3)),
-            ("grpc.min_reconnect_backoff_ms", int(config.reconnect_min_s * 1e3)),
-            ("grpc.max_reconnect_backoff_ms", int(config.reconnect_max_s * 1e3)),
-            ("grpc.max_receive_message_length", config.max_message_bytes),
-            ("grpc.max_send_message_length", config.max_message_bytes),
+            *sends_pings(links.keepalive_s),
+            ("grpc.initial_reconnect_backoff_ms", int(links.reconnect_min_s * 1e3)),
+            ("grpc.min_reconnect_backoff_ms", int(links.reconnect_min_s * 1e3)),
+            ("grpc.max_reconnect_backoff_ms", int(links.reconnect_max_s * 1e3)),
+            ("grpc.max_receive_message_length", most_bytes),
+            ("grpc.max_send_message_length", most_bytes),
             ("grpc.use_local_subchannel_pool", 1),
             *DIRECT,
         )
@@ -89,8 +87,8 @@ class Followed(Generic[M]):
 
     async def run(self) -> None:
         """Follow the registry until cancelled, through any number of its restarts."""
-        config = self._registry.config
-        backoff = Backoff(config.reconnect_min_s, config.reconnect_max_s)
+        links = self._registry.config.links
+        backoff = Backoff(links.reconnect_min_s, links.reconnect_max_s)
         while True:
             why = "it ended the stream"
             try:
@@ -131,9 +129,8 @@ class Followed(Generic[M]):
             self._on_lost()
 
 
-_ANY = common_pb2.WORKER_ROLE_UNSPECIFIED
-_PREFILLS = (common_pb2.WORKER_ROLE_PREFILL, common_pb2.WORKER_ROLE_MIXED)
-_DECODES = (common_pb2.WORKER_ROLE_DECODE, common_pb2.WORKER_ROLE_MIXED)
+_PREFILLS = (ROLES[Role.PREFILL], ROLES[Role.MIXED])
+_DECODES = (ROLES[Role.DECODE], ROLES[Role.MIXED])
 
 
 def read_facts(info: control_pb2.WorkerInfo) -> WorkerFacts:
@@ -183,15 +180,15 @@ def _read_worker(worker: control_pb2.FleetWorker) -> WorkerReport:
         read_facts(worker.info),
         STATE_OF.get(worker.state, WorkerState.STARTING),
         read_load(worker.load),
-        prefills=worker.active_role in (_ANY, *_PREFILLS),
-        decodes=worker.active_role in (_ANY, *_DECODES),
+        prefills=worker.active_role in (ANY_ROLE, *_PREFILLS),
+        decodes=worker.active_role in (ANY_ROLE, *_DECODES),
     )
 
 
 def _read_away(message: control_pb2.WatchFleetResponse) -> RolesAway:
     return RolesAway(
-        prefill=_is_away(message, common_pb2.WORKER_ROLE_PREFILL, _PREFILLS),
-        decode=_is_away(message, common_pb2.WORKER_ROLE_DECODE, _DECODES),
+        prefill=_is_away(message, ROLES[Role.PREFILL], _PREFILLS),
+        decode=_is_away(message, ROLES[Role.DECODE], _DECODES),
     )
 
 
@@ -226,7 +223,7 @@ class FleetWatch:
         self._news = asyncio.Condition()
         self._stream = Followed(
             registry,
-            registry.config.registry_silence_s,
+            registry.config.links.registry_silence_s,
             lambda stub: stub.WatchFleet(control_pb2.WatchFleetRequest()),
             self._take,
             on_lost,
@@ -271,7 +268,8 @@ async def keep_reporting(
 ) -> None:
     """Report a router's figures to the registry until cancelled. `FleetWatch` logs a lost
     registry."""
-    backoff = Backoff(registry.config.reconnect_min_s, registry.config.reconnect_max_s)
+    links = registry.config.links
+    backoff = Backoff(links.reconnect_min_s, links.reconnect_max_s)
 
     async def reports() -> AsyncIterator[control_pb2.ReportRouterRequest]:
         while True:
@@ -295,24 +293,3 @@ async def keep_reporting(
         with contextlib.suppress(grpc.aio.AioRpcError):
             async with registry.stub() as stub:
                 await stub.ReportRouter(farewell(), timeout=_LEAVE_WITHIN_S)
-
-
-def waiting_requests(
-    tickets: Sequence[Ticket], fleet: Fleet, config: RouterConfig, now_s: float
-) -> list[Waiting]:
-    """Who waits, and for what: a prefill is useless without room at a decode worker."""
-    arrays = fleet.arrays
-    decodes = arrays.usable & arrays.can_decode
-    prefills = arrays.usable & arrays.can_prefill
-    has_roles = decodes.any() and (config.local_prefill != "never" or prefills.any())
-    open_ = decodes & (arrays.running < arrays.max_running)
-    room = float(arrays.free_tokens[open_].max(initial=0.0))
-    return [
-        Waiting(
-            num_uncached_tokens=ticket.uncached_tokens,
-            wait_s=max(0.0, now_s - ticket.since_s),
-            for_decode=room < ticket.num_tokens,
-            is_held=not has_roles,
-        )
-        for ticket in tickets
-    ]

@@ -16,9 +16,9 @@ import asyncio
 import contextlib
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 from baton.link.frames import LinkError, Method
 from baton.link.router_end import Call, Link
@@ -41,14 +41,8 @@ class SessionLostError(Exception):
     """There is no session with the worker, or it broke."""
 
 
-_Message = TypeVar(
-    "_Message",
-    worker_pb2.Reserved,
-    worker_pb2.Rejected,
-    worker_pb2.RequestTokens,
-    worker_pb2.HandoffAdmitted,
-    worker_pb2.Moved,
-)
+Report = worker_pb2.Reserved | worker_pb2.Rejected | worker_pb2.HandoffAdmitted | worker_pb2.Moved
+"""What a decode worker says of an attempt, but its tokens."""
 
 
 class AttemptHandler(Protocol):
@@ -60,11 +54,8 @@ class AttemptHandler(Protocol):
     def number(self) -> int | None:
         """Messages of other attempts are dropped; None while the number is not known yet."""
 
-    def on_reserved(self, reserved: worker_pb2.Reserved) -> None: ...
-    def on_rejected(self, rejected: worker_pb2.Rejected) -> None: ...
-    def on_admitted(self, admitted: worker_pb2.HandoffAdmitted) -> None: ...
     def on_tokens(self, tokens: worker_pb2.RequestTokens) -> None: ...
-    def on_moved(self, moved: worker_pb2.Moved) -> None: ...
+    def on_report(self, report: Report) -> None: ...
     def on_session_lost(self, message: str) -> None: ...
 
 
@@ -222,28 +213,22 @@ class Session:
             handler.on_session_lost(message)
 
     def on_message(self, response: worker_pb2.SessionResponse) -> None:
-        for handler, reserved in self._heard(response.reserved):
-            handler.on_reserved(reserved)
-        for handler, admitted in self._heard(response.admitted):
-            handler.on_admitted(admitted)
+        self._report((*response.reserved, *response.admitted))
         for tokens in response.tokens:
             follows = self._handler(tokens.request_id, tokens.attempt)
             if follows is not None:
                 follows.on_tokens(tokens)
-        for handler, rejected in self._heard(response.rejected):
-            handler.on_rejected(rejected)
-        for handler, moved in self._heard(response.moved):
-            handler.on_moved(moved)
+        self._report((*response.rejected, *response.moved))
         for wire_id in response.end:
             ended = worker_pb2.Ended(request_id=wire_id, found=self.end_request(wire_id))
             with contextlib.suppress(SessionLostError):
                 self._send(worker_pb2.SessionRequest(ended=ended))
 
-    def _heard(self, messages: Iterable[_Message]) -> Iterator[tuple[AttemptHandler, _Message]]:
-        """Yield each message of a current attempt with its handler."""
-        for message in messages:
-            if handler := self._handler(message.request_id, message.attempt):
-                yield handler, message
+    def _report(self, reports: Iterable[Report]) -> None:
+        """Hand over each report on a current attempt."""
+        for report in reports:
+            if handler := self._handler(report.request_id, report.attempt):
+                handler.on_report(report)
 
     def _handler(self, wire_id: str, attempt: int) -> AttemptHandler | None:
         handler = self._handlers.get(wire_id)

@@ -15,7 +15,6 @@ import math
 import ssl
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Protocol
 
 import grpc
@@ -31,7 +30,7 @@ from baton.v1 import worker_pb2
 from baton.wire import ANY_ATTEMPT
 from router.fleet.fleet import WorkerEntry
 from router.fleet.session import RouterIdentity, Session
-from router.placement.prefix_index import PrefixIndex
+from router.index.prefix_index import PrefixIndex
 
 _MAY_ANSWER = (ssl.SSLError, ConnectionResetError, TimeoutError)  # a connection's, yet
 STABLE_S = 1.0
@@ -155,7 +154,7 @@ class KvFollower:
         return True
 
 
-LOST_FOR = 2.0  # times `attach_timeout_s`: what a worker kept is waited for no longer
+LOST_FOR = 2.0  # times `timeouts.attach_s`: what a worker kept is waited for no longer
 
 log = logging.getLogger(__name__)
 
@@ -188,17 +187,17 @@ class WorkerLink:
         self._config = config
         self._on_connected = on_connected
         facts = entry.facts
-        self.session = Session(facts.worker_id, identity, config.max_unsent_bytes)
+        self.session = Session(facts.worker_id, identity, config.links.max_unsent_bytes)
         self.waiting: set[Waiting] = set()
         self.first_token_s = -math.inf  # when it last sent one, as a prefill worker
         self._link: Link | None = None
         self._kv = KvFollower(
-            index, entry.slot, facts.incarnation, self._on_first_kv, config.reconnect_max_s
+            index, entry.slot, facts.incarnation, self._on_first_kv, config.links.reconnect_max_s
         )
         self._task: asyncio.Task[None] | None = None
         self._is_stopped = False
         self._last_why = ""
-        self._contact = Contact(LOST_FOR * config.attach_timeout_s, time.monotonic)
+        self._contact = Contact(LOST_FOR * config.timeouts.attach_s, time.monotonic)
         self.tried = asyncio.Event()
         """Set when the first try to connect has ended, well or not."""
 
@@ -222,7 +221,7 @@ class WorkerLink:
             if not self._is_stopped:
                 error = None if task.cancelled() else task.exception()
                 log.error("%s ended and is started again: %r", name, error, exc_info=error)
-                again_s = self._config.reconnect_max_s
+                again_s = self._config.links.reconnect_max_s
                 asyncio.get_running_loop().call_later(again_s, self.start)
 
         task.add_done_callback(ended)
@@ -244,11 +243,6 @@ class WorkerLink:
             await asyncio.wait({self._task})
 
     @property
-    def has_left(self) -> bool:
-        """The fleet: it can be asked for nothing any more."""
-        return self._is_stopped
-
-    @property
     def may_be_heard_again(self) -> bool:
         """Whether a silent decode worker may answer in a moment with all that it kept: the registry
         calls it healthy, and it has not been out of reach for long."""
@@ -265,13 +259,7 @@ class WorkerLink:
         return None
 
     async def attach(
-        self,
-        wire_id: str,
-        tenant: str,
-        body_digest: bytes,
-        seed: int | None,
-        timeout_s: float,
-        attempt: int | None = None,
+        self, request: worker_pb2.AttachRequest, timeout_s: float
     ) -> worker_pb2.AttachResponse:
         """Take over a request: its later tokens come on the session that is open now. Without a
         `seed` or an `attempt`, whichever it runs with.
@@ -281,14 +269,7 @@ class WorkerLink:
         """
         if self._link is None:
             raise LinkError(grpc.StatusCode.UNAVAILABLE, "there is no connection")
-        request = worker_pb2.AttachRequest(
-            router_id=self.session.session_id,
-            request_id=wire_id,
-            tenant=tenant,
-            body_digest=body_digest,
-            seed=seed,
-            attempt=attempt,
-        )
+        request.router_id = self.session.session_id
         response: worker_pb2.AttachResponse
         response = await self._link.ask(Method.ATTACH, request, timeout_s)
         return response
@@ -315,8 +296,8 @@ class WorkerLink:
 
     async def _hold(self) -> None:
         """Attempts of a lost session wait for the next one, so the first try comes at once."""
-        config, loop = self._config, asyncio.get_running_loop()
-        backoff = Backoff(config.reconnect_min_s, config.reconnect_max_s)
+        links, loop = self._config.links, asyncio.get_running_loop()
+        backoff = Backoff(links.reconnect_min_s, links.reconnect_max_s)
         while True:
             began_s = loop.time()
             try:
@@ -345,8 +326,8 @@ class WorkerLink:
         link = self._link = await Link.connect(
             self.entry.facts.address,
             self._own,
-            keepalive_s=config.keepalive_s,
-            timeout_s=config.connect_timeout_s,
+            keepalive_s=config.links.keepalive_s,
+            timeout_s=config.links.connect_timeout_s,
             worker=link_name(self.entry.facts.ref),
         )
         try:
@@ -377,34 +358,3 @@ class WorkerLink:
                 "%s %s", self.entry.facts.worker_id, "connected" if connected else "disconnected"
             )
             self._on_connected(self.entry, connected)
-
-
-@dataclass(frozen=True)
-class Workers:
-    """Where an attempt runs."""
-
-    decode: WorkerLink
-    prefill: WorkerLink | None
-    """None: local prefill, or the request was found running and its writer is not known."""
-
-    @property
-    def links(self) -> set[WorkerLink]:
-        return {self.decode} if self.prefill is None else {self.decode, self.prefill}
-
-    @property
-    def writer(self) -> WorkerEntry:
-        """Who computes the prompt's KV, as far as is known."""
-        return (self.prefill or self.decode).entry
-
-    def serve_others(
-        self, worker: WorkerEntry, since_s: float, has_first_token: bool, is_running: bool
-    ) -> bool:
-        """Whether a worker that is silent about this attempt serves others meanwhile. A writer does
-        if its other prompts come out, a decode worker if its other streams flow. It has preempted
-        this attempt for memory, and elsewhere everything would be computed again.
-        """
-        if worker.state is WorkerState.SUSPECT:
-            return False
-        if self.prefill is not None and worker is self.prefill.entry:
-            return not has_first_token and self.prefill.first_token_s > since_s
-        return is_running and any(other.progress_s > since_s for other in self.decode.waiting)

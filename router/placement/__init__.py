@@ -1,3 +1,3 @@
-"""Where requests run: the line, the prefix index, and the choice among workers. Pure but for the
+"""Where requests run: the line, and the choice among workers. Pure but for the
 line: nothing here knows messages.
 """

@@ -28,19 +28,25 @@ from dataclasses import dataclass
 import numpy as np
 
 from baton.clock import Clock, Timer
-from baton.config.router import RouterConfig
+from baton.config.router import PlacementConfig, RouterConfig
 from baton.errors import BatonError, NoCapacityError, OverloadedError, UnavailableError
 from kv_transfer.block_hash import CacheScope, TokenIds
 from router.fleet.fleet import Fleet
+from router.fleet.fleet_arrays import Bools
+from router.index.prefix_index import PrefixIndex
 from router.placement.fairness import FairShare
-from router.placement.placement import Bools, Placement, Reach, longest_open, reach
+from router.placement.placement import (
+    Placement,
+    Reach,
+    longest_open,
+    reach,
+)
 from router.placement.placing import Placing
-from router.placement.prefix_index import PrefixIndex
 from router.placement.public_prefix import NO_PREFIX, PublicPrefix
 from router.placement.ticket import Placed, PromptBlocks, Ticket
 
 
-def too_large(ticket: Ticket, fleet: Fleet, policy: RouterConfig) -> NoCapacityError | None:
+def too_large(ticket: Ticket, fleet: Fleet, policy: PlacementConfig) -> NoCapacityError | None:
     """Why no worker of the fleet takes the request, usable now or not; None: one does."""
     num_tokens, least_new_tokens = len(ticket.prompt), ticket.least_new_tokens
     longest = fleet.kinds.longest_request
@@ -108,7 +114,7 @@ class Admission:
     ) -> None:
         self._config, self._fleet, self._public = config, fleet, public
         self._clock, self._rng = clock, rng
-        self._placing = Placing(config, fleet, index, rng)
+        self._placing = Placing(config.placement, fleet, index, rng)
         self._arrivals = itertools.count()
         self._shares = FairShare()
         self._owed: Counter[str] = Counter()  # tokens that requests in line do not account for yet
@@ -127,13 +133,14 @@ class Admission:
     @property
     def serves(self) -> bool:
         """Whether a short request would be placed some time, and not be refused as stranded."""
-        within_reach = reach(self._fleet.arrays, self._config)
+        within_reach = reach(self._fleet.arrays, self._config.placement)
         return self._holds or bool(within_reach.takes(1, 1).any())
 
     @property
     def _holds(self) -> bool:
         """Whether requests wait for a pool that is scaled to zero."""
-        return not self._fleet.is_leaving and self._fleet.away.hold(self._config.local_prefill)
+        local_prefill = self._config.placement.local_prefill
+        return not self._fleet.is_leaving and self._fleet.away.hold(local_prefill)
 
     @property
     def waiting(self) -> Sequence[Ticket]:
@@ -160,9 +167,9 @@ class Admission:
         overtaken = self._overtaken(tenant, priority)
         stamp = min((t.rank[1] for t in overtaken), default=self._shares.stamp(tenant))
         rank = (urgency, stamp, next(self._arrivals))
-        charged = len(prompt) + min(max_new_tokens, self._config.decode_growth_tokens)
+        charged = len(prompt) + min(max_new_tokens, self._config.placement.decode_growth_tokens)
         self._put_back(overtaken, charged)
-        if len(self._waiting) >= self._config.max_queue and not self._shed_after(rank):
+        if len(self._waiting) >= self._config.admission.max_queue and not self._shed_after(rank):
             self._put_back(overtaken, -charged)
             raise self._full()
         session = (tenant, session_id) if session_id else None
@@ -191,7 +198,7 @@ class Admission:
     def emitted(self, tenant: str, num_before: int, num_after: int) -> None:
         """Charge a tenant for tokens that a request emitted beyond its ticket. The tenant's
         requests in line wait for them too."""
-        paid = self._config.decode_growth_tokens
+        paid = self._config.placement.decode_growth_tokens
         work = max(0, num_after - paid) - max(0, num_before - paid)
         if work > 0:
             self._shares.charge(tenant, work)
@@ -221,8 +228,8 @@ class Admission:
 
     def _full(self) -> OverloadedError:
         return OverloadedError(
-            f"{self._config.max_queue} requests are waiting already",
-            retry_after_s=self._config.overload_retry_s,
+            f"{self._config.admission.max_queue} requests are waiting already",
+            retry_after_s=self._config.admission.overload_retry_s,
         )
 
     def enter(self, ticket: Ticket, answer: Callable[[Placed | BatonError], None]) -> None:
@@ -234,7 +241,7 @@ class Admission:
         would come too late.
         """
         try:
-            if error := too_large(ticket, self._fleet, self._config):
+            if error := too_large(ticket, self._fleet, self._config.placement):
                 raise error
             if not ticket.was_placed and (self._waiting or ticket.deadline_s is not None):
                 self._refuse_too_late(ticket)
@@ -243,7 +250,7 @@ class Admission:
             raise
         ticket.since_s, ticket.stranded_since_s = self._clock.now_s(), None
         ticket.owed_before = self._owed[ticket.tenant]
-        ticket.explores = self._rng.random() < self._config.explore_share
+        ticket.explores = self._rng.random() < self._config.placement.explore_share
         ticket.answer = answer
         self._least_urgent = max(self._least_urgent, ticket.priority)
         bisect.insort(self._waiting, ticket)
@@ -350,14 +357,14 @@ class Admission:
                 continue
             tally.num_tries += 1
             best = self._placing.best(ticket, reserved, now)
-            if best is not None and best.queue_s <= config.lease_lead_s:
+            if best is not None and best.queue_s <= config.admission.lease_lead_s:
                 self._remove(ticket)
                 self._answers.append((ticket, self._book(ticket, best, now)))
             else:
                 tally.num_in_vain += 1
                 if best is not None:
-                    tally.next_s = min(tally.next_s, best.queue_s - config.lease_lead_s)
-                if now - ticket.since_s <= config.max_bypass_s:
+                    tally.next_s = min(tally.next_s, best.queue_s - config.admission.lease_lead_s)
+                if now - ticket.since_s <= config.admission.max_bypass_s:
                     continue
                 self._reserve(reserved, ticket, best)
             if ticket is not waiting[-1]:
@@ -369,7 +376,7 @@ class Admission:
         if best is not None:
             reserved[best.decode_slot] = True
         else:
-            within_reach = reach(self._fleet.arrays, self._config)
+            within_reach = reach(self._fleet.arrays, self._config.placement)
             reserved |= within_reach.takes(len(ticket.prompt), ticket.least_new_tokens)
 
     def _next_release_s(self, now: float) -> float:
@@ -399,11 +406,11 @@ class Admission:
             raise OverloadedError(
                 f"the first token is expected in {expected_s:.2f} s at the earliest, the request's"
                 f" deadline is in {left_s:.2f} s",
-                retry_after_s=max(self._config.overload_retry_s, expected_s - left_s),
+                retry_after_s=max(self._config.admission.overload_retry_s, expected_s - left_s),
             )
 
     def _review_stranded(self, now: float) -> None:
-        within_reach = reach(self._fleet.arrays, self._config)
+        within_reach = reach(self._fleet.arrays, self._config.placement)
         kinds = within_reach.kinds()
         if kinds != self._kinds or now - self._looked_at_s >= POLL_S:
             self._kinds, self._looked_at_s = kinds, now
@@ -418,10 +425,10 @@ class Admission:
             if any(total <= longest and num_tokens <= prompt for longest, prompt in self._kinds):
                 ticket.stranded_since_s = None
             elif error := too_large(
-                ticket, self._fleet, self._config
+                ticket, self._fleet, self._config.placement
             ):  # the worker that took it has left
                 self._refuse(ticket, error)
             elif ticket.stranded_since_s is None or are_held:
                 ticket.stranded_since_s = now
-            elif now - ticket.stranded_since_s >= self._config.fleet_wait_s:
+            elif now - ticket.stranded_since_s >= self._config.admission.fleet_wait_s:
                 self._refuse(ticket, stranded(ticket, within_reach))

@@ -16,7 +16,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from baton.clock import NowS
-from baton.config.router import RouterConfig
+from baton.config.router import RetriesConfig
 from baton.errors import OverloadedError
 from baton.pacing import TokenBucket
 
@@ -223,9 +223,9 @@ MAX_TENANTS = 4096  # the longest unused is forgotten, and with it starts from a
 class RetryBudget:
     """Own the fleet's bucket and one per tenant: a retry draws on both or on neither."""
 
-    def __init__(self, config: RouterConfig, clock: NowS) -> None:
+    def __init__(self, config: RetriesConfig, clock: NowS) -> None:
         self._config, self._clock = config, clock
-        self._fleet = TokenBucket(config.retry_burst, config.retry_per_s, clock())
+        self._fleet = TokenBucket(config.burst, config.refill_per_s, clock())
         self._tenants: OrderedDict[str, TokenBucket] = OrderedDict()
 
     def take(self, tenant: str) -> bool:
@@ -234,7 +234,7 @@ class RetryBudget:
         bucket = self._tenants.get(tenant)
         if bucket is None:
             config = self._config
-            bucket = TokenBucket(config.tenant_retry_burst, config.tenant_retry_per_s, now)
+            bucket = TokenBucket(config.tenant_burst, config.tenant_refill_per_s, now)
             self._tenants[tenant] = bucket
             if len(self._tenants) > MAX_TENANTS:
                 self._tenants.popitem(last=False)

@@ -1,6 +1,6 @@
 """Why first tokens come late, gaps grow, memory is full or caching does not help: causes, the
 likeliest first, with what to do. `diagnose` is a pure function of two snapshots of a router's
-figures; `Looks` takes these, and keeps a minute of them.
+figures, which `router.units.snapshots` takes.
 
 A cause's score is how many times a target it takes by itself, so that causes of late first tokens
 and of long gaps compare. A root, such as one slow worker, scores above what follows from it.
@@ -9,17 +9,11 @@ and of long gaps compare. A root, such as one slow worker, scores above what fol
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
-from typing import TYPE_CHECKING
 
 from router.report.metrics import GAPS, SECONDS, TOKENS
 
-if TYPE_CHECKING:
-    from router.door.door import Door
-
-NUM_KEPT = 61  # looks, one a second
 FULL, NOT_SMALL = 0.85, 0.6  # a pool that is busier than this is too small for more than bursts
 CLUMPED, LEAST_REQUESTS = 3.0, 10  # variance over mean of a second's arrivals: 1 if by chance
 UNEVEN, SLOW = 3.0, 2.0  # mean length of prompts over their median; a worker over its peers
@@ -208,48 +202,3 @@ def _memory_and_cache(w: _Window) -> Iterator[Found]:
         yield "lost prefix", 1.5 * cost_s / w.ttft_s, f"{says}, {once:.0%} were before", ""
     elif w.late > 1 and w.hits < FEW_HITS and w.length >= WORTH_CACHING:
         yield "no shared prefix", w.prefill_s / w.ttft_s / 2, says, ""
-
-
-# --- looks ----------------------------------------------------------------------------------------
-
-
-class Looks:
-    """Own the snapshots. What no counter has is summed up here, a look at a time."""
-
-    def __init__(self) -> None:
-        self._kept: deque[Snapshot] = deque([{}], maxlen=NUM_KEPT)
-        self._last_s: float | None = None
-
-    def look(self, door: Door) -> None:
-        now_s, last = door.clock.now_s(), self._kept[-1]
-        took_s, self._last_s = now_s - (self._last_s or now_s), now_s
-        seen = {name: of for name, of in last.items() if not name.startswith("pace/")}
-        seen |= door.metrics.totals()
-
-        def add(name: str, value: float) -> None:
-            seen[name] = [float(value) + sum(seen.get(name, ()))]
-
-        add("looks", 1)
-        add("seconds", took_s)
-        add("squared_arrivals", (sum(seen["arrivals"]) - sum(last.get("arrivals", ()))) ** 2)
-        for router in door.routers:
-            a = router.fleet.arrays
-            for each in router.waiting():
-                add("decode_waits_s" if each.for_decode else "prefill_waits_s", took_s)
-            for entry in router.fleet:
-                slot, it = entry.slot, entry.facts
-                pace, known_s = 1 / a.prefill_tokens_per_s[slot], a.prefill_measured_s[slot]
-                add(f"workers/{it.pool}", 1)
-                if it.can_prefill:
-                    add(f"busy/{it.pool}", a.queued_tokens[slot] > 0)
-                if it.can_decode:
-                    add(f"running/{it.pool}", a.running[slot] / a.max_running[slot])
-                    add(f"kv/{it.pool}", router.fleet.kv_use(entry))
-                    pace, known_s = a.decode_step_s[slot], a.decode_measured_s[slot]
-                seen[f"pace/{it.pool}/{it.worker_id}"] = [float(pace * (known_s > 0))]
-        self._kept.append(seen)
-
-    def diagnosis(self, door: Door) -> Diagnosis:
-        """Over the last minute, as far as it is kept."""
-        targets_s = door.config.ttft_target_s, door.config.itl_target_s
-        return diagnose(self._kept[0], self._kept[-1], *targets_s)

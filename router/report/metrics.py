@@ -14,10 +14,9 @@ from prometheus_client import CollectorRegistry, Metric
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from baton.config.router import RouterConfig
+from baton.config.router import MetricsConfig
 from baton.errors import OverloadedError, UnavailableError
-from router.report.recent import EndedRequest
-from router.report.request_line import MISSED
+from router.report.ended_request import MISSED, EndedRequest
 from router.report.tally import Buckets, Count, Family, Names
 
 METRICS_EVERY_S = 1.0
@@ -74,10 +73,10 @@ class RouterMetrics(Collector):
     Most have the labels model, tenant, and how the request ended or the pool that served it.
     """
 
-    def __init__(self, model: str = "", config: RouterConfig | None = None) -> None:
-        config = config or RouterConfig()
-        self._model, self._has_vllm_names = model, config.vllm_metrics
-        self._tenants, self._ignored_names = Names(config.metrics_tenants), Names(64)
+    def __init__(self, model: str = "", config: MetricsConfig | None = None) -> None:
+        config = config or MetricsConfig()
+        self._model, self._has_vllm_names = model, config.vllm_names
+        self._tenants, self._ignored_names = Names(config.tenants), Names(64)
         self._gauges: Sequence[Gauges] = ()
         self._families: list[Family[Count] | Family[Buckets]] = []
         self.registry = CollectorRegistry()
@@ -163,7 +162,7 @@ class RouterMetrics(Collector):
         return self._model, self._tenants.of(tenant)
 
     def refused(self, tenant: str, end: str) -> None:
-        """A request that came no further than the door."""
+        """A request that no unit's router took in."""
         own = self.of(tenant)
         self.requests.labels(*own, end).inc()
         if end in _REFUSALS:

@@ -12,7 +12,7 @@ from opentelemetry.sdk.trace import TracerProvider, export, sampling
 from opentelemetry.trace import Span, SpanKind, StatusCode, format_trace_id, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from router.report.recent import EndedRequest
+from router.report.ended_request import EndedRequest
 from router.report.stages import Stage, Stages
 
 
@@ -36,7 +36,8 @@ class OtlpTraces:
             return self._tracer.start_span(stage.name, above, kind, fields, start_time=began_ns)
 
         caller = TraceContextTextMapPropagator().extract({"traceparent": traceparent})
-        whole = Stage("request", stages.arrived_s, fields=vars(request))
+        known = {name: value for name, value in vars(request).items() if value is not None}
+        whole = Stage("request", stages.arrived_s, fields=known)
         root = begin(whole, caller, SpanKind.SERVER)
         if not root.is_recording():
             return ""

@@ -3,42 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
 
 from baton.clock import NowS
+from router.report.ended_request import EndedRequest
 
 NUM_KEPT = 60
 FLOWS_S = 10.0
 _MAX_FLOWS = 10_000
-
-
-@dataclass(frozen=True)
-class EndedRequest:
-    """Seconds of each stage, in their order; 0 where one did not happen."""
-
-    request_id: str
-    tenant: str
-    outcome: str
-    reason: str
-    """Why it went where it went."""
-    prefill_worker: str
-    decode_worker: str
-    num_prompt_tokens: int
-    num_cached_tokens: int
-    num_output_tokens: int
-    num_attempts: int
-    queue_s: float
-    reserve_s: float
-    prefill_queue_s: float
-    prefill_s: float
-    handoff_s: float
-    """From the first token to the second."""
-    e2e_s: float
-    tokenize_s: float
-    decode_s: float
-    """From the first token to the last; the mean gap is:"""
-    tpot_s: float
-    trace_id: str = ""
 
 
 class Recent:

@@ -14,7 +14,7 @@ from typing import Any
 from baton.clock import Clock
 from baton.errors import ConfigError
 from baton.v1 import worker_pb2
-from router.report.recent import EndedRequest
+from router.report.ended_request import EndedRequest
 
 _MAX_STAGES = 512  # of a request: the oldest are forgotten
 

@@ -8,50 +8,55 @@ flows stays, one that is silent as well moves on.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Sequence
 
 from baton.clock import Clock, Timer
 from baton.fleet import WorkerState
 from router.fleet.fleet import WorkerEntry
 
-
-class Alarmed(Protocol):
-    """Who is called. Each call is made once."""
-
-    def on_deadline(self) -> None: ...
-    def on_timer(self) -> None: ...
-    def on_silence(self, worker: WorkerEntry, what: str) -> None:
-        """Nothing came of what was awaited; of several workers, the one whose limit ended first."""
+OnSilence = Callable[[WorkerEntry, str], None]
+"""Called with the worker of which nothing came, and what was awaited; of several, with the one
+whose limit ended first."""
 
 
 class Alarm:
     """Own the timer. It is moved when it fires: progress is far more frequent than silence."""
 
     def __init__(
-        self, deadline_s: float, suspect_silence_s: float, clock: Clock, alarmed: Alarmed
+        self,
+        deadline_s: float,
+        suspect_silence_s: float,
+        clock: Clock,
+        on_deadline: Callable[[], None],
     ) -> None:
+        """`on_deadline`, like what the other calls are given, is called once."""
         self._deadline_s, self._suspect_silence_s = deadline_s, suspect_silence_s
-        self._clock, self._alarmed = clock, alarmed
-        self._pause_until_s = math.inf
-        self._workers: tuple[WorkerEntry, ...] = ()
-        self._what = ""
-        self._since_s = 0.0
-        self._limit_s: Callable[[WorkerEntry], float] = lambda _: math.inf
+        self._clock, self._on_deadline = clock, on_deadline
         self._timer: Timer | None = None
         self._timer_at_s = math.inf
+        self._workers: Sequence[WorkerEntry]
+        self._limit_s: Callable[[WorkerEntry], float]
+        self._on_silence: OnSilence
+        self._on_pause_over: Callable[[], None]
+        self.rest()
 
-    def set_timer(self, at_s: float) -> None:
-        self._pause_until_s = at_s
+    def set_timer(self, at_s: float, on_timer: Callable[[], None]) -> None:
+        """In place of the one before."""
+        self._pause_until_s, self._on_pause_over = at_s, on_timer
         self.review()
 
     def expect(
-        self, what: str, limit_s: Callable[[WorkerEntry], float], *workers: WorkerEntry
+        self,
+        what: str,
+        limit_s: Callable[[WorkerEntry], float],
+        workers: Sequence[WorkerEntry],
+        on_silence: OnSilence,
     ) -> None:
         """Restart the wait, for any of `workers`. A limit that may grow is computed again when it
         is over."""
         self._workers, self._what = workers, what
         self._since_s, self._limit_s = self._clock.now_s(), limit_s
+        self._on_silence = on_silence
         self.review()
 
     def progress(self, now_s: float) -> None:
@@ -60,7 +65,11 @@ class Alarm:
 
     def rest(self) -> None:
         """Nothing is awaited but the deadline."""
-        self._workers, self._pause_until_s = (), math.inf
+        self._workers = ()
+        self._what, self._since_s, self._pause_until_s = "", 0.0, math.inf
+        self._limit_s = lambda _: math.inf
+        self._on_silence = lambda *_: None
+        self._on_pause_over = lambda: None
 
     def review(self) -> None:
         """The next limit may have come nearer: another was set, or a worker's state changed."""
@@ -70,12 +79,10 @@ class Alarm:
 
     def end(self) -> None:
         self.rest()
-        self._deadline_s = math.inf
+        self._deadline_s, self._on_deadline = math.inf, lambda: None
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        for name in ("_alarmed", "_limit_s"):  # they have it; it may have ended before
-            vars(self).pop(name, None)
 
     def _silent_at_s(self, worker: WorkerEntry) -> float:
         at_s = self._since_s + self._limit_s(worker)
@@ -96,14 +103,14 @@ class Alarm:
         now = self._clock.now_s()
         if self._deadline_s <= now:
             self._deadline_s = math.inf
-            self._alarmed.on_deadline()
+            self._on_deadline()
         elif self._pause_until_s <= now:
             self._pause_until_s = math.inf
-            self._alarmed.on_timer()
+            self._on_pause_over()
         elif self._workers:
             worker = min(self._workers, key=self._silent_at_s)
             if self._silent_at_s(worker) <= now:
                 self._workers = ()
-                self._alarmed.on_silence(worker, self._what)
+                self._on_silence(worker, self._what)
         if self._deadline_s < math.inf or self._pause_until_s < math.inf or self._workers:
             self.review()

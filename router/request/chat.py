@@ -7,6 +7,7 @@ from typing import Any
 
 from baton.errors import InvalidRequestError
 from baton.v1 import router_pb2
+from router.request.client_request import wrong
 from router.request.counting import check_json
 from router.text import Conversation
 
@@ -17,7 +18,7 @@ MAX_MESSAGES, MAX_TOOLS, MAX_CALLS, MAX_PARTS = 4096, 1024, 1024, 4096
 def conversation_of(chat: router_pb2.ChatMessages) -> Conversation:
     """Raises InvalidRequestError, and RecursionError for JSON that is nested too deeply."""
     if not chat.messages:
-        raise InvalidRequestError("chat: at least one message is needed", field="chat.messages")
+        raise wrong("chat.messages", "at least one is needed")
     _check_count("chat.messages", len(chat.messages), MAX_MESSAGES)
     _check_count("chat.tools", len(chat.tools), MAX_TOOLS)
     names: dict[str, str] = {}  # of tools, by the calls' ids
@@ -35,21 +36,19 @@ def conversation_of(chat: router_pb2.ChatMessages) -> Conversation:
 
 def _message(message: router_pb2.ChatMessage, field: str, names: dict[str, str]) -> dict[str, Any]:
     if message.role not in ROLES:
-        problem = f"chat: unknown role {message.role!r}; it is one of {', '.join(ROLES)}"
-        raise InvalidRequestError(problem, field=f"{field}.role")
+        problem = f"unknown role {message.role!r}; it is one of {', '.join(ROLES)}"
+        raise wrong(f"{field}.role", problem)
     role = "system" if message.role == "developer" else message.role
     made: dict[str, Any] = {"role": role, "content": _content(message, field)}
     if message.tool_calls:
         if message.role != "assistant":
-            raise InvalidRequestError(
-                "chat: tool_calls are an assistant's", field=f"{field}.tool_calls"
-            )
+            raise wrong(f"{field}.tool_calls", "only an assistant's message has them")
         _check_count(f"{field}.tool_calls", len(message.tool_calls), MAX_CALLS)
         made["tool_calls"] = [_call(call) for call in message.tool_calls]
     if message.role == "tool":
         made["tool_call_id"] = message.tool_call_id
     elif message.tool_call_id:
-        raise InvalidRequestError("chat: tool_call_id is a tool's", field=f"{field}.tool_call_id")
+        raise wrong(f"{field}.tool_call_id", "only a tool's message has one")
     if name := message.name or names.get(message.tool_call_id):
         made["name"] = name
     if message.reasoning_content:
@@ -59,13 +58,11 @@ def _message(message: router_pb2.ChatMessage, field: str, names: dict[str, str])
 
 def _content(message: router_pb2.ChatMessage, field: str) -> str:
     if message.parts and message.content:
-        raise InvalidRequestError("chat: either content or parts", field=f"{field}.parts")
+        raise wrong(f"{field}.parts", "either content or parts")
     _check_count(f"{field}.parts", len(message.parts), MAX_PARTS)
     for index, part in enumerate(message.parts):
         if part.WhichOneof("part") != "text":
-            raise InvalidRequestError(
-                "chat: parts other than text are not supported", field=f"{field}.parts[{index}]"
-            )
+            raise wrong(f"{field}.parts[{index}]", "parts other than text are not supported")
     return "\n".join(part.text for part in message.parts) if message.parts else message.content
 
 
@@ -82,7 +79,7 @@ def _call(call: router_pb2.ToolCall) -> dict[str, Any]:
 
 def _tool(index: int, tool: router_pb2.Tool) -> dict[str, Any]:
     if not tool.name:
-        raise InvalidRequestError("chat: a tool needs a name", field=f"chat.tools[{index}].name")
+        raise wrong(f"chat.tools[{index}].name", "a tool needs a name")
     function: dict[str, Any] = {"name": tool.name, "description": tool.description}
     parameters = _object(tool.parameters, f"chat.tools[{index}].parameters")
     function["parameters"] = parameters or {"type": "object", "properties": {}}
@@ -96,12 +93,12 @@ def _object(text: str, field: str) -> dict[str, Any]:
         value = json.loads(text) if text else {}
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode()  # no lone surrogate
     except ValueError as error:
-        raise InvalidRequestError(f"{field}: no valid JSON: {error}", field=field) from None
+        raise wrong(field, f"no valid JSON: {error}") from None
     if not isinstance(value, dict):
-        raise InvalidRequestError(f"{field}: a JSON object is expected", field=field)
+        raise wrong(field, "a JSON object is expected")
     return value
 
 
 def _check_count(field: str, count: int, most: int) -> None:
     if count > most:
-        raise InvalidRequestError(f"{field}: {count}; at most {most} are taken", field=field)
+        raise wrong(field, f"{count}; at most {most} are taken")

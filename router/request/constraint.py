@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from baton.errors import InvalidRequestError
 from baton.v1 import common_pb2, router_pb2
 from kv_transfer.block_hash import TokenIds
+from router.request.client_request import wrong
 from router.text import TextModel
 from router.text.grammar import (
     UNFORCED,
@@ -67,10 +67,8 @@ def constraint_of(
         return None
     for name in ("ignore_eos", "min_tokens"):
         if getattr(sampling, name):
-            raise InvalidRequestError(
-                f"sampling.{name}: not beside a constraint, which says where the answer ends",
-                field=f"sampling.{name}",
-            )
+            problem = "not beside a constraint, which says where the answer ends"
+            raise wrong(f"sampling.{name}", problem)
     kind = request.WhichOneof("constraint")
     is_forced = request.chat.HasField("tool_choice")
     body = None
@@ -95,11 +93,11 @@ def _calls(
     if not chat.tools:
         if not is_forced:
             return None
-        raise InvalidRequestError(f"{field}: only with tools", field=field)
+        raise wrong(field, "only with tools")
     assert model.tool_format is not None, "tools are refused then"
     if len(chat.tools) > _MAX_TOOLS:
-        problem = f"chat.tools: {len(chat.tools)}; beside a constraint at most {_MAX_TOOLS}"
-        raise InvalidRequestError(problem, field="chat.tools")
+        problem = f"{len(chat.tools)}; beside a constraint at most {_MAX_TOOLS}"
+        raise wrong("chat.tools", problem)
     tools = []
     for index, tool in enumerate(chat.tools):
         if choice.name in ("", tool.name):
@@ -108,7 +106,7 @@ def _calls(
                 schema = json.dumps({"type": "object", **schema})
                 tools.append((tool.name, of_schema(schema, close=close_objects)))
     if not tools:
-        raise InvalidRequestError(f"{field}: no tool is named {choice.name!r}", field=field)
+        raise wrong(field, f"no tool is named {choice.name!r}")
     has_marked_arguments = model.is_in_template("[ARGS]")
     return Calls(
         model.tool_format,
@@ -125,4 +123,4 @@ def _naming(field: str) -> Iterator[None]:
     try:
         yield
     except GrammarError as error:
-        raise InvalidRequestError(f"{field}: {error}", field=field) from None
+        raise wrong(field, str(error)) from None

@@ -49,6 +49,8 @@ class Failed:
     field: str | None = None
     """Of the request, that the worker calls INVALID."""
     problem: str = ""  # what the client reads of it
+    was_running: bool = False
+    """The decode worker computed the request: it may be what the worker died of."""
 
 
 _REJECTIONS = {
@@ -70,8 +72,11 @@ _HANDOFF_NOT_BEGUN = {
 }
 
 
-def failure_of(rejected: worker_pb2.Rejected) -> Failure:
-    return _REJECTIONS.get(rejected.reason, Failure.REJECTED)
+def rejection(rejected: worker_pb2.Rejected, decode: WorkerEntry) -> Failed:
+    failure, field = _REJECTIONS.get(rejected.reason, Failure.REJECTED), rejected.field or None
+    message = f"{decode.facts.worker_id}: {failure.value}: {rejected.message}"
+    after_s = rejected.retry_after_ms / 1e3
+    return Failed(failure, decode, message, after_s, field, rejected.message)
 
 
 def failure_of_handoff(failed: worker_pb2.HandoffFailed) -> Failure:

@@ -1,41 +1,37 @@
-"""One request as a state machine: `transition(state, event, now_s, config) -> (state, effects)`.
+"""One attempt as a state machine: `transition(state, event, now_s, config) -> (state, effects)`.
 
-Pure: no clock, no task, no message. `RequestRun` turns what happens into events and carries out
-the effects, in order.
+Pure: no clock, no task, no message. `Attempt` turns what happens into events and carries out the
+effects, in order. Limits are of `router.timeouts`.
 
 | phase        | waits for                            | silence limit           | then         |
 | ------------ | ------------------------------------ | ----------------------- | ------------ |
-| SOUGHT       | the decode workers' answers          | `attach_timeout_s`      | QUEUED       |
-| QUEUED       | a placement                          | its deadline            | RESERVING    |
-| RESERVING    | Reserved or Rejected                 | `reserve_timeout_s`     | PREFILLING   |
-| PREFILLING   | the first token                      | `first_token_timeout_s` | HANDING_OVER |
+| RESERVING    | Reserved or Rejected                 | `reserve_s`             | PREFILLING   |
+| PREFILLING   | the first token                      | `first_token_s`         | HANDING_OVER |
 | OVERTAKEN    | the first token; later ones are here | the same                | DECODING     |
-| HANDING_OVER | the decode worker's first token      | `token_timeout_s`       | DECODING     |
-| DECODING     | the next token                       | `token_timeout_s`       | TRAILING     |
-| TRAILING     | the handoff's figures, after the end | `handoff_report_wait_s` | ENDED        |
-| FAILED       | the verdict on a failed attempt      | none: it comes at once  | BACKING_OFF  |
-| BACKING_OFF  | a timer                              | `retry_backoff_s`       | QUEUED       |
-| ENDED        | nothing                              |                         |              |
+| HANDING_OVER | the decode worker's first token      | `token_s`               | DECODING     |
+| DECODING     | the next token                       | `token_s`               | TRAILING     |
+| TRAILING     | the handoff's figures, after the end | `handoff_report_s`      | OVER         |
+| OVER         | nothing                              |                         |              |
 
-A prompt that its decode worker prefills goes from PREFILLING to DECODING. A request that is found
-where it runs goes on as PREFILLING or DECODING, one that is found nowhere is QUEUED. After a
-failure it is QUEUED at once, or backs off, or ends.
-Two more things happen beside the phase of an attempt:
+A prompt that its decode worker prefills goes from PREFILLING to DECODING. An attempt that is found
+where it runs begins as PREFILLING or DECODING.
+Two more things happen beside the phase:
 
 - `Stream`, what its decode worker sends: OPEN; DETACHED while the link is lost and the worker may
   keep the request; MOVED when another router follows it; OVER when nothing more of it comes.
 - `Prefill`, what its prefill worker was asked: NOT_ASKED, UNDER_WAY, OVER; TAKEN when it serves the
   lease for another router.
 
-Any failure of an attempt ends it (`EndAttempt`), and is judged (`Judge`). While a moved request's
-prefill is under way from here, failures wait: its new router needs that prefill. A request ends
-once (`End`); nothing of it is held afterwards.
+An attempt ends once (`End`), with its request or with what failed; nothing of it is held
+afterwards. While a moved request's prefill is under way from here, failures wait: its new router
+needs that prefill.
 """
 
 from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from baton.config.router import RouterConfig
 from baton.errors import BatonError
@@ -44,17 +40,13 @@ from router.request.failure import Failed, Failure
 
 
 class Phase(enum.Enum):
-    SOUGHT = "sought"
-    QUEUED = "queued"
     RESERVING = "reserving"
     PREFILLING = "prefilling"
     OVERTAKEN = "overtaken"
     HANDING_OVER = "handing over"
     DECODING = "decoding"
     TRAILING = "trailing"
-    FAILED = "failed"
-    BACKING_OFF = "backing off"
-    ENDED = "ended"
+    OVER = "over"
 
 
 class Stream(enum.Enum):
@@ -73,9 +65,6 @@ class Prefill(enum.Enum):
 
 _RUNNING = (Phase.OVERTAKEN, Phase.DECODING)  # the decode worker computes it
 _BEFORE_FIRST = (Phase.RESERVING, Phase.PREFILLING, Phase.OVERTAKEN)  # token
-_FOLLOWED = (Phase.PREFILLING, Phase.OVERTAKEN, Phase.HANDING_OVER, Phase.DECODING)
-_ATTEMPT = (Phase.RESERVING, *_FOLLOWED)
-"""An attempt is under way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,17 +73,13 @@ class State:
     `rejected`: its handoff failed, and its first token may yet be on its way."""
 
     phase: Phase
+    decode: WorkerEntry
+    writer: WorkerEntry | None = None
     stream: Stream = Stream.OPEN
     prefill: Prefill = Prefill.NOT_ASKED
-    decode: WorkerEntry | None = None
-    writer: WorkerEntry | None = None
     rejected: Failed | None = None
-
-    @property
-    def at(self) -> WorkerEntry:
-        """The decode worker of the attempt that is under way."""
-        assert self.decode is not None
-        return self.decode
+    is_attached: bool = False
+    """Another router began it, and may have asked for its prefill."""
 
     @property
     def is_running(self) -> bool:
@@ -106,7 +91,7 @@ class State:
 
     @property
     def has_moved(self) -> bool:
-        return self.phase in (*_ATTEMPT, Phase.TRAILING) and self.stream is Stream.MOVED
+        return self.phase is not Phase.OVER and self.stream is Stream.MOVED
 
     @property
     def is_over_there(self) -> bool:
@@ -117,32 +102,16 @@ class State:
 # --- events ---------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
-    """The search found the request at a decode worker. `is_running`: with tokens of its own."""
+class Signal(enum.Enum):
+    """Events without a value."""
 
-    decode: WorkerEntry
-    is_running: bool
-
-
-@dataclass(frozen=True, slots=True)
-class NotFound:
-    """It is nowhere, and can run again."""
-
-
-@dataclass(frozen=True, slots=True)
-class Refused:
-    """Search or line: the request ends with this error."""
-
-    error: BatonError
-
-
-@dataclass(frozen=True, slots=True)
-class Placed:
-    """No `writer`: the decode worker prefills."""
-
-    decode: WorkerEntry
-    writer: WorkerEntry | None
+    ADMITTED = "the decode worker has the KV and runs the request"
+    HANDED_OFF = "the prefill worker's call ended: the receiver has the prompt's KV"
+    LEASE_REFUSED = "it is served already, fenced or over: the decode worker reports how it ends"
+    COMPLETE = "the request is over with what was emitted"
+    MOVED = "another router follows the request"
+    ATTACHED = "the worker goes on with the attempt on the next link"
+    TIMER_FIRED = "the one that `SetTimer` set"
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,28 +135,10 @@ class FirstToken:
 
 
 @dataclass(frozen=True, slots=True)
-class HandedOff:
-    """The receiver has the prompt's KV."""
-
-
-@dataclass(frozen=True, slots=True)
 class PrefillFailed:
     """Nothing will be handed off. `failed` names the writer, or the receiver that was lost."""
 
     failed: Failed
-
-
-@dataclass(frozen=True, slots=True)
-class LeaseRefused:
-    """The lease is served already, fenced or over: the decode worker reports how it ends.
-    `taken`: it may be served for another router."""
-
-    taken: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Admitted:
-    """The decode worker has the KV and runs the request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,25 +153,10 @@ class Tokens:
 
 
 @dataclass(frozen=True, slots=True)
-class Complete:
-    """The request is over with what was emitted."""
-
-
-@dataclass(frozen=True, slots=True)
-class Moved:
-    """Another router follows the request."""
-
-
-@dataclass(frozen=True, slots=True)
 class LinkLost:
     """`failed`: what the loss means if the request cannot be attached again."""
 
     failed: Failed
-
-
-@dataclass(frozen=True, slots=True)
-class Attached:
-    """The worker goes on with the attempt on the next link."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,64 +168,42 @@ class AttemptFailed:
     is_over_there: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class TimerFired:
-    """The one that `SetTimer` set."""
+class Outcome(enum.Enum):
+    COMPLETE = "complete"
+    ABORTED = "aborted"
+
+
+HowOver = Outcome | BatonError | Failed
+"""How an attempt ends: with its request, or with what failed."""
+
+
+class Stop(enum.Enum):
+    """Why a request ends from outside."""
+
+    ABORTED = "by its client"
+    LEFT = "its last client has gone"
+    ORPHANED = "the router goes: it continues at its decode worker for another one"
+    OVERRULED = "its deadline has passed, or its model is served no more"
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
-    """On a failed attempt: how long to wait before the next, or the request's end."""
-
-    wait_s: float = 0.0
-    error: BatonError | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Aborted:
-    """By its client, or because its last client has gone (`by_name` False)."""
-
-    by_name: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Orphaned:
-    """The router goes: the request continues at its decode worker for another one."""
-
-    error: BatonError
-
-
-@dataclass(frozen=True, slots=True)
-class Overruled:
-    """The deadline has passed, or its model is served no more: it ends with this error."""
-
-    error: BatonError
+class Stopped:
+    why: Stop
+    end: Outcome | BatonError
 
 
 Event = (
-    Found
-    | NotFound
-    | Refused
-    | Placed
+    Signal
     | Reserved
     | Rejected
     | FirstToken
-    | HandedOff
     | PrefillFailed
-    | LeaseRefused
-    | Admitted
     | Tokens
-    | Complete
-    | Moved
     | LinkLost
-    | Attached
     | AttemptFailed
-    | TimerFired
-    | Verdict
-    | Aborted
-    | Orphaned
-    | Overruled
+    | Stopped
 )
+OfPrefill = FirstToken | PrefillFailed | Literal[Signal.HANDED_OFF, Signal.LEASE_REFUSED]
 
 
 # --- effects --------------------------------------------------------------------------------------
@@ -298,12 +212,6 @@ Event = (
 class Do(enum.Enum):
     """Effects without a value. Those about tokens and figures are of the event's message."""
 
-    SEARCH = "ask the decode workers for the request"
-    STOP_SEARCH = "leave off"
-    ENQUEUE = "take the position in line"
-    LEAVE_LINE = "give it up"
-    RESERVE = "listen, and send Reserve to the decode worker"
-    ASK_PREFILL = "send the lease to the writer"
     NOTE_RESERVED = "the decode worker has room"
     NOTE_FIRST = "the prompt is computed"
     NOTE_HANDED_OFF = "figures of the handoff"
@@ -314,9 +222,16 @@ class Do(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class AskPrefill:
+    """Send it the lease of the event's message."""
+
+    writer: WorkerEntry
+
+
+@dataclass(frozen=True, slots=True)
 class Expect:
     """Limit the silence of these workers, from now. `limit_s` None: as long as the prompt is
-    predicted to take there, and `first_token_timeout_s`."""
+    predicted to take there, and `timeouts.first_token_s`."""
 
     what: str
     limit_s: float | None
@@ -331,140 +246,66 @@ class SetTimer:
 
 
 @dataclass(frozen=True, slots=True)
-class EndAttempt:
-    """Leave nothing of it here, and release its booking. `cancels`: nor at its decode worker."""
+class End:
+    """Leave nothing of the attempt here, and release its booking. `cancels`: nor at its decode
+    worker."""
 
+    how: HowOver
     cancels: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Judge:
-    """Answered at once by `Verdict`. `was_running`: the decode worker computed it."""
-
-    failed: Failed
-    was_running: bool
-
-
-class Outcome(enum.Enum):
-    COMPLETE = "complete"
-    ABORTED = "aborted"
-
-
-@dataclass(frozen=True, slots=True)
-class End:
-    how: Outcome | BatonError
-
-
-Effect = Do | Expect | SetTimer | EndAttempt | Judge | End
+Effect = Do | AskPrefill | Expect | SetTimer | End
 Step = tuple[State, tuple[Effect, ...]]
 
 
 # --- the machine ----------------------------------------------------------------------------------
 
 
-def start(is_sought: bool) -> Step:
-    """`is_sought`: another router may have begun the request."""
-    if is_sought:
-        return State(Phase.SOUGHT), (Do.SEARCH,)
-    return State(Phase.QUEUED), (Do.ENQUEUE,)
-
-
 def transition(state: State, event: Event, now_s: float, config: RouterConfig) -> Step:
     """What follows. An event that means nothing in this state changes nothing."""
     match event:
-        case Aborted() | Orphaned() | Overruled():
-            return _ended_from_outside(state, event)
-        case Found() | NotFound() | Refused() | Placed() | Verdict():
-            return _outside_attempts(state, event, now_s, config)
-        case TimerFired():
-            return _timer_fired(state)
-        case FirstToken() | HandedOff() | PrefillFailed() | LeaseRefused():
+        case _ if state.phase is Phase.OVER:
+            return state, ()
+        case Stopped():
+            return _stopped(state, event)
+        case FirstToken() | PrefillFailed() | Signal.HANDED_OFF | Signal.LEASE_REFUSED:
             return _of_prefill_worker(state, event, config)
-        case _ if state.phase in _ATTEMPT:
-            return _of_attempt(state, event, now_s, config)
-    return state, ()
+        case Signal.TIMER_FIRED if state.phase is Phase.TRAILING:
+            return _end(state, Outcome.COMPLETE)
+        case _ if state.phase is Phase.TRAILING:
+            return state, ()
+        case Signal.TIMER_FIRED if state.rejected is not None:
+            return _fail_rejected(state, state.rejected)
+    return _of_stream(state, event, now_s, config)
 
 
-def _ended_from_outside(state: State, event: Aborted | Orphaned | Overruled) -> Step:
-    if state.phase is Phase.ENDED:
-        return state, ()
+def _stopped(state: State, event: Stopped) -> Step:
     if state.phase is Phase.TRAILING:  # its output is complete
-        return (state, ()) if isinstance(event, Overruled) else _finish(state)
-    how: Outcome | BatonError = Outcome.ABORTED
+        return (state, ()) if event.why is Stop.OVERRULED else _end(state, Outcome.COMPLETE)
     before: tuple[Effect, ...] = ()
+    if state.has_moved:
+        if event.why is Stop.LEFT:
+            return state, ()  # its new router may need the prefill that is under way from here
+        if event.why is Stop.ABORTED:
+            before = (Do.CANCEL_EVERYWHERE,)
+    state, effects = _end(state, event.end, cancels=event.why is not Stop.ORPHANED)
+    return state, before + effects
+
+
+def _of_stream(state: State, event: Event, now_s: float, config: RouterConfig) -> Step:
     match event:
-        case Aborted(by_name):
-            if state.has_moved and not by_name:
-                return state, ()  # its new router may need the prefill that is under way from here
-            if state.has_moved or state.phase is Phase.SOUGHT:
-                before = (Do.CANCEL_EVERYWHERE,)
-        case Orphaned(error) | Overruled(error):
-            how = error
-    cancels = not isinstance(event, Orphaned) and not state.is_over_there
-    match state.phase:
-        case Phase.SOUGHT:
-            leave: tuple[Effect, ...] = (Do.STOP_SEARCH,)
-        case Phase.QUEUED:
-            leave = (Do.LEAVE_LINE,)
-        case Phase.BACKING_OFF | Phase.FAILED:
-            leave = ()
-        case _:
-            leave = (EndAttempt(cancels),)
-    return State(Phase.ENDED), (*before, *leave, End(how))
-
-
-def _outside_attempts(
-    state: State,
-    event: Found | NotFound | Refused | Placed | Verdict,
-    now_s: float,
-    config: RouterConfig,
-) -> Step:
-    match state.phase, event:
-        case Phase.SOUGHT, Found(decode, is_running):
-            limit_s = config.token_timeout_s if is_running else config.max_timeout_s
-            phase = Phase.DECODING if is_running else Phase.PREFILLING
-            return State(phase, decode=decode), (Expect("a token", limit_s, (decode,)),)
-        case Phase.SOUGHT, NotFound():
-            return State(Phase.QUEUED), (Do.ENQUEUE,)
-        case ((Phase.SOUGHT | Phase.QUEUED), Refused(error)):
-            return State(Phase.ENDED), (End(error),)
-        case Phase.QUEUED, Placed(decode, writer):
-            expect = Expect("an answer to Reserve", config.reserve_timeout_s, (decode,))
-            return State(Phase.RESERVING, decode=decode, writer=writer), (expect, Do.RESERVE)
-        case Phase.FAILED, Verdict(error=BatonError() as error):
-            return State(Phase.ENDED), (End(error),)
-        case Phase.FAILED, Verdict(wait_s) if wait_s > 0:
-            return State(Phase.BACKING_OFF), (SetTimer(now_s + wait_s),)
-        case Phase.FAILED, Verdict():
-            return State(Phase.QUEUED), (Do.ENQUEUE,)
-    return state, ()
-
-
-def _timer_fired(state: State) -> Step:
-    if state.phase is Phase.BACKING_OFF:
-        return State(Phase.QUEUED), (Do.ENQUEUE,)
-    if state.phase is Phase.TRAILING:
-        return _finish(state)
-    if state.rejected is not None and state.phase in _ATTEMPT:
-        return _fail_rejected(state, state.rejected)
-    return state, ()
-
-
-def _of_attempt(state: State, event: Event, now_s: float, config: RouterConfig) -> Step:
-    """While one is under way."""
-    match event:
-        case Complete():
+        case Signal.COMPLETE:
             if state.is_running and state.prefill is Prefill.UNDER_WAY:
                 trailing = replace(state, phase=Phase.TRAILING, rejected=None)
-                return trailing, (SetTimer(now_s + config.handoff_report_wait_s),)
-            return _finish(state)
-        case Moved():
-            return _fail(replace(state, stream=Stream.MOVED), _moved(state.at))
+                return trailing, (SetTimer(now_s + config.timeouts.handoff_report_s),)
+            return _end(state, Outcome.COMPLETE)
+        case Signal.MOVED:
+            return _fail(replace(state, stream=Stream.MOVED), _moved(state.decode))
         case LinkLost(failed) if not state.is_over_there:
             if state.phase is Phase.RESERVING:  # a lost answer to Reserve does not come again
                 return _fail(state, failed)
             return replace(state, stream=Stream.DETACHED), (Do.ATTACH,)
-        case Attached() if state.stream is Stream.DETACHED:
+        case Signal.ATTACHED if state.stream is Stream.DETACHED:
             return replace(state, stream=Stream.OPEN), ()
         case AttemptFailed(failed, is_over_there):
             return _fail(replace(state, stream=Stream.OVER) if is_over_there else state, failed)
@@ -480,11 +321,14 @@ def _of_decode_worker(state: State, event: Event, now_s: float, config: RouterCo
             if failed.failure is Failure.HANDOFF_FAILED and state.phase in _BEFORE_FIRST:
                 # A writer gives up when its first token ends the request, or another router
                 # cancels it: that token, or its refusal to serve again, may be on its way.
-                at_s = now_s + config.handoff_report_wait_s
+                at_s = now_s + config.timeouts.handoff_report_s
                 return replace(state, rejected=failed), (SetTimer(at_s),)
             return _fail_rejected(state, failed)
-        case Admitted():
-            return _admitted(state, config)
+        case Signal.ADMITTED if state.phase in _BEFORE_FIRST:
+            return replace(state, phase=Phase.OVERTAKEN), ()
+        case Signal.ADMITTED:
+            expect = Expect("a token", config.timeouts.token_s, (state.decode,))
+            return replace(state, phase=Phase.DECODING), (expect,)
         case Tokens():
             return _tokens(state, event, config)
     return state, ()
@@ -497,21 +341,14 @@ def _reserved(state: State, event: Reserved) -> Step:
         return state, ()
     effects: list[Effect] = []
     if not event.has_lease:
-        effects.append(Expect("a first token", None, (state.at,)))
+        effects.append(Expect("a first token", None, (state.decode,)))
     elif event.writer is not None:
         state = replace(state, writer=event.writer, prefill=Prefill.UNDER_WAY)
-        effects += [Expect("a first token", None, (event.writer,)), Do.ASK_PREFILL]
+        effects += [Expect("a first token", None, (event.writer,)), AskPrefill(event.writer)]
     # Else the first router has asked it: the lease gives the time to wait.
     if state.phase is Phase.RESERVING:  # noted once the prefill has been asked for
         effects.append(Do.NOTE_RESERVED)
     return replace(state, phase=Phase.PREFILLING), tuple(effects)
-
-
-def _admitted(state: State, config: RouterConfig) -> Step:
-    if state.phase in _BEFORE_FIRST:
-        return replace(state, phase=Phase.OVERTAKEN), ()
-    expect = Expect("a token", config.token_timeout_s, (state.at,))
-    return replace(state, phase=Phase.DECODING), (expect,)
 
 
 def _tokens(state: State, event: Tokens, config: RouterConfig) -> Step:
@@ -526,45 +363,38 @@ def _tokens(state: State, event: Tokens, config: RouterConfig) -> Step:
             effects.append(Do.NOTE_FIRST)
         state = replace(state, phase=Phase.DECODING)
     if event.has_news:
-        effects.append(Expect("a token", config.token_timeout_s, (state.at,)))
+        effects.append(Expect("a token", config.timeouts.token_s, (state.decode,)))
     effects.append(Do.EMIT)
     return state, tuple(effects)
 
 
-def _of_prefill_worker(
-    state: State,
-    event: FirstToken | HandedOff | PrefillFailed | LeaseRefused,
-    config: RouterConfig,
-) -> Step:
-    if state.phase not in (*_ATTEMPT, Phase.TRAILING):
-        return state, ()
+def _of_prefill_worker(state: State, event: OfPrefill, config: RouterConfig) -> Step:
     if isinstance(event, FirstToken):
         return _first_token(state, event.finishes, config)
-    is_taken = isinstance(event, LeaseRefused) and event.taken
+    # A lease of this router's own is refused when its writer came too late for it.
+    is_taken = event is Signal.LEASE_REFUSED and state.is_attached
     state = replace(state, prefill=Prefill.TAKEN if is_taken else Prefill.OVER)
-    effects: tuple[Effect, ...] = (Do.NOTE_HANDED_OFF,) if isinstance(event, HandedOff) else ()
+    effects: tuple[Effect, ...] = (Do.NOTE_HANDED_OFF,) if event is Signal.HANDED_OFF else ()
     if state.phase is Phase.TRAILING:
-        state, more = _finish(state)
+        state, more = _end(state, Outcome.COMPLETE)
     elif state.stream is Stream.MOVED:
-        state, more = _fail(state, _moved(state.at))
+        state, more = _fail(state, _moved(state.decode))
     else:
         state, more = _prefill_over(state, event, config)
     return state, effects + more
 
 
-def _prefill_over(
-    state: State, event: HandedOff | PrefillFailed | LeaseRefused, config: RouterConfig
-) -> Step:
+def _prefill_over(state: State, event: OfPrefill, config: RouterConfig) -> Step:
     """What it means for an attempt that goes on. Once the decode worker has taken over, a failure
     does not matter, unless the first token is lost."""
     if isinstance(event, PrefillFailed):
         return (state, ()) if state.phase is Phase.DECODING else _fail(state, event.failed)
     if state.is_running:
         return state, ()
-    if isinstance(event, HandedOff):
-        expect = Expect("the handed-off request", config.token_timeout_s, (state.at,))
+    if event is Signal.HANDED_OFF:
+        expect = Expect("the handed-off request", config.timeouts.token_s, (state.decode,))
     else:  # the lease gives the time to wait
-        expect = Expect("a token", config.max_timeout_s, (state.at,))
+        expect = Expect("a token", config.timeouts.max_s, (state.decode,))
     return state, (expect,)
 
 
@@ -575,16 +405,16 @@ def _first_token(state: State, finishes: bool, config: RouterConfig) -> Step:
         if state.stream is not Stream.MOVED:
             state = replace(state, stream=Stream.OVER)  # its writer informs the decode worker
     if state.phase is Phase.TRAILING:
-        return _finish(state) if finishes else (state, ())
+        return _end(state, Outcome.COMPLETE) if finishes else (state, ())
     if state.phase in _BEFORE_FIRST:
         effects.append(Do.NOTE_FIRST)
         phase = Phase.DECODING if was_running else Phase.HANDING_OVER
         state = replace(state, phase=phase)
     if was_running:
-        effects.append(Expect("a token", config.token_timeout_s, (state.at,)))
+        effects.append(Expect("a token", config.timeouts.token_s, (state.decode,)))
     else:  # it hangs at the writer, or at the receiver that does not acknowledge
-        workers = (state.writer or state.at, state.at)
-        effects.append(Expect("the end of the handoff", config.token_timeout_s, workers))
+        workers = (state.writer or state.decode, state.decode)
+        effects.append(Expect("the end of the handoff", config.timeouts.token_s, workers))
     return state, (*effects, Do.EMIT)
 
 
@@ -592,7 +422,7 @@ def _fail_rejected(state: State, failed: Failed) -> Step:
     if failed.failure is Failure.HANDOFF_FAILED:
         if state.writer is None or state.prefill is Prefill.TAKEN:
             failed = replace(failed, failure=Failure.WRITER_UNKNOWN)
-        failed = replace(failed, worker=state.writer or state.at)
+        failed = replace(failed, worker=state.writer or state.decode)
     return _fail(state, failed)
 
 
@@ -605,10 +435,9 @@ def _fail(state: State, failed: Failed) -> Step:
         if state.prefill is Prefill.UNDER_WAY:
             return state, ()  # another router needs the prefill that is under way from here
         failed = replace(failed, failure=Failure.MOVED)
-    end = EndAttempt(cancels=not state.is_over_there)
-    return State(Phase.FAILED), (end, Judge(failed, state.is_running))
+    return _end(state, replace(failed, was_running=state.is_running))
 
 
-def _finish(state: State) -> Step:
-    end = EndAttempt(cancels=not state.is_over_there)
-    return State(Phase.ENDED), (end, End(Outcome.COMPLETE))
+def _end(state: State, how: HowOver, cancels: bool = True) -> Step:
+    end = End(how, cancels and not state.is_over_there)
+    return replace(state, phase=Phase.OVER), (end,)

@@ -7,15 +7,15 @@ the tokens it has not taken yet reach it as one run.
 from __future__ import annotations
 
 import asyncio
-import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
 from baton.errors import BatonError, OverloadedError
+from baton.finish_reason import FinishReason
 from baton.grpc_options import WORKER_MESSAGE_BYTES
 from baton.v1 import common_pb2, router_pb2, worker_pb2
-from baton.wire import DEADLINE
+from baton.wire import DEADLINE, finish_reason_of
 
 TokenLogprobs = common_pb2.Logprobs  # carried from worker to client unread
 
@@ -24,22 +24,10 @@ TokenLogprobs = common_pb2.Logprobs  # carried from worker to client unread
 _TOKEN_BYTES, _MARK_BYTES, _LOGPROBS_BYTES, _LOGPROBS_FACTOR = 128, 512, 256, 4
 
 
-class FinishReason(enum.Enum):
-    STOP = "stop"
-    LENGTH = "length"
-    ABORTED = "aborted"
-
-
-_FINISHED = {
-    common_pb2.FINISH_REASON_STOP: FinishReason.STOP,
-    common_pb2.FINISH_REASON_LENGTH: FinishReason.LENGTH,
-    common_pb2.FINISH_REASON_ABORTED: FinishReason.ABORTED,  # by its client, at another router
-}
-
-
-def finish_reason_of(tokens: worker_pb2.RequestTokens) -> FinishReason | None:
+def ended_by(tokens: worker_pb2.RequestTokens) -> FinishReason | None:
     """How a run of tokens ends its request. None: it continues, or only the attempt is over."""
-    return None if tokens.error == DEADLINE else _FINISHED.get(tokens.finished)
+    reason = finish_reason_of(tokens.finished)
+    return None if tokens.error == DEADLINE or reason is FinishReason.ERROR else reason
 
 
 @dataclass(frozen=True)

@@ -7,28 +7,23 @@ first token that ends the request.
 from __future__ import annotations
 
 import logging
-from typing import Protocol
+from collections.abc import Callable
 
 import grpc
 
+from baton.clock import Clock
 from baton.link.frames import LinkError
 from baton.status import from_rpc_error
 from baton.v1 import worker_pb2
 from router.fleet.fleet import WorkerEntry
 from router.fleet.worker_link import WorkerLink
 from router.request.failure import Failed, Failure, failure_of_call, failure_of_handoff
+from router.request.machine import FirstToken, OfPrefill, PrefillFailed, Signal
 
 log = logging.getLogger(__name__)
 
-
-class PrefillListener(Protocol):
-    """Callbacks for the prefill's progress. All run on the event loop, and none may block."""
-
-    def on_first_token(self, first: worker_pb2.FirstToken) -> None: ...
-    def on_handed_off(self, done: worker_pb2.HandoffDone) -> None: ...
-    def on_prefill_failed(self, failed: Failed) -> None: ...
-    def on_lease_refused(self) -> None:
-        """The lease is served already, fenced or over: the session reports how it ends."""
+Feed = Callable[[OfPrefill, object], None]
+"""Takes an event with the message that it came with."""
 
 
 class PrefillCall:
@@ -39,10 +34,11 @@ class PrefillCall:
         writer: WorkerLink,
         receiver: WorkerEntry,
         request: worker_pb2.PrefillRequest,
-        listener: PrefillListener,
+        clock: Clock,
+        feed: Feed,
     ) -> None:
         """`receiver`: the decode worker that the prompt's KV goes to."""
-        self._writer, self._receiver, self._listener = writer.entry, receiver, listener
+        self._writer, self._receiver, self._clock, self._feed = writer, receiver, clock, feed
         self._worker_id = writer.entry.facts.worker_id
         self._is_over = False
         self._call = writer.prefill(request, self)
@@ -55,33 +51,34 @@ class PrefillCall:
     def on_message(self, response: worker_pb2.PrefillResponse) -> None:
         match response.WhichOneof("event"):
             case "first_token":
-                self._is_over |= response.first_token.finished != 0
-                self._listener.on_first_token(response.first_token)
+                first = response.first_token
+                self._is_over |= first.finished != 0
+                self._writer.first_token_s = self._clock.now_s()
+                self._feed(FirstToken(first.finished != 0), first)
             case "handoff_done":
                 self._is_over = True
-                self._listener.on_handed_off(response.handoff_done)
+                self._feed(Signal.HANDED_OFF, response.handoff_done)
             case "handoff_failed":
                 self._is_over = True
                 failed = response.handoff_failed
-                worker = self._receiver if failed.reason == "PEER_LOST" else self._writer
+                worker = self._receiver if failed.reason == "PEER_LOST" else self._writer.entry
                 message = f"{self._worker_id}: {failed.reason}: {failed.message}"
-                self._listener.on_prefill_failed(
-                    Failed(failure_of_handoff(failed), worker, message)
-                )
+                self._fail(Failed(failure_of_handoff(failed), worker, message))
 
     def on_end(self, error: LinkError | None) -> None:
+        writer = self._writer.entry
         if self._is_over:
             return
         if error is None:
-            self._fail(Failure.PREFILL_FAILED, f"{self._worker_id} ended its answer early")
+            message = f"{self._worker_id} ended its answer early"
+            self._fail(Failed(Failure.PREFILL_FAILED, writer, message))
         elif error.code() is grpc.StatusCode.FAILED_PRECONDITION:
             log.info("%s: %s", self._worker_id, error.details())
-            self._listener.on_lease_refused()
+            self._feed(Signal.LEASE_REFUSED, None)
         else:
             told, message = from_rpc_error(error), f"{self._worker_id}: {error}"
-            failure = failure_of_call(error, self._writer)
-            failed = Failed(failure, self._writer, message, 0.0, told.field, told.message)
-            self._listener.on_prefill_failed(failed)
+            failure = failure_of_call(error, writer)
+            self._fail(Failed(failure, writer, message, 0.0, told.field, told.message))
 
-    def _fail(self, failure: Failure, message: str) -> None:
-        self._listener.on_prefill_failed(Failed(failure, self._writer, message))
+    def _fail(self, failed: Failed) -> None:
+        self._feed(PrefillFailed(failed), None)

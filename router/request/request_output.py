@@ -17,21 +17,16 @@ from baton.errors import (
     UnavailableError,
     WorkerLostError,
 )
+from baton.finish_reason import FinishReason
 from baton.v1 import router_pb2, worker_pb2
 from router.fleet.fleet import Booking
 from router.placement.placement import least_prefill_s
-from router.report.recent import EndedRequest
-from router.report.request_line import MISSED, RequestLine, judged, trace_id
+from router.report.ended_request import MISSED, EndedRequest, judged, trace_id
 from router.report.stages import Stages
 from router.report.tally import Buckets
-from router.request.output import (
-    Finished,
-    FinishReason,
-    OutputLog,
-    Timings,
-    TokenLogprobs,
-)
-from router.request.run_parts import Arrival, RunParts
+from router.request.output import Finished, OutputLog, Timings, TokenLogprobs
+from router.request.run_parts import RunParts
+from router.request.validate import ParsedRequest
 from router.text import Detokenizer
 
 _NOT_OF_CLIENT = (BatonError, KvTransferError, WorkerLostError, PoisonError, NotResumableError)
@@ -56,21 +51,22 @@ class Served(enum.Enum):
 class RequestOutput:
     """Own a request's log and the text state behind it."""
 
-    def __init__(self, arrival: Arrival, parts: RunParts) -> None:
+    def __init__(self, request: ParsedRequest, parts: RunParts, tokenize_s: float) -> None:
         self.log = OutputLog()
         self.queue_s = 0.0
-        self.stages = Stages(parts.clock, arrival.arrived_s, arrival.tokenize_s)
-        self._arrival, self._parts = arrival, parts
-        parsed = arrival.parsed
-        self._labels = parts.metrics.of(parsed.tenant)
-        self._ends = frozenset(parsed.stop_token_ids)
-        text, may_think = parts.model.text, parsed.is_chat and parsed.stop
+        self.stages = Stages(parts.clock, request.head.arrived_s, tokenize_s)
+        self._request, self._parts, self._tokenize_s = request, parts, tokenize_s
+        self._labels = parts.metrics.of(request.head.tenant)
+        self._ends = frozenset(request.stop_token_ids)
+        text, may_think = parts.model.text, request.is_chat and request.stop
         self._detokenizer = Detokenizer(
-            text.new_decoder(after_text=parsed.continues_text, shows_special=parsed.shows_special),
-            parsed.stop,
-            min_tokens=parsed.sampling.min_tokens,
-            includes_stop=parsed.includes_stop,
-            thoughts=text.new_splitter(parsed.token_ids[-64:].tolist()) if may_think else None,
+            text.new_decoder(
+                after_text=request.continues_text, shows_special=request.shows_special
+            ),
+            request.stop,
+            min_tokens=request.sampling.min_tokens,
+            includes_stop=request.includes_stop,
+            thoughts=text.new_splitter(request.token_ids[-64:].tolist()) if may_think else None,
         )
         self._booking: Booking | None = None
         self._predicted_s: float | None = None
@@ -152,7 +148,7 @@ class RequestOutput:
         now, metrics = self._parts.clock.now_s(), self._parts.metrics
         booking = self._booking
         self.stages.first_token(first, "" if booking is None else booking.decode.facts.worker_id)
-        num_tokens = len(self._arrival.parsed.token_ids)
+        num_tokens = len(self._request.token_ids)
         if self._num_attempts > 1 and (self.has_failed or self.log.ids):
             num_again = num_tokens + len(self.log.ids) - num_cached_tokens
             metrics.wasted.labels(*self._labels, "retry").inc(max(0, num_again))
@@ -173,7 +169,7 @@ class RequestOutput:
             self._prefill_queue_s = first.queue_ms / 1e3
             self._prefill_s = first.prefill_ms / 1e3
         self._num_cached_tokens = num_cached_tokens
-        ttft_s = now - self._arrival.arrived_s
+        ttft_s = now - self._request.head.arrived_s
         metrics.ttft.labels(*self._labels, pool).observe(ttft_s)
         if prefilled:
             self._parts.pool_figures.saw_first_token(pool, ttft_s)
@@ -214,7 +210,7 @@ class RequestOutput:
         for position, token_id in enumerate(ids):
             ends = finished is FinishReason.STOP and position == len(ids) - 1
             log.ids.append(token_id)
-            if ends and token_id in self._ends and not self._arrival.parsed.includes_stop:
+            if ends and token_id in self._ends and not self._request.includes_stop:
                 log.texts.append("")  # what ends the text is no part of it
                 continue
             emitted = self._detokenizer.push(token_id)
@@ -225,10 +221,10 @@ class RequestOutput:
         num_new = len(log.ids) - num_before
         if num_new:
             self._time(num_new)
-            self._parts.admission.emitted(self._arrival.parsed.tenant, num_before, len(log.ids))
+            self._parts.admission.emitted(self._request.head.tenant, num_before, len(log.ids))
         if logprobs:
             log.logprobs.extend(logprobs[:num_new])
-        if finished is None and len(log.ids) >= self._arrival.parsed.sampling.max_tokens:
+        if finished is None and len(log.ids) >= self._request.sampling.max_tokens:
             finished = FinishReason.LENGTH
         if finished is None:
             log.wake()
@@ -269,7 +265,7 @@ class RequestOutput:
         if num_before == num_tokens:
             return
         self._num_reported = num_tokens
-        self.log.measure(self._parts.config.max_unread_bytes)
+        self.log.measure(self._parts.config.clients.max_unread_bytes)
         self._parts.metrics.tokens.labels(*self._labels).inc(num_tokens - num_before)
         self._parts.counts.output_tokens += num_tokens - num_before
         gaps_s = self._gaps_s[self._num_gaps_reported :]
@@ -342,13 +338,13 @@ class RequestOutput:
         self._count_goodput(timings)
         num_out = len(self.log.ids)
         if is_aborted and num_out:
-            num_wasted = len(self._arrival.parsed.token_ids) - self._num_cached_tokens + num_out
+            num_wasted = len(self._request.token_ids) - self._num_cached_tokens + num_out
             self._parts.metrics.wasted.labels(*self._labels, "abort").inc(num_wasted)
         self._report_end(reason.value, timings)
         self.log.close(
             Finished(
                 reason=reason,
-                num_prompt_tokens=len(self._arrival.parsed.token_ids),
+                num_prompt_tokens=len(self._request.token_ids),
                 num_output_tokens=num_out,
                 num_cached_tokens=self._num_cached_tokens,
                 timings=timings,
@@ -359,70 +355,48 @@ class RequestOutput:
     def _report_end(self, outcome: str, timings: Timings) -> None:
         """For operators: figures, a line in the log, and the counters of targets."""
         self._report_tokens()
-        arrival, parsed, booking = self._arrival, self._arrival.parsed, self._booking
+        head, booking = self._request.head, self._booking
         prefill = decode = ""
         if booking is not None:
             decode = booking.decode.facts.worker_id
             prefill = "" if booking.prefill is booking.decode else booking.prefill.facts.worker_id
-        ended = EndedRequest(
-            request_id=arrival.request_id,
-            tenant=parsed.tenant,
-            outcome=outcome,
-            reason="" if self._routed is None else self._routed.reason,
-            prefill_worker=prefill,
-            decode_worker=decode,
-            num_prompt_tokens=len(parsed.token_ids),
-            num_cached_tokens=self._num_cached_tokens,
-            num_output_tokens=len(self.log.ids),
-            num_attempts=self._num_attempts,
-            queue_s=timings.queue_s,
-            reserve_s=timings.reserve_s,
-            prefill_queue_s=timings.prefill_queue_s,
-            prefill_s=timings.prefill_s,
-            handoff_s=timings.second_token_s,
-            e2e_s=timings.e2e_s,
-            tokenize_s=timings.tokenize_s,
-            decode_s=self._last_at_s - self._first_at_s,
-            tpot_s=timings.tpot_s,
-            trace_id=trace_id(arrival.traceparent),
-        )
-        traced = self._parts.trace(ended, arrival.traceparent, self.stages)
-        ended = replace(ended, trace_id=traced or ended.trace_id)
-        self._parts.recent.requests.append(ended)
-        self._parts.metrics.ended(ended, *self._pools)
         ttft_target, itl_target = self._judged(timings)
-        RequestLine(
-            request_id=arrival.request_id,
-            tenant=parsed.tenant,
+        ended = EndedRequest(
+            request_id=head.request_id,
+            tenant=head.tenant,
             outcome=outcome,
-            e2e_ms=timings.e2e_s * 1e3,
-            session_id=parsed.session_id,
-            trace_id=ended.trace_id,
+            session_id=head.session_id,
+            trace_id=trace_id(head.traceparent),
+            reason="" if self._routed is None else self._routed.reason,
             prefill_worker=prefill,
             decode_worker=decode,
             lease_id=self._lease_id,
             num_attempts=self._num_attempts,
-            num_prompt_tokens=len(parsed.token_ids),
+            num_prompt_tokens=len(self._request.token_ids),
             num_cached_tokens=self._num_cached_tokens if self.log.ids else None,
             num_output_tokens=len(self.log.ids),
-            queue_ms=timings.queue_s * 1e3,
-            ttft_ms=timings.ttft_s * 1e3 if self.log.ids else None,
-            itl_ms=timings.itl_s * 1e3 or None,
+            decode_s=self._last_at_s - self._first_at_s,
             ttft_target=ttft_target,
             itl_target=itl_target,
-        ).write()
+            **vars(timings),
+        )
+        traced = self._parts.trace(ended, head.traceparent, self.stages)
+        ended = replace(ended, trace_id=traced or ended.trace_id)
+        self._parts.recent.requests.append(ended)
+        self._parts.metrics.ended(ended, *self._pools)
+        ended.write_line()
 
     def _judged(self, timings: Timings) -> tuple[str, str]:
         """Its targets for the first token and for the median gap. A client that resumes has waited
         for longer than this router knows."""
-        parsed, metrics = self._arrival.parsed, self._parts.metrics
-        if parsed.resume_from_index is not None:
+        head, metrics = self._request.head, self._parts.metrics
+        if head.resume_from_index is not None:
             return "", ""
         has_begun = bool(self.log.ids)
         first_s = timings.ttft_s if has_begun else timings.e2e_s
         found = (
-            judged(parsed.ttft_target_s, first_s, is_over=has_begun),
-            judged(parsed.itl_target_s, timings.itl_s, is_over=timings.itl_s > 0),
+            judged(head.ttft_target_s, first_s, is_over=has_begun),
+            judged(head.itl_target_s, timings.itl_s, is_over=timings.itl_s > 0),
         )
         for target, result in zip(("ttft", "itl"), found):
             if result:
@@ -432,17 +406,17 @@ class RequestOutput:
     def _count_goodput(self, timings: Timings, error: BatonError | None = None) -> None:
         """A request is good if it ends well within both targets, its own or the router's. A client
         that leaves, or names too short a deadline, judges what it had."""
-        parsed, config = self._arrival.parsed, self._parts.config
+        head, config = self._request.head, self._parts.config
         is_fault = type(error) in _MISSED
-        if parsed.resume_from_index is not None or not (
+        if head.resume_from_index is not None or not (
             error is None or is_fault or isinstance(error, DeadlineError)
         ):
             return
         has_begun = bool(self.log.ids)
         first_s = timings.ttft_s if has_begun else timings.e2e_s
-        first_target_s = parsed.ttft_target_s or config.ttft_target_s
+        first_target_s = head.ttft_target_s or config.metrics.ttft_target_s
         found = judged(first_target_s, first_s, is_over=has_begun)
-        gap_target_s = parsed.itl_target_s or config.itl_target_s
+        gap_target_s = head.itl_target_s or config.metrics.itl_target_s
         if is_fault or timings.tpot_s > gap_target_s:
             found = MISSED
         if found:
@@ -450,14 +424,14 @@ class RequestOutput:
 
     def _timings(self) -> Timings:
         """The gap before the second token is reported apart, since it contains the handoff."""
-        arrived_s, gaps_s = self._arrival.arrived_s, self._gaps_s[1:]
+        arrived_s, gaps_s = self._request.head.arrived_s, self._gaps_s[1:]
         num_later = len(self.log.ids) - self._num_at_once
         return Timings(
             queue_s=self.queue_s,
             ttft_s=self._first_at_s - arrived_s if self.log.ids else 0.0,
             itl_s=statistics.median(gaps_s) if gaps_s else 0.0,
             e2e_s=self._parts.clock.now_s() - arrived_s,
-            tokenize_s=self._arrival.tokenize_s,
+            tokenize_s=self._tokenize_s,
             reserve_s=self._reserve_s,
             prefill_s=self._prefill_s,
             second_token_s=self._second_token_s,

@@ -21,9 +21,10 @@ from baton.errors import (
 from baton.fleet import WorkerState
 from baton.v1 import router_pb2
 from router.fleet.fleet import WorkerEntry
+from router.request.client_request import RequestHead
 from router.request.failure import Failed, Failure
 from router.request.output import OutputLog
-from router.request.run_parts import Arrival, RunParts
+from router.request.run_parts import RunParts
 
 log = logging.getLogger(__name__)
 
@@ -43,8 +44,8 @@ _NOT_BEGUN = (
 class Retrying:
     """Own a request's attempt numbers and what its failed attempts have cost it."""
 
-    def __init__(self, arrival: Arrival, parts: RunParts, output: OutputLog) -> None:
-        self._request_id, self._tenant = arrival.request_id, arrival.parsed.tenant
+    def __init__(self, head: RequestHead, parts: RunParts, output: OutputLog) -> None:
+        self._request_id, self._tenant = head.request_id, head.tenant
         self._parts, self._output = parts, output
         self.attempt_number = 0
         """Of the newest attempt; 0 before the first."""
@@ -61,17 +62,13 @@ class Retrying:
         """An attempt that another router began."""
         self.attempt_number = attempt_number
 
-    def lost_while_running(self, worker: WorkerEntry) -> None:
-        """The request may be what its decode worker died of."""
-        self._lost.append(worker.facts.identity)
-
     def taken_in(self, worker: WorkerEntry) -> None:
         """A worker has room for the request and could read it. So a worker that could not is sick
         itself."""
         fleet, config = self._parts.fleet, self._parts.config
         self._rejected_by.discard(worker.facts.identity)
         for slot in fleet.slots_of(self._rejected_by):
-            fleet.eject(fleet.at(slot), config.eject_s)
+            fleet.eject(fleet.at(slot), config.retries.eject_s)
         self._rejected_by.clear()
 
     def judge(self, failed: Failed) -> float:
@@ -81,6 +78,8 @@ class Retrying:
         parts.metrics.failures.labels(failure.name).inc()
         fields = {"request_id": self._request_id}
         log.info("attempt %d: %s", self.attempt_number, failed.message, extra={"fields": fields})
+        if failed.failure is Failure.DECODE_LOST and failed.was_running:
+            self._lost.append(failed.worker.facts.identity)
         if ending := _ending(failed):
             raise ending
         if self._was_not_begun(failed):
@@ -97,18 +96,15 @@ class Retrying:
         self.num_failures += 1
         self._give_up_if_hopeless(failed)
         self._blame(failed)
-        return parts.config.retry_backoff_s if self.num_failures > 1 else 0.0
+        return parts.config.retries.backoff_s if self.num_failures > 1 else 0.0
 
     def _was_not_begun(self, failed: Failed) -> bool:
         """Whether the worker is left alone for a while without being blamed."""
         fleet, failure = self._parts.fleet, failed.failure
         if failure is Failure.NO_CAPACITY:
             fleet.hold(failed.worker, max(MIN_HOLD_S, failed.retry_after_s))
-        elif failure in (
-            Failure.FINGERPRINT,
-            Failure.REPLACED,
-        ):  # the registry will report it
-            fleet.hold(failed.worker, self._parts.config.eject_s)
+        elif failure in (Failure.FINGERPRINT, Failure.REPLACED):  # the registry will report it
+            fleet.hold(failed.worker, self._parts.config.retries.eject_s)
         elif failure is Failure.DRAINING:
             fleet.set_state(failed.worker, WorkerState.DRAINING)
         return failure in _NOT_BEGUN
@@ -121,7 +117,7 @@ class Retrying:
         if failed.failure is Failure.REJECTED:  # is it the request, or the worker?
             self._rejected_by.add(failed.worker.facts.identity)
         else:
-            self._parts.fleet.eject(failed.worker, self._parts.config.eject_s)
+            self._parts.fleet.eject(failed.worker, self._parts.config.retries.eject_s)
 
     def _outnumber(self, failed: Failed) -> None:
         """The worker knows a later attempt of this id. It is not to blame and stays in use."""
@@ -133,14 +129,13 @@ class Retrying:
     def _give_up_if_hopeless(self, failed: Failed) -> None:
         config = self._parts.config
         dead = [lost for lost in self._lost if not self._parts.links.find(*lost)]
-        if len(dead) >= config.max_dead_decode_workers:
+        if len(dead) >= config.retries.max_dead_decode_workers:
             names = ", ".join(worker_id for worker_id, _ in dead)
             raise PoisonError(f"{len(dead)} workers died while they ran this request: {names}")
-        if failed.failure is Failure.REJECTED and self._rejected_by - {
-            failed.worker.facts.identity
-        }:
+        others = self._rejected_by - {failed.worker.facts.identity}
+        if failed.failure is Failure.REJECTED and others:
             raise BatonError(f"{failed.message} (a second worker could not take it in)")
-        if self.num_failures >= config.max_attempts:
+        if self.num_failures >= config.retries.max_attempts:
             raise _final(failed, f"after {self.num_failures} attempts")
         if not self._parts.retries.take(self._tenant):
             raise _final(failed, "and the retry budget is used up")

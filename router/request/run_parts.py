@@ -1,10 +1,9 @@
-"""What a request brings along, and what all requests of a router share."""
+"""What all requests of a router share."""
 
 from __future__ import annotations
 
 import random
 from dataclasses import dataclass
-from urllib.parse import quote, unquote
 
 from baton.clock import Clock
 from baton.config.router import RouterConfig
@@ -17,7 +16,6 @@ from router.report.figures import Counts, PoolFigures, RequestFigures
 from router.report.metrics import RouterMetrics
 from router.report.recent import Recent
 from router.report.stages import Trace
-from router.request.validate import ParsedRequest
 from router.text import TextModel
 
 
@@ -66,61 +64,3 @@ class RunParts:
     recent: Recent
     clock: Clock
     rng: random.Random
-
-
-@dataclass(frozen=True)
-class Sought:
-    """A request that a decode worker may keep: what the worker knows it by."""
-
-    tenant: str
-    request_id: str
-    body_digest: bytes
-    seed: int | None
-    resume_from_index: int
-
-    @property
-    def wire_id(self) -> str:
-        return wire_id(self.tenant, self.request_id)
-
-
-@dataclass(frozen=True)
-class Arrival:
-    """A request as the service took it in."""
-
-    request_id: str  # the client's, or drawn
-    parsed: ParsedRequest
-    traceparent: str
-    arrived_s: float
-    tokenize_s: float
-
-    @property
-    def key(self) -> tuple[str, str]:
-        """(tenant, request id): what a request is known by in a router."""
-        return (self.parsed.tenant, self.request_id)
-
-    @property
-    def chose_id(self) -> bool:
-        """The client named the request, so it may come back for it."""
-        return bool(self.parsed.request_id)
-
-    @property
-    def wire_id(self) -> str:
-        return wire_id(self.parsed.tenant, self.request_id)
-
-    @property
-    def sought(self) -> Sought:
-        parsed = self.parsed
-        index = parsed.resume_from_index or 0
-        return Sought(parsed.tenant, self.request_id, parsed.body_digest, parsed.seed, index)
-
-
-def wire_id(tenant: str, request_id: str) -> str:
-    """The id workers know a request by: one tenant's ids never meet another's."""
-    own = quote(request_id, safe="")
-    return f"{quote(tenant, safe='')}/{own}" if tenant else own
-
-
-def key_of(named: str) -> tuple[str, str]:
-    """Tenant and request id of a `wire_id`."""
-    tenant, _, own = named.rpartition("/")
-    return unquote(tenant), unquote(own)

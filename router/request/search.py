@@ -14,13 +14,15 @@ from baton.errors import AlreadyExistsError, NotResumableError, UnavailableError
 from baton.link.frames import LinkError
 from baton.v1 import worker_pb2
 from router.fleet.fleet_links import FleetLinks
-from router.fleet.session import AttemptHandler, SessionLostError
+from router.fleet.session import AttemptHandler, Report, SessionLostError
 from router.fleet.worker_link import WorkerLink
-from router.request.run_parts import Sought
+from router.request.client_request import ClientRequest, RequestHead
 from router.request.validate import ParsedRequest
 
 log = logging.getLogger(__name__)
 
+Sought = ClientRequest | ParsedRequest
+"""A request that a decode worker may keep."""
 _NO_ANSWER = {
     grpc.StatusCode.DEADLINE_EXCEEDED,
     grpc.StatusCode.UNAVAILABLE,
@@ -40,31 +42,22 @@ class Probe:
         self.wire_id, self.lost = wire_id, ""
         self._on_lost = on_lost
         self._tokens: list[worker_pb2.RequestTokens] = []
-        self._others: list[tuple[int, Callable[[AttemptHandler], None]]] = []
+        self._reports: list[Report] = []
 
     def replay(self, handler: AttemptHandler) -> None:
         """Hand over what was kept of the handler's attempt, tokens first."""
         for tokens in self._tokens:
             if tokens.attempt == handler.number:
                 handler.on_tokens(tokens)
-        for attempt, report in self._others:
-            if attempt == handler.number:
-                report(handler)
+        for report in self._reports:
+            if report.attempt == handler.number:
+                handler.on_report(report)
 
     def on_tokens(self, tokens: worker_pb2.RequestTokens) -> None:
         self._tokens.append(tokens)
 
-    def on_reserved(self, reserved: worker_pb2.Reserved) -> None:
-        self._others.append((reserved.attempt, lambda handler: handler.on_reserved(reserved)))
-
-    def on_rejected(self, rejected: worker_pb2.Rejected) -> None:
-        self._others.append((rejected.attempt, lambda handler: handler.on_rejected(rejected)))
-
-    def on_admitted(self, admitted: worker_pb2.HandoffAdmitted) -> None:
-        self._others.append((admitted.attempt, lambda handler: handler.on_admitted(admitted)))
-
-    def on_moved(self, moved: worker_pb2.Moved) -> None:
-        self._others.append((moved.attempt, lambda handler: handler.on_moved(moved)))
+    def on_report(self, report: Report) -> None:
+        self._reports.append(report)
 
     def on_session_lost(self, message: str) -> None:
         self.lost = message
@@ -84,13 +77,13 @@ class Running:
         self.link.session.leave(self.probe)
 
 
-def check_resumable(parsed: ParsedRequest) -> None:
+def check_resumable(head: RequestHead) -> None:
     """Check that a request which no decode worker keeps can be run again.
 
     Raises NotResumableError when its client has seen tokens, and nobody knows the seed that they
     were drawn with.
     """
-    if parsed.resume_from_index and parsed.seed is None:
+    if head.resume_from_index and head.seed is None:
         raise NotResumableError(
             "no decode worker keeps the request, and without its seed it cannot be run again;"
             " send the seed from Routed",
@@ -132,7 +125,7 @@ async def find_running(sought: Sought, links: FleetLinks, timeout_s: float) -> R
     found.sort(key=lambda one: one.response.spec.attempt)
     for older in found[:-1]:
         older.leave()
-        older.link.session.cancel(sought.wire_id, older.response.spec.attempt)
+        older.link.session.cancel(sought.head.wire_id, older.response.spec.attempt)
     if found:
         return found[-1]
     _check_nowhere(sought, links, dict(zip(asked, answers, strict=True)))
@@ -142,7 +135,7 @@ async def find_running(sought: Sought, links: FleetLinks, timeout_s: float) -> R
 def _check_nowhere(sought: Sought, links: FleetLinks, answers: Mapping[WorkerLink, object]) -> None:
     """No worker that answered keeps the request. Raise the reason why it cannot run again."""
     heard = {k: answer for k, answer in answers.items() if not isinstance(answer, _NoAnswerError)}
-    if sought.resume_from_index:
+    if sought.head.resume_from_index:
         _check_all_heard(links, heard.keys())
     for answer in heard.values():
         if isinstance(answer, BaseException):
@@ -176,7 +169,7 @@ class _NoAnswerError(Exception):
 
 async def _ask(link: WorkerLink, sought: Sought, timeout_s: float) -> Running | None:
     """The probe listens before the worker is asked, so that no token falls between."""
-    probe = Probe(sought.wire_id)
+    probe = Probe(sought.head.wire_id)
     try:
         link.session.listen(probe)
     except SessionLostError as error:
@@ -194,14 +187,21 @@ async def _attach(
     link: WorkerLink, sought: Sought, timeout_s: float
 ) -> worker_pb2.AttachResponse | None:
     """None: the worker does not keep the request. Raises AlreadyExistsError, _NoAnswerError."""
+    head = sought.head
     try:
         return await link.attach(
-            sought.wire_id, sought.tenant, sought.body_digest, sought.seed, timeout_s
+            worker_pb2.AttachRequest(
+                request_id=head.wire_id,
+                tenant=head.tenant,
+                body_digest=sought.body_digest,
+                seed=head.seed,
+            ),
+            timeout_s,
         )
     except LinkError as error:
         if error.code() is grpc.StatusCode.ALREADY_EXISTS:
             raise AlreadyExistsError(
-                f"request {sought.request_id!r} runs with another body or seed",
+                f"request {head.request_id!r} runs with another body or seed",
                 field="request_id",
             ) from None
         if error.code() is not grpc.StatusCode.NOT_FOUND:
@@ -245,10 +245,15 @@ async def _ask_again(
     while True:
         await link.session.wait_open()
         link.session.listen(probe)
+        asked = worker_pb2.AttachRequest(
+            request_id=spec.request_id,
+            tenant=spec.tenant,
+            body_digest=spec.body_digest,
+            seed=spec.seed,
+            attempt=spec.attempt,
+        )
         try:
-            return await link.attach(
-                spec.request_id, spec.tenant, spec.body_digest, spec.seed, timeout_s, spec.attempt
-            )
+            return await link.attach(asked, timeout_s)
         except LinkError as error:
             if error.code() is not grpc.StatusCode.UNAVAILABLE:
                 raise

@@ -14,8 +14,9 @@ import pytest
 
 from baton import errors
 from baton.client import AsyncClient, Client
-from baton.client.events import Finished, FinishReason, HandedOff, Prefilled, Routed, Tokens
+from baton.client.events import Finished, HandedOff, Prefilled, Routed, Tokens
 from baton.errors import BatonError, OverloadedError, ShuttingDownError, UnavailableError
+from baton.finish_reason import FinishReason
 from tests.baton.both_clients import SHORT_CALLS, Connect, routers, text_of
 from tests.baton.small_router import Book, SmallRouter, answer
 

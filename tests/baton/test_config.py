@@ -15,6 +15,7 @@ from baton.config import settings
 from baton.config.cluster import ClusterConfig, PoolConfig, load_config, parse_config
 from baton.config.engine import EngineConfig
 from baton.config.router import RouterConfig
+from baton.config.settings import changed
 from baton.errors import ConfigError
 from baton.fleet import Role
 from cluster.supervisor.supervisor import Supervision
@@ -45,10 +46,13 @@ def test_nothing_at_all_is_one_prefill_and_one_decode_worker_of_the_demo_model()
         ({"engine": {"prefix_cache": "no"}}, "engine.prefix_cache: true or false is expected"),
         ({"engine": 3}, "engine: a mapping is expected, not 3"),
         ({"router": {"port": None}}, "router.port: a whole number is expected, not nothing"),
-        ({"router": {"lease_lead_s": "soon"}}, "router.lease_lead_s: a number is expected"),
         (
-            {"router": {"lease_lead_s": float("nan")}},
-            "router.lease_lead_s: must be a finite number",
+            {"router": {"admission": {"lease_lead_s": "soon"}}},
+            "router.admission.lease_lead_s: a number is expected",
+        ),
+        (
+            {"router": {"admission": {"lease_lead_s": float("nan")}}},
+            "router.admission.lease_lead_s: must be a finite number",
         ),
         ({"transfer": {"transport": "tcp"}}, "transfer.transport: must be one of ucx, memory"),
         ({"transfer": {"transport": "memory"}}, "transfer.transport: must be ucx in a cluster"),
@@ -68,11 +72,21 @@ def test_nothing_at_all_is_one_prefill_and_one_decode_worker_of_the_demo_model()
             "pools.a.engine.max_num_batched_tokens: must be at least max_num_seqs (1000), not 512",
         ),
         ({"pools": {"a b": {"role": "decode"}}}, "pools.a b: a pool's name is"),
-        ({"router": {"keepalive_s": 3e6}}, "router.keepalive_s: must be between 0 and 86400"),
-        ({"router": {"max_message_bytes": 1 << 40}}, "router.max_message_bytes: must be between"),
         (
-            {"pools": {"a": {"role": "decode"}}, "router": {"local_prefill": "never"}},
-            "router.local_prefill: must not be never without a pool of role prefill or mixed",
+            {"router": {"links": {"keepalive_s": 3e6}}},
+            "router.links.keepalive_s: must be between 0 and 86400",
+        ),
+        (
+            {"router": {"clients": {"max_message_bytes": 1 << 40}}},
+            "router.clients.max_message_bytes: must be between",
+        ),
+        (
+            {
+                "pools": {"a": {"role": "decode"}},
+                "router": {"placement": {"local_prefill": "never"}},
+            },
+            "router.placement.local_prefill: must not be never without a pool of role prefill or "
+            "mixed",
         ),
         (
             {"runs_on": "pods", "control": {"host": "0.0.0.0"}},
@@ -153,7 +167,12 @@ def test_a_word_that_yaml_takes_for_true_or_false_is_reported_where_text_is_want
         for name, kind in typing.get_type_hints(cls).items()
         if is_text(kind)
     }
-    assert {"router.local_prefill", "transfer.checksum", "pools.a.engine.dtype", "model"} <= keys
+    assert {
+        "router.placement.local_prefill",
+        "transfer.checksum",
+        "pools.a.engine.dtype",
+        "model",
+    } <= keys
     for key in keys:
         file = tmp_path / "cluster.yaml"
         file.write_text(yaml.safe_dump(nested(key, "WORD")).replace("WORD", word))
@@ -210,7 +229,7 @@ def test_a_configuration_is_read_back_from_its_own_yaml() -> None:
             "decode": PoolConfig(role=Role.DECODE, tensor_parallel=2, engine={"max_num_seqs": 8}),
         },
         engine=EngineConfig(dtype="float32", num_blocks=100),
-        router=RouterConfig(port=0, local_prefill="never"),
+        router=changed(RouterConfig(), port=0, placement={"local_prefill": "never"}),
     )
     text = config.to_yaml()
     assert parse_config(yaml.safe_load(text)) == config
@@ -337,13 +356,13 @@ def test_any_dataclass_can_be_read_and_written() -> None:
         ),
         (
             {"registry": {"first_step_s": 150}},
-            "router.first_token_timeout_s",
+            "router.timeouts.first_token_s",
             "must be above registry.first_step_s (150), not 150",
         ),
         (
             {"transfer": {"tombstone_s": 3605}},
             "transfer.tombstone_s",
-            "must be above router.reserve_timeout_s + router.max_timeout_s (3605), not 3605",
+            "must be above router.timeouts.reserve_s + router.timeouts.max_s (3605), not 3605",
         ),
     ],
 )

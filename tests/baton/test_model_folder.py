@@ -22,7 +22,7 @@ from cli.bring_up import Startup, read_config, with_model_folder
 from cli.progress import Steps, spinner
 from cluster.pools.pool_settings import AutoSettings
 from cluster.worker.config import worker_config
-from engine.run.build import find_model
+from engine.engines import engine_builder
 from tests.baton.small_hub import COMMIT, SmallHub, fill_cache
 
 NAME = "baton-test/tiny"
@@ -80,7 +80,7 @@ def test_a_name_on_the_hub_becomes_its_folder_in_the_cache_and_stays_its_name(ca
 def test_a_model_that_cannot_be_fetched_is_reported_before_anything_starts(cache: Path) -> None:
     steps = Steps(Console(file=(shown := io.StringIO()), width=200))
     config = parse_config(
-        {"model": NAME, "control": {"port": 0}, "router": {"port": 0, "http_port": 0}}
+        {"model": NAME, "control": {"port": 0}, "router": {"port": 0, "http": {"port": 0}}}
     )
     refusal = f"{NAME} is no folder, nor can it be had from the Hugging Face hub"
     with Startup(steps) as startup, pytest.raises(ConfigError, match=refusal):
@@ -141,7 +141,7 @@ def test_a_workers_engine_has_the_revision_that_its_cluster_names(
     folder = fill_cache(cache, NAME, FILES, revision="v2")
     config = parse_config({"model": NAME, "model_revision": "v2"})
     worker = worker_config(config, "decode", "decode-0", "127.0.0.1:1")
-    found = find_model(worker.model_path, worker.model_revision, worker.engine)
+    found = engine_builder(worker.engine).find_model(worker.model_path, worker.model_revision)
     assert found == str(folder)
 
 
@@ -191,7 +191,7 @@ def test_what_a_pod_has_fetched_its_workers_find_without_the_hub(
     assert "3.0 MB of 3.0 MB" in reported.splitlines()
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    folder = find_model(NAME, "v2", CONFIG.engine)
+    folder = engine_builder(CONFIG.engine).find_model(NAME, "v2")
     assert (Path(folder) / LARGE).read_bytes() == WEIGHTS
     again = in_a_pod(*arguments)  # offline
     reported, errors = again.communicate(timeout=60)

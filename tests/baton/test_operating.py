@@ -51,7 +51,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     folder = tmp_path_factory.mktemp("cluster")
     file = folder / "cluster.yaml"
     file.write_text(
-        "router: {port: 0, http_port: 0, local_prefill: never}\n"
+        "router: {port: 0, http: {port: 0}, placement: {local_prefill: never}}\n"
         "control: {port: 0}\n"
         "pools:\n"
         "  prefill: {role: prefill}\n"

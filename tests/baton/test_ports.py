@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -19,8 +20,8 @@ Capture = pytest.CaptureFixture[str]
     [
         ("control.port", {}),
         ("router.port", {"reuse_port": True}),
-        ("router.http_port", {"reuse_port": True}),
-        ("router.metrics_port", {}),
+        ("router.http.port", {"reuse_port": True}),
+        ("router.metrics.port", {}),
         ("router.health_port", {}),
         ("worker.port", {}),
         ("worker.metrics_port", {}),
@@ -29,13 +30,14 @@ Capture = pytest.CaptureFixture[str]
 def test_up_names_any_port_that_is_taken_before_it_starts_anything(
     key: str, setting: dict[str, object], tmp_path: Path, capsys: Capture
 ) -> None:
-    section, _, name = key.partition(".")
-    sections: dict[str, dict[str, object]] = {"control": {"port": 0}, "router": {"port": 0}}
-    sections["router"]["http_port"] = 0
+    section, *inner, name = key.split(".")
+    sections: dict[str, dict[str, Any]] = {"control": {"port": 0}, "router": {"port": 0}}
+    sections["router"] |= {"http": {"port": 0}, "metrics": {}}
     sections["pools"] = {"only": {"role": "mixed"}}
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        sections[section] = sections.get(section, {}) | setting | {name: port}
+        sections[section] = sections.get(section, {}) | setting
+        (sections[section][inner[0]] if inner else sections[section])[name] = port
         (file := tmp_path / "cluster.yaml").write_text(yaml.safe_dump(sections))
         before = descendants()
         assert main(["up", "-f", str(file)]) == 2
@@ -49,30 +51,31 @@ def test_up_names_any_port_that_is_taken_before_it_starts_anything(
     ("text", "keys"),
     [
         (
-            "router: {port: PORT, http_port: 0}\ncontrol: {port: PORT}",
+            "router: {port: PORT, http: {port: 0}}\ncontrol: {port: PORT}",
             "control.port and router.port",
         ),
         (
-            "router: {port: PORT, http_port: 0, reuse_port: true, metrics_port: PORT}",
-            "router.port and router.metrics_port",
+            "router: {port: PORT, http: {port: 0}, reuse_port: true, metrics: {port: PORT}}",
+            "router.port and router.metrics.port",
         ),
         (
             "control: {host: 0.0.0.0, port: PORT}\nworker: {metrics_port: PORT}\n"
-            "router: {port: 0, http_port: 0}",
+            "router: {port: 0, http: {port: 0}}",
             "control.port and worker.metrics_port",
         ),
-        ("router: {port: PORT, http_port: PORT}", "router.port and router.http_port"),
+        ("router: {port: PORT, http: {port: PORT}}", "router.port and router.http.port"),
         (
             "control: {host: 127.0.0.1, port: PORT}\n"
-            "router: {host: localhost, port: PORT, http_port: 0}",
+            "router: {host: localhost, port: PORT, http: {port: 0}}",
             "control.port and router.port",
         ),
         (
-            "control: {host: '::1', port: PORT}\nrouter: {host: '[::1]', port: PORT, http_port: 0}",
+            "control: {host: '::1', port: PORT}\n"
+            "router: {host: '[::1]', port: PORT, http: {port: 0}}",
             "control.port and router.port",
         ),
         (
-            "control: {host: localhost, port: 0}\nrouter: {port: PORT, http_port: 0}\n"
+            "control: {host: localhost, port: 0}\nrouter: {port: PORT, http: {port: 0}}\n"
             "worker: {metrics_port: PORT}",
             "router.port and worker.metrics_port",
         ),

@@ -12,7 +12,7 @@ import transformers
 from torch.utils.flop_counter import FlopCounterMode
 
 from cli.main import main
-from engine.models.config import model_config
+from engine.models.families.table import model_config
 from engine.models.roofline import RankCost
 from tests.engine.families import FAMILIES, hf_config
 
@@ -94,8 +94,8 @@ def test_errors_name_the_argument(options: str, named: str, capsys: Capture) -> 
 def test_weights_and_products_are_those_of_transformers_model(family: str) -> None:
     name, cost = FAMILIES[family][0], RankCost(model_config(hf_config(family)), "float16")
     with torch.device("meta"), FlopCounterMode(display=False) as counter:
-        config = getattr(transformers, f"{name}Config")(**hf_config(family))
-        model = getattr(transformers, f"{name}ForCausalLM")(config)
+        model_class = getattr(transformers, f"{name}ForCausalLM")
+        model = model_class(model_class.config_class(**hf_config(family)))
         if cost.config.moe is None:
             model(torch.zeros((1, 16), dtype=torch.long), logits_to_keep=1)
     matrices = 2 * sum(each.numel() for each in model.parameters() if each.dim() > 1)

@@ -26,6 +26,7 @@ from cluster.worker.worker import Worker
 from engine.api import EngineLoad
 from engine.request import RequestSpec, TokenEvent
 from engine.run.build import load_lone_engine, load_model_spec
+from engine.run.core import EngineCore
 from engine.run.fake_runner import FakeRunner
 from engine.wire import read_spec
 from tests.link_stub import LinkStub
@@ -293,7 +294,8 @@ class HeldStep:
 
     def __init__(self, worker: Worker) -> None:
         self.begun, self.go_on = threading.Event(), threading.Event()
-        runner = worker.rank.runner
+        assert isinstance(worker.rank.engine, EngineCore)
+        runner = worker.rank.engine._runner
         assert isinstance(runner, FakeRunner)
         runner._sleep = self._hold  # the fake engine's only wait
 

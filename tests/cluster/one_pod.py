@@ -19,7 +19,7 @@ model: fake
 runs_on: pods
 pools:
   decode: {role: decode}
-router: {local_prefill: always}
+router: {placement: {local_prefill: always}}
 engine:
   backend: fake
   block_size: 8

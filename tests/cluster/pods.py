@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from baton.config.cluster import ClusterConfig
+from baton.config.settings import changed
 from baton.config.workers import pod_resource
 from baton.control.client import ControlClient
 from baton.v1 import control_pb2
@@ -230,7 +231,7 @@ def running_head(
     config: ClusterConfig, run_dir: Path, redis: Redis | None = None
 ) -> Iterator[PodCluster]:
     """A head pod's Ray, and nothing else yet; afterwards no process is left."""
-    config = dataclasses.replace(config, router=dataclasses.replace(config.router, http_port=None))
+    config = dataclasses.replace(config, router=changed(config.router, http={"port": None}))
     with contextlib.ExitStack() as stack:
         reaper = stack.enter_context(watched_over())
         folder = Path(tempfile.mkdtemp(prefix="bray-", dir="/tmp"))  # short: Ray has sockets there

@@ -27,7 +27,7 @@ def cluster_of(runs_on: str = "pods", **pool: object) -> ClusterConfig:
             "model": "fake",
             "runs_on": runs_on,
             "pools": {"decode": {"role": "decode"} | pool},
-            "router": {"local_prefill": "always"},
+            "router": {"placement": {"local_prefill": "always"}},
         }
     )
 

@@ -16,6 +16,7 @@ from typing import Any, cast
 
 import pytest
 
+from baton.config.settings import changed
 from baton.config.workers import SupervisorConfig
 from baton.control.client import ControlClient
 from tests.cluster.pods import (
@@ -46,7 +47,7 @@ def site(
 ) -> Iterator[PodSite]:
     config = CLUSTERS[request.param](tmp_path_factory.mktemp("model"))
     one = {name: dataclasses.replace(p, replicas=1) for name, p in config.pools.items()}
-    patient = dataclasses.replace(config.router, fleet_wait_s=60)  # one worker is a whole pool
+    patient = changed(config.router, admission={"fleet_wait_s": 60})  # one worker is a whole pool
     config = dataclasses.replace(config, runs_on="pods", pools=one, router=patient)
     with running_head(config, tmp_path_factory.mktemp("run")) as pods:
         pods.serve()

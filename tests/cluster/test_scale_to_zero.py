@@ -16,6 +16,7 @@ import pytest
 
 from baton.config.cluster import ClusterConfig
 from baton.config.planner import PlannerConfig
+from baton.config.settings import changed
 from baton.control.client import ControlClient
 from baton.v1 import control_pb2
 from cluster.local.process_tree import descendants, wait_until_gone
@@ -39,7 +40,7 @@ def stopping_cluster(folder: Path) -> ClusterConfig:
         name: dataclasses.replace(pool, min_replicas=0, max_replicas=2)
         for name, pool in config.pools.items()
     }
-    router = dataclasses.replace(config.router, fleet_wait_s=FLEET_WAIT_S)
+    router = changed(config.router, admission={"fleet_wait_s": FLEET_WAIT_S})
     return dataclasses.replace(config, pools=pools, router=router, planner=PLANNER)
 
 

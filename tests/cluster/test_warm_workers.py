@@ -65,8 +65,7 @@ async def test_a_worker_of_any_role_registers_once_its_engine_has_prefilled_and_
         load = await kit.load_of(worker)
         assert (load.prefill_tokens_per_s, load.decode_step_s) == (0.0, 0.0)
         assert worker.engine.num_steps == 0
-        chains = worker.engine.call(lambda engine: engine.cached_chains())
-        assert await asyncio.wrap_future(chains) == []
+        assert worker.feed.blocks.chains() == []
 
 
 async def test_a_worker_whose_warm_up_fails_ends_with_its_error_and_is_never_ready(

@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 
 from baton.client import AsyncClient
-from baton.client.events import FinishReason
 from baton.control.client import ControlClient
+from baton.finish_reason import FinishReason
 from tests.cluster.whole_cluster import (
     KINDS,
     PROMPT,

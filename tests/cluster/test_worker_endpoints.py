@@ -107,9 +107,9 @@ async def test_quarantined_memory_is_a_metric_in_bytes(kit: Any) -> None:
         assert counts == [13, 4]  # all of the prompt; its last window
         num_bytes = sum(n * layout.rank_block_bytes(g, 0, 1) for g, n in enumerate(counts))
         await tell(0)
-        await ask(lambda engine: engine.release(spec.request_id, quarantine=True))
+        await ask(lambda engine: engine.abort(spec.request_id))
         await tell(num_bytes)
-        await ask(lambda engine: engine.unquarantine(spec.request_id))
+        await ask(lambda engine: engine.release(spec.request_id))
         await tell(0)
 
 

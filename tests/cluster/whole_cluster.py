@@ -24,6 +24,7 @@ import pytest
 from baton.client import AsyncClient, Client
 from baton.client.events import Event, Finished, Routed, Tokens
 from baton.config.cluster import ClusterConfig, parse_config
+from baton.config.settings import changed
 from baton.control.client import ControlClient
 from baton.errors import BatonError
 from baton.identity.identity import operator_of
@@ -66,9 +67,9 @@ def describe(model: Path, engine: dict[str, Any], replicas: int = 2) -> ClusterC
             # Several prompts at once at a prefill worker, so that a fault finds some in a push.
             "router": {
                 "port": 0,
-                "http_port": None,
-                "local_prefill": "never",
-                "lease_lead_s": 0.5,
+                "http": {"port": None},
+                "placement": {"local_prefill": "never"},
+                "admission": {"lease_lead_s": 0.5},
             },
             "control": {"port": 0},
         }
@@ -460,5 +461,5 @@ KINDS = ["fake", *(pytest.param(kind, marks=pytest.mark.full) for kind in ("rand
 def site_of(kind: str, folders: pytest.TempPathFactory) -> contextlib.AbstractContextManager[Site]:
     """With both doors."""
     config = CLUSTERS[kind](folders.mktemp("model"))
-    config = dataclasses.replace(config, router=dataclasses.replace(config.router, http_port=0))
+    config = dataclasses.replace(config, router=changed(config.router, http={"port": 0}))
     return running_site(config)

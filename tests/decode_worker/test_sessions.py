@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from baton.finish_reason import FinishReason
 from baton.fleet import Role
 from baton.link.frames import LinkError
 from baton.v1 import worker_pb2
@@ -25,14 +26,7 @@ from decode_worker.request_log import (
 )
 from decode_worker.session import Admitted, Refusal, Rejected, RouterSession, Update
 from engine.api import Engine
-from engine.request import (
-    FinishReason,
-    RequestId,
-    RequestSpec,
-    SampledToken,
-    SamplingParams,
-    TokenLogprobs,
-)
+from engine.request import RequestId, RequestSpec, SampledToken, SamplingParams, TokenLogprobs
 from tests.cluster.conftest import Oracle, make_spec, running_worker, until
 from tests.decode_worker.links import linked
 from tests.link_stub import LinkStub

@@ -17,10 +17,11 @@ from tests.engine.greedy import Greedy
 def oracle_model(family: str, **overrides: Any) -> transformers.PreTrainedModel:
     """The family's model in fp32 with scaled random weights; the same in every process."""
     name, settings = FAMILIES[family]
-    config = getattr(transformers, f"{name}Config")(**{**COMMON, **settings, **overrides})
+    model_class = getattr(transformers, f"{name}ForCausalLM")
+    config = model_class.config_class(**{**COMMON, **settings, **overrides})
     config._attn_implementation = "eager"
     torch.manual_seed(1234)
-    model = getattr(transformers, f"{name}ForCausalLM")(config).float().eval()
+    model = model_class(config).float().eval()
     generator = torch.Generator().manual_seed(99)
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():

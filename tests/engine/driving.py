@@ -20,7 +20,7 @@ from engine.request import (
     StepPlan,
     TokenLogprobs,
 )
-from engine.run.build import load_model_spec
+from engine.run.torch_engine import describe
 from engine.run.torch_runner import SampleFn, TorchRunner, load_torch_decoder
 from engine.run.tp import TpGroup
 from kv_transfer.layout import RegionLayout
@@ -72,7 +72,7 @@ class Setup:
 def set_up(
     folder: Path, config: EngineConfig, tp: TpGroup | None = None, sample: SampleFn = argmax
 ) -> Setup:
-    spec = load_model_spec(str(folder), config, tp)
+    spec = describe(str(folder), config, tp)
     regions = spec.region_layout(config, tp.rank if tp else 0, tp.size if tp else 1)
     stride = -(-regions.num_bytes() // 4096) * 4096
     memory = LocalKvMemory(config.num_regions, stride, regions.num_blocks)

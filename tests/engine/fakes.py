@@ -10,12 +10,13 @@ from pathlib import Path
 import numpy as np
 
 from baton.config.engine import EngineConfig, FakeEngineConfig
+from baton.finish_reason import FinishReason
 from engine.api import KvSink, LocalKvMemory, LocalSink, ModelSpec
 from engine.request import (
     BlockPush,
     EngineEvent,
-    FinishReason,
     HandoffId,
+    NoCapacityEvent,
     PrefilledEvent,
     RequestId,
     RequestSpec,
@@ -23,8 +24,9 @@ from engine.request import (
     SamplingParams,
     TokenEvent,
 )
-from engine.run.build import build_engine, build_runner, load_decoder, load_model_spec
+from engine.run.build import load_model_spec
 from engine.run.core import EngineCore
+from engine.run.fake_engine import FakeModel
 from kv_transfer.block_hash import CacheScope
 from kv_transfer.layout import NULL_BLOCK, RegionLayout
 
@@ -68,17 +70,9 @@ class FakeEngine:
         self.region: RegionLayout = self.model.region_layout(self.config, 0, 1)
         self.memory = LocalKvMemory.of(self.region, self.config.num_regions)
         self.memory.buffer[:] = 0xA5
-        runner = build_runner(
-            load_decoder("", self.config, self.model, None),
-            self.config,
-            self.model,
-            self.memory,
-            self.sink,
-            None,
-        )
         found = self.tokenizer
         find = None if found is None else lambda: found
-        self.core: EngineCore = build_engine(self.config, runner, self.sink, find)
+        self.core = FakeModel(self.model, self.config).make_engine(self.memory, self.sink, find)
 
     def block(self, layer: int, tensor: str, block_id: int) -> np.ndarray:
         """One block of one tensor of one layer, as a writable view of bytes."""
@@ -92,6 +86,13 @@ class FakeEngine:
             + inner * num_bytes
         )
         return self.memory.buffer[start : start + num_bytes]
+
+
+def reserve(core: EngineCore, spec: RequestSpec) -> ReservedEvent | NoCapacityEvent:
+    """Reserve, and take the answer alone: nothing is computed for it."""
+    core.reserve(spec)
+    (answer,) = (e for e in core.step() if isinstance(e, ReservedEvent | NoCapacityEvent))
+    return answer
 
 
 def prompt(length: int, seed: int = 0, shared: int = 0) -> np.ndarray:
@@ -194,7 +195,7 @@ class Wire:
 
     def begin(self, spec: RequestSpec) -> ReservedEvent:
         """Reserve a request at the target and prefill it at the source."""
-        lease = self.target.core.reserve(spec)
+        lease = reserve(self.target.core, spec)
         assert isinstance(lease, ReservedEvent)
         self.source.core.add_prefill(spec, self.open(lease), lease.num_cached_tokens)
         return lease

@@ -77,7 +77,7 @@ def test_a_window_pool_evicts_parents_before_children_by_age_alone() -> None:
     pool.release(blocks[1:])
     pool.acquire(1)
     assert evicted == [name("a")]
-    assert pool.chains() == [(name("a"), (name("ab"), name("abc")))]
+    assert [pool.find(name(each)) is not None for each in ("a", "ab", "abc")] == [False, True, True]
 
 
 def test_quarantined_blocks_are_neither_free_nor_used_until_their_writer_has_stopped() -> None:
@@ -188,7 +188,7 @@ class Blocks(RuleBasedStateMachine):
             return
         references = Counter(block for _, blocks in self.holders for block in blocks)
         self.pool.check_integrity(references, [b for blocks in self.parked for b in blocks])
-        named = {h: p for p, hs in self.pool.chains() for h, p in zip(hs, [p, *hs])}
+        named = {h: self.pool._parent_hash[block] for h, block in self.pool._by_hash.items()}
         assert named == self.resident
 
 

@@ -18,11 +18,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.config.engine import EngineConfig
+from baton.finish_reason import FinishReason
 from baton.model_folder import find_text_files
 from engine.errors import InvalidRequestError
 from engine.request import (
     FinishedEvent,
-    FinishReason,
     NoCapacityEvent,
     RequestId,
     RequestSpec,
@@ -30,12 +30,14 @@ from engine.request import (
     SamplingParams,
     TokenEvent,
 )
-from engine.run.build import load_decoder, load_model_spec, lone_engine
+from engine.run.build import load_model_spec, lone_engine
 from engine.run.core import EngineCore
+from engine.run.torch_engine import TorchModel
+from engine.run.torch_runner import load_torch_decoder
 from engine.sampling.constraints import GrammarCompiler
 from router.text import TextModel
 from router.text.grammar import Answer, Part, of_choice, of_lark, of_regex, of_schema
-from tests.engine.fakes import FakeEngine, drain, fake_config, pair, pool_is_whole, spec_of
+from tests.engine.fakes import FakeEngine, drain, fake_config, pair, pool_is_whole, reserve, spec_of
 
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
 CONFIG = EngineConfig(
@@ -119,7 +121,7 @@ def assert_fits(name: str, ids: Sequence[int]) -> None:
 def _loaded() -> tuple[Any, Any]:
     torch.set_num_threads(1)
     spec = load_model_spec(str(DEMO), CONFIG)
-    return spec, load_decoder(str(DEMO), CONFIG, spec, None)
+    return spec, load_torch_decoder(str(DEMO), CONFIG, spec, None)
 
 
 @pytest.fixture
@@ -133,7 +135,7 @@ def core() -> Iterator[EngineCore]:
 def engine(**changes: Any) -> EngineCore:
     spec, decoder = _loaded()
     config = replace(CONFIG, **changes)
-    return lone_engine(decoder, config, spec, lambda: DEMO / "tokenizer.json")
+    return lone_engine(TorchModel(spec, config, decoder), lambda: DEMO / "tokenizer.json")
 
 
 def asked(
@@ -426,8 +428,8 @@ def test_a_prefill_whose_constraint_fails_stays_pinned_until_it_is_released() ->
 
 def test_nothing_of_a_request_that_is_over_is_kept(core: EngineCore) -> None:
     full = engine(max_num_seqs=1)
-    full.reserve(asked("first", None))
-    assert isinstance(full.reserve(asked("no room", GRAMMARS["regex"])), NoCapacityEvent)
+    reserve(full, asked("first", None))
+    assert isinstance(reserve(full, asked("no room", GRAMMARS["regex"])), NoCapacityEvent)
     for made, end in ((core.reserve, core.release), (core.add, core.abort)):
         spec = asked("over", GRAMMARS["regex"])
         made(spec)

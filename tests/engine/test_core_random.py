@@ -27,7 +27,16 @@ from engine.request import (
     SampledToken,
     SamplingParams,
 )
-from tests.engine.fakes import Streams, alone, drain, fake_config, pair, pool_is_whole, prompt
+from tests.engine.fakes import (
+    Streams,
+    alone,
+    drain,
+    fake_config,
+    pair,
+    pool_is_whole,
+    prompt,
+    reserve,
+)
 from tests.engine.fakes import spec_of as make_spec
 
 REQUESTS = st.tuples(
@@ -101,7 +110,7 @@ class Pair(RuleBasedStateMachine):
     def hand_over(self, request: tuple[int, int, int, int, float, int]) -> None:
         spec = self.new_spec(request)
         try:
-            lease = self.decode.reserve(spec)
+            lease = reserve(self.decode, spec)
         except InvalidRequestError:
             return
         if not isinstance(lease, ReservedEvent):
@@ -163,7 +172,7 @@ class Pair(RuleBasedStateMachine):
         """The lease is fenced at some point; a late push goes nowhere near a reused block."""
         request_id = data.draw(st.sampled_from(sorted(self.handoffs)))
         handoff = self.handoffs.pop(request_id)
-        self.decode.release(RequestId(request_id), quarantine=True)
+        self.decode.abort(RequestId(request_id))
         self.quarantined.append(RequestId(request_id))
         self.prefill.abort(RequestId(request_id))
         for event in self.prefill.step():
@@ -176,7 +185,7 @@ class Pair(RuleBasedStateMachine):
     @precondition(lambda self: self.quarantined)
     @rule()
     def writer_stopped(self) -> None:
-        self.decode.unquarantine(self.quarantined.pop())
+        self.decode.release(self.quarantined.pop())
 
     @precondition(lambda self: self.specs)
     @rule(data=st.data())

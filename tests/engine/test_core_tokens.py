@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from baton.finish_reason import FinishReason
+from cluster.worker.service import CachedBlocks
 from engine.request import (
     BlocksRemovedEvent,
     BlocksStoredEvent,
     FinishedEvent,
-    FinishReason,
     RequestId,
     RequestSpec,
     SampledToken,
@@ -166,10 +167,13 @@ def test_an_aborted_request_frees_its_blocks_whatever_it_was_doing() -> None:
 def test_events_followed_from_the_start_name_exactly_what_the_snapshot_names() -> None:
     engine = FakeEngine(fake_config(num_blocks=40)).core
     known: dict[bytes, bytes | None] = {}
+    blocks = CachedBlocks()
     for seed in range(12):
         engine.add(spec_of(str(seed), prompt(60 + 20 * seed, seed, shared=16 * (seed % 4))))
         while engine.has_work():
-            for event in engine.step():
+            events = engine.step()
+            blocks.apply(events)
+            for event in events:
                 if isinstance(event, BlocksStoredEvent):
                     parents = [event.parent, *event.hashes]
                     assert event.parent is None or event.parent in known
@@ -180,10 +184,11 @@ def test_events_followed_from_the_start_name_exactly_what_the_snapshot_names() -
                         del known[block_hash]
                         assert block_hash not in known.values(), "a parent went before its child"
     snapshot: dict[bytes, bytes | None] = {}
-    for parent, hashes in engine.cached_chains():
+    for parent, hashes in blocks.chains():
         assert parent is None or parent in snapshot
         snapshot.update(zip(hashes, [parent, *hashes]))
     assert snapshot == known
+    assert known.keys() == engine._kv.pools[0]._by_hash.keys()
     assert len(known) > 10
 
 
@@ -198,7 +203,7 @@ def test_requests_that_compute_one_prefix_at_once_end_up_sharing_it() -> None:
     assert load.num_blocks - load.num_free_blocks == 5 + 4 * 2
     drain(engine, streams)
     pool_is_whole(engine)
-    assert len(engine.cached_chains()) == 4
+    assert len(engine._kv.pools[0]._by_hash) == 5 + 4 * 2
     engine.add(replace(specs[2], request_id=RequestId("again")))
     streams = drain(engine, streams)
     assert streams.tokens["again"] == alone(specs[2])
@@ -209,7 +214,7 @@ def test_a_salt_keeps_equal_prompts_apart() -> None:
     for salt in ("", "a", "b"):
         engine.add(spec_of(salt or "none", prompt(64), scope=CacheScope(cache_salt=salt)))
     drain(engine)
-    assert len(engine.cached_chains()) == 3
+    assert len(engine._kv.pools[0]._by_hash) == 3 * 5
 
 
 def test_tenants_share_cached_blocks_only_where_the_operator_made_them_public() -> None:
@@ -252,7 +257,7 @@ def test_a_step_is_predicted_by_its_own_work_and_not_at_all_before_such_work_was
     predicted: list[float | None] = []
 
     def clock() -> float:
-        predicted.append(core.predicted_step_s)
+        predicted.append(core.health.predicted_step_s)
         return 0.25 * len(predicted)
 
     engine = FakeEngine(fake_config(max_num_batched_tokens=64))

@@ -24,7 +24,8 @@ from engine.models.sharding import shard_of
 from engine.request import RequestId, ScheduledSeq
 from engine.run import kv_sizing
 from engine.run.auto_choice import choose_device, device_of, main, why_no_gpu
-from engine.run.build import load_model_spec, with_kv_memory
+from engine.run.build import load_model_spec
+from engine.run.kv_sizing import with_sized_kv
 from tests.engine import checkpoints, families
 
 GIB = 1 << 30
@@ -107,7 +108,7 @@ def sized(monkeypatch: pytest.MonkeyPatch, tp: Any = None, **settings: Any) -> E
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 2 * GIB)
     monkeypatch.setattr(kv_sizing, "step_peak_bytes", lambda *args: 3 * GIB // 2)
     spec, decoder = random_model(SHAPES["tiny"].hf_config(), "bfloat16", torch.device("cpu"))
-    return with_kv_memory(EngineConfig(**settings), spec, decoder, tp)
+    return with_sized_kv(EngineConfig(**settings), spec, decoder, tp)
 
 
 def test_kv_gets_what_weights_and_the_largest_step_leave(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,7 +150,7 @@ def test_more_kv_than_there_is_memory_is_refused(
 
 def test_a_cpu_has_256_mib(monkeypatch: pytest.MonkeyPatch) -> None:
     spec, decoder = random_model(SHAPES["tiny"].hf_config(), "bfloat16", torch.device("cpu"))
-    config = with_kv_memory(EngineConfig(device="cpu"), spec, decoder, None)
+    config = with_sized_kv(EngineConfig(device="cpu"), spec, decoder, None)
     layout = spec.region_layout(config, 0, 1)
     assert layout.num_blocks * config.num_regions * spec.block_bytes(1) == 256 << 20
 

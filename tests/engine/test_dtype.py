@@ -137,7 +137,7 @@ def test_auto_is_in_the_layout_and_the_fingerprint_as_the_dtype_it_became_and_in
     for features, dtype in (["avx512_bf16"], "bfloat16"), ([], "float32"):
         cpu_with(monkeypatch, *features)
         caplog.clear()
-        with caplog.at_level("INFO", "engine.run.build"):
+        with caplog.at_level("INFO", "engine.run.torch_engine"):
             auto, explicit = (
                 load_model_spec(str(tmp_path), EngineConfig(dtype=name)) for name in ("auto", dtype)
             )

@@ -14,7 +14,7 @@ from engine.kernels.native import packed_weights
 from engine.kernels.native.native_kernels import native_library, pick_kernels
 from engine.kernels.native.packed_weights import PackedWeight
 from engine.kernels.native.recipe import KERNELS
-from engine.kernels.protocol import Kernels
+from engine.kernels.protocol import Activation, Kernels
 from engine.kernels.torch.torch_kernels import TorchKernels
 from engine.models.config import MoeConfig
 from engine.models.mlp import (
@@ -27,7 +27,7 @@ from engine.models.mlp import (
     experts_of,
 )
 
-BF16 = torch.bfloat16
+BF16, SILU = torch.bfloat16, Activation.SILU
 # bf16 has 8 bits: of each output, against the largest of its row.
 TOLERANCE = 8e-3
 # What experts are weighted by, the gate, its product and the sum are rounded too.
@@ -105,7 +105,7 @@ def test_packed_products_are_those_of_the_definition(
     for outputs, inputs in ((32, 32), (96, 64), (100, 160), (544, 3200)):  # long: sums in parts
         parts = [part.to(stored) for part in random.weight(outputs, inputs).split((7, outputs - 7))]
         bias = random.values(outputs)
-        packed = PackedWeight(parts, bias, dtype, is_gated=False)
+        packed = PackedWeight(parts, bias, dtype, None)
         for num_rows in (1, 2, 3, 16, 17, 40, 600):
             x = random.values(num_rows, inputs).to(dtype)
             expected = torch.nn.functional.linear(x.float(), torch.cat(parts).float(), bias.float())
@@ -117,15 +117,18 @@ def test_packed_products_are_those_of_the_definition(
 
 @pytest.mark.usefixtures("machine")
 @pytest.mark.parametrize("dtype", [BF16, torch.float32])
-def test_a_gated_product_is_silu_of_its_first_half_times_the_second(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("gate_with", list(Activation))
+def test_a_gated_product_is_that_of_its_first_half_times_the_second(
+    gate_with: Activation, dtype: torch.dtype
+) -> None:
     random = Random(3)
     gate, up, bias = random.weight(48, 64), random.weight(48, 64), random.values(96)
-    packed = PackedWeight([gate, up], bias, dtype, is_gated=True)
+    packed = PackedWeight([gate, up], bias, dtype, gate_with)
     for num_rows in (1, 5, 33):
         x = random.values(num_rows, 64).to(dtype)
         wide, offset = x.float(), bias.float().chunk(2)
-        expected = torch.nn.functional.silu(wide @ gate.float().T + offset[0])
-        expected = expected * (wide @ up.float().T + offset[1])
+        gates = torch.cat((wide @ gate.float().T + offset[0], torch.ones(num_rows, 48)), dim=1)
+        expected = TorchKernels().gate(gates, gate_with) * (wide @ up.float().T + offset[1])
         error = (packed(x).float() - expected).abs().amax(-1) / expected.abs().amax(-1)
         assert error.max() < (TOLERANCE if dtype == BF16 else 1e-5), num_rows
 
@@ -156,7 +159,9 @@ class SparseMlp:
         self.down = self.random.weight(NUM_EXPERTS, hidden, width)
 
     def built(self) -> MoeMlp:
-        experts = [DenseMlp(Linear(up), Linear(down)) for up, down in zip(self.gate_up, self.down)]
+        experts = [
+            DenseMlp(Linear(up), Linear(down), SILU) for up, down in zip(self.gate_up, self.down)
+        ]
         return MoeMlp(self.config, self.router, experts_of(experts))
 
     def tokens(self, num_rows: int) -> torch.Tensor:
@@ -217,8 +222,10 @@ def test_experts_in_one_product_give_what_they_give_one_by_one(num_tokens: int) 
     gate_up, down = random(NUM_EXPERTS, 2 * width, hidden), random(NUM_EXPERTS, hidden, width)
     router = random(NUM_EXPERTS, hidden)
     router[2] = -9 * random(hidden).abs()  # nobody's choice: a group without rows
-    one_by_one = ExpertLoop([DenseMlp(Linear(up), Linear(back)) for up, back in zip(gate_up, down)])
-    at_once = GroupedExperts(GroupedLinear(gate_up), GroupedLinear(down))
+    one_by_one = ExpertLoop(
+        [DenseMlp(Linear(up), Linear(back), SILU) for up, back in zip(gate_up, down)]
+    )
+    at_once = GroupedExperts(GroupedLinear(gate_up), GroupedLinear(down), SILU)
     x = random(num_tokens, hidden).abs()
     one, other = (
         MoeMlp(config, router, experts)(x, TorchKernels()) for experts in (one_by_one, at_once)

@@ -12,7 +12,7 @@ from engine.api import Engine
 from engine.errors import EngineStoppedError, InvalidRequestError, UnknownRequestError
 from engine.loop import EngineThread
 from engine.request import EngineEvent, RequestId, RequestSpec, SampledToken, StepPlan, TokenEvent
-from engine.run.build import build_engine
+from engine.run.core import build_engine
 from tests.engine.fakes import FakeEngine, Streams, alone, fake_config, prompt, spec_of
 
 WAIT_S = 20.0

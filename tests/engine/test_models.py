@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 import torch
 import transformers
 
-from engine.models.config import ModelConfig, model_config
+from engine.errors import UnsupportedModelError
+from engine.models.config import ModelConfig
+from engine.models.families.table import model_config
 from engine.models.rope import inverse_frequencies
 
 BASE = {
@@ -50,14 +53,15 @@ def test_rope_is_that_of_transformers_in_both_forms(kind: str, settings: dict[st
     new = read("Llama", rope_parameters={"rope_type": kind, "rope_theta": 5e5, **settings})
     old = read("Llama", rope_theta=5e5, rope_scaling={"rope_type": kind, **settings})
     older = read("Llama", rope_theta=5e5, rope_scaling={"type": kind, **settings})
-    assert new.rope == old.rope == older.rope
+    assert new.ropes == old.ropes == older.ropes
     reference = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(
         transformers.LlamaConfig(
             **BASE, rope_parameters={"rope_type": kind, "rope_theta": 5e5, **settings}
         )
     )
-    torch.testing.assert_close(inverse_frequencies(new.rope), reference.inv_freq, rtol=1e-6, atol=0)
-    assert new.rope.attention_factor == pytest.approx(reference.attention_scaling)
+    rope = new.ropes[0]
+    torch.testing.assert_close(inverse_frequencies(rope), reference.inv_freq, rtol=1e-6, atol=0)
+    assert rope.attention_factor == pytest.approx(reference.attention_scaling)
 
 
 def test_head_dim_and_kv_heads_are_derived_where_they_are_not_given() -> None:
@@ -115,3 +119,42 @@ def test_yarn_reaches_as_far_as_it_stretches_the_positions_of_the_config() -> No
     assert read("Llama", **extended, rope_scaling=scaling).longest_context == 131072
     linear = {**scaling, "rope_type": "linear"}
     assert read("Llama", **published, rope_scaling=linear).longest_context == 40960
+
+
+GEMMA = {
+    "head_dim": 16,
+    "rope_theta": 1e6,
+    "rope_local_base_freq": 5e3,
+    "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+    "num_key_value_heads": 2,
+    "sliding_window": 9,
+    "sliding_window_pattern": 3,
+}
+
+
+def test_gemma_3_reads_alike_as_published_and_as_transformers_writes_it() -> None:
+    published = {**BASE, **GEMMA, "architectures": ["Gemma3ForCausalLM"]}
+    written = transformers.Gemma3TextConfig(**published).to_json_string(use_diff=False)
+    config = model_config(published)
+    assert config == model_config(json.loads(written))
+    assert config.windows == (9, 9, None) * 2
+    assert [(rope.theta, rope.factor) for rope in config.ropes] == [
+        (5e3, 1),
+        (5e3, 1),
+        (1e6, 8),
+    ] * 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ({"hidden_activation": "relu"}, "hidden_activation: 'relu'"),
+        ({"rope_scaling": None, "rope_parameters": {"rope_theta": 1e4}}, "only sliding_attention"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "leave one of them out"),
+    ],
+)
+def test_what_gemma_3_has_not_is_refused_by_name(settings: dict[str, Any], named: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=named):
+        read("Gemma3", **{**GEMMA, **settings})

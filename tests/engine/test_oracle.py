@@ -17,7 +17,9 @@ import transformers
 from baton.config.engine import EngineConfig
 from engine.api import LocalDeviceMemory, LocalSink
 from engine.request import SamplingParams
-from engine.run.build import build_runner, load_decoder, load_lone_engine, load_model_spec
+from engine.run.build import load_lone_engine, load_model_spec
+from engine.run.torch_engine import TorchModel
+from engine.run.torch_runner import load_torch_decoder
 from tests.engine import checkpoints, families
 from tests.engine.driving import Driver, Setup, generate, random_prompt, set_up
 from tests.engine.fakes import pool_is_whole
@@ -26,7 +28,7 @@ from tests.engine.greedy import Greedy, run_alone
 FAMILIES = list(families.FAMILIES)
 NUM_TOKENS = 12
 # Of heads that the C++ attention serves; torch's serves the others', with a compiler or without.
-NATIVE = ("mistral", "qwen3")
+NATIVE = ("mistral", "qwen3", "gemma3")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -82,6 +84,7 @@ def check(folder: Path, family: str, lengths: list[int], chunk: int, block_size:
         ("qwen3", 512, 16, [63, 64, 65, 1500]),
         ("mixtral", 16, 32, [5, 31, 129]),
         ("qwen3-moe", 64, 8, [1, 47, 300]),
+        ("gemma3", 64, 8, [1, 23, 24, 25, 400]),
     ],
 )
 def test_greedy_tokens_are_those_of_transformers(
@@ -146,11 +149,10 @@ def test_a_kv_pool_on_another_device_than_the_model_is_refused(
     path = str(folders("qwen3"))
     config = EngineConfig(dtype="float32", num_blocks=8, num_threads=1)
     model = load_model_spec(path, config)
+    loaded = TorchModel(model, config, load_torch_decoder(path, config, model, None))
     memory = LocalDeviceMemory(model.region_layout(config, 0, 1), config.num_regions, "meta")
     with pytest.raises(TypeError, match="lies on meta"):
-        build_runner(
-            load_decoder(path, config, model, None), config, model, memory, LocalSink(), None
-        )
+        loaded.make_engine(memory, LocalSink())
 
 
 # --- the oracle has power: one change of the KV between prefill and decode changes the answer -----

@@ -6,14 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from engine.request import (
-    FinishedEvent,
-    FinishReason,
-    NoCapacityEvent,
-    RequestId,
-    ReservedEvent,
-    TokenEvent,
-)
+from engine.request import FinishedEvent, NoCapacityEvent, RequestId, ReservedEvent, TokenEvent
 from tests.engine.fakes import (
     GREEDY,
     Streams,
@@ -23,6 +16,7 @@ from tests.engine.fakes import (
     pair,
     pool_is_whole,
     prompt,
+    reserve,
     spec_of,
 )
 from tests.engine.watching import watched
@@ -64,7 +58,7 @@ def test_a_budget_below_a_token_for_each_running_request_is_refused() -> None:
 
 def test_no_more_requests_run_at_once_than_allowed_reservations_included() -> None:
     core, seen = watched(max_num_seqs=3)
-    assert isinstance(core.reserve(spec_of("reserved", prompt(10))), ReservedEvent)
+    assert isinstance(reserve(core, spec_of("reserved", prompt(10))), ReservedEvent)
     for n in range(5):
         core.add(spec_of(str(n), prompt(10, n)))
     streams = drain(core)
@@ -72,8 +66,8 @@ def test_no_more_requests_run_at_once_than_allowed_reservations_included() -> No
     assert len(streams.finished) == 5
     core.release(RequestId("reserved"))
     for n in range(3):
-        assert isinstance(core.reserve(spec_of(f"r{n}", prompt(10))), ReservedEvent)
-    assert isinstance(core.reserve(spec_of("r3", prompt(10))), NoCapacityEvent)
+        assert isinstance(reserve(core, spec_of(f"r{n}", prompt(10))), ReservedEvent)
+    assert isinstance(reserve(core, spec_of("r3", prompt(10))), NoCapacityEvent)
 
 
 def test_lower_priority_then_earlier_arrival_goes_first() -> None:
@@ -110,7 +104,7 @@ def test_reserved_and_exported_requests_are_never_preempted() -> None:
     sender, _, wire = pair(config, fake_config())
     wire.begin(spec_of("export", prompt(60)))
     sender.core.step()
-    reserved = sender.core.reserve(spec_of("reserved", prompt(60, 1)))
+    reserved = reserve(sender.core, spec_of("reserved", prompt(60, 1)))
     assert isinstance(reserved, ReservedEvent)
     local = spec_of("local", prompt(60, 2), replace(GREEDY, max_tokens=200))
     sender.core.add(local)
@@ -131,27 +125,17 @@ def test_reserved_and_exported_requests_are_never_preempted() -> None:
 
 def test_an_engine_whose_requests_all_wait_for_blocks_has_no_work_until_some_are_free() -> None:
     core, _ = watched(num_blocks=11)
-    core.reserve(spec_of("reserved", prompt(100)))
+    reserve(core, spec_of("reserved", prompt(100)))
     core.add(spec_of("waits", prompt(80)))
     while core.has_work():
         assert not [e for e in core.step() if isinstance(e, TokenEvent)]
     assert core.load().num_waiting == 1
-    core.release(RequestId("reserved"), quarantine=True)
+    core.abort(RequestId("reserved"))
     while core.has_work():
         core.step()
     assert core.load().num_waiting == 1
-    core.unquarantine(RequestId("reserved"))
+    core.release(RequestId("reserved"))
     assert len(drain(core).tokens["waits"]) == GREEDY.max_tokens
-    pool_is_whole(core)
-
-
-def test_an_aborted_reservation_is_quarantined() -> None:
-    core, _ = watched(num_blocks=30)
-    core.reserve(spec_of("r", prompt(100)))
-    core.abort(RequestId("r"))
-    assert core.step() == [FinishedEvent(RequestId("r"), FinishReason.ABORTED)]
-    assert core.load().num_quarantined_blocks == 7
-    core.unquarantine(RequestId("r"))
     pool_is_whole(core)
 
 
@@ -174,8 +158,8 @@ def test_a_load_counts_quarantined_reservations_and_exports_alike() -> None:
         spec = spec_of(name, prompt(60))
         wire.begin(spec)
         drain(sender.core)
-        sender.core.release(spec.request_id, quarantine=True)
-    sender.core.reserve(spec_of("lost", prompt(40, 1)))
+        sender.core.abort(spec.request_id)
+    reserve(sender.core, spec_of("lost", prompt(40, 1)))
     sender.core.abort(RequestId("lost"))
     load = sender.core.load()
     assert load.num_quarantined_blocks == load.num_blocks - load.num_free_blocks == 5 + 3
@@ -184,8 +168,8 @@ def test_a_load_counts_quarantined_reservations_and_exports_alike() -> None:
         for g in range(len(sender.model.layout.groups))
     ]
     assert load.num_quarantined_bytes == 8 * sum(sizes)
-    sender.core.unquarantine(RequestId("first"))
+    sender.core.release(RequestId("first"))
     assert sender.core.load().num_quarantined_blocks == 4 + 3
-    sender.core.unquarantine(RequestId("same"))
-    sender.core.unquarantine(RequestId("lost"))
+    sender.core.release(RequestId("same"))
+    sender.core.release(RequestId("lost"))
     pool_is_whole(sender.core)

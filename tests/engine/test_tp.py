@@ -2,86 +2,27 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import socket
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
-import torch
 
-from baton.config.engine import EngineConfig
 from engine.errors import ShardingError
-from engine.models.config import model_config
+from engine.models.families.table import model_config
 from engine.models.sharding import shard_of
 from engine.request import StepPlan
-from engine.run.build import load_model_spec
 from engine.run.core import warm_up
-from engine.run.tp import TpGroup, TpPeerError
+from engine.run.tp import TpPeerError
 from kv_transfer.layout import TensorSpec
-from tests.engine import checkpoints, families, tp_rank
-from tests.engine.driving import Driver, Setup, generate, random_prompt, set_up
-
-CONFIG = EngineConfig(dtype="float32", num_blocks=200, num_threads=1)
-QUICK = ("mistral", "qwen2", "qwen3-moe")
-
-
-@contextmanager
-def replica(folder: Path, size: int) -> Iterator[tuple[Setup, list[BaseProcess]]]:
-    """Rank 0 here, the others as processes; all have ended at exit."""
-    torch.set_num_threads(1)
-    listening = socket.create_server(("127.0.0.1", 0))
-    address = f"127.0.0.1:{listening.getsockname()[1]}"
-    spawn = multiprocessing.get_context("spawn")
-    others = [
-        spawn.Process(target=tp_rank.main, args=(str(folder), address, rank, size, CONFIG))
-        for rank in range(1, size)
-    ]
-    for other in others:
-        other.start()
-    try:
-        setup = set_up(folder, CONFIG, TpGroup.join(0, size, address, listening.detach()))
-        try:
-            yield setup, others
-        finally:
-            setup.runner.close()
-    finally:
-        for other in others:
-            other.join(timeout=30)
-            if other.is_alive():
-                other.kill()
-                other.join()
-
-
-def check_two_ranks(family: str, tmp_path: Path) -> None:
-    oracle = checkpoints.save(family, tmp_path)
-    prompts = [random_prompt(n, families.VOCAB, n) for n in (1, 40, 131)]
-    with replica(tmp_path, 2) as (setup, others):
-        assert setup.spec == load_model_spec(str(tmp_path), CONFIG)
-        found = generate(Driver(setup), prompts, 8, chunk=64)
-        assert found == [checkpoints.greedy_answer(oracle, prompt, 8) for prompt in prompts]
-    assert [other.exitcode for other in others] == [0]
-
-
-@pytest.mark.parametrize(
-    "family",
-    [
-        pytest.param(name, marks=() if name in QUICK else pytest.mark.full)
-        for name in families.FAMILIES
-    ],
-)
-def test_two_ranks_give_the_oracles_tokens_and_one_ranks_fingerprint(
-    family: str, tmp_path: Path
-) -> None:
-    check_two_ranks(family, tmp_path)
+from tests.engine import checkpoints, families
+from tests.engine.driving import Driver, generate, random_prompt
+from tests.engine.family_suite import Tenant, check_two_ranks
+from tests.engine.tp_rank import CONFIG, replica
 
 
 @pytest.mark.usefixtures("no_compiler")
 def test_two_ranks_without_a_compiler_give_the_oracles_tokens(tmp_path: Path) -> None:
-    check_two_ranks("mistral", tmp_path)
+    check_two_ranks(Tenant.made("mistral", tmp_path))
 
 
 @pytest.mark.full

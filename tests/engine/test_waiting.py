@@ -25,6 +25,7 @@ from tests.engine.fakes import (
     pair,
     pool_is_whole,
     prompt,
+    reserve,
     spec_of,
 )
 from tests.engine.watching import watched
@@ -40,7 +41,7 @@ def test_reservations_leave_the_place_and_the_blocks_that_the_first_waiting_requ
         spec = spec_of(
             f"small-{reserved}", prompt(64, 100 + reserved), replace(GREEDY, max_tokens=40)
         )
-        if isinstance(core.reserve(spec), ReservedEvent):
+        if isinstance(reserve(core, spec), ReservedEvent):
             ready.append((step + 3, spec))
             reserved += 1
 
@@ -62,15 +63,15 @@ def test_reservations_leave_the_place_and_the_blocks_that_the_first_waiting_requ
 
 def test_a_prompt_that_quarantine_leaves_no_room_for_holds_up_no_other() -> None:
     core, _ = watched(num_blocks=64)
-    core.reserve(spec_of("lost", prompt(320)))
+    reserve(core, spec_of("lost", prompt(320)))
     core.abort(RequestId("lost"))  # 20 blocks until its writer has stopped
     core.add(spec_of("large", prompt(800, 1)))
     core.add(spec_of("small", prompt(10, 2)))
     streams = drain(core)
     assert set(streams.finished) == {"small"}
-    assert isinstance(core.reserve(spec_of("handed over", prompt(10, 3))), ReservedEvent)
+    assert isinstance(reserve(core, spec_of("handed over", prompt(10, 3))), ReservedEvent)
     core.release(RequestId("handed over"))
-    core.unquarantine(RequestId("lost"))
+    core.release(RequestId("lost"))
     drain(core, streams)
     assert set(streams.finished) == {"small", "large"}
     pool_is_whole(core)
@@ -90,10 +91,10 @@ def test_a_prompt_that_waits_for_blocks_starts_when_another_has_computed_what_it
 def test_an_idle_engine_is_not_blocked_by_its_next_request() -> None:
     engine = FakeEngine(fake_config(num_blocks=21))
     core = EngineCore(engine.config, engine.core._runner, engine.sink, clock=lambda: 5.0)
-    core.reserve(spec_of("held", prompt(160)))
+    reserve(core, spec_of("held", prompt(160)))
     core.step()
     core.admit(RequestId("held"), SampledToken(7))
-    assert core.blocked_since is None
+    assert core.health.blocked_since is None
     core.abort(RequestId("held"))
     pool_is_whole(core)
 
@@ -102,26 +103,26 @@ def test_an_engine_is_blocked_from_when_no_request_could_start_until_one_does() 
     now = 5.0
     engine = FakeEngine(fake_config(num_blocks=21))
     core = EngineCore(engine.config, engine.core._runner, engine.sink, clock=lambda: now)
-    core.reserve(spec_of("held", prompt(160)))
+    reserve(core, spec_of("held", prompt(160)))
     core.step()
-    assert core.blocked_since is None  # no request waits
+    assert core.health.blocked_since is None  # no request waits
     core.add(spec_of("waits", prompt(260, 1)))
     core.step()
     now = 6.0
     core.add(spec_of("later", prompt(260, 2)))
     core.step()
-    assert core.blocked_since == 5.0
+    assert core.health.blocked_since == 5.0
     for name in ("waits", "later"):
         core.abort(RequestId(name))
-    assert core.blocked_since is None
+    assert core.health.blocked_since is None
     now = 7.0
     core.add(spec_of("next", prompt(260, 3)))
-    assert core.blocked_since is None
+    assert core.health.blocked_since is None
     core.step()
-    assert core.blocked_since == 7.0
+    assert core.health.blocked_since == 7.0
     core.release(RequestId("held"))
     core.step()
-    assert core.blocked_since is None
+    assert core.health.blocked_since is None
     core.abort(RequestId("next"))
     pool_is_whole(core)
 
@@ -133,7 +134,7 @@ def late_reader() -> EngineCore:
     core.add_prefill(export, wire.open(ReservedEvent(export.request_id, 0, ())), 0)
     wire.leases.clear()
     drain(core)
-    core.release(export.request_id, quarantine=True)
+    core.abort(export.request_id)
     return core
 
 
@@ -143,13 +144,13 @@ def test_a_prompt_that_a_late_readers_blocks_leave_no_room_for_holds_up_no_other
     core.add(spec_of("small", prompt(10, 2)))
     streams = drain(core)
     assert set(streams.finished) == {"small"}
-    assert isinstance(core.reserve(spec_of("handed over", prompt(10, 3))), ReservedEvent)
+    assert isinstance(reserve(core, spec_of("handed over", prompt(10, 3))), ReservedEvent)
     core.release(RequestId("handed over"))
     shares = spec_of("shares", np.concatenate([prompt(160), prompt(100, 4)]))
     core.add(shares)  # more than is left, but most of it is there
     drain(core, streams)
     assert set(streams.finished) == {"small", "shares"}
-    core.unquarantine(RequestId("export"))
+    core.release(RequestId("export"))
     drain(core, streams)
     assert set(streams.finished) == {"small", "shares", "large"}
     pool_is_whole(core)
@@ -157,25 +158,25 @@ def test_a_prompt_that_a_late_readers_blocks_leave_no_room_for_holds_up_no_other
 
 def test_a_prompt_that_shares_what_a_late_reader_holds_is_not_passed_by() -> None:
     core = late_reader()
-    core.reserve(spec_of("held", prompt(128, 1)))
+    reserve(core, spec_of("held", prompt(128, 1)))
     core.add(spec_of("shares", np.concatenate([prompt(160), prompt(100, 4)])))  # lacks 7 of 17
     core.add(spec_of("small", prompt(10, 2)))
     streams = drain(core)
     assert not streams.finished
-    assert isinstance(core.reserve(spec_of("newcomer", prompt(10, 3))), NoCapacityEvent)
+    assert isinstance(reserve(core, spec_of("newcomer", prompt(10, 3))), NoCapacityEvent)
     core.release(RequestId("held"))
     drain(core, streams)
     assert set(streams.finished) == {"small", "shares"}
-    core.unquarantine(RequestId("export"))
+    core.release(RequestId("export"))
     pool_is_whole(core)
 
 
 def test_a_reservation_goes_before_a_waiting_request_of_higher_priority_only() -> None:
     core, _ = watched(num_blocks=21)
-    core.reserve(spec_of("held", prompt(160)))
+    reserve(core, spec_of("held", prompt(160)))
     core.add(spec_of("waits", prompt(200, 1)))
-    assert isinstance(core.reserve(spec_of("equal", prompt(10))), NoCapacityEvent)
-    assert isinstance(core.reserve(spec_of("urgent", prompt(10), priority=-1)), ReservedEvent)
+    assert isinstance(reserve(core, spec_of("equal", prompt(10))), NoCapacityEvent)
+    assert isinstance(reserve(core, spec_of("urgent", prompt(10), priority=-1)), ReservedEvent)
     for name in ("held", "urgent"):
         core.release(RequestId(name))
     assert set(drain(core).finished) == {"waits"}
@@ -197,9 +198,9 @@ def test_a_reservation_leaves_who_waits_its_blocks_and_counts_those_that_both_ho
             core.add(spec_of(f"runs {n}", prompt(10, n), replace(GREEDY, max_tokens=3)))
             streams.take(core.step())
         core.add(spec_of("waits", prompt(190, 1, shared=160), once))
-        answer = core.reserve(spec_of("comes", prompt(190, 2, shared=160), once))
+        answer = reserve(core, spec_of("comes", prompt(190, 2, shared=160), once))
         assert isinstance(answer, ReservedEvent if granted else NoCapacityEvent), answer
-        assert isinstance(core.reserve(spec_of("other", prompt(190, 3), once)), NoCapacityEvent)
+        assert isinstance(reserve(core, spec_of("other", prompt(190, 3), once)), NoCapacityEvent)
         streams.take(core.step())
         assert "waits" in [seq.request_id for seq in seen.plans[-1].seqs]
         drain(core, streams)

@@ -10,8 +10,7 @@ import pytest
 
 from baton.config.engine import EngineConfig
 from engine.request import SampledToken, StepPlan
-from engine.run.build import build_engine
-from engine.run.core import warm_up
+from engine.run.core import build_engine, warm_up
 from tests.engine import checkpoints, families
 from tests.engine.driving import random_prompt, set_up
 from tests.engine.fakes import (
@@ -44,9 +43,8 @@ def test_prefill_in_chunks_and_decodes_have_run_and_nothing_is_left_of_them(
     pool_is_whole(engine.core)
     load = engine.core.load()
     assert (load.num_steps, load.prefill_tokens_per_s, load.decode_step_s) == (0, 0.0, 0.0)
-    assert engine.core.cached_chains() == []
     assert not engine.core.has_work()  # no event to tell either
-    assert engine.core.predicted_step_s is None
+    assert engine.core.health.predicted_step_s is None
     spec = spec_of("r", prompt(100))
     engine.core.add(spec)
     assert drain(engine.core).tokens["r"] == alone(spec, window, sees_all)

@@ -16,6 +16,7 @@ from tests.engine.fakes import (
     pair,
     pool_is_whole,
     prompt,
+    reserve,
     spec_of,
 )
 from tests.engine.watching import refused_field, watched
@@ -80,6 +81,6 @@ def test_a_receiver_finds_every_whole_block_of_a_prompt_that_was_handed_to_it(
     _, receiver, wire = pair(config, config)
     spec = spec_of("r", prompt(length), replace(GREEDY, max_tokens=2))
     drain(receiver.core, wire.complete(wire.begin(spec)))
-    again = receiver.core.reserve(spec)
+    again = reserve(receiver.core, spec)
     assert isinstance(again, ReservedEvent)
     assert again.num_cached_tokens == (length - 1) // 16 * 16

@@ -1,16 +1,22 @@
-"""A rank > 0 as a process of its own."""
+"""Replicas of several ranks: those above 0 are processes of their own."""
 
 from __future__ import annotations
 
+import multiprocessing
+import socket
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import torch
 
 from baton.config.engine import EngineConfig
 from engine.run.tp import TpGroup, TpPeerError, follow
-from tests.engine.driving import set_up
+from tests.engine.driving import Setup, set_up
 
+CONFIG = EngineConfig(dtype="float32", num_blocks=200, num_threads=1)
 LOST_PEER = 7  # exit status
 
 
@@ -22,3 +28,32 @@ def main(folder: str, address: str, rank: int, size: int, config: EngineConfig) 
         follow(set_up(Path(folder), config, tp).runner)
     except TpPeerError:
         sys.exit(LOST_PEER)
+
+
+@contextmanager
+def replica(
+    folder: Path, size: int, config: EngineConfig = CONFIG
+) -> Iterator[tuple[Setup, list[BaseProcess]]]:
+    """Rank 0 here, the others as processes; all have ended at exit."""
+    torch.set_num_threads(1)
+    listening = socket.create_server(("127.0.0.1", 0))
+    address = f"127.0.0.1:{listening.getsockname()[1]}"
+    spawn = multiprocessing.get_context("spawn")
+    others = [
+        spawn.Process(target=main, args=(str(folder), address, rank, size, config))
+        for rank in range(1, size)
+    ]
+    for other in others:
+        other.start()
+    try:
+        setup = set_up(folder, config, TpGroup.join(0, size, address, listening.detach()))
+        try:
+            yield setup, others
+        finally:
+            setup.runner.close()
+    finally:
+        for other in others:
+            other.join(timeout=30)
+            if other.is_alive():
+                other.kill()
+                other.join()

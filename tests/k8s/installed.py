@@ -84,7 +84,7 @@ class Installed(Seen):
         **spec: Any,
     ) -> None:
         """Install what streams of a fake engine need. Every worker serves on return."""
-        advanced = {"router": {"localPrefill": "never"}} | dict(advanced or {})
+        advanced = {"router": {"placement": {"localPrefill": "never"}}} | dict(advanced or {})
         usual = {"model": {"name": str(MODEL)}, "router": {"replicas": 1}, "pools": pools}
         self.install(**usual | with_engine(engine, **advanced) | spec)
         self.wait_available()

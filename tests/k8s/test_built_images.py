@@ -59,7 +59,12 @@ def test_a_cluster_of_the_built_images_answers_without_a_compiler(
     installed.install(
         model={"claim": {"claimName": "models", "path": "demo"}},
         router={"replicas": 1},
-        advanced={"router": {"localPrefill": "never", "handoffReportWaitSeconds": 10.0}},
+        advanced={
+            "router": {
+                "placement": {"localPrefill": "never"},
+                "timeouts": {"handoffReportSeconds": 10.0},
+            }
+        },
     )
     installed.wait_available()
     with Client(router_address(kubelet)) as client:

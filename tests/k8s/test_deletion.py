@@ -14,7 +14,7 @@ from tests.k8s.streaming import NUM_STREAMS, streaming
 pytestmark = on_pods(600, "crds", "kuberay")
 
 NUM_TOKENS = 600
-ROUTER = {"localPrefill": "never", "drainTimeoutSeconds": 1.0}
+ROUTER = {"placement": {"localPrefill": "never"}, "drainTimeoutSeconds": 1.0}
 """A router that goes before the streams have ended loses them."""
 KINDS = (
     "servingclusters,workerpools,rayclusters.ray.io,deployments,replicasets,pods,services,"

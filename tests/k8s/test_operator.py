@@ -28,7 +28,7 @@ CLUSTER_FILE = """
 model: org/name
 served_model_name: chat
 engine: {backend: fake, max_num_seqs: 32}
-router: {max_queue: 7}
+router: {admission: {max_queue: 7}}
 pools:
   prefill: {role: prefill}
   decode: {role: decode, replicas: 3, max_replicas: 5, engine: {max_num_seqs: 8}}
@@ -64,7 +64,7 @@ def test_a_pools_size_belongs_to_its_scaler_and_never_to_the_operator(seen: Seen
     seen.soon("wp/main-decode")
     seen.scale("decode", 4)
     seen.wait_for_size("decode", 4)
-    seen.make(advanced={"router": {"maxQueue": 7}})
+    seen.make(advanced={"router": {"admission": {"maxQueue": 7}}})
     eventually(lambda: "max_queue: 7" in seen.config(), "the change is done")
     pool = seen.soon("wp/main-decode")
     assert pool["spec"]["replicas"] == 4
@@ -103,7 +103,7 @@ def test_what_baton_deploy_prints_is_taken_by_kubectl_and_becomes_the_cluster_of
     config = load_config(path)
     assert (made.model, made.model_name) == (config.model, config.model_name)
     assert made.engine == config.engine
-    assert made.router.max_queue == config.router.max_queue == 7
+    assert made.router.admission.max_queue == config.router.admission.max_queue == 7
 
 
 def test_a_bad_template_is_reported_by_its_field_and_another_cluster_is_served_all_the_same(

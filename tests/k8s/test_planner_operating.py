@@ -166,7 +166,10 @@ def planned_pool(role: str) -> dict[str, object]:
 def test_pools_follow_the_load_stop_together_and_come_back_for_the_next_request(
     kube: Kube, installed: Installed, kubelet: Kubelet
 ) -> None:
-    router = {"localPrefill": "never", "fleetWaitSeconds": FLEET_WAIT_S}
+    router = {
+        "placement": {"localPrefill": "never"},
+        "admission": {"fleetWaitSeconds": FLEET_WAIT_S},
+    }
     installed.serve(
         {role: planned_pool(role) for role in ("prefill", "decode")},
         ENGINE,

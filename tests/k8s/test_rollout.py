@@ -157,7 +157,7 @@ def test_another_model_with_another_tokenizer_takes_over_by_steps(
         model={"claim": {"claimName": "models-first", "path": "model"}},
         engine=REAL,
         router={"replicas": 1},
-        advanced={"router": {"localPrefill": "never"}},
+        advanced={"router": {"placement": {"localPrefill": "never"}}},
         rollout={"interval": "20s"},
     )
     installed.wait_available(OVER_WITHIN_S)

@@ -50,7 +50,12 @@ def test_helm_install_ends_with_an_answer_whose_kv_crossed_from_pod_to_pod(
         model={"name": str(MODEL)},
         # On a loaded machine a handoff's figures come later than a short answer's last token.
         router={"replicas": 1},
-        advanced={"router": {"localPrefill": "never", "handoffReportWaitSeconds": 10.0}},
+        advanced={
+            "router": {
+                "placement": {"localPrefill": "never"},
+                "timeouts": {"handoffReportSeconds": 10.0},
+            }
+        },
     )
     installed.wait_available()
     of_pods = {HEAD: "ray-head-0", f"{POOL_LABEL}=decode": "ray-worker-0", ROUTER: "router-0"}

@@ -144,7 +144,6 @@ class Side:
         self.exporter = Exporter(
             self.ranks[0],
             spec.fingerprint,
-            self._to_sinks,
             lambda: self.engine_is_well,
             clock,
         )
@@ -216,7 +215,9 @@ class Side:
         return self.table.release(lease_id)
 
     def open(self, lease: Lease) -> HandoffId:
-        return self.exporter.open(lease)
+        handoff = self.exporter.open(lease)
+        self._to_sinks(self.exporter.opening(lease))
+        return handoff
 
     def push(self, handoff: HandoffId, group: int, ordinals: list[int], blocks: list[int]) -> None:
         """One step of the engine on every rank: the blocks are written, layer after layer."""

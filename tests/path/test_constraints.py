@@ -21,15 +21,16 @@ import yaml
 
 from baton.client import AsyncClient
 from baton.config.router import RouterConfig
+from baton.config.settings import changed
 from baton.errors import InvalidRequestError
 from baton.v1 import router_pb2
 from engine.request import RequestId, RequestSpec, SamplingParams
 from engine.run.build import load_lone_engine
-from router.door.door import Door
 from router.door.server import RouterServer
-from router.router import Router
 from router.text import TextModel
 from router.text.grammar import Answer, of_schema
+from router.units.router import Router
+from router.units.units import Units
 from tests.cluster.fleet_processes import Fleet, started
 from tests.engine.fakes import drain
 from tests.identities import ROUTER
@@ -103,12 +104,17 @@ async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Serv
         fleet = await stack.enter_async_context(started(path))
         routers, clients, urls = [], [], []
         for local_prefill in ("never", "always"):
-            routing = RouterConfig(http_port=0, local_prefill=local_prefill, tool_calls="hermes")
-            door = Door(routing, fleet.control, ("demo",), ROUTER)
-            server = RouterServer(door, routing, "127.0.0.1:0")
+            routing = changed(
+                RouterConfig(),
+                http={"port": 0},
+                placement={"local_prefill": local_prefill},
+                answers={"tool_calls": "hermes"},
+            )
+            units = Units(routing, fleet.control, ("demo",), ROUTER)
+            server = RouterServer(units, routing, "127.0.0.1:0")
             await server.start()
             stack.push_async_callback(server.stop, 0.0)
-            routers.append(await door.main_router())
+            routers.append(await units.main_router())
             clients.append(await stack.enter_async_context(AsyncClient(server.address)))
             urls.append(f"http://{server.http_address}/v1")
         async with asyncio.timeout(60):

@@ -123,7 +123,7 @@ CHECKSUMS = ("off", "sampled", "always")
 # --- quick: unequal widths, each chunk, block size and checksum -----------------------------------
 
 # The other modules of this folder have whole paths of llama and qwen3.
-QUICK_FAMILIES = ("mistral", "qwen2", "mixtral", "qwen3-moe")
+QUICK_FAMILIES = ("mistral", "qwen2", "mixtral", "qwen3-moe", "gemma3")
 
 
 def in_pairs(number: int) -> Shape:

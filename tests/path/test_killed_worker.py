@@ -13,10 +13,11 @@ import yaml
 
 from baton.client import AsyncClient
 from baton.config.router import RouterConfig
+from baton.config.settings import changed
 from baton.v1.router_pb2 import Routed
-from router.door.door import Door
 from router.door.server import RouterServer
-from router.router import Router
+from router.units.router import Router
+from router.units.units import Units
 from tests.cluster.fleet_processes import Fleet, started
 from tests.engine.checkpoints import VOCAB
 from tests.engine.driving import random_prompt
@@ -51,11 +52,11 @@ async def two_block_sizes(
     path.write_text(yaml.safe_dump(config))
     async with contextlib.AsyncExitStack() as stack:
         fleet = await stack.enter_async_context(started(path))
-        routing = RouterConfig(http_port=0, local_prefill="never")
-        door = Door(routing, fleet.control, ("one",), ROUTER)
-        server = RouterServer(door, routing, "127.0.0.1:0")
+        routing = changed(RouterConfig(), http={"port": 0}, placement={"local_prefill": "never"})
+        units = Units(routing, fleet.control, ("one",), ROUTER)
+        server = RouterServer(units, routing, "127.0.0.1:0")
         await server.start()
-        router = await door.main_router()
+        router = await units.main_router()
         stack.push_async_callback(server.stop, 0.0)
         async with asyncio.timeout(60):
             while sum(entry.usable for entry in router.fleet) < 4:  # noqa: ASYNC110  no event

@@ -15,7 +15,8 @@ import pytest_asyncio
 import torch
 
 from baton.client import AsyncClient
-from baton.client.events import FinishReason, Logprobs
+from baton.client.events import Logprobs
+from baton.finish_reason import FinishReason
 from baton.v1 import common_pb2, router_pb2, router_pb2_grpc
 from engine.request import SampledToken, SamplingParams
 from tests.engine import families

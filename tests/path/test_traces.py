@@ -16,11 +16,12 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 from baton.config.router import RouterConfig
+from baton.config.settings import changed
 from baton.v1 import common_pb2, router_pb2, router_pb2_grpc
 from engine.run.build import load_model_spec
-from router.door.door import Door
-from router.door.page import seen
+from router.door.operators.page import seen
 from router.door.server import RouterServer
+from router.units.units import Units
 from tests.cluster.fleet_processes import started
 from tests.cluster.whole_cluster import PROMPT, describe
 from tests.identities import ROUTER
@@ -44,7 +45,7 @@ class Collector(http.server.BaseHTTPRequestHandler):
 async def test_a_request_s_trace_shows_what_ran_where_and_when_over_two_decode_workers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, "router.report.request_line")
+    caplog.set_level(logging.INFO, "router.report.ended_request")
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")
     spans = Collector.spans = list[Span]()
     byte_model(tmp_path / "m")
@@ -57,11 +58,16 @@ async def test_a_request_s_trace_shows_what_ran_where_and_when_over_two_decode_w
         stack.callback(collector.shutdown)
         fleet = await stack.enter_async_context(started(path))
         traces_to = f"http://127.0.0.1:{collector.server_port}/"
-        routing = RouterConfig(http_port=None, local_prefill="never", trace_endpoint=traces_to)
-        server = RouterServer(Door(routing, fleet.control, ("m",), ROUTER), routing, "127.0.0.1:0")
+        routing = changed(
+            RouterConfig(),
+            http={"port": None},
+            placement={"local_prefill": "never"},
+            traces={"endpoint": traces_to},
+        )
+        server = RouterServer(Units(routing, fleet.control, ("m",), ROUTER), routing, "127.0.0.1:0")
         await server.start()
         stack.push_async_callback(server.stop, 0.0)
-        router = await server.door.main_router()
+        router = await server.units.main_router()
         async with asyncio.timeout(60):
             while sum(entry.usable for entry in router.fleet) < 4:  # noqa: ASYNC110  no event
                 await asyncio.sleep(0.05)
@@ -80,7 +86,7 @@ async def test_a_request_s_trace_shows_what_ran_where_and_when_over_two_decode_w
         async with asyncio.timeout(20):
             while not any(span.name == "request" for span in spans):  # noqa: ASYNC110  no event
                 await asyncio.sleep(0.02)
-        shown = [each["trace_id"] for each in seen(server.door)["units"][0]["requests"]]
+        shown = [each["trace_id"] for each in seen(server.units)["units"][0]["requests"]]
     lines = [vars(each)["fields"] for each in caplog.records if each.msg == "request"]
     assert [line["trace_id"] for line in lines] == shown == [TRACE]
     assert {span.trace_id.hex() for span in spans} == {TRACE}

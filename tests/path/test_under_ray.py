@@ -31,11 +31,8 @@ async def under_ray(shape: Shape, folder: Path) -> AsyncIterator[RunningCluster]
     settings = shape.config(folder, "never")
     # Half of the prompts go where the speeds do not say: the slow pairs are to be seen too. Every
     # handoff is to be reported, also one that ends late on a busy machine.
-    settings["router"] |= {
-        "explore_share": 0.5,
-        "trust_rates_s": 0.0,
-        "handoff_report_wait_s": 30.0,
-    }
+    settings["router"]["placement"] |= {"explore_share": 0.5, "trust_rates_s": 0.0}
+    settings["router"]["timeouts"] = {"handoff_report_s": 30.0}
     config = parse_config(settings)
     running = await asyncio.to_thread(up, config)
     processes = descendants() - before

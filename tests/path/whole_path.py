@@ -115,7 +115,11 @@ class Shape:
             },
             "engine": settings.dump(self.engine(), base=EngineConfig()),
             "transfer": {"checksum": self.checksum},
-            "router": {"local_prefill": local_prefill, "port": 0, "http_port": http_port},
+            "router": {
+                "port": 0,
+                "http": {"port": http_port},
+                "placement": {"local_prefill": local_prefill},
+            },
             "control": {"port": 0},
         }
 

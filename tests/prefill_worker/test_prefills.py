@@ -14,6 +14,7 @@ from baton.config.transfer import TransferConfig
 from baton.v1 import worker_pb2
 from cluster.worker.worker import Worker
 from engine.request import PrefilledEvent, SampledToken, StepPlan
+from engine.run.core import EngineCore
 from engine.run.fake_runner import FakeRunner
 from engine.wire import read_spec
 from kv_transfer.lease import Lease, Receipt
@@ -70,7 +71,8 @@ async def test_a_lease_and_its_prompt_are_taken_in_one_step(
     """A step for the lease alone would be one that the prompt waits for."""
     prefill, lease = leased
     plans: list[StepPlan] = []
-    runner = prefill.rank.runner
+    assert isinstance(prefill.rank.engine, EngineCore)
+    runner = prefill.rank.engine._runner
     assert isinstance(runner, FakeRunner)
     run_plan = runner.run
 

@@ -17,8 +17,8 @@ from baton.v1 import (
     router_pb2,
     router_pb2_grpc,
 )
-from router.router import Router
 from router.text import TextModel
+from router.units.router import Router
 from tests.router.scripted_tokens import oracle
 from tests.router.scripted_worker import MODEL
 

@@ -18,6 +18,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from baton.clock import Clock
 from baton.config.router import RouterConfig
+from baton.config.settings import changed
 from baton.grpc_options import accepts_pings
 from baton.model_folder import find_text_files
 from baton.v1 import (
@@ -27,13 +28,15 @@ from baton.v1 import (
     router_pb2,
 )
 from cluster.registry.control_access import control_server, listen_at
-from router.door.door import UNITS_EVERY_S, Door
 from router.door.server import RouterServer
-from router.door.unit import ReadTokenizer
 from router.fleet.fleet import WorkerEntry
 from router.fleet.registry import RegistryAccess
-from router.router import Router
+from router.request.attempt import Attempt
+from router.request.machine import State
 from router.text import TextModel
+from router.units.router import Router
+from router.units.unit_router import ReadTokenizer
+from router.units.units import UNITS_EVERY_S, Units
 from tests.identities import OPERATOR, ROUTER
 from tests.router.answers import Answer, Client
 from tests.router.fleets import entry_of
@@ -46,17 +49,15 @@ PREFILL, DECODE, MIXED = (
     common_pb2.WORKER_ROLE_MIXED,
 )
 EOS, ALIAS = 256, "alias"
-QUICK = RouterConfig(
-    http_port=None,
-    keepalive_s=0.3,
-    reconnect_min_s=0.02,
-    reconnect_max_s=0.1,
-    retry_backoff_s=0.01,
-    eject_s=0.2,
-    fleet_wait_s=2.0,
-    resume_window_s=0.3,
-    attach_timeout_s=1.0,
-    local_prefill="never",
+QUICK = changed(
+    RouterConfig(),
+    http={"port": None},
+    links={"keepalive_s": 0.3, "reconnect_min_s": 0.02, "reconnect_max_s": 0.1},
+    retries={"backoff_s": 0.01, "eject_s": 0.2},
+    admission={"fleet_wait_s": 2.0},
+    clients={"resume_window_s": 0.3},
+    timeouts={"attach_s": 1.0},
+    placement={"local_prefill": "never"},
 )
 
 
@@ -181,6 +182,11 @@ class Registry(control_pb2_grpc.ControlServiceServicer):
                     continue
 
 
+def attempts(router: Router) -> list[State]:
+    """The states of the attempts that are under way."""
+    return [run.stage.state for run in router.runs if isinstance(run.stage, Attempt)]
+
+
 class Deployment:
     """Own the processes-to-be of one test: all in one event loop, all over real sockets."""
 
@@ -201,7 +207,7 @@ class Deployment:
     @property
     def routers(self) -> list[Router]:
         """Of the one unit, at each of the doors."""
-        return [server.door.routers[0] for server in self.servers]
+        return [server.units.routers[0] for server in self.servers]
 
     @property
     def client(self) -> Client:
@@ -224,8 +230,8 @@ class Deployment:
         return worker
 
     async def add_router(self, is_awaited: bool = True, **changes: Any) -> Client:
-        config = RouterConfig(**{**vars(self.config), **changes})
-        door = Door(
+        config = changed(self.config, **changes)
+        units = Units(
             config,
             self.registry.address,
             (MODEL, ALIAS),
@@ -234,10 +240,10 @@ class Deployment:
             clock=self.clock,
             rng=random.Random(1),
         )
-        server = RouterServer(door, config, "127.0.0.1:0")
+        server = RouterServer(units, config, "127.0.0.1:0")
         await server.start()
         if is_awaited:
-            await door.main_router()
+            await units.main_router()
         self.servers.append(server)
         self.clients.append(Client(server.address))
         return self.clients[-1]
@@ -292,7 +298,7 @@ async def deployment(
 
     At the end nothing may be left of any request, unless the test says so: `is_emptied`.
     """
-    made = Deployment(RouterConfig(**{**vars(QUICK), **changes}), clock, text_model)
+    made = Deployment(changed(QUICK, **changes), clock, text_model)
     try:
         await made.registry.start()
         for letter, role, count in (("p", PREFILL, prefill), ("d", DECODE, decode)):

@@ -4,26 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import math
 import random
 from typing import Any
 
 import numpy as np
 
 from baton.clock import ManualClock
-from baton.config.router import RouterConfig
+from baton.config.router import PlacementConfig, RouterConfig
+from baton.config.settings import changed
 from baton.errors import BatonError
 from baton.fleet import WorkerState
 from baton.v1 import common_pb2
 from kv_transfer.block_hash import SHARED_BY_ALL
 from router.fleet.fleet import Fleet, WorkerEntry
 from router.fleet.worker_facts import WorkerFacts
+from router.index.prefix_index import PrefixIndex
 from router.placement.admission import Admission
-from router.placement.choice import choose
+from router.placement.choice import choose, trusted_speeds
 from router.placement.placement import Placement, PlacementQuery
-from router.placement.prefix_index import PrefixIndex
 from router.placement.ticket import Placed, PromptBlocks, Ticket
 
-POLICY = RouterConfig()
+POLICY = PlacementConfig()
 
 
 def facts(worker_id: str, prefill: bool, decode: bool, **changes: object) -> WorkerFacts:
@@ -67,21 +69,26 @@ def two_and_two(clock: ManualClock | None = None) -> Fleet:
     )
 
 
-def query(fleet: Fleet, num_tokens: int, **cached: int) -> PlacementQuery:
+def query(
+    fleet: Fleet, num_tokens: int, *, explores: bool = False, now_s: float = 100.0, **cached: int
+) -> PlacementQuery:
     tokens = np.zeros(fleet.num_slots, dtype=np.int64)
     for worker_id, count in cached.items():
         entry = entry_of(fleet, worker_id)
         tokens[entry.slot] = count
-    return PlacementQuery(num_tokens, 16, 0, tokens)
+    since_s = now_s - POLICY.trust_rates_s if explores else -math.inf
+    speeds = trusted_speeds(fleet.arrays, 0, since_s)
+    return PlacementQuery(num_tokens, 16, 0, tokens, *speeds, POLICY, now_s, explores=explores)
 
 
-def cheapest(fleet: Fleet, wanted: PlacementQuery, policy: RouterConfig = POLICY) -> Placement:
-    placement = choose(wanted, fleet.arrays, policy, 100.0, random.Random(0))
+def cheapest(fleet: Fleet, wanted: PlacementQuery, policy: PlacementConfig = POLICY) -> Placement:
+    wanted = dataclasses.replace(wanted, policy=policy)
+    placement = choose(wanted, fleet.arrays, random.Random(0))
     assert placement is not None
     return placement
 
 
-def pick(fleet: Fleet, wanted: PlacementQuery, policy: RouterConfig = POLICY) -> tuple[str, str]:
+def pick(fleet: Fleet, wanted: PlacementQuery, policy: PlacementConfig = POLICY) -> tuple[str, str]:
     placement = cheapest(fleet, wanted, policy)
     return placement.prefill_worker, placement.decode_worker
 
@@ -91,7 +98,8 @@ def prompt(num_tokens: int, first: int = 0) -> PromptBlocks:
 
 
 def admission_of(fleet: Fleet, clock: ManualClock, **changes: object) -> Admission:
-    config = dataclasses.replace(RouterConfig(local_prefill="never", lease_lead_s=0.5), **changes)  # type: ignore[arg-type]
+    usual = {"placement": {"local_prefill": "never"}, "admission": {"lease_lead_s": 0.5}}
+    config = changed(changed(RouterConfig(), **usual), **changes)
     return Admission(config, fleet, PrefixIndex(), clock, random.Random(0))
 
 

@@ -24,11 +24,11 @@ from h2.events import (
 from baton.client.connections import Connection
 from baton.errors import InvalidRequestError, OverloadedError
 from baton.v1 import control_pb2, control_pb2_grpc, router_pb2, router_pb2_grpc
-from router.door.gate import Gate
-from router.door.grpc_call import Feed
-from router.door.h2_server import GrpcServer, Limits
-from router.door.listening import listening
-from router.door.sharing import Sharing
+from router.door.connections.acceptor import listening
+from router.door.connections.sharing import Sharing
+from router.door.grpc.call import Feed
+from router.door.grpc.call_policy import CallPolicy
+from router.door.grpc.h2_server import GrpcServer, Limits
 
 MAX_BYTES = 1 << 16
 PATH = b"/baton.v1.RouterService/"
@@ -139,7 +139,7 @@ async def served(context: ssl.SSLContext | None = None, **limits: Any) -> AsyncI
         limits.pop("max_connections", 100), limits.pop("max_unfinished_bytes", 1 << 20)
     )
     made = Limits(**{"max_message_bytes": MAX_BYTES, **limits})
-    server = GrpcServer(made, Gate(None), listening("127.0.0.1", 0, False), sharing)
+    server = GrpcServer(made, CallPolicy(None), listening("127.0.0.1", 0, False), sharing)
     service = TestedService()  # type: ignore[abstract]
     methods: Any = server.methods
     router_pb2_grpc.add_RouterServiceServicer_to_server(service, methods)

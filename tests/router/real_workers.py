@@ -13,12 +13,13 @@ import numpy as np
 
 from baton.config.engine import FakeEngineConfig
 from baton.config.router import RouterConfig
+from baton.config.settings import changed
 from baton.v1 import common_pb2, control_pb2, router_pb2, worker_pb2
 from cluster.worker.worker import Worker
 from engine.wire import read_spec
-from router.door.door import Door
 from router.door.server import RouterServer
-from router.router import Router
+from router.units.router import Router
+from router.units.units import Units
 from tests.cluster.conftest import ENGINE, engine_tokens
 from tests.identities import ROUTER
 from tests.link_stub import books_at
@@ -70,10 +71,10 @@ async def router_over(
     registry.workers = list(workers)  # type: ignore[arg-type]
     await registry.start()
     read = reading(registry)
-    door = Door(config, registry.address, ("fake",), ROUTER, read=read, rng=random.Random(0))
-    server = RouterServer(door, config, "127.0.0.1:0")
+    units = Units(config, registry.address, ("fake",), ROUTER, read=read, rng=random.Random(0))
+    server = RouterServer(units, config, "127.0.0.1:0")
     await server.start()
-    router = await door.main_router()
+    router = await units.main_router()
     client = Client(server.address, server.http_address)
     try:
         await until(lambda: sum(entry.usable for entry in router.fleet) == len(workers))
@@ -89,7 +90,7 @@ async def asked_at(
     door: str, *workers: Listed, config: RouterConfig
 ) -> AsyncIterator[tuple[Router, Caller]]:
     """A router, and a client at one of its doors."""
-    config = dataclasses.replace(config, http_port=0)
+    config = changed(config, http={"port": 0})
     async with router_over(*workers, config=config) as (router, client):
         caller = caller_at(door, client.address, client.http_address)
         try:
@@ -123,7 +124,7 @@ SLOW = dataclasses.replace(
     ENGINE,
     fake=FakeEngineConfig(window=20, vocab_size=257, decode_step_s=0.02, prefill_token_s=1e-6),
 )
-CONFIG = dataclasses.replace(QUICK, resume_window_s=0.2)
+CONFIG = changed(QUICK, clients={"resume_window_s": 0.2})
 
 
 def named(number: int, resume_from_index: int | None = None) -> router_pb2.GenerateRequest:

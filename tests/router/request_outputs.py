@@ -9,12 +9,13 @@ from baton.v1 import router_pb2
 from router.fleet.registry import RegistryAccess
 from router.report.metrics import RouterMetrics
 from router.request.request_output import RequestOutput
-from router.request.run_parts import Arrival, ServedModel
-from router.request.validate import RequestLimits, parse_generate
-from router.router import Router
+from router.request.run_parts import ServedModel
+from router.request.validate import RequestLimits
+from router.units.router import Router
 from tests.identities import ROUTER
 from tests.router.deployment import QUICK, default_model
 from tests.router.scripted_worker import MODEL
+from tests.router.text_fixtures import parse
 
 
 def output_for(
@@ -28,6 +29,5 @@ def output_for(
         clock=clock,
         rng=random.Random(0),
     )
-    parsed = parse_generate(request, default_model(), RequestLimits(512, model_names=(MODEL,)))
-    arrival = Arrival("id", parsed, "", clock.now_s(), 0.0)
-    return router, RequestOutput(arrival, router.parts)
+    parsed = parse(request, default_model(), RequestLimits(512), (MODEL,), clock.now_s())
+    return router, RequestOutput(parsed, router.parts, 0.0)

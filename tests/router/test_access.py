@@ -24,6 +24,7 @@ from baton.client.credentials import Tls, token_in
 from baton.client.request_stream import build_request
 from baton.config.cluster import ClusterConfig, load_config
 from baton.config.router import AuthConfig, RouterConfig, TlsConfig
+from baton.config.settings import changed
 from baton.errors import (
     AlreadyExistsError,
     BatonError,
@@ -37,8 +38,8 @@ from baton.errors import (
 from baton.reread import Reread
 from baton.v1 import router_pb2, router_pb2_grpc
 from router.__main__ import operator_port
-from router.door import access
-from router.door.access import Access, ServerTls
+from router.door.connections import credentials
+from router.door.connections.credentials import Credentials, ServerTls
 from tests.certificates import Authority, swap
 from tests.router.answers import PROMPT, ask_for, error_of, error_reason
 from tests.router.deployment import deployment
@@ -48,7 +49,7 @@ from tests.router.secured import BLUE, RED, Site, secured
 
 @pytest.fixture
 async def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Site]:
-    monkeypatch.setattr(access, "_LOOK_S", 0.01)
+    monkeypatch.setattr(credentials, "_LOOK_S", 0.01)
     authority = Authority(tmp_path)
     async with deployment(**secured(tmp_path, authority)) as d:
         yield Site(d, authority, tmp_path / "tokens")
@@ -234,7 +235,7 @@ async def test_clients_without_a_certificate_of_theirs_are_left_outside(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whose authority may be replaced meanwhile."""
-    monkeypatch.setattr(access, "_LOOK_S", 0.01)
+    monkeypatch.setattr(credentials, "_LOOK_S", 0.01)
     authority, clients = Authority(tmp_path), Authority(tmp_path / "clients")
     settings = secured(tmp_path, authority, client_ca_file=str(clients.ca)) | {"health_port": 0}
     async with deployment(**settings) as d:
@@ -292,7 +293,7 @@ async def test_a_tenant_gets_what_it_is_granted_and_operators_alone_see_others(
     for name, text in (("red", RED), ("ops", "ops-token"), ("b.yaml", f"blue: {limits}")):
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o640 if name == "red" else 0o600)
-    config = RouterConfig(metrics_port=0, auth=AuthConfig(str(tmp_path), ("ops",)))
+    config = changed(RouterConfig(), metrics={"port": 0}, auth=AuthConfig(str(tmp_path), ("ops",)))
     async with deployment(auth=config.auth) as d, contextlib.AsyncExitStack() as stack:
         assert re.findall(r"(\S+) holds a secret", caplog.text) == [str(tmp_path / "red")]
         made = [AsyncClient(d.servers[0].address, token=token) for token in ("T", RED, "ops-token")]
@@ -309,7 +310,7 @@ async def test_a_tenant_gets_what_it_is_granted_and_operators_alone_see_others(
         seen = (await red.fleet()).workers
         assert [worker.info.ref.worker_id for worker in seen] == ["p0", "d0"]
         assert not any(worker.info.address or worker.HasField("load") for worker in seen)
-        server = operator_port(config, d.servers[0].door, d.servers[0].intake.callers)
+        server = operator_port(config, d.servers[0].units, d.servers[0].api.callers)
         assert server is not None
         await server.start()
         stack.push_async_callback(server.stop)
@@ -360,7 +361,7 @@ def test_files_that_hold_no_certificate_with_its_key_are_named_at_the_start(
     ):
         spoil()
         with pytest.raises(ConfigError, match=message):
-            Access(config)
+            Credentials(config)
 
 
 def test_a_key_that_is_taken_away_while_it_is_read_leaves_what_was_read_before(
@@ -398,7 +399,7 @@ def test_tokens_that_cannot_be_are_refused_at_the_start(
     (tmp_path / "tokens" / "red").write_text("one")
     (tmp_path / "tokens" / "green").write_text(content, encoding="latin-1")
     with pytest.raises(ConfigError, match=message):
-        Access(config)
+        Credentials(config)
 
 
 @pytest.mark.parametrize(
@@ -421,7 +422,7 @@ def test_a_file_of_tokens_that_cannot_be_read_is_refused_and_not_quoted(
 ) -> None:
     (tmp_path / "tokens.yaml").write_text(text)
     with pytest.raises(ConfigError, match=message) as caught:
-        Access(RouterConfig(auth=AuthConfig(str(tmp_path / "tokens.yaml"))))
+        Credentials(RouterConfig(auth=AuthConfig(str(tmp_path / "tokens.yaml"))))
     assert "secret" not in caught.value.message
 
 

@@ -10,11 +10,12 @@ import pytest
 
 from baton.clock import ManualClock
 from baton.config.router import RouterConfig
+from baton.config.settings import changed
 from baton.errors import NoCapacityError, OverloadedError, UnavailableError
 from baton.fleet import WorkerState
 from router.fleet.fleet import Fleet, ReportedLoad
+from router.index.prefix_index import PrefixIndex
 from router.placement.admission import POLL_S, SCAN_AHEAD, Admission
-from router.placement.prefix_index import PrefixIndex
 from router.placement.ticket import Placed, Ticket
 from tests.router.fleets import (
     admission_of,
@@ -85,7 +86,7 @@ async def test_one_prompt_s_burst_is_drawn_to_where_its_prefix_is_about_to_be() 
 async def test_a_full_queue_and_a_prompt_no_worker_can_hold_are_refused() -> None:
     clock = ManualClock(100.0)
     fleet = fleet_of(facts("p0", True, False), facts("d0", False, True, num_blocks=4), clock=clock)
-    admission = admission_of(fleet, clock, max_queue=1)
+    admission = admission_of(fleet, clock, admission={"max_queue": 1})
     with pytest.raises(NoCapacityError):
         await place(admission, admission.ticket(prompt(100), 4, 0))
     fleet.arrays.max_running[:] = 0
@@ -198,7 +199,7 @@ async def test_requests_that_only_an_unusable_worker_takes_hold_nobody_back(
     clock = ManualClock(100.0)
     fleet = unequal_fleet(clock)
     fleet.set_state(entry_of(fleet, "large"), state)
-    admission = admission_of(fleet, clock, fleet_wait_s=10.0)
+    admission = admission_of(fleet, clock, admission={"fleet_wait_s": 10.0})
     tickets = [admission.ticket(prompt(150, n * 200), 4) for n in range(2 * SCAN_AHEAD)]
     long = [asyncio.create_task(place(admission, ticket)) for ticket in tickets]
     await rounds(admission, clock, 5.0)
@@ -257,7 +258,7 @@ async def test_a_request_that_waits_for_the_large_worker_gets_it_and_leaves_the_
 async def test_requests_that_have_waited_long_outlive_a_blink_of_the_last_worker() -> None:
     clock = ManualClock(100.0)
     fleet = two_and_two(clock)
-    admission = admission_of(fleet, clock, fleet_wait_s=10.0)
+    admission = admission_of(fleet, clock, admission={"fleet_wait_s": 10.0})
     fleet.arrays.max_running[:] = 0
     waiting = [in_line(admission, prompt(10, n * 10), 4) for n in range(3)]
     await rounds(admission, clock, 15.0)
@@ -295,7 +296,7 @@ async def test_rounds_leave_the_event_loop_to_the_streams() -> None:
             clock.advance(0.005)
             return super().lookup_predicted(*args)
 
-    config = RouterConfig(local_prefill="never")
+    config = changed(RouterConfig(), placement={"local_prefill": "never"})
     admission = Admission(config, fleet, SlowIndex(), clock, random.Random(0))
     fleet.arrays.free_tokens[:], fleet.arrays.running[:] = 0, 1  # no room for anyone
     waiting = [in_line(admission, prompt(10, n * 10), 4) for n in range(4)]

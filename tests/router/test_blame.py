@@ -23,7 +23,7 @@ def of_two(d: Deployment, role: str) -> list[ScriptedWorker]:
 
 
 async def test_a_handoff_that_never_ends_counts_against_its_writer() -> None:
-    async with deployment(2, 2, token_timeout_s=0.3, eject_s=30.0) as d:
+    async with deployment(2, 2, timeouts={"token_s": 0.3}, retries={"eject_s": 30.0}) as d:
         for worker in of_two(d, "p"):
             worker.faults.hang_handoffs = 1
         answer = await d.client.ask(ask_for(PROMPT))
@@ -34,7 +34,9 @@ async def test_a_handoff_that_never_ends_counts_against_its_writer() -> None:
 
 
 async def test_a_handoff_to_a_suspect_decode_worker_leaves_it_soon() -> None:
-    async with deployment(1, 2, suspect_silence_s=0.2, eject_s=30.0) as d:
+    async with deployment(
+        1, 2, timeouts={"suspect_silence_s": 0.2}, retries={"eject_s": 30.0}
+    ) as d:
         d.worker("p0").faults.hang_handoffs = 1
         asking = asyncio.create_task(d.client.ask(ask_for(PROMPT)))
         await d.until(lambda: any(worker.runs for worker in of_two(d, "d")))
@@ -48,7 +50,7 @@ async def test_a_handoff_to_a_suspect_decode_worker_leaves_it_soon() -> None:
 
 
 async def test_a_writer_that_lost_its_receiver_is_not_blamed_for_it() -> None:
-    async with deployment(2, 2, eject_s=30.0) as d:
+    async with deployment(2, 2, retries={"eject_s": 30.0}) as d:
         for worker in of_two(d, "p"):
             worker.faults.fail_handoffs = 1
             worker.faults.handoff_reason = "PEER_LOST"
@@ -60,7 +62,7 @@ async def test_a_writer_that_lost_its_receiver_is_not_blamed_for_it() -> None:
 
 
 async def test_a_writer_too_slow_to_serve_its_lease_is_blamed_also_when_it_says_so_first() -> None:
-    async with deployment(3, 1, eject_s=30.0) as d:
+    async with deployment(3, 1, retries={"eject_s": 30.0}) as d:
         for worker in (d.worker(f"p{n}") for n in range(3)):
             worker.faults.late_prefills = 1
         answer = await d.client.ask(ask_for(PROMPT))
@@ -70,7 +72,7 @@ async def test_a_writer_too_slow_to_serve_its_lease_is_blamed_also_when_it_says_
 
 
 async def test_a_handoff_that_another_router_began_is_nobody_s_fault_here() -> None:
-    async with deployment(2, 2, eject_s=30.0) as d:
+    async with deployment(2, 2, retries={"eject_s": 30.0}) as d:
         for worker in of_two(d, "p"):
             worker.faults.hang_prefills = 1
         request = ask_for(PROMPT, request_id="mine")
@@ -96,7 +98,7 @@ async def test_a_handoff_that_another_router_began_is_nobody_s_fault_here() -> N
 
 async def test_a_stream_that_stands_still_while_others_flow_is_no_fault_of_its_worker() -> None:
     """As one does that was preempted because memory was full."""
-    async with deployment(token_timeout_s=0.2, eject_s=30.0) as d:
+    async with deployment(timeouts={"token_s": 0.2}, retries={"eject_s": 30.0}) as d:
         worker, loop = d.worker("d0"), asyncio.get_running_loop()
         worker.step_s = 0.01
         asking = asyncio.create_task(d.client.ask(ask_for(PROMPT, request_id="mine")))
@@ -117,8 +119,8 @@ async def test_a_stream_that_stands_still_while_others_flow_is_no_fault_of_its_w
 
 
 async def test_a_prompt_that_waits_at_a_writer_whose_other_prompts_come_out_stays_there() -> None:
-    limits = {"first_token_timeout_s": 0.5, "token_timeout_s": 0.5}
-    async with deployment(eject_s=30.0, **limits) as d:
+    limits = {"first_token_s": 0.5, "token_s": 0.5}
+    async with deployment(retries={"eject_s": 30.0}, timeouts=limits) as d:
         worker, loop = d.worker("p0"), asyncio.get_running_loop()
         worker.faults.hang_prefills = 1
         asking = asyncio.create_task(d.client.ask(ask_for(PROMPT)))
@@ -134,7 +136,7 @@ async def test_a_prompt_that_waits_at_a_writer_whose_other_prompts_come_out_stay
 
 
 async def test_a_request_that_is_attached_before_its_first_token_is_waited_for() -> None:
-    async with deployment(eject_s=30.0, token_timeout_s=0.2) as d:
+    async with deployment(retries={"eject_s": 30.0}, timeouts={"token_s": 0.2}) as d:
         prefill, loop = d.worker("p0"), asyncio.get_running_loop()
         prefill.faults.hang_prefills = 1
         second = await d.add_router()
@@ -172,7 +174,7 @@ async def test_a_failure_is_not_held_against_the_worker_that_took_the_row_over()
 
 
 async def test_others_load_is_forgotten_when_nobody_reports_it_any_more() -> None:
-    async with deployment(fleet_wait_s=60.0) as d:
+    async with deployment(admission={"fleet_wait_s": 60.0}) as d:
         worker = d.worker("d0")
         worker.load.num_running = worker.max_num_seqs  # another router's
         await d.registry.publish()
@@ -231,7 +233,7 @@ async def test_what_a_worker_reports_of_its_speed_meanwhile_is_what_its_prompt_i
 ) -> None:
     """500 tokens at 2 a second; and some time on top, after which the prompt is lost there."""
     clock = ManualClock(100.0)
-    async with deployment(prefill=2, clock=clock, first_token_timeout_s=30.0) as d:
+    async with deployment(prefill=2, clock=clock, timeouts={"first_token_s": 30.0}) as d:
         asking, asked, other = await hung_prefill(d, ask_for(LONG))
         asked.load.prefill_tokens_per_s = 2.0  # after its first chunk
         await d.registry.publish()

@@ -41,7 +41,9 @@ async def run_chaos(
 ) -> None:
     """`workers`: how many prefill, decode and mixed ones; `others`: of each of the first two roles,
     how many whose KV is of another kind. Requests take turns at the two doors."""
-    async with deployment(*workers, **PATIENT, local_prefill="auto", http_port=0) as d:
+    async with deployment(
+        *workers, retries=PATIENT, placement={"local_prefill": "auto"}, http={"port": 0}
+    ) as d:
         doors = [caller_at(door, d.servers[0].address, d.servers[0].http_address) for door in DOORS]
         for number in range(others):
             for letter, role in (("p", PREFILL), ("d", DECODE)):

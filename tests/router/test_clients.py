@@ -22,7 +22,7 @@ from tests.router.answers import (
     failures_of,
     refusal,
 )
-from tests.router.deployment import Deployment, deployment, left_behind
+from tests.router.deployment import Deployment, attempts, deployment, left_behind
 from tests.router.grpc_served import RawClient, framed
 from tests.router.scripted_tokens import oracle
 
@@ -51,14 +51,14 @@ async def test_a_first_token_that_ends_the_request_releases_the_lease() -> None:
 
 
 async def test_a_mixed_fleet_serves_by_local_prefill_and_by_handoff() -> None:
-    async with deployment(0, 0, mixed=2, local_prefill="auto") as d:
+    async with deployment(0, 0, mixed=2, placement={"local_prefill": "auto"}) as d:
         answer = await d.client.ask(ask_for(PROMPT))
         assert_whole(answer, PROMPT)
-    async with deployment(0, 0, mixed=2, local_prefill="never") as d:
+    async with deployment(0, 0, mixed=2, placement={"local_prefill": "never"}) as d:
         answer = await d.client.ask(ask_for(PROMPT))
         assert_whole(answer, PROMPT)
         assert answer.routed[0].prefill_worker != answer.routed[0].decode_worker
-    async with deployment(1, 1, local_prefill="always") as d:
+    async with deployment(1, 1, placement={"local_prefill": "always"}) as d:
         answer = await d.client.ask(ask_for(PROMPT))
         assert_whole(answer, PROMPT)
         assert answer.routed[0].prefill_worker == ""
@@ -77,7 +77,7 @@ async def paused_at(d: Deployment, request: router_pb2.GenerateRequest, index: i
 
 
 async def test_a_client_that_names_its_request_can_come_back_for_the_rest() -> None:
-    async with deployment(resume_window_s=20.0) as d:
+    async with deployment(clients={"resume_window_s": 20.0}) as d:
         request = ask_for(PROMPT, 20, request_id="mine")
         seen = await paused_at(d, request, 5)
         request.resume_from_index = len(seen.ids)
@@ -104,13 +104,13 @@ async def test_two_clients_of_one_request_see_the_same() -> None:
 
 
 async def test_of_finished_requests_the_output_is_remembered_up_to_so_many_bytes() -> None:
-    async with deployment(resume_window_s=20.0, max_remembered_bytes=10_000) as d:
+    async with deployment(clients={"resume_window_s": 20.0, "max_remembered_bytes": 10_000}) as d:
         for number in range(8):
             await d.client.ask(ask_for(PROMPT, request_id=f"r{number}"))
         await d.check_empty()
-        kept = [run.arrival.request_id for run in d.router.runs]
+        kept = [run.request.head.request_id for run in d.router.runs]
         assert kept in (["r6", "r7"], ["r5", "r6", "r7"])
-        assert all(len(run.arrival.parsed.token_ids) == 0 for run in d.router.runs)
+        assert all(len(run.request.token_ids) == 0 for run in d.router.runs)
         assert_whole(await d.client.ask(ask_for(PROMPT, request_id="r7")), PROMPT)
         assert d.worker("d0").num_reserves == 8
 
@@ -127,7 +127,7 @@ async def test_another_body_under_the_same_id_is_refused_but_not_in_another_tena
 
 
 async def test_a_cancelled_call_ends_an_unnamed_request_at_every_hop_at_once() -> None:
-    async with deployment(resume_window_s=600.0) as d:
+    async with deployment(clients={"resume_window_s": 600.0}) as d:
         await paused_at(d, ask_for(PROMPT, 50), 3)
         await d.check_empty()
         assert len(d.worker("d0").cancels) == 1
@@ -142,13 +142,13 @@ async def test_a_call_cancelled_while_it_is_prefilled_cancels_the_prefill() -> N
 
 
 async def test_a_named_request_without_clients_ends_after_the_resume_window() -> None:
-    async with deployment(resume_window_s=0.2) as d:
+    async with deployment(clients={"resume_window_s": 0.2}) as d:
         await paused_at(d, ask_for(PROMPT, 50, request_id="mine"), 3)
         assert d.router.num_active == 1
 
 
 async def test_abort_ends_a_request_for_all_its_clients() -> None:
-    async with deployment(resume_window_s=600.0) as d:
+    async with deployment(clients={"resume_window_s": 600.0}) as d:
         d.worker("d0").may_decode.clear()
         request = ask_for(PROMPT, request_id="mine", tenant="t")
         asking = asyncio.create_task(d.client.ask(request))
@@ -176,7 +176,7 @@ async def test_a_slow_client_gets_its_tokens_coalesced_and_holds_nobody_up() -> 
 
 @pytest.mark.parametrize("request_id", ["", "mine"])
 async def test_a_client_that_leaves_too_much_unread_is_cut_off(request_id: str) -> None:
-    async with deployment(max_unread_bytes=30_000, resume_window_s=20.0) as d:
+    async with deployment(clients={"max_unread_bytes": 30_000, "resume_window_s": 20.0}) as d:
         request = ask_for(PROMPT, 400, request_id=request_id)
         async with RawClient.to(d.servers[0].address, window=100) as client:
             stream = client.ask(data=framed(request.SerializeToString()))
@@ -269,7 +269,7 @@ async def test_resuming_with_another_body_or_seed_is_refused_and_takes_nothing_a
 
 
 async def test_abort_ends_a_request_that_is_still_looked_for_wherever_it_runs() -> None:
-    async with deployment(decode=2, attach_timeout_s=20.0) as d:
+    async with deployment(decode=2, timeouts={"attach_s": 20.0}) as d:
         request = ask_for(PROMPT, request_id="mine")
         second = await d.add_router()
         await d.connected(3, d.routers[1])
@@ -286,7 +286,7 @@ async def test_abort_ends_a_request_that_is_still_looked_for_wherever_it_runs() 
 
 
 async def test_a_request_that_runs_is_resumed_where_the_line_is_full() -> None:
-    async with deployment(max_queue=1) as d:
+    async with deployment(admission={"max_queue": 1}) as d:
         second = await d.add_router()
         await d.connected(2, d.routers[1])
         request = ask_for(PROMPT, request_id="mine")
@@ -302,7 +302,7 @@ async def test_a_request_that_runs_is_resumed_where_the_line_is_full() -> None:
 
 
 async def test_a_request_that_its_worker_gave_up_goes_on_and_the_worker_is_not_blamed() -> None:
-    async with deployment(eject_s=30.0) as d:
+    async with deployment(retries={"eject_s": 30.0}) as d:
         second = await d.add_router()
         await d.connected(2, d.routers[1])
         request, worker = ask_for(PROMPT, request_id="mine"), d.worker("d0")
@@ -356,7 +356,7 @@ async def test_a_lost_session_takes_nothing_from_the_router_that_went_on_with_th
         worker.give_up(worker_pb2.Lease(lease_id=worker.runs["mine"].lease_id))
         await d.until(lambda: "mine" in worker.runs and worker.runs["mine"].task is not None)
         worker.session_calls[former].cancel()  # only now does the first router ask for its own
-        await d.until(lambda: any(run.state.has_moved for run in d.router.runs))
+        await d.until(lambda: any(state.has_moved for state in attempts(d.router)))
         prefill.unhang.set()  # its lease is fenced
         assert (await error_of(first_asking)).code() is grpc.StatusCode.UNAVAILABLE
         worker.may_decode.set()

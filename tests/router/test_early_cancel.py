@@ -54,7 +54,7 @@ POINTS = [in_line, searched_for, reserving, prefilling, backing_off]
 async def test_a_request_that_ends_before_it_runs_leaves_nothing(
     point: Callable[[Deployment], Callable[[], bool]], by: str
 ) -> None:
-    async with deployment(resume_window_s=0.05, retry_backoff_s=5.0) as d:
+    async with deployment(clients={"resume_window_s": 0.05}, retries={"backoff_s": 5.0}) as d:
         reached = point(d)
         request = ask_for(PROMPT)
         if by == "abort" or point is searched_for:

@@ -9,7 +9,7 @@ import pytest
 
 from router.request.machine import Phase
 from tests.router.answers import PROMPT, ask_for, assert_whole
-from tests.router.deployment import DECODE, Deployment, deployment, hung_prefill
+from tests.router.deployment import DECODE, attempts, deployment, hung_prefill
 from tests.router.scripted_tokens import Running
 from tests.router.scripted_worker import ScriptedWorker
 
@@ -50,15 +50,11 @@ async def test_a_prefill_that_ends_without_a_handoff_is_repeated() -> None:
         assert len(answer.migrated) == 1
 
 
-def phases(d: Deployment) -> list[Phase]:
-    return [run.state.phase for run in d.router.runs]
-
-
 async def test_tokens_that_overtake_the_first_one_wait_for_it() -> None:
     async with deployment() as d:
         d.worker("p0").may_send_first.clear()
         asking = asyncio.create_task(d.client.ask(ask_for(PROMPT)))
-        await d.until(lambda: Phase.OVERTAKEN in phases(d))
+        await d.until(lambda: any(state.phase is Phase.OVERTAKEN for state in attempts(d.router)))
         d.worker("p0").may_send_first.set()
         answer = await asking
         assert_whole(answer, PROMPT)
@@ -66,10 +62,10 @@ async def test_tokens_that_overtake_the_first_one_wait_for_it() -> None:
 
 
 async def test_a_handoff_given_up_because_the_first_token_ended_the_request_is_no_failure() -> None:
-    async with deployment(handoff_report_wait_s=10.0) as d:
+    async with deployment(timeouts={"handoff_report_s": 10.0}) as d:
         d.worker("p0").may_send_first.clear()
         asking = asyncio.create_task(d.client.ask(ask_for(PROMPT, 1)))
-        await d.until(lambda: any(run.state.is_over_there for run in d.router.runs))
+        await d.until(lambda: any(state.is_over_there for state in attempts(d.router)))
         d.worker("p0").may_send_first.set()
         answer = await asking
         assert_whole(answer, PROMPT, num_tokens=1)
@@ -100,7 +96,7 @@ async def test_a_decode_worker_that_dies_mid_stream_is_continued_elsewhere() -> 
 
 
 async def test_a_frozen_decode_worker_is_left_after_its_silence() -> None:
-    async with deployment(decode=2, token_timeout_s=0.3) as d:
+    async with deployment(decode=2, timeouts={"token_s": 0.3}) as d:
         for worker in ("d0", "d1"):
             w = d.worker(worker)
             w.on_token = lambda running, w=w: (  # type: ignore[misc]
@@ -114,7 +110,7 @@ async def test_a_frozen_decode_worker_is_left_after_its_silence() -> None:
 
 
 async def test_a_worker_that_never_answers_a_reservation_is_left() -> None:
-    async with deployment(decode=2, reserve_timeout_s=0.2) as d:
+    async with deployment(decode=2, timeouts={"reserve_s": 0.2}) as d:
         for worker in ("d0", "d1"):
             d.worker(worker).faults.hang_reservations = 1
         answer = await d.client.ask(ask_for(PROMPT))

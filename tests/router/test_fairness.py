@@ -14,15 +14,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.clock import ManualClock
-from baton.config.router import RouterConfig, TenantLimits
+from baton.config.router import PlacementConfig, TenantLimits
 from baton.errors import OverloadedError
 from baton.status import from_rpc_error
-from router import router
 from router.fleet.fleet import Fleet, ReportedLoad
 from router.placement.admission import Admission
 from router.placement.fairness import SWEEP_ABOVE, FairLine, FairShare
-from router.placement.placement import earliest_first_token_s
+from router.placement.placing import earliest_first_token_s
 from router.placement.ticket import Ticket
+from router.units import router
 from tests.router.answers import PROMPT, ask_for, assert_whole, error_reason, refusal
 from tests.router.deployment import QUICK, deployment
 from tests.router.fleets import (
@@ -38,7 +38,7 @@ from tests.router.fleets import (
     two_and_two,
 )
 
-POLICY = RouterConfig()
+POLICY = PlacementConfig()
 
 
 Request = tuple[str, int, int]
@@ -93,7 +93,7 @@ async def test_a_tenant_pays_for_long_prompts() -> None:
 
 
 async def test_a_tenant_pays_for_long_answers_as_they_come() -> None:
-    async with deployment(decode_growth_tokens=4) as d:
+    async with deployment(placement={"decode_growth_tokens": 4}) as d:
         d.worker("d0").step_s = 0.001
         slots = d.router.fleet.arrays.max_running
         slots[:] = 0
@@ -254,7 +254,7 @@ async def test_a_full_line_sheds_the_newest_request_of_who_asked_for_most() -> N
     clock = ManualClock(100.0)
     fleet = two_and_two(clock)
     fleet.arrays.max_running[:] = 0
-    admission = admission_of(fleet, clock, max_queue=4)
+    admission = admission_of(fleet, clock, admission={"max_queue": 4})
     tasks = [in_line(admission, prompt(10), 4, 0, "many") for _ in range(4)]
     await asyncio.sleep(0)
     with pytest.raises(OverloadedError):
@@ -281,17 +281,15 @@ def learned(fleet: Fleet, rate: float, **queued: int) -> None:
 
 
 def earliest(fleet: Fleet, tokens: int, ahead: float = 0.0, **cached: int) -> float | None:
-    return earliest_first_token_s(
-        query(fleet, tokens, **cached), fleet.arrays, POLICY, ahead, 100.0
-    )
+    return earliest_first_token_s(query(fleet, tokens, **cached), fleet.arrays, ahead)
 
 
 def test_the_earliest_first_token_is_the_best_worker_s_queue_and_prefill() -> None:
     fleet = two_and_two()
     learned(fleet, 1000.0, p0=3000, p1=1000, d0=9000, d1=9000)
     never = dataclasses.replace(POLICY, local_prefill="never")
-    asked = query(fleet, 500)
-    assert earliest_first_token_s(asked, fleet.arrays, never, 0.0, 100.0) == pytest.approx(1.5)
+    asked = dataclasses.replace(query(fleet, 500), policy=never)
+    assert earliest_first_token_s(asked, fleet.arrays, 0.0) == pytest.approx(1.5)
     # A decode worker that may prefill is idle, and counts as the fastest.
     assert earliest(fleet, 500) == pytest.approx(0.5)
     assert earliest(fleet, 500, p1=400, d0=500) == pytest.approx(0.001)
@@ -345,7 +343,7 @@ class Searches:
     """What searches under the turns that it is given, in the order in which they came."""
 
     def __init__(self, max_queue: int) -> None:
-        self.turns = FairLine("found", 2, 2 + max_queue, QUICK.overload_retry_s)
+        self.turns = FairLine("found", 2, 2 + max_queue, QUICK.admission.overload_retry_s)
         self.begun: list[str] = []
         self.on_end: Callable[[], object] = lambda: None
         self._may_end: dict[str, asyncio.Event] = {}
@@ -390,7 +388,7 @@ async def test_a_full_line_refuses_the_newest_of_the_tenant_that_has_most_of_it(
     await settled()
     with pytest.raises(OverloadedError) as caught:
         await searches.ask("a5")
-    assert caught.value.retry_after_s == QUICK.overload_retry_s
+    assert caught.value.retry_after_s == QUICK.admission.overload_retry_s
     other = searches.ask("b1")
     with pytest.raises(OverloadedError):
         await asked.pop("a4")
@@ -425,7 +423,7 @@ async def test_resumes_ask_the_workers_no_faster_than_searches_may_and_are_refus
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(router, "SEARCHES_AT_ONCE", 2)
-    async with deployment(max_queue=1, attach_timeout_s=20.0) as d:
+    async with deployment(admission={"max_queue": 1}, timeouts={"attach_s": 20.0}) as d:
         worker = d.worker("d0")
         worker.faults.hang_attaches = 2
         asking = []
@@ -437,7 +435,7 @@ async def test_resumes_ask_the_workers_no_faster_than_searches_may_and_are_refus
         error = await refusal(d.client, ask_for(PROMPT, request_id="r3", resume_from_index=0))
         problem = from_rpc_error(error)  # type: ignore[arg-type]
         assert isinstance(problem, OverloadedError)
-        assert problem.retry_after_s == QUICK.overload_retry_s
+        assert problem.retry_after_s == QUICK.admission.overload_retry_s
         assert worker.num_attaching == 2
         asking[0].cancel()
         assert_whole(await asking[2], PROMPT)  # it was nowhere, and ran

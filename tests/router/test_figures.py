@@ -216,7 +216,7 @@ async def test_a_request_that_is_served_after_a_retry_is_no_failure() -> None:
 
 
 async def test_a_stream_whose_last_worker_dies_is_a_failure() -> None:
-    async with deployment(fleet_wait_s=0.2) as d:
+    async with deployment(admission={"fleet_wait_s": 0.2}) as d:
         has_begun = asyncio.Event()
         d.worker("d0").on_token = lambda _: (d.worker("d0").may_decode.clear(), has_begun.set())[1]
         asking = asyncio.create_task(d.client.ask(ask_for(PROMPT)))

@@ -20,13 +20,12 @@ from baton.errors import InvalidRequestError
 from baton.grammar import MAX_GRAMMAR_BYTES
 from baton.v1 import router_pb2
 from router.request.validate import ParsedRequest, RequestLimits
-from router.request.validate import parse_generate as read
 from router.text import TextModel
 from router.text.reasoning import ReasoningSplitter
 from router.text.tools import MARKERS, ToolFormat
 from tests.router.test_grammar_chains import LINKS, RULES, rules, schema
 from tests.router.test_text_tools import found
-from tests.router.text_fixtures import byte_level_tokenizer, load_text, write_model
+from tests.router.text_fixtures import byte_level_tokenizer, load_text, parse, write_model
 
 LIMITS = RequestLimits(max_model_len=512)
 TOWN = {
@@ -106,18 +105,18 @@ def test_every_kind_of_constraint_becomes_a_grammar(tmp_path: Path) -> None:
         ),
     ]
     for fields, fits in cases:
-        parsed = read(request(**fields), model, LIMITS)
+        parsed = parse(request(**fields), model, LIMITS)
         for seed in range(5):
             assert fits(said(tmp_path, model, parsed, seed)), fields
         assert parsed.constraint is not None
         assert parsed.constraint.field in fields
-    assert read(request(), model, LIMITS).constraint is None
+    assert parse(request(), model, LIMITS).constraint is None
 
 
 def test_a_grammar_that_leaves_no_choice_and_never_ends_gives_masks(tmp_path: Path) -> None:
     """Its second word has nothing left to begin with, so the library would follow it for ever."""
     never = 'start: "x" | "y" word word "a"\nword: /b+/'
-    parsed = read(request(grammar=never), model_of(tmp_path, ""), LIMITS)
+    parsed = parse(request(grammar=never), model_of(tmp_path, ""), LIMITS)
     assert parsed.constraint is not None
     matcher = LLMatcher(LLTokenizer(str(tmp_path / "tokenizer.json")), parsed.constraint.grammar)
     ids = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
@@ -141,18 +140,18 @@ def test_texts_of_added_tokens_are_spelt_in_ordinary_ones(
         {"grammar": f"start: {json.dumps(text)}"},
         {"json_schema": json.dumps(holds)},
     ):
-        parsed = read(request(**fields), model, LIMITS)
+        parsed = parse(request(**fields), model, LIMITS)
         said_text = said(tmp_path, model, parsed, 1)
         assert "".join(said_text.split(" ")) in (text.replace(" ", ""), value.replace(" ", ""))
     made = chat(router_pb2.ToolChoice(), ("f",))
     made.chat.tools[0].name = text
-    assert text in said(tmp_path, model, read(made, model, LIMITS), 1)
+    assert text in said(tmp_path, model, parse(made, model, LIMITS), 1)
 
 
 def test_thousands_of_choices_are_one_lexeme(tmp_path: Path) -> None:
     texts = [f"{n} item" for n in range(12_000)]
     model = model_of(tmp_path, "")
-    parsed = read(request(choice={"texts": texts}), model, RequestLimits(max_model_len=1 << 14))
+    parsed = parse(request(choice={"texts": texts}), model, RequestLimits(max_model_len=1 << 14))
     assert said(tmp_path, model, parsed, 3) in texts
 
 
@@ -182,7 +181,7 @@ def test_a_constraint_that_cannot_be_kept_is_refused_by_its_field(
 ) -> None:
     limits = RequestLimits(max_model_len=1 << 14)
     with pytest.raises(InvalidRequestError) as refused:
-        read(request(**fields), model_of(tmp_path, ""), limits)
+        parse(request(**fields), model_of(tmp_path, ""), limits)
     assert refused.value.field == field
     assert refused.value.message.startswith(f"{field}: ")
 
@@ -212,7 +211,7 @@ def test_a_tool_choice_gives_calls_in_the_model_s_format_and_nothing_else(
         (router_pb2.ToolChoice(is_single=True), {"f", "g.h"}),
         (router_pb2.ToolChoice(name="f"), {"f"}),
     ):
-        parsed = read(chat(choice), model, LIMITS)
+        parsed = parse(chat(choice), model, LIMITS)
         seen = set()
         for seed in range(12):
             text, calls = found(tool_format, [said(tmp_path, model, parsed, seed)])
@@ -228,7 +227,7 @@ def test_offered_tools_leave_the_choice_between_a_call_and_what_the_constraint_s
     tmp_path: Path,
 ) -> None:
     model = model_of(tmp_path, "{{ tools }}<tool_call>")
-    parsed = read(chat(regex="[0-9]{3}"), model, LIMITS)
+    parsed = parse(chat(regex="[0-9]{3}"), model, LIMITS)
     answers = [said(tmp_path, model, parsed, seed) for seed in range(20)]
     numbers = [text for text in answers if re.fullmatch("[0-9]{3}", text)]
     assert 0 < len(numbers) < len(answers)
@@ -252,7 +251,7 @@ def test_a_tool_choice_that_cannot_be_made_is_refused(
     tmp_path: Path, made: router_pb2.GenerateRequest, template: str, field: str
 ) -> None:
     with pytest.raises(InvalidRequestError) as refused:
-        read(made, model_of(tmp_path, template), LIMITS)
+        parse(made, model_of(tmp_path, template), LIMITS)
     assert refused.value.field == field
 
 
@@ -266,7 +265,7 @@ def test_a_model_that_thinks_may_do_so_before_it_keeps_to_the_constraint(
 ) -> None:
     template = "{# <think> #}go" + ("<think>" if is_open else "")
     model = model_of(tmp_path, template, special)
-    parsed = read(chat(None, (), regex="[0-9]{3}"), model, LIMITS)
+    parsed = parse(chat(None, (), regex="[0-9]{3}"), model, LIMITS)
     begun = "" if is_open else "<think>"
     for begin, thoughts in ((f"{begun}well, 12</think>", "well, 12"), ("7", "")):
         if is_open and not thoughts:
@@ -277,9 +276,9 @@ def test_a_model_that_thinks_may_do_so_before_it_keeps_to_the_constraint(
             assert split.reasoning == thoughts
             assert re.fullmatch("[0-9]{3}", split.content + splitter.finish().content)
     closing = model_of(tmp_path, template + "{# #}<think></think>\n", special)
-    parsed = read(chat(None, (), regex="[ 0-9]{3}"), closing, LIMITS)
+    parsed = parse(chat(None, (), regex="[ 0-9]{3}"), closing, LIMITS)
     assert re.fullmatch("[ 0-9]{3}", said(tmp_path, closing, parsed, 1))
     assert parsed.constraint is not None
     assert "thoughts" not in parsed.constraint.grammar
-    plain = read(request(regex="[0-9]{3}"), model, LIMITS)
+    plain = parse(request(regex="[0-9]{3}"), model, LIMITS)
     assert re.fullmatch("[0-9]{3}", said(tmp_path, model, plain, 0))

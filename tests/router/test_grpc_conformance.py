@@ -23,11 +23,12 @@ from h2.events import PingAckReceived, PingReceived, StreamReset
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from baton.config.router import TlsConfig
 from baton.errors import InvalidRequestError, OverloadedError
 from baton.status import from_rpc_error
 from baton.v1 import control_pb2, router_pb2
-from router.door import access
-from router.door.grpc_call import metadata_of
+from router.door.connections.credentials import read_certificates
+from router.door.grpc.call import metadata_of
 from tests.certificates import Authority
 from tests.router.answers import error_of
 from tests.router.deployment import deployment
@@ -394,11 +395,11 @@ def test_whatever_a_client_sends_others_are_served(data: bytes) -> None:
 def test_certificates_are_asked_for_on_the_loop_that_routers_run_on(tmp_path: Path) -> None:
     authority = Authority(tmp_path)
     made = authority.issue("router")
-    config = access.TlsConfig(str(made.certificate), str(made.key), str(authority.ca))
+    config = TlsConfig(str(made.certificate), str(made.key), str(authority.ca))
     ca, own = authority.ca.read_bytes(), (made.key.read_bytes(), made.certificate.read_bytes())
 
     async def run() -> None:
-        async with served(access.read_certificates(config).of_grpc) as at:
+        async with served(read_certificates(config).of_grpc) as at:
             for shown in ((), own):
                 credentials = grpc.ssl_channel_credentials(ca, *shown)
                 async with grpc.aio.secure_channel(at.address, credentials) as channel:

@@ -80,7 +80,7 @@ async def test_nobody_overtakes_more_requests_than_a_round_tries() -> None:
     quarantined = worker.facts.num_blocks - 8
     report(fleet, "d-one", ReportedLoad(num_requests=1, num_quarantined_blocks=quarantined))
     report(fleet, "d-other", ReportedLoad(num_requests=1000))
-    admission = admission_of(fleet, clock, max_bypass_s=60.0)
+    admission = admission_of(fleet, clock, admission={"max_bypass_s": 60.0})
     large = [admission.ticket(prompt(10), 5000) for _ in range(SCAN_AHEAD)]
     in_front = [asyncio.create_task(place(admission, ticket)) for ticket in large]
     await rounds(admission, clock, 0.5)

@@ -14,7 +14,7 @@ from tests.router.answers import PROMPT, ask_for, assert_whole, failures_of
 from tests.router.deployment import Deployment, deployment, hung_prefill
 from tests.router.scripted_tokens import Running
 
-NO_RETRIES = {"max_attempts": 1, "retry_burst": 0, "eject_s": 30.0}
+NO_RETRIES = {"max_attempts": 1, "burst": 0, "eject_s": 30.0}
 
 
 def leaves(d: Deployment, worker_id: str) -> None:
@@ -25,7 +25,7 @@ def leaves(d: Deployment, worker_id: str) -> None:
 
 
 async def test_a_prefill_worker_that_left_before_it_was_asked_costs_nothing() -> None:
-    async with deployment(prefill=1, decode=1, **NO_RETRIES) as d:
+    async with deployment(prefill=1, decode=1, retries=NO_RETRIES) as d:
         since_s = d.entry("d0").state_since_s
 
         def leave() -> None:
@@ -45,7 +45,7 @@ async def test_a_prefill_worker_that_left_before_it_was_asked_costs_nothing() ->
 
 
 async def test_a_draining_prefill_worker_s_refusal_costs_nothing() -> None:
-    async with deployment(prefill=2, decode=1, **NO_RETRIES) as d:
+    async with deployment(prefill=2, decode=1, retries=NO_RETRIES) as d:
         for worker_id in ("p0", "p1"):
             d.worker(worker_id).faults.not_for_us = ["DRAINING"]
         asking = asyncio.create_task(d.client.ask(ask_for(PROMPT)))
@@ -62,7 +62,7 @@ async def test_a_prefill_worker_replaced_before_the_registry_says_so_costs_nothi
     reason: str,
 ) -> None:
     changes = {**NO_RETRIES, "eject_s": 0.2}
-    async with deployment(prefill=2, decode=1, **changes) as d:
+    async with deployment(prefill=2, decode=1, retries=changes) as d:
         for worker_id in ("p0", "p1"):
             d.worker(worker_id).faults.not_for_us = [reason]
         answer = await d.client.ask(ask_for(PROMPT))
@@ -72,7 +72,7 @@ async def test_a_prefill_worker_replaced_before_the_registry_says_so_costs_nothi
 
 
 async def test_a_prefill_worker_that_ends_while_it_drains_costs_nothing() -> None:
-    async with deployment(prefill=2, decode=1, **NO_RETRIES) as d:
+    async with deployment(prefill=2, decode=1, retries=NO_RETRIES) as d:
         asking, ends, other = await hung_prefill(d, ask_for(PROMPT))
         await drains(d, ends.worker_id)
         await ends.die()
@@ -84,7 +84,7 @@ async def test_a_prefill_worker_that_ends_while_it_drains_costs_nothing() -> Non
 
 async def test_decode_workers_that_end_while_they_drain_make_no_request_poison() -> None:
     """Three in a row, as in a rolling restart whose drain is shorter than the request."""
-    async with deployment(decode=4, **NO_RETRIES) as d:
+    async with deployment(decode=4, retries=NO_RETRIES) as d:
         paused = asyncio.Event()
 
         def on_token(running: Running) -> None:
@@ -122,7 +122,7 @@ async def drains(d: Deployment, worker_id: str) -> None:
 
 
 async def test_a_draining_decode_worker_s_refusal_costs_nothing() -> None:
-    async with deployment(decode=2, **NO_RETRIES) as d:
+    async with deployment(decode=2, retries=NO_RETRIES) as d:
         for worker_id in ("d0", "d1"):
             d.worker(worker_id).faults.reject = [(worker_pb2.REJECT_REASON_DRAINING, 0)]
         asking = asyncio.create_task(d.client.ask(ask_for(PROMPT)))
@@ -141,7 +141,7 @@ async def test_a_prompt_at_a_prefill_worker_that_leaves_the_fleet_goes_on_at_onc
 
 
 async def test_a_worker_that_leaves_while_it_is_asked_for_a_request_does_not_have_it() -> None:
-    async with deployment(decode=2, attach_timeout_s=20.0) as d:
+    async with deployment(decode=2, timeouts={"attach_s": 20.0}) as d:
         d.worker("d1").faults.hang_attaches = 1
         request = ask_for(PROMPT, request_id="mine", resume_from_index=0)
         asking = asyncio.create_task(d.client.ask(request))

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from baton.config.settings import changed
 from baton.config.workers import DecodeConfig
 from baton.fleet import Role
 from baton.v1 import common_pb2
@@ -32,7 +33,7 @@ from tests.router.real_workers import (
     until,
 )
 
-PATIENT = dataclasses.replace(CONFIG, resume_window_s=30.0)
+PATIENT = changed(CONFIG, clients={"resume_window_s": 30.0})
 
 
 @dataclasses.dataclass

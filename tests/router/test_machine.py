@@ -1,8 +1,9 @@
-"""The request's state machine against a model of its workers, in virtual time.
+"""The attempt's state machine against a model of its workers, in virtual time.
 
-`World` carries out effects as `RequestRun` does, on counters in place of workers. Any event that
-the failure table names may come next. Whatever the order: each token comes out once and in order,
-at most one attempt is alive with one booking, every wait has a limit, and the end leaves nothing.
+`World` carries out effects as `Attempt` and `RequestRun` do, on counters in place of workers. Any
+event that the failure table names may come next. Whatever the order: each token comes out once and
+in order, at most one attempt is alive with one booking, every wait has a limit, and the end leaves
+nothing.
 """
 
 from __future__ import annotations
@@ -19,14 +20,18 @@ from baton.errors import BatonError, DeadlineError, ShuttingDownError
 from router.fleet.fleet import WorkerEntry
 from router.request import machine
 from router.request.failure import Failed, Failure
-from router.request.machine import Do, Event, Phase, Prefill, State, Stream
+from router.request.machine import Do, Event, Outcome, Phase, Prefill, Signal, State, Stop, Stream
 from tests.router.fleets import entry_of, two_and_two
 
 CONFIG = RouterConfig()
 NUM_TOKENS = 5
 DEADLINE_S = 5000.0
 ENDED_BY_WORKER = (Failure.DECODE_FAILED, Failure.GIVEN_UP, Failure.STALE)
-ENDED_FROM_OUTSIDE = ("abort", "client leaves", "router goes")
+ENDED_FROM_OUTSIDE = {
+    Stop.ABORTED: Outcome.ABORTED,
+    Stop.LEFT: Outcome.ABORTED,
+    Stop.ORPHANED: ShuttingDownError("it goes", has_begun=True),
+}
 REJECTIONS = (Failure.NO_CAPACITY, Failure.DRAINING, Failure.HANDOFF_FAILED, Failure.REJECTED)
 
 
@@ -42,7 +47,7 @@ class World:
     decode: WorkerEntry
     writer: WorkerEntry
     now_s: float = 0.0
-    state: State = field(default_factory=lambda: State(Phase.QUEUED))
+    state: State = field(init=False)  # of its newest attempt
     num_emitted: int = 0
     num_computed: int = 0  # by the attempt's decode worker, from the request's first token on
     first_index: int = 0
@@ -60,11 +65,11 @@ class World:
     num_attempts: int = 0
     events: list[tuple[Event, int]] = field(default_factory=list)
 
-    # --- as RequestRun does --------------------------------------------------------------------
+    # --- as RequestRun and Attempt do -----------------------------------------------------------
 
     def begin(self, is_sought: bool) -> None:
-        self.state, effects = machine.start(is_sought)
-        self._carry_out(effects, 0)
+        self.state = State(Phase.OVER, self.decode)
+        self.is_searching, self.is_in_line = is_sought, not is_sought
 
     def feed(self, event: Event, tokens_to: int = 0) -> None:
         """`tokens_to`: the output index after the last token that comes with the event."""
@@ -83,44 +88,25 @@ class World:
             assert self.end is None, f"{effect} after the end"
             match effect:
                 case machine.Expect(limit_s=limit_s, workers=named):
-                    assert self.is_attempting or effect.what == "an answer to Reserve", effect
+                    assert self.is_attempting, effect
                     assert all(isinstance(worker, WorkerEntry) for worker in named)
                     self.silent_at_s = self.now_s + (20.0 if limit_s is None else limit_s)
                 case machine.SetTimer(at_s):
                     self.timer_at_s = at_s
-                case machine.EndAttempt():
+                case machine.AskPrefill():
+                    assert not self.is_prefilling, "a lease is written once"
+                    self.is_prefilling = True
+                case machine.End(how):
                     assert self.is_attempting
                     self.is_attempting = self.is_attaching = self.is_prefilling = False
                     self.silent_at_s = self.timer_at_s = math.inf
                     self.early = None
-                case machine.Judge(failed):
-                    assert not self.is_attempting
-                    self._judge(failed)
-                case machine.End(how):
-                    self.end = how
+                    self._over(how)
                 case Do():
                     self._do(effect, tokens_to)
 
     def _do(self, effect: Do, tokens_to: int) -> None:
         match effect:
-            case Do.SEARCH:
-                self.is_searching = True
-            case Do.STOP_SEARCH:
-                assert self.is_searching
-                self.is_searching = False
-            case Do.ENQUEUE:
-                assert not self.is_in_line
-                assert not self.is_attempting
-                self.is_in_line = True
-            case Do.LEAVE_LINE:
-                assert self.is_in_line
-                self.is_in_line = False
-            case Do.RESERVE:
-                assert not self.is_attempting, "two attempts at once"
-                self._begin_attempt()
-            case Do.ASK_PREFILL:
-                assert not self.is_prefilling, "a lease is written once"
-                self.is_prefilling = True
             case Do.EMIT:
                 assert self.is_attempting
                 self._emit(tokens_to)
@@ -132,23 +118,31 @@ class World:
             case _:
                 pass
 
-    def _begin_attempt(self) -> None:
+    def _begin_attempt(self, phase: Phase, writer: WorkerEntry | None = None) -> None:
+        assert not self.is_attempting, "two attempts at once"
         self.is_attempting, self.num_attempts = True, self.num_attempts + 1
         self.first_index = self.num_computed = self.num_emitted
-        self.has_lease = self.is_admitted = False
+        self.has_lease = self.is_admitted = phase is Phase.DECODING
+        is_attached = phase is not Phase.RESERVING
+        self.state = State(phase, self.decode, writer, is_attached=is_attached)
+        self.silent_at_s = self.now_s + 20.0
 
     def _emit(self, tokens_to: int) -> None:
         if tokens_to > self.num_emitted:
             self.num_emitted = tokens_to
         assert self.num_emitted <= NUM_TOKENS
         if self.num_emitted == NUM_TOKENS:
-            self.events.append((machine.Complete(), 0))
+            self.events.append((Signal.COMPLETE, 0))
 
-    def _judge(self, failed: Failed) -> None:
-        if failed.failure is Failure.MOVED or self.num_attempts >= 4:
-            self.events.append((machine.Verdict(error=BatonError(failed.message)), 0))
+    def _over(self, how: machine.HowOver) -> None:
+        if not isinstance(how, Failed):
+            self.end = how
+        elif how.failure is Failure.MOVED or self.num_attempts >= 4:
+            self.end = BatonError(how.message)
+        elif self.num_attempts % 2:
+            self.timer_at_s = self.now_s + 0.05
         else:
-            self.events.append((machine.Verdict(0.05 * (self.num_attempts % 2)), 0))
+            self.is_in_line = True
 
     def _tokens(self, start: int, end: int) -> None:
         event = machine.Tokens(
@@ -161,7 +155,7 @@ class World:
 
     def check(self) -> None:
         if self.end is not None:
-            assert self.state == State(Phase.ENDED)
+            assert self.state.phase is Phase.OVER
             held = (self.is_in_line, self.is_searching, self.is_attempting, self.is_prefilling)
             assert not any(held), held
             return
@@ -169,9 +163,9 @@ class World:
         assert sum(waits) <= 1, waits
         if not any(waits):
             assert self.timer_at_s < math.inf, f"{self.state}: nothing ends its wait"
-        if self.state.stream is Stream.MOVED:
+        if self.state.has_moved:
             assert self.is_prefilling, "nobody needs it any more"
-        if self.state.rejected is not None:
+        if self.is_attempting and self.state.rejected is not None:
             assert self.timer_at_s < math.inf, "its first token is waited for without a limit"
         if self.is_attempting and self.state.stream is not Stream.MOVED:
             is_limited = min(self.silent_at_s, self.timer_at_s) < math.inf or self.is_attaching
@@ -208,36 +202,38 @@ class World:
 
     def happen(self, name: str, draw: st.DataObject) -> None:
         match name:
-            case "abort" | "client leaves":
-                self.feed(machine.Aborted(by_name=name == "abort"))
-            case "router goes":
-                self.feed(machine.Orphaned(ShuttingDownError("it goes", has_begun=True)))
             case "time passes":
                 self.pass_time()
             case "found" | "found running":
                 self.is_searching = False
-                self.num_attempts, self.is_attempting = self.num_attempts + 1, True
-                self.has_lease = self.is_admitted = name == "found running"
-                self.feed(machine.Found(self.decode, is_running=name == "found running"))
-            case "not found" | "refused":
+                self._begin_attempt(Phase.PREFILLING if name == "found" else Phase.DECODING)
+            case "not found":
+                self.is_searching, self.is_in_line = False, True
+            case "refused":
                 self.is_searching = self.is_in_line = False
-                lost = machine.Refused(BatonError("refused"))
-                self.feed(machine.NotFound() if name == "not found" else lost)
+                self.end = BatonError("refused")
             case "placed" | "placed locally":
                 self.is_in_line = False
-                self.feed(machine.Placed(self.decode, self.writer if name == "placed" else None))
+                self._begin_attempt(Phase.RESERVING, self.writer if name == "placed" else None)
             case _:
                 self._of_attempt(name, draw)
+
+    def stop(self, why: Stop, end: Outcome | BatonError) -> None:
+        if self.is_attempting:
+            return self.feed(machine.Stopped(why, end))
+        self.is_searching = self.is_in_line = False
+        self.end = end
 
     def pass_time(self) -> None:
         """Until the next limit."""
         at_s = min(self.silent_at_s, self.timer_at_s, DEADLINE_S)
         self.now_s = max(self.now_s, at_s)
         if at_s == DEADLINE_S:
-            self.feed(machine.Overruled(DeadlineError("too late")))
+            self.stop(Stop.OVERRULED, DeadlineError("too late"))
         elif at_s == self.timer_at_s:
             self.timer_at_s = math.inf
-            self.feed(machine.TimerFired())
+            self.is_in_line = not self.is_attempting  # it had backed off
+            self.feed(Signal.TIMER_FIRED)
         else:
             self.silent_at_s = math.inf
             self.feed(machine.AttemptFailed(self.failed(Failure.STUCK)))
@@ -256,14 +252,14 @@ class World:
                 self.feed(machine.FirstToken(finishes=is_last), self.first_index + 1)
             case "handed off":
                 self.is_prefilling = False
-                self.feed(machine.HandedOff())
+                self.feed(Signal.HANDED_OFF)
             case "prefill failed":
                 self.is_prefilling = False
                 failed = self.failed(Failure.HANDOFF_FAILED, of_writer=True)
                 self.feed(machine.PrefillFailed(failed))
             case "lease refused":
                 self.is_prefilling = False
-                self.feed(machine.LeaseRefused(taken=draw.draw(st.booleans())))
+                self.feed(Signal.LEASE_REFUSED)
             case _:
                 self._of_stream(name, draw)
 
@@ -271,17 +267,17 @@ class World:
         match name:
             case "admitted":
                 self.is_admitted = True
-                self.feed(machine.Admitted())
+                self.feed(Signal.ADMITTED)
             case "token" | "two tokens":
                 self._decode_worker_sends(1 if name == "token" else 2)
             case "moved" | "taken over":
                 self.is_attaching = False
-                self.feed(machine.Moved())
+                self.feed(Signal.MOVED)
             case "link lost":
                 self.feed(machine.LinkLost(self.failed(Failure.DECODE_LOST)))
             case "attached":  # with everything from the request's first token on
                 self.is_attaching = False
-                self.feed(machine.Attached())
+                self.feed(Signal.ATTACHED)
                 self._tokens(0, self.num_computed)
                 self.feed(*self.events.pop())
             case "not attached":
@@ -313,43 +309,42 @@ def test_whatever_happens_a_request_ends_once_and_leaves_nothing(
     for _ in range(draw.draw(st.integers(0, 40))):
         if world.end is not None:
             break
-        is_from_outside = not draw.draw(st.integers(0, 15))
-        names = ENDED_FROM_OUTSIDE if is_from_outside else world.possible()
-        world.happen(draw.draw(st.sampled_from(names)), draw)
+        if not draw.draw(st.integers(0, 15)):
+            world.stop(*draw.draw(st.sampled_from(list(ENDED_FROM_OUTSIDE.items()))))
+        else:
+            world.happen(draw.draw(st.sampled_from(world.possible())), draw)
     for _ in range(100):  # and then nobody says anything any more
         if world.end is not None:
             break
         world.pass_time()
     assert world.end is not None
-    if world.end is machine.Outcome.COMPLETE:
+    if world.end is Outcome.COMPLETE:
         assert world.num_emitted == NUM_TOKENS
 
 
 def test_a_request_that_nothing_befalls_runs_through_its_phases() -> None:
     world = World(*workers())
     world.begin(is_sought=False)
-    seen = [world.state.phase]
+    seen = []
     for name in ("placed", "reserved", "first token", "handed off", "admitted"):
         world.happen(name, None)  # type: ignore[arg-type]
         seen.append(world.state.phase)
     while world.end is None:
         world.happen("token", None)  # type: ignore[arg-type]
     assert seen == [
-        Phase.QUEUED,
         Phase.RESERVING,
         Phase.PREFILLING,
         Phase.HANDING_OVER,
         Phase.HANDING_OVER,
         Phase.DECODING,
     ]
-    assert world.end is machine.Outcome.COMPLETE
+    assert world.end is Outcome.COMPLETE
     assert world.num_emitted == NUM_TOKENS
 
 
 def test_an_event_that_means_nothing_changes_nothing() -> None:
-    ended = State(Phase.ENDED)
-    for event in (machine.Admitted(), machine.TimerFired(), machine.HandedOff(), machine.Moved()):
+    ended, reserving = (State(phase, workers()[0]) for phase in (Phase.OVER, Phase.RESERVING))
+    for event in (Signal.ADMITTED, Signal.TIMER_FIRED, Signal.HANDED_OFF, Signal.MOVED):
         assert machine.transition(ended, event, 0.0, CONFIG) == (ended, ())
-    queued = State(Phase.QUEUED)
-    for event in (machine.Attached(), machine.LeaseRefused(taken=False), machine.Complete()):
-        assert machine.transition(queued, event, 0.0, CONFIG) == (queued, ())
+    for event in (Signal.ATTACHED, Signal.TIMER_FIRED):
+        assert machine.transition(reserving, event, 0.0, CONFIG) == (reserving, ())

@@ -10,11 +10,11 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from baton.clock import ManualClock
-from baton.config.router import RouterConfig
+from baton.config.router import MetricsConfig
 from baton.errors import BatonError, InvalidRequestError, OverloadedError, ShuttingDownError
+from baton.finish_reason import FinishReason
 from baton.v1 import router_pb2
 from router.report.metrics import Gauges, RouterMetrics
-from router.request.output import FinishReason
 from tests.router.answers import PROMPT, ask_for, refusal
 from tests.router.deployment import Deployment, deployment
 from tests.router.request_outputs import output_for
@@ -109,7 +109,7 @@ async def test_requests_count_once_however_they_end() -> None:
     [
         ({}, "prefill", "decode", "remote"),
         (
-            {"prefill": 0, "decode": 0, "mixed": 1, "local_prefill": "auto"},
+            {"prefill": 0, "decode": 0, "mixed": 1, "placement": {"local_prefill": "auto"}},
             *("mixed", "mixed", "local"),
         ),
     ],
@@ -174,13 +174,13 @@ async def test_a_request_is_good_that_ends_well_within_its_targets_or_the_router
 
 
 def test_tenants_beyond_the_bound_are_one() -> None:
-    metrics = RouterMetrics("m", RouterConfig(metrics_tenants=2))
+    metrics = RouterMetrics("m", MetricsConfig(tenants=2))
     assert [metrics.of(tenant)[1] for tenant in "abca"] == ["a", "b", "other", "a"]
 
 
 @pytest.mark.parametrize("is_wanted", [False, True])
 async def test_dashboards_of_vllm_have_their_names_where_they_are_wanted(is_wanted: bool) -> None:
-    async with deployment(vllm_metrics=is_wanted) as d:
+    async with deployment(metrics={"vllm_names": is_wanted}) as d:
         await d.client.ask(ask_for(PROMPT))
         await refusal(d.client, ask_for(PROMPT, model="another"))
         metrics = d.router.metrics

@@ -10,7 +10,7 @@ from typing import Any
 from baton.v1 import router_pb2, worker_pb2
 from baton.wire import ANY_ATTEMPT
 from tests.router.answers import PROMPT, Answer, ask_for, assert_whole, error_of
-from tests.router.deployment import Deployment, deployment, held
+from tests.router.deployment import Deployment, attempts, deployment, held
 
 
 @asynccontextmanager
@@ -18,7 +18,7 @@ async def moved_in_prefill(
     **changes: Any,
 ) -> AsyncIterator[tuple[Deployment, asyncio.Task[Answer], asyncio.Task[Answer]]]:
     """Two routers' streams of one request, whose prompt hangs until `unhang` at its writer."""
-    async with deployment(eject_s=30.0, **changes) as d:
+    async with deployment(retries={"eject_s": 30.0}, **changes) as d:
         prefill, decode = d.worker("p0"), d.worker("d0")
         prefill.faults.hang_prefills = 1
         request = ask_for(PROMPT, request_id="mine")
@@ -29,12 +29,12 @@ async def moved_in_prefill(
         again = ask_for(PROMPT, request_id="mine", resume_from_index=0)
         latter = asyncio.create_task(second.ask(again))
         await d.until(lambda: decode.num_attaches == 1 and prefill.num_prefills == 2)
-        await d.until(lambda: any(run.state.has_moved for run in d.router.runs))
+        await d.until(lambda: any(state.has_moved for state in attempts(d.router)))
         yield d, former, latter
 
 
 async def test_a_former_router_without_a_client_sees_the_prefill_through() -> None:
-    async with moved_in_prefill(resume_window_s=0.1) as (d, former, latter):
+    async with moved_in_prefill(clients={"resume_window_s": 0.1}) as (d, former, latter):
         loop = asyncio.get_running_loop()
         former.cancel()
         until_s = loop.time() + 0.5
@@ -69,7 +69,7 @@ async def test_an_abort_at_the_former_router_ends_the_request() -> None:
 
 
 async def test_a_session_lost_after_a_failed_handoff_is_not_blamed_for_it() -> None:
-    async with deployment(2, 2, eject_s=30.0, handoff_report_wait_s=0.5) as d:
+    async with deployment(2, 2, retries={"eject_s": 30.0}, timeouts={"handoff_report_s": 0.5}) as d:
         for name in ("p0", "p1"):
             d.worker(name).faults.hang_prefills = 1
         asking = asyncio.create_task(d.client.ask(ask_for(PROMPT, request_id="mine")))

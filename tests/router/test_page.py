@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from baton.config.router import RouterConfig
+from baton.config.settings import changed
 from baton.v1 import router_pb2
 from cli.main import main
 from router.__main__ import operator_port
@@ -65,7 +66,9 @@ def asked(d: Deployment, number: int, name: str) -> asyncio.Task[Answer]:
 async def busy() -> AsyncIterator[tuple[Deployment, Callable[[], None]]]:
     """Pools of all roles. Some requests have ended, one aborted and one after a failure; others
     run."""
-    async with deployment(0, 0, local_prefill="auto", resume_window_s=30.0) as d:
+    async with deployment(
+        0, 0, placement={"local_prefill": "auto"}, clients={"resume_window_s": 30.0}
+    ) as d:
         for number in range(2):
             await d.add_worker(f"prefill-{number}", PREFILL)
             await d.add_worker(f"decode-long-{number}", DECODE, pool="decode-long", num_blocks=400)
@@ -94,7 +97,7 @@ async def busy() -> AsyncIterator[tuple[Deployment, Callable[[], None]]]:
 @pytest.fixture
 async def watched(tmp_path: Path) -> AsyncIterator[Watched]:
     async with browser(tmp_path) as page, busy() as (d, go_on):
-        server = operator_port(RouterConfig(metrics_port=0), d.servers[0].door)
+        server = operator_port(changed(RouterConfig(), metrics={"port": 0}), d.servers[0].units)
         assert server is not None
         await server.start()
         url = f"http://127.0.0.1:{server.port}/"

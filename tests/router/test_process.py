@@ -23,6 +23,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from baton.client import AsyncClient
 from baton.config.cluster import ClusterConfig
 from baton.config.router import RouterConfig
+from baton.config.settings import changed
 from cluster.worker.rank import free_port
 from router.__main__ import operator_port, serve
 from router.door.server import RouterServer
@@ -47,7 +48,8 @@ async def router_process(
     config = folder / "cluster.yaml"
     config.write_text(
         f"model: {folder}\nserved_model_name: {MODEL}\nlog_level: {log_level}\n"
-        f"router:\n  local_prefill: never\n  http_port: {json.dumps(http_port)}\n"
+        "router:\n  placement: {local_prefill: never}\n"
+        f"  http: {{port: {json.dumps(http_port)}}}\n"
     )
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "router", "--control", control, "--config", str(config)),
@@ -76,7 +78,7 @@ async def test_a_killed_router_s_streams_go_on_at_another_without_a_step_repeate
     tmp_path: Path, door: str
 ) -> None:
     model, port = byte_model(tmp_path), free_port("127.0.0.1")
-    async with deployment(1, 2, resume_window_s=20.0, http_port=0) as d:
+    async with deployment(1, 2, clients={"resume_window_s": 20.0}, http={"port": 0}) as d:
         for worker in ("d0", "d1"):
             d.worker(worker).step_s = 0.02
         asked = [ask_for(f"{PROMPT} {n}", NUM_TOKENS, request_id=f"r{n}") for n in range(8)]
@@ -167,17 +169,17 @@ async def test_a_fault_in_what_follows_the_fleet_ends_the_process_and_not_the_st
     monkeypatch.setattr(RouterServer, "start", keep)
     async with deployment() as d:
         d.worker("d0").may_decode.clear()
-        routing = RouterConfig(http_port=None, local_prefill="never")
+        routing = changed(RouterConfig(), http={"port": None}, placement={"local_prefill": "never"})
         config = ClusterConfig(str(tmp_path), served_model_name=MODEL, router=routing)
         serving = asyncio.create_task(serve(config, d.registry.address, "127.0.0.1:0"))
         await d.until(lambda: len(servers) == 2)
-        router, client = await servers[1].door.main_router(), Client(servers[1].address)
+        router, client = await servers[1].units.main_router(), Client(servers[1].address)
         await d.connected(2, router)
         asking = asyncio.create_task(client.ask(ask_for(PROMPT)))
         await d.until(lambda: bool(d.worker("d0").runs))
         failing.append(router.links)
         await d.registry.publish()
-        await asyncio.wait_for(servers[1].door.fault, 10)
+        await asyncio.wait_for(servers[1].units.fault, 10)
         d.worker("d0").may_decode.set()
         assert_whole(await asking, PROMPT)
         assert await asyncio.wait_for(serving, 20) == 1
@@ -298,7 +300,7 @@ async def refused_start(folder: Path, settings: str = "", **arguments: str) -> s
 
 
 async def test_a_config_with_a_wrong_key_is_refused_by_name(tmp_path: Path) -> None:
-    assert "max_queue" in await refused_start(tmp_path, "router:\n  max_queu: 5\n")
+    assert "max_queue" in await refused_start(tmp_path, "router:\n  admission: {max_queu: 5}\n")
 
 
 async def test_a_router_without_its_identity_names_the_file(tmp_path: Path) -> None:
@@ -313,7 +315,7 @@ async def test_a_router_that_cannot_listen_says_so_in_one_line(tmp_path: Path) -
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         in_use = f"router: cannot listen on {address}: Address already in use"
         assert await refused_start(tmp_path, listen=address) == in_use
-        metrics = f"router:\n  metrics_port: {taken.getsockname()[1]}\n"
+        metrics = f"router:\n  metrics: {{port: {taken.getsockname()[1]}}}\n"
         assert await refused_start(tmp_path, metrics) == in_use
         assert await refused_start(tmp_path, metrics.replace("metrics", "http")) == in_use
     assert "'nowhere' is no address" in await refused_start(tmp_path, control="nowhere")
@@ -327,9 +329,9 @@ async def test_metrics_are_served_at_the_addresses_of_their_own_host(
 ) -> None:
     if asked == "[::1]" and not socket.has_dualstack_ipv6():
         pytest.skip("this machine has no IPv6")
-    config = RouterConfig(metrics_host=listens, metrics_port=0)
+    config = changed(RouterConfig(), metrics={"host": listens, "port": 0})
     async with deployment() as d:
-        server = operator_port(config, d.servers[0].door)
+        server = operator_port(config, d.servers[0].units)
         assert server is not None
         await server.start()
         assert_whole(await d.client.ask(ask_for(PROMPT)), PROMPT)
@@ -365,14 +367,14 @@ def read(url: str | urllib.request.Request, num_lines: int | None = None) -> byt
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"token_timeout_s": -1.0}, "token_timeout_s"),
-        ({"reconnect_min_s": 0.0}, "reconnect_min_s must be above 0, not 0.0"),
-        ({"reconnect_max_s": 0.0}, "reconnect_max_s must be above 0, not 0.0"),
-        ({"connect_timeout_s": 0.0}, "connect_timeout_s must be above 0, not 0.0"),
-        ({"keepalive_s": 0.0}, "keepalive_s must be above 0, not 0.0"),
-        ({"registry_silence_s": 0.0}, "registry_silence_s must be above 0, not 0.0"),
+        ({"timeouts": {"token_s": -1.0}}, "token_s"),
+        ({"links": {"reconnect_min_s": 0.0}}, "reconnect_min_s must be above 0, not 0.0"),
+        ({"links": {"reconnect_max_s": 0.0}}, "reconnect_max_s must be above 0, not 0.0"),
+        ({"links": {"connect_timeout_s": 0.0}}, "connect_timeout_s must be above 0, not 0.0"),
+        ({"links": {"keepalive_s": 0.0}}, "keepalive_s must be above 0, not 0.0"),
+        ({"links": {"registry_silence_s": 0.0}}, "registry_silence_s must be above 0, not 0.0"),
         (
-            {"reconnect_min_s": 0.5, "reconnect_max_s": 0.4},
+            {"links": {"reconnect_min_s": 0.5, "reconnect_max_s": 0.4}},
             "reconnect_min_s must be at most reconnect_max_s (0.4), not 0.5",
         ),
     ],
@@ -381,4 +383,4 @@ def test_unknown_modes_and_times_that_would_make_the_router_spin_are_refused(
     changes: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
-        RouterConfig(**changes)
+        changed(RouterConfig(), **changes)

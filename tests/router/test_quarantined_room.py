@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from baton.clock import ManualClock
-from baton.config.router import LocalPrefill, RouterConfig
+from baton.config.router import LocalPrefill, PlacementConfig
 from baton.errors import UnavailableError
 from router.fleet.fleet import Fleet, ReportedLoad
 from router.placement.admission import SCAN_AHEAD
@@ -25,7 +25,7 @@ from tests.router.fleets import (
     rounds,
 )
 
-NEVER = RouterConfig(local_prefill="never")
+NEVER = PlacementConfig(local_prefill="never")
 
 
 def quarantine(fleet: Fleet, worker_id: str, num_blocks: int) -> None:
@@ -74,7 +74,7 @@ def test_a_window_s_span_is_all_that_a_prompt_needs_beside_quarantine() -> None:
 def test_a_worker_that_prefills_for_itself_has_no_more_room_than_quarantine_leaves(
     local_prefill: LocalPrefill,
 ) -> None:
-    policy = RouterConfig(local_prefill=local_prefill)
+    policy = PlacementConfig(local_prefill=local_prefill)
     fleet = fleet_of(
         facts("d0", False, True, num_blocks=10, max_request_tokens=160),
         facts("d1", False, True, num_blocks=10, max_request_tokens=160),
@@ -98,7 +98,7 @@ async def test_prompts_that_fit_nowhere_hold_nobody_back_and_are_refused() -> No
     clock = ManualClock(100.0)
     fleet = two_prefill_workers(clock)
     quarantine(fleet, "p1", 6)
-    admission = admission_of(fleet, clock, fleet_wait_s=10.0)
+    admission = admission_of(fleet, clock, admission={"fleet_wait_s": 10.0})
     tickets = [admission.ticket(prompt(100, n * 100), 4) for n in range(2 * SCAN_AHEAD)]
     large = [asyncio.create_task(place(admission, ticket)) for ticket in tickets]
     await rounds(admission, clock, 5.0)
@@ -121,7 +121,7 @@ async def test_a_prompt_is_placed_when_quarantine_ends_or_nobody_reports_it(
     clock = ManualClock(100.0)
     fleet = two_prefill_workers(clock)
     quarantine(fleet, "p1", 6)
-    admission = admission_of(fleet, clock, fleet_wait_s=10.0)
+    admission = admission_of(fleet, clock, admission={"fleet_wait_s": 10.0})
     large = in_line(admission, prompt(100), 4)
     await rounds(admission, clock, 5.0)
     assert not large.done()
@@ -137,7 +137,9 @@ async def test_a_prompt_whose_handoff_broke_and_filled_quarantine_is_refused_in_
     """It was predicted to be cached where it ran; that made it look as if there were room."""
     clock = ManualClock(100.0)
     fleet = two_prefill_workers(clock)
-    admission = admission_of(fleet, clock, fleet_wait_s=10.0, prediction_ttl_s=60.0)
+    admission = admission_of(
+        fleet, clock, admission={"fleet_wait_s": 10.0}, placement={"prediction_ttl_s": 60.0}
+    )
     ticket = admission.ticket(prompt(100), 4)
     first = await place(admission, ticket)
     fleet.release(first.booking)

@@ -10,6 +10,7 @@ import grpc.aio
 import pytest
 
 from baton.config.engine import FakeEngineConfig
+from baton.config.settings import changed
 from baton.fleet import Role
 from baton.v1 import common_pb2, router_pb2
 from tests.cluster.conftest import nothing_held, running_worker
@@ -67,7 +68,7 @@ async def test_a_real_prefill_worker_that_drains_refuses_prompts_at_no_cost() ->
         assert draining.prefill is not None
         draining.prefill.begin_drain()  # the registry does not know of it yet
         listed = [Listed(worker, worker.address) for worker in (draining, prefill, decode)]
-        once = dataclasses.replace(QUICK, max_attempts=1, retry_burst=0)
+        once = changed(QUICK, retries={"max_attempts": 1, "burst": 0})
         async with router_over(*listed, config=once) as (router, client):
             answers = await asyncio.gather(*(client.ask(request_of(n)) for n in range(12)))
             assert failures_of(router)["DRAINING"] >= 1
@@ -145,8 +146,8 @@ async def test_a_resumed_stream_has_the_log_probabilities_of_an_attempt_whose_wo
         listed = [Listed(prefill, prefill.address), *(Listed(w, p.address) for w, p in decoders)]
         request = request_of(0)
         request.request_id, request.sampling.logprobs = "r", 20
-        config = dataclasses.replace(
-            QUICK, reattach_timeout_s=0.1, max_message_bytes=max_message_bytes
+        config = changed(
+            QUICK, timeouts={"reattach_s": 0.1}, clients={"max_message_bytes": max_message_bytes}
         )
         async with router_over(*listed, config=config) as (router, client):
             asking = asyncio.create_task(ask_with_logprobs(client, request))

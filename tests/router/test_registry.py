@@ -6,11 +6,11 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
-from dataclasses import replace
 
 import grpc
 import pytest
 
+from baton.config.settings import changed
 from baton.v1 import control_pb2
 from router.fleet.registry import FleetWatch, RegistryAccess, keep_reporting
 from tests.identities import ROUTER
@@ -75,7 +75,7 @@ async def test_a_registry_that_does_not_answer_is_logged_once_and_again_when_it_
     await registry.stop()
 
 
-CONFIG = replace(QUICK, keepalive_s=0.2, registry_silence_s=0.3)
+CONFIG = changed(QUICK, links={"keepalive_s": 0.2, "registry_silence_s": 0.3})
 
 
 @asynccontextmanager

@@ -11,10 +11,10 @@ import pytest
 
 from baton.clock import ManualClock
 from baton.errors import BatonError
+from baton.finish_reason import FinishReason
 from baton.v1 import router_pb2
-from router.report.request_line import judged, trace_id
-from router.request.output import FinishReason
-from router.router import Router
+from router.report.ended_request import judged, trace_id
+from router.units.router import Router
 from tests.router.answers import PROMPT, ask_for, error_of
 from tests.router.deployment import deployment
 from tests.router.request_outputs import output_for
@@ -25,11 +25,11 @@ PARENT = f"00-{TRACE}-00f067aa0ba902b7-01"
 
 @pytest.fixture(autouse=True)
 def log_level(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "router.report.request_line")
+    caplog.set_level(logging.INFO, "router.report.ended_request")
 
 
 def lines(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
-    records = [each for each in caplog.records if each.name == "router.report.request_line"]
+    records = [each for each in caplog.records if each.name == "router.report.ended_request"]
     return [dict(each.fields) for each in records]  # type: ignore[attr-defined]
 
 
@@ -134,7 +134,7 @@ async def test_a_call_s_x_request_id_names_its_request_unless_the_body_does(
 async def test_no_line_is_made_where_the_log_s_level_leaves_it_out(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    caplog.set_level(logging.WARNING, "router.report.request_line")
+    caplog.set_level(logging.WARNING, "router.report.ended_request")
     async with deployment() as d:
         await d.client.ask(ask_for(PROMPT))
     assert not lines(caplog)

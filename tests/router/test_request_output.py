@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from baton.clock import ManualClock
+from baton.finish_reason import FinishReason
 from baton.grpc_options import WORKER_MESSAGE_BYTES
 from baton.v1 import common_pb2, worker_pb2
-from router.request.output import Finished, FinishReason, TokenRun, sendable_logprobs
+from router.request.output import Finished, TokenRun, sendable_logprobs
 from router.request.request_output import RequestOutput
 from tests.router.answers import ask_for
 from tests.router.request_outputs import output_for

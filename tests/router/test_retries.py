@@ -15,7 +15,7 @@ from tests.router.deployment import deployment
 
 
 async def test_no_capacity_puts_a_request_back_in_line_at_no_cost() -> None:
-    async with deployment(max_attempts=1) as d:
+    async with deployment(retries={"max_attempts": 1}) as d:
         d.worker("d0").faults.reject = [(worker_pb2.REJECT_REASON_NO_CAPACITY, 20)] * 5
         answer = await d.client.ask(ask_for(PROMPT))
         assert_whole(answer, PROMPT)
@@ -27,7 +27,7 @@ async def test_no_capacity_puts_a_request_back_in_line_at_no_cost() -> None:
 
 async def test_a_stale_attempt_number_is_raised_above_the_worker_s() -> None:
     """At no cost: not to the retry budget, nor to the worker, which did nothing wrong."""
-    async with deployment(decode=2, max_attempts=1, retry_burst=0) as d:
+    async with deployment(decode=2, retries={"max_attempts": 1, "burst": 0}) as d:
         for worker_id in ("d0", "d1"):
             d.worker(worker_id).last_attempt["mine"] = 9
         answer = await d.client.ask(ask_for(PROMPT, request_id="mine"))
@@ -56,7 +56,7 @@ async def test_what_a_worker_calls_invalid_is_reported_and_not_retried() -> None
 
 
 async def test_a_request_that_two_workers_cannot_read_is_refused_and_ejects_nobody() -> None:
-    async with deployment(decode=3, eject_s=30.0) as d:
+    async with deployment(decode=3, retries={"eject_s": 30.0}) as d:
         for name in ("d0", "d1", "d2"):
             d.worker(name).faults.reject = [(worker_pb2.REJECT_REASON_INTERNAL, 0)] * 3
         error = await refusal(d.client, ask_for(PROMPT))
@@ -66,7 +66,7 @@ async def test_a_request_that_two_workers_cannot_read_is_refused_and_ejects_nobo
 
 
 async def test_a_worker_that_rejects_what_another_takes_in_is_ejected() -> None:
-    async with deployment(decode=2, eject_s=30.0) as d:
+    async with deployment(decode=2, retries={"eject_s": 30.0}) as d:
         d.worker("d0").faults.reject = [(worker_pb2.REJECT_REASON_INTERNAL, 0)] * 100
         await asyncio.gather(*(d.client.ask(ask_for(PROMPT)) for _ in range(4)))
         for _ in range(8):
@@ -79,7 +79,7 @@ async def test_a_worker_that_rejects_a_request_and_then_takes_it_in_is_not_eject
 ) -> None:
     """Where it would be spared for being the only one left, it is not even asked for."""
     asked_for: list[str] = []
-    async with deployment(decode=2, eject_s=30.0) as d:
+    async with deployment(decode=2, retries={"eject_s": 30.0}) as d:
         monkeypatch.setattr(
             d.router.fleet, "eject", lambda entry, _: asked_for.append(entry.facts.worker_id)
         )
@@ -109,7 +109,7 @@ async def test_a_request_that_ran_on_two_workers_that_died_is_poison() -> None:
 
 
 async def test_retries_end_with_the_last_failure() -> None:
-    async with deployment(max_attempts=3) as d:
+    async with deployment(retries={"max_attempts": 3}) as d:
         d.worker("p0").faults.fail_prefills = 10
         error = await refusal(d.client, ask_for(PROMPT))
         assert error_reason(error) == "KV_TRANSFER_FAILED"
@@ -117,7 +117,7 @@ async def test_retries_end_with_the_last_failure() -> None:
 
 
 async def test_a_used_up_retry_budget_ends_a_request_at_its_first_failure() -> None:
-    async with deployment(tenant_retry_burst=1, tenant_retry_per_s=0.0) as d:
+    async with deployment(retries={"tenant_burst": 1, "tenant_refill_per_s": 0.0}) as d:
         d.worker("p0").faults.fail_prefills = 2
         error = await refusal(d.client, ask_for(PROMPT))
         assert "retry budget" in (error.details() or "")

@@ -69,7 +69,7 @@ async def test_a_held_request_outwaits_a_stopped_pool_and_patience_begins_when_i
     clock = ManualClock(100.0)
     fleet = fleet_of(clock=clock)
     fleet.away = AT_ZERO
-    admission = admission_of(fleet, clock, fleet_wait_s=10.0)
+    admission = admission_of(fleet, clock, admission={"fleet_wait_s": 10.0})
     held = in_line(admission, prompt(10), 4)
     await rounds(admission, clock, 100.0)
     fleet.away = RolesAway()  # but no worker is connected
@@ -84,7 +84,7 @@ async def test_a_request_is_not_held_for_the_workers_of_a_unit_that_leaves() -> 
     clock = ManualClock(100.0)
     fleet = fleet_of(clock=clock)
     fleet.away = AT_ZERO
-    admission = admission_of(fleet, clock, fleet_wait_s=10.0)
+    admission = admission_of(fleet, clock, admission={"fleet_wait_s": 10.0})
     held = in_line(admission, prompt(10), 4)
     await rounds(admission, clock, 100.0)
     fleet.is_leaving = True
@@ -97,7 +97,7 @@ async def test_held_requests_are_a_bounded_line_and_go_on_in_order_with_the_firs
     clock = ManualClock(100.0)
     fleet = fleet_of(clock=clock)
     fleet.away = AT_ZERO
-    admission = admission_of(fleet, clock, max_queue=2)
+    admission = admission_of(fleet, clock, admission={"max_queue": 2})
     held = [in_line(admission, prompt(10, n * 10), 4) for n in range(2)]
     await rounds(admission, clock, 20.0)
     with pytest.raises(OverloadedError):
@@ -124,7 +124,7 @@ async def tell_pools(d: Deployment, desired: int, live: int = 0) -> None:
 
 
 async def test_a_router_that_runs_out_sends_away_what_waits_for_workers() -> None:
-    async with deployment(prefill=0, decode=0, fleet_wait_s=0.1) as d:
+    async with deployment(prefill=0, decode=0, admission={"fleet_wait_s": 0.1}) as d:
         await tell_pools(d, 0)
         asking = asyncio.create_task(d.client.ask(ask_for(PROMPT)))
         await d.until(lambda: len(d.router.admission) == 1)
@@ -135,7 +135,7 @@ async def test_a_router_that_runs_out_sends_away_what_waits_for_workers() -> Non
 async def test_a_request_that_comes_while_nothing_runs_is_reported_as_held_and_then_answered() -> (
     None
 ):
-    async with deployment(prefill=0, decode=0, fleet_wait_s=0.1) as d:
+    async with deployment(prefill=0, decode=0, admission={"fleet_wait_s": 0.1}) as d:
         await tell_pools(d, 0)
         asking = asyncio.create_task(d.client.ask(ask_for(PROMPT)))
         await d.until(lambda: len(d.router.admission) == 1)
@@ -152,7 +152,7 @@ async def test_a_request_that_comes_while_nothing_runs_is_reported_as_held_and_t
 
 
 async def test_a_held_request_ends_at_its_own_deadline() -> None:
-    async with deployment(prefill=0, decode=0, fleet_wait_s=0.1) as d:
+    async with deployment(prefill=0, decode=0, admission={"fleet_wait_s": 0.1}) as d:
         await tell_pools(d, 0)
         assert (
             await error_of(d.client.ask(ask_for(PROMPT, timeout_ms=500)))
@@ -160,7 +160,7 @@ async def test_a_held_request_ends_at_its_own_deadline() -> None:
 
 
 async def test_a_stream_whose_pools_are_stopped_goes_on_when_they_are_back() -> None:
-    async with deployment(fleet_wait_s=0.1) as d:
+    async with deployment(admission={"fleet_wait_s": 0.1}) as d:
         worker, has_begun = d.worker("d0"), asyncio.Event()
 
         def stop(_: object) -> None:

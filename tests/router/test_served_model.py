@@ -23,7 +23,7 @@ async def replace_model(d: Deployment) -> None:
 
 
 async def test_a_unit_whose_model_is_replaced_ends_its_streams_and_gets_another_router() -> None:
-    async with deployment(fleet_wait_s=5.0) as d:
+    async with deployment(admission={"fleet_wait_s": 5.0}) as d:
         old, has_begun, first = d.worker("d0"), asyncio.Event(), d.router
 
         def stop(_: object) -> None:
@@ -37,10 +37,10 @@ async def test_a_unit_whose_model_is_replaced_ends_its_streams_and_gets_another_
         with pytest.raises(grpc.aio.AioRpcError, match="not served any more") as refused:
             await streams
         assert error_reason(refused.value) == "NOT_RESUMABLE"
-        await d.until(lambda: d.servers[0].door.routers not in ([], [first]))
+        await d.until(lambda: d.servers[0].units.routers not in ([], [first]))
         assert (len(first.runs), d.router.model.fingerprint) == (0, b"other")
         first.check_integrity()
-        assert not d.servers[0].door.fault.done()
+        assert not d.servers[0].units.fault.done()
         answer = await d.client.ask(ask_for(PROMPT, request_id="new"))
         assert answer.routed[0].decode_worker == "d1"
         assert answer.routed[0].unit == "/" + b"other".hex()

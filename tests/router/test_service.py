@@ -20,6 +20,7 @@ from baton import status
 from baton.errors import InvalidRequestError
 from baton.v1 import common_pb2, control_pb2, control_pb2_grpc, router_pb2
 from router.request.alarm import Alarm
+from router.request.attempt import Attempt
 from router.request.request_run import RequestRun
 from tests.generated_code import ROOT
 from tests.router.answers import (
@@ -92,7 +93,9 @@ async def test_an_unreadable_message_is_the_caller_s_mistake_and_harms_no_one(
 async def test_without_workers_of_a_role_a_request_is_unavailable_after_a_while(
     prefill: int, decode: int, missing: str
 ) -> None:
-    async with deployment(prefill, decode, fleet_wait_s=0.2, local_prefill="never") as d:
+    async with deployment(
+        prefill, decode, admission={"fleet_wait_s": 0.2}, placement={"local_prefill": "never"}
+    ) as d:
         error = await refusal(d.client, ask_for(PROMPT))
         assert error.code() is grpc.StatusCode.UNAVAILABLE
         assert missing in (error.details() or "")
@@ -153,7 +156,7 @@ async def test_a_client_needs_the_public_proto_files_alone(tmp_path: Path) -> No
 
 
 async def test_explain_route_lists_what_generate_chooses() -> None:
-    async with deployment(2, 2, local_prefill="auto") as d:
+    async with deployment(2, 2, placement={"local_prefill": "auto"}) as d:
         prompt = "a long prompt that several requests have in common, with a different end: "
         await d.client.ask(ask_for(prompt + "one"))
         explained = await d.client.stub.ExplainRoute(
@@ -164,6 +167,8 @@ async def test_explain_route_lists_what_generate_chooses() -> None:
         assert costs == sorted(costs)
         best = explained.candidates[0]
         assert best.num_cached_tokens_decode > 0
+        assert {term.name for term in best.terms} >= {"queue", "prefill", "decode"}
+        assert sum(term.ms for term in best.terms) == pytest.approx(best.cost_ms, rel=1e-3)
         answer = await d.client.ask(ask_for(prompt + "two"))
         assert answer.routed[0].prefill_worker == best.prefill_worker
         assert answer.routed[0].decode_worker == best.decode_worker
@@ -230,7 +235,7 @@ async def test_many_requests_at_once_on_two_and_two_a_third_of_them_cancelled() 
 
 
 async def test_nothing_is_kept_of_five_hundred_short_requests() -> None:
-    async with deployment(2, 2, resume_window_s=0.05) as d:
+    async with deployment(2, 2, clients={"resume_window_s": 0.05}) as d:
 
         async def one(number: int) -> None:
             request = ask_for(f"short {number}", 4, tenant=f"tenant {number % 50}")
@@ -252,7 +257,8 @@ async def test_nothing_is_kept_of_five_hundred_short_requests() -> None:
         router.check_integrity()  # no timer is left either
         gc.collect()
         # Not isinstance: it asks every object for its class, and some answer with a warning.
-        kept = [type(o).__name__ for o in gc.get_objects() if type(o) in (RequestRun, Alarm)]
+        kinds = (RequestRun, Attempt, Alarm)
+        kept = [type(o).__name__ for o in gc.get_objects() if type(o) in kinds]
         assert not kept
 
 
@@ -284,7 +290,7 @@ async def test_a_request_that_names_no_length_gets_what_its_worker_has_memory_fo
 
 async def test_a_tenant_with_a_long_name_is_refused_before_it_waits_for_the_tokenizer() -> None:
     async with deployment() as d:
-        free, tokenizing = threading.Event(), d.servers[0].intake.tokenizing
+        free, tokenizing = threading.Event(), d.servers[0].api.tokenizer
         busy = asyncio.create_task(tokenizing.run(lambda: free.wait(10), "other", 1, 10.0))
         try:
             error = await refusal(d.client, ask_for("to be", tenant="t" * 129, timeout_ms=1000))

@@ -6,7 +6,6 @@ import asyncio
 import math
 import random
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -17,10 +16,9 @@ from baton.identity.keys import ROLES
 from baton.link.router_end import Link
 from baton.v1 import common_pb2, control_pb2, worker_pb2
 from baton.wire import ORPHANED
-from router.fleet.fleet import WorkerEntry
-from router.fleet.session import RouterIdentity, Session, SessionLostError
+from router.fleet.session import Report, RouterIdentity, Session, SessionLostError
 from router.request.alarm import Alarm
-from router.request.request_run import RequestRun
+from router.request.attempt import Attempt
 from tests.certificates import Authority, certified
 from tests.identities import ROUTER
 from tests.router.answers import PROMPT, Answer, ask_for, assert_whole, failures_of
@@ -133,7 +131,7 @@ def ended_while_the_session_is_lost(worker: ScriptedWorker, error: str) -> None:
 async def test_a_request_its_worker_gave_up_for_want_of_a_router_goes_on_once_that_is_back() -> (
     None
 ):
-    async with deployment(eject_s=30.0) as d:
+    async with deployment(retries={"eject_s": 30.0}) as d:
         ended_while_the_session_is_lost(d.worker("d0"), ORPHANED)
         answer = await d.client.ask(ask_for(PROMPT, 30))
         assert_whole(answer, PROMPT, 30)
@@ -151,7 +149,7 @@ async def test_a_request_aborted_elsewhere_while_its_session_is_lost_is_not_begu
 
 
 async def test_a_session_that_does_not_come_back_in_time_is_left() -> None:
-    async with deployment(decode=1, reattach_timeout_s=0.2, keepalive_s=30.0) as d:
+    async with deployment(decode=1, timeouts={"reattach_s": 0.2}, links={"keepalive_s": 30.0}) as d:
         proxy = await behind_proxy(d, "d1")
         slow = d.worker("d1")
         d.router.fleet.hold(d.entry("d0"), 0.3)  # the request goes to d1
@@ -216,14 +214,16 @@ async def test_a_fault_of_ours_in_a_session_does_not_lose_the_worker(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async with deployment() as d:
-        faults, on_admitted = list[RequestRun](), RequestRun.on_admitted
+        faults, on_report = list[Attempt](), Attempt.on_report
 
-        def fail_once(run: RequestRun, _: object) -> None:
-            monkeypatch.setattr(RequestRun, "on_admitted", on_admitted)
-            faults.append(run)
+        def fail_once(attempt: Attempt, report: Report) -> None:
+            if not isinstance(report, worker_pb2.HandoffAdmitted):
+                return on_report(attempt, report)
+            monkeypatch.setattr(Attempt, "on_report", on_report)
+            faults.append(attempt)
             raise AssertionError("a fault of ours")
 
-        monkeypatch.setattr(RequestRun, "on_admitted", fail_once)
+        monkeypatch.setattr(Attempt, "on_report", fail_once)
         assert_whole(await d.client.ask(ask_for(PROMPT)), PROMPT)
         assert len(faults) == 1
 
@@ -232,8 +232,8 @@ async def test_a_fault_of_ours_in_a_session_does_not_lose_the_worker(
 
 
 async def test_a_silent_stream_leaves_a_suspect_worker_soon() -> None:
-    async with deployment(decode=2, suspect_silence_s=0.2) as d:
-        assert d.router.config.token_timeout_s >= 30
+    async with deployment(decode=2, timeouts={"suspect_silence_s": 0.2}) as d:
+        assert d.router.config.timeouts.token_s >= 30
         asking = asyncio.create_task(paused(d, index=3))
         await d.until(lambda: any(not d.worker(w).may_decode.is_set() for w in ("d0", "d1")))
         stuck = "d0" if not d.worker("d0").may_decode.is_set() else "d1"
@@ -258,7 +258,7 @@ async def paused(d: Deployment, index: int) -> Answer:
 
 
 async def test_a_prompt_leaves_a_suspect_prefill_worker_soon() -> None:
-    async with deployment(prefill=2, suspect_silence_s=0.2) as d:
+    async with deployment(prefill=2, timeouts={"suspect_silence_s": 0.2}) as d:
         asking, stuck, other = await hung_prefill(d, ask_for(PROMPT))
         stuck.state = control_pb2.WORKER_STATE_SUSPECT
         await d.registry.publish()
@@ -268,7 +268,7 @@ async def test_a_prompt_leaves_a_suspect_prefill_worker_soon() -> None:
 
 
 async def test_a_flowing_stream_stays_on_a_suspect_worker() -> None:
-    async with deployment(suspect_silence_s=0.4) as d:
+    async with deployment(timeouts={"suspect_silence_s": 0.4}) as d:
         worker = d.worker("d0")
         worker.step_s = 0.02
         asking = asyncio.create_task(d.client.ask(ask_for(PROMPT, 60)))  # 1.2 s at the least
@@ -280,29 +280,13 @@ async def test_a_flowing_stream_stays_on_a_suspect_worker() -> None:
         assert len(answer.routed) == 1
 
 
-@dataclass
-class Silences:
-    """What was awaited in vain."""
-
-    seen: list[str]
-
-    def on_silence(self, worker: WorkerEntry, what: str) -> None:
-        self.seen.append(what)
-
-    def on_deadline(self) -> None:
-        raise AssertionError("it has none")
-
-    def on_timer(self) -> None:
-        raise AssertionError("none was set")
-
-
 async def test_a_worker_that_is_live_again_gets_its_full_time_back() -> None:
     clock = ManualClock(100.0)
     fleet = fleet_of(facts("d0", False, True), clock=clock)
     entry = entry_of(fleet, "d0")
     over: list[str] = []
-    alarm = Alarm(math.inf, 1.5, clock, Silences(over))
-    alarm.expect("a token", lambda _: 30.0, entry)
+    alarm = Alarm(math.inf, 1.5, clock, pytest.fail)
+    alarm.expect("a token", lambda _: 30.0, (entry,), lambda _, what: over.append(what))
     clock.advance(10.0)
     fleet.set_state(entry, WorkerState.SUSPECT)
     alarm.review()
@@ -323,7 +307,7 @@ async def test_a_worker_that_is_live_again_gets_its_full_time_back() -> None:
 
 
 async def test_a_worker_replaced_by_one_of_another_fingerprint_costs_nobody_a_token() -> None:
-    async with deployment(decode=2, max_attempts=1) as d:
+    async with deployment(decode=2, retries={"max_attempts": 1}) as d:
         d.router.fleet.arrays.max_running[:] = 0
         prompts = [f"{PROMPT} {number}" for number in range(6)]
         asking = [asyncio.create_task(d.client.ask(ask_for(prompt))) for prompt in prompts]

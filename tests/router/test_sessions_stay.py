@@ -6,12 +6,12 @@ import random
 
 import numpy as np
 
-from baton.config.router import RouterConfig
+from baton.config.router import PlacementConfig
 from kv_transfer.block_hash import SHARED_BY_ALL
 from router.fleet.fleet import Booking, Fleet
+from router.index.prefix_index import PrefixIndex
 from router.placement.placement import Placement
 from router.placement.placing import Placing
-from router.placement.prefix_index import PrefixIndex
 from router.placement.sessions import Sessions
 from router.placement.ticket import PromptBlocks, Ticket
 from tests.router.answers import ask_for
@@ -21,7 +21,7 @@ from tests.router.fleets import POLICY, entry_of, facts, fleet_of, two_and_two
 NOW_S = 100.0
 
 
-def placing_on(fleet: Fleet, config: RouterConfig = POLICY) -> Placing:
+def placing_on(fleet: Fleet, config: PlacementConfig = POLICY) -> Placing:
     return Placing(config, fleet, PrefixIndex(), random.Random(0))
 
 
@@ -87,7 +87,7 @@ def test_a_hot_prefix_gets_another_holder_once_its_holders_queue_costs_more() ->
     """The costs alone do that: at some length of the holder's queue it is cheaper to compute the
     prefix anew. What is computed there is a copy, which later requests use."""
     fleet = two_and_two()
-    placing = placing_on(fleet, RouterConfig(local_prefill="never"))
+    placing = placing_on(fleet, PlacementConfig(local_prefill="never"))
     common = np.arange(2000, dtype=np.uint32)
 
     def ask(number: int) -> tuple[Placement, Booking]:

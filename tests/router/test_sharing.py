@@ -9,8 +9,8 @@ import socket
 
 import pytest
 
-from router.door.listening import Acceptor, listening
-from router.door.sharing import Sharing, Turns
+from router.door.connections.acceptor import Acceptor, listening
+from router.door.connections.sharing import Sharing, Turns
 
 
 class Served(asyncio.Protocol):

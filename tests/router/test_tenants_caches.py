@@ -5,17 +5,16 @@ Else tenants could find out what others ask by how fast they are answered.
 
 from __future__ import annotations
 
-import dataclasses
-
 import numpy as np
 import pytest
 
+from baton.config.settings import changed
 from baton.errors import InvalidRequestError
 from baton.fleet import Role
 from kv_transfer.block_hash import HASH_BYTES
 from router.placement.public_prefix import PublicPrefix
-from router.router import Router
 from router.text import Conversation
+from router.units.router import Router
 from tests.cluster.conftest import ENGINE, nothing_held, running_worker
 from tests.router.answers import Client, ask_for
 from tests.router.deployment import QUICK
@@ -42,8 +41,9 @@ async def ask(router: Router, client: Client, text: str, tenant: str, salt: str 
 
 
 async def test_no_tenant_is_answered_from_what_another_asked_but_for_the_public_prefix() -> None:
-    config = dataclasses.replace(
-        QUICK, local_prefill="never", public_prefix=PUBLIC, prediction_ttl_s=0.0
+    config = changed(
+        QUICK,
+        placement={"local_prefill": "never", "public_prefix": PUBLIC, "prediction_ttl_s": 0.0},
     )
     async with (
         running_worker("p0", Role.PREFILL, SMALL_VOCABULARY) as prefill,

@@ -16,11 +16,11 @@ from tokenizers import AddedToken
 from baton.errors import InvalidRequestError
 from baton.v1 import router_pb2
 from router.request.chat import conversation_of
-from router.request.validate import RequestLimits, encode_prompt, parse_generate
+from router.request.validate import RequestLimits, encode_prompt
 from router.text import Conversation, TextModel
 from router.text.reasoning import ReasoningSplitter
 from router.text.tools import CallDelta, ToolFormat, new_parser, tool_format_of
-from tests.router.text_fixtures import byte_level_tokenizer, load_text, write_model
+from tests.router.text_fixtures import byte_level_tokenizer, load_text, parse, write_model
 
 NAMES = ("f", "g.h")
 Found = tuple[str, list[tuple[str, str]]]
@@ -301,14 +301,14 @@ def test_a_chat_s_tools_calls_and_results_reach_the_template(model: TextModel) -
     assert bos not in ids, "special tokens that a client writes stay text"
     assert model.thinks_after(ids)
     request = router_pb2.GenerateRequest(chat=chat)
-    parsed = parse_generate(request, model, RequestLimits(max_model_len=4096))
+    parsed = parse(request, model, RequestLimits(max_model_len=4096))
     assert parsed.token_ids.tolist() == ids
     assert parsed.is_chat
     asked = router_pb2.TokenizeRequest(chat=chat)
-    assert encode_prompt(asked, model, RequestLimits(max_model_len=4096)).tolist() == ids
+    assert encode_prompt(asked, 0, model, RequestLimits(max_model_len=4096)).tolist() == ids
     other = router_pb2.GenerateRequest(chat=chat)
     other.chat.tools[0].name = "g"
-    differs = parse_generate(other, model, RequestLimits(max_model_len=4096))
+    differs = parse(other, model, RequestLimits(max_model_len=4096))
     assert differs.body_digest != parsed.body_digest
 
 
@@ -318,8 +318,7 @@ def test_a_plain_chat_is_the_same_with_and_without_parts(model: TextModel) -> No
         router_pb2.ChatMessage(role="user", parts=[router_pb2.ContentPart(text="hi <s>")])
     )
     first, second = (
-        parse_generate(router_pb2.GenerateRequest(chat=chat), model, LIMITS)
-        for chat in (plain, parts)
+        parse(router_pb2.GenerateRequest(chat=chat), model, LIMITS) for chat in (plain, parts)
     )
     assert first.token_ids.tolist() == second.token_ids.tolist()
     assert first.token_ids.tolist() == model.encode_chat(
@@ -364,7 +363,7 @@ def test_what_a_chat_cannot_hold_is_named(
     model: TextModel, chat: router_pb2.ChatMessages, field: str
 ) -> None:
     with pytest.raises(InvalidRequestError) as caught:
-        parse_generate(router_pb2.GenerateRequest(chat=chat), model, LIMITS)
+        parse(router_pb2.GenerateRequest(chat=chat), model, LIMITS)
     assert caught.value.field == field
 
 

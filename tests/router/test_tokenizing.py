@@ -7,18 +7,18 @@ import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import grpc
 import grpc.aio
 import pytest
 
-from baton.config.router import AuthConfig, RouterConfig
+from baton.config.router import AdmissionConfig, AuthConfig
 from baton.model_folder import find_text_files
 from baton.status import from_rpc_error
 from baton.v1 import common_pb2, router_pb2
-from router.door import intake
-from router.door.arriving import Tokenizing
+from router.door.api import api
+from router.door.api.tokenizer_line import TokenizerLine
 from router.placement.fairness import FairLine
 from router.text import Conversation, TextModel
 from tests.router.answers import PROMPT, ask_for, assert_whole, error_of
@@ -41,7 +41,7 @@ class SlowModel(TextModel):
 
 @pytest.fixture
 def slow_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SlowModel]:
-    monkeypatch.setattr(intake, "TEXT_AT_ONCE_BYTES", 0)
+    monkeypatch.setattr(api, "TEXT_AT_ONCE_BYTES", 0)
     byte_model(tmp_path)
     model = SlowModel(tmp_path.iterdir())
     model.gate = threading.Event()
@@ -51,7 +51,7 @@ def slow_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Slow
 
 @asynccontextmanager
 async def one_in_hand(
-    slow_model: SlowModel, **changes: int
+    slow_model: SlowModel, **changes: Any
 ) -> AsyncIterator[tuple[Deployment, asyncio.Task[None]]]:
     """A deployment whose only tokenizer thread is at work on a request."""
     async with deployment(text_model=slow_model, **changes) as d:
@@ -68,7 +68,7 @@ async def whole(d: Deployment, prompt: str) -> None:
 
 
 def tokenizing(d: Deployment) -> FairLine:
-    return d.servers[0].intake.tokenizing.line
+    return d.servers[0].api.tokenizer.line
 
 
 async def refused(d: Deployment, request: router_pb2.GenerateRequest) -> grpc.aio.AioRpcError:
@@ -80,7 +80,7 @@ async def refused(d: Deployment, request: router_pb2.GenerateRequest) -> grpc.ai
 async def test_requests_beyond_the_line_s_length_are_shed_with_the_time_to_wait(
     slow_model: SlowModel,
 ) -> None:
-    async with one_in_hand(slow_model, max_tokenizing=3) as (d, first):
+    async with one_in_hand(slow_model, admission={"max_tokenizing": 3}) as (d, first):
         waiting = [asyncio.create_task(whole(d, f"{PROMPT} {n}")) for n in range(2)]
         await d.until(lambda: tokenizing(d).num_requests == 3)
         error = await refused(d, ask_for("one too many"))
@@ -97,7 +97,7 @@ async def test_bytes_beyond_the_line_s_are_shed_but_a_message_alone_is_taken(
     slow_model: SlowModel,
 ) -> None:
     large = "x" * 400
-    async with one_in_hand(slow_model, max_tokenizing_bytes=300) as (d, first):
+    async with one_in_hand(slow_model, admission={"max_tokenizing_bytes": 300}) as (d, first):
         error = await refused(d, ask_for(large))
         assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         small = asyncio.create_task(whole(d, "small"))
@@ -112,7 +112,7 @@ async def test_a_tenant_s_flood_sheds_its_own_newest_and_nobody_else(
 ) -> None:
     prompt = "x" * 100
     size = ask_for(prompt, tenant="flood").ByteSize()
-    async with one_in_hand(slow_model, max_tokenizing_bytes=6 * size) as (d, first):
+    async with one_in_hand(slow_model, admission={"max_tokenizing_bytes": 6 * size}) as (d, first):
         room = (6 * size - tokenizing(d).num_bytes) // size
         flood = [
             asyncio.create_task(d.client.ask(ask_for(prompt, tenant="flood"))) for _ in range(room)
@@ -152,7 +152,7 @@ async def test_calls_to_tokenize_take_their_caller_s_share_of_the_line(
     tokens = tmp_path / "tokens.yaml"
     tokens.write_text("red: red-token\nblue: blue-token\n")
     async with deployment(
-        text_model=slow_model, max_tokenizing=3, auth=AuthConfig(str(tokens))
+        text_model=slow_model, admission={"max_tokenizing": 3}, auth=AuthConfig(str(tokens))
     ) as d:
         first = asyncio.create_task(tokenize(d, "a", "red-token"))
         await d.until(lambda: slow_model.num_encoding == 1)
@@ -172,7 +172,7 @@ async def test_calls_to_tokenize_take_their_caller_s_share_of_the_line(
 
 async def tokenized_order(requests: list[tuple[str, int]]) -> list[str]:
     """Tenants in the order their (tenant, bytes) requests, all in line at once, are worked on."""
-    tokenizing = Tokenizing(RouterConfig())
+    tokenizing = TokenizerLine(AdmissionConfig())
     gate = threading.Event()
     order: list[str] = []
     begun = asyncio.create_task(tokenizing.run(lambda: gate.wait(30), "", 1, 30.0))
@@ -263,7 +263,7 @@ async def test_an_abort_ends_a_request_that_is_tokenized_or_waits_for_it(
         await asyncio.gather(*others)
         await whole(d, PROMPT)  # the thread was not lost
         assert d.worker("d0").num_reserves == len(others) + 1
-        assert not len(d.servers[0].intake.arriving)
+        assert not len(d.servers[0].api.pending)
 
 
 async def test_an_abort_while_it_is_tokenized_again_ends_a_request_that_another_router_began(

@@ -14,16 +14,16 @@ import grpc.aio
 import pytest
 
 from baton.config.router import RouterConfig
+from baton.config.settings import changed
 from baton.fleet import Role
 from baton.v1 import common_pb2, router_pb2
 from decode_worker.session import Phase
 from router.request.machine import Prefill
-from router.request.request_run import RequestRun
-from router.router import Router
+from router.units.router import Router
 from tests.cluster.conftest import HeldStep, nothing_held, running_worker
 from tests.router.answers import failures_of, refusal
 from tests.router.callers import DOORS, Caller, HttpAnswer, LostError
-from tests.router.deployment import default_model
+from tests.router.deployment import attempts, default_model
 from tests.router.proxy import Proxy
 from tests.router.real_workers import (
     CONFIG,
@@ -39,7 +39,7 @@ from tests.router.real_workers import (
     until,
 )
 
-PATIENT = dataclasses.replace(CONFIG, resume_window_s=30.0, attach_timeout_s=10.0)
+PATIENT = changed(CONFIG, clients={"resume_window_s": 30.0}, timeouts={"attach_s": 10.0})
 
 
 BOTH_DOORS = pytest.mark.parametrize("door", ["grpc", pytest.param("http", marks=pytest.mark.full)])
@@ -125,7 +125,7 @@ async def test_a_router_that_closes_leaves_the_prefill_to_the_one_that_asked_for
         former = asyncio.create_task(client_a.ask(named(1)))
         await asyncio.to_thread(step.begun.wait, 10)
         latter = asyncio.create_task(client_b.ask(named(1, 0)))
-        await until(lambda: any(has_asked_its_writer(run) for run in router_b.runs))
+        await until(lambda: has_asked_its_writer(router_b))
         await router_a.close()
         with pytest.raises(LostError):
             await former
@@ -143,8 +143,8 @@ async def test_a_router_that_closes_leaves_the_prefill_to_the_one_that_asked_for
         assert is_aborted or (await listed[0].worker.integrity()).num_first_tokens == 1
 
 
-def has_asked_its_writer(run: RequestRun) -> bool:
-    return run.state.prefill is Prefill.TAKEN
+def has_asked_its_writer(router: Router) -> bool:
+    return any(state.prefill is Prefill.TAKEN for state in attempts(router))
 
 
 @BOTH_DOORS
@@ -184,7 +184,7 @@ async def test_a_router_that_attaches_before_a_lease_was_sent_has_the_prompt_com
 async def test_a_prompt_that_its_writer_lost_is_given_up_by_the_router_that_asked_for_it_last(
     listed: list[Listed], door: str
 ) -> None:
-    hasty = dataclasses.replace(PATIENT, first_token_timeout_s=0.3)
+    hasty = changed(PATIENT, timeouts={"first_token_s": 0.3})
     prefill, decode = (one.worker for one in listed)
     assert decode.decode is not None
     hold_decode, hold_prefill = threading.Event(), threading.Event()
@@ -244,7 +244,7 @@ class Parted:
 
 @asynccontextmanager
 async def parted(listed: list[Listed], door: str) -> AsyncIterator[Parted]:
-    patient = dataclasses.replace(PATIENT, reattach_timeout_s=10.0, keepalive_s=30.0)
+    patient = changed(PATIENT, timeouts={"reattach_s": 10.0}, links={"keepalive_s": 30.0})
     proxy = await Proxy.to(listed[1].address)
     behind = [listed[0], Listed(listed[1].worker, proxy.address)]
     try:
@@ -281,7 +281,7 @@ async def test_a_router_whose_session_was_gone_does_not_take_back_what_another_a
         two.cut_off.thaw()
         if step is not None:
             try:
-                await until(lambda: any(run.state.has_moved for run in two.router.runs))
+                await until(lambda: any(state.has_moved for state in attempts(two.router)))
             finally:
                 step.go_on.set()
         await refused_as_moved(former)
@@ -313,7 +313,7 @@ async def test_an_abort_reaches_a_request_that_another_router_follows(
 async def test_an_abort_reaches_a_request_that_waits_at_another_router(
     listed: list[Listed], tenant: str
 ) -> None:
-    config = dataclasses.replace(CONFIG, fleet_wait_s=20.0)
+    config = changed(CONFIG, admission={"fleet_wait_s": 20.0})
     async with two_routers(listed, config) as ((_, client_a), (router_b, client_b)):
         for entry in router_b.fleet:
             router_b.fleet.hold(entry, 60.0)

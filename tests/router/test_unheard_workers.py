@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -13,10 +12,11 @@ import grpc.aio
 import pytest
 
 from baton.clock import ManualClock
+from baton.config.settings import changed
 from baton.fleet import Role, WorkerState
 from baton.v1 import control_pb2, router_pb2
 from router.fleet.worker_link import Contact
-from router.router import Router
+from router.units.router import Router
 from tests.cluster.conftest import nothing_held, running_worker
 from tests.router.answers import PROMPT, Answer, Client, ask_for, expected
 from tests.router.deployment import Deployment, deployment, left_behind
@@ -32,7 +32,7 @@ from tests.router.real_workers import (
     until,
 )
 
-PATIENT = dataclasses.replace(CONFIG, attach_timeout_s=2.0)
+PATIENT = changed(CONFIG, timeouts={"attach_s": 2.0})
 
 
 def num_reserves(d: Deployment) -> int:
@@ -99,13 +99,13 @@ async def test_what_a_worker_keeps_that_the_registry_suspects_is_run_again() -> 
 
 
 async def test_a_stream_waits_at_a_door_that_knows_of_no_units_yet() -> None:
-    async with left_on_a_worker_that_hangs(0, attach_timeout_s=0.3) as left:
+    async with left_on_a_worker_that_hangs(0, timeouts={"attach_s": 0.3}) as left:
         d, _, request = left
         port = int(d.registry.address.rpartition(":")[2])
         await d.registry.stop()
-        third = await d.add_router(is_awaited=False, attach_timeout_s=5.0)
+        third = await d.add_router(is_awaited=False, timeouts={"attach_s": 5.0})
         asking = asyncio.create_task(third.ask(request))
-        await d.until(lambda: d.servers[-1].door.num_waiting == 1)
+        await d.until(lambda: d.servers[-1].units.num_waiting == 1)
         await d.registry.start(port)
         answer = await asking
         assert answer.ids == expected(PROMPT, 12)[1:]
@@ -114,13 +114,13 @@ async def test_a_stream_waits_at_a_door_that_knows_of_no_units_yet() -> None:
 
 @pytest.mark.parametrize("registered", [[], ["p0", "d1"]], ids=["nobody", "some"])
 async def test_nothing_is_run_again_while_the_registry_settles(registered: list[str]) -> None:
-    async with left_on_a_worker_that_hangs(0, attach_timeout_s=0.3) as left:
+    async with left_on_a_worker_that_hangs(0, timeouts={"attach_s": 0.3}) as left:
         d, _, request = left
         everyone = d.registry.workers
         d.registry.workers = [w for w in everyone if w.worker_id in registered]
         d.registry.settles = True
         await d.registry.publish()
-        third = await d.add_router(fleet_wait_s=10.0)
+        third = await d.add_router(admission={"fleet_wait_s": 10.0})
         router = d.routers[-1]
         await router.links.wait_reported()
         await d.connected(len(registered), router)
@@ -144,7 +144,7 @@ async def test_a_client_that_has_seen_nothing_waits_for_no_worker_that_does_not_
 
 
 async def test_a_worker_whose_sessions_end_as_they_open_is_waited_for_for_so_long_only() -> None:
-    async with left_on_a_worker_that_hangs(0, attach_timeout_s=0.3) as left:
+    async with left_on_a_worker_that_hangs(0, timeouts={"attach_s": 0.3}) as left:
         d, client, request = left
         d.worker("d0").faults.end_sessions = 1 << 30
         d.worker("d0").drop_sessions()

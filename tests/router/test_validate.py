@@ -18,11 +18,11 @@ from baton.v1.router_pb2 import (
     TokenIds,
     TokenizeRequest,
 )
-from router.request.validate import RequestLimits, check_tokenize_names, parse_generate
+from router.request.validate import RequestLimits, check_tokenize
 from router.text import TextModel
-from tests.router.text_fixtures import byte_level_tokenizer, load_text, write_model
+from tests.router.text_fixtures import NAMES, byte_level_tokenizer, load_text, parse, write_model
 
-LIMITS = RequestLimits(max_model_len=64, model_names=("demo",))
+LIMITS = RequestLimits(max_model_len=64)
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +103,7 @@ def test_a_mistake_is_reported_with_its_field(
     request = GenerateRequest(text="the fox")
     change(request)
     with pytest.raises(InvalidRequestError) as caught:
-        parse_generate(request, model, LIMITS)
+        parse(request, model, LIMITS)
     assert caught.value.field == field
     assert caught.value.message
 
@@ -111,21 +111,21 @@ def test_a_mistake_is_reported_with_its_field(
 def test_a_tenant_s_name_in_a_call_to_tokenize_is_checked_too() -> None:
     for tenant in ("x" * 129, "a\nb"):
         with pytest.raises(InvalidRequestError) as caught:
-            check_tokenize_names(TokenizeRequest(text="a", tenant=tenant), LIMITS)
+            check_tokenize(TokenizeRequest(text="a", tenant=tenant), NAMES)
         assert caught.value.field == "tenant"
     with pytest.raises(NotFoundError):
-        check_tokenize_names(TokenizeRequest(text="a", model="other"), LIMITS)
-    check_tokenize_names(TokenizeRequest(text="a", model="demo", tenant="red"), LIMITS)
+        check_tokenize(TokenizeRequest(text="a", model="other"), NAMES)
+    check_tokenize(TokenizeRequest(text="a", model="demo", tenant="red"), NAMES)
 
 
 def test_an_unknown_model_is_not_found_and_the_known_ones_are_named(model: TextModel) -> None:
     with pytest.raises(NotFoundError, match=r"'other'.*demo"):
-        parse_generate(GenerateRequest(text="a", model="other"), model, LIMITS)
-    assert parse_generate(GenerateRequest(text="a", model="demo"), model, LIMITS)
+        parse(GenerateRequest(text="a", model="other"), model, LIMITS)
+    assert parse(GenerateRequest(text="a", model="demo"), model, LIMITS)
 
 
 def test_defaults_are_the_models_and_max_tokens_fills_the_context(model: TextModel) -> None:
-    parsed = parse_generate(GenerateRequest(text="the fox"), model, LIMITS)
+    parsed = parse(GenerateRequest(text="the fox"), model, LIMITS)
     sampling = parsed.sampling
     assert sampling.temperature == 0.5
     assert sampling.top_k == 20
@@ -138,8 +138,8 @@ def test_defaults_are_the_models_and_max_tokens_fills_the_context(model: TextMod
     }
     assert unset == {"logprobs", "prompt_logprobs"}
     assert parsed.stop_token_ids == tuple(sorted(model.eos_token_ids))
-    assert parsed.seed is None
-    assert parsed.resume_from_index is None
+    assert parsed.head.seed is None
+    assert parsed.head.resume_from_index is None
     assert not parsed.token_ids.flags.writeable
 
 
@@ -147,8 +147,8 @@ def test_zero_is_a_value_and_not_absence(model: TextModel) -> None:
     request = GenerateRequest(
         text="a", seed=0, sampling=SamplingParams(temperature=0.0, top_k=0, logprobs=0)
     )
-    parsed = parse_generate(request, model, LIMITS)
-    assert parsed.seed == 0
+    parsed = parse(request, model, LIMITS)
+    assert parsed.head.seed == 0
     assert parsed.sampling.temperature == 0.0
     assert parsed.sampling.top_k == 0
     assert parsed.sampling.HasField("logprobs")
@@ -158,13 +158,13 @@ def test_ignoring_the_end_of_sequence_keeps_the_requests_own_stop_ids(model: Tex
     request = GenerateRequest(
         text="a", stop_token_ids=[9, 7], sampling=SamplingParams(ignore_eos=True)
     )
-    assert parse_generate(request, model, LIMITS).stop_token_ids == (7, 9)
+    assert parse(request, model, LIMITS).stop_token_ids == (7, 9)
 
 
 def test_workers_are_told_what_may_be_sampled_as_bits_and_sequences(model: TextModel) -> None:
     ids = TokenIds(ids=[9, 0, 419, 9])
     request = GenerateRequest(text="a", allowed_token_ids=ids, bad_words=["fox", " fox", "the owl"])
-    parsed = parse_generate(request, model, LIMITS)
+    parsed = parse(request, model, LIMITS)
     bits = np.unpackbits(np.frombuffer(parsed.allowed_tokens, np.uint8), bitorder="little")
     assert np.flatnonzero(bits).tolist() == [0, 9, 419]
     words = [model.decode(np.frombuffer(word, "<u4").tolist()) for word in parsed.bad_words]
@@ -173,7 +173,7 @@ def test_workers_are_told_what_may_be_sampled_as_bits_and_sequences(model: TextM
 
 def test_the_longest_prompt_leaves_room_for_one_token(model: TextModel) -> None:
     request = GenerateRequest(token_ids=TokenIds(ids=[5] * 63))
-    assert parse_generate(request, model, LIMITS).sampling.max_tokens == 1
+    assert parse(request, model, LIMITS).sampling.max_tokens == 1
 
 
 @pytest.mark.parametrize(
@@ -193,28 +193,27 @@ def test_what_only_memory_is_too_small_for_is_no_mistake_of_the_caller(
     kind: type[BatonError],
     field: str,
 ) -> None:
-    limits = RequestLimits(max_model_len=40, model_context=64, model_names=("demo",))
+    limits = RequestLimits(max_model_len=40, model_context=64)
     ids = TokenIds(ids=[5] * num_prompt_tokens)
     with pytest.raises(BatonError) as caught:
-        parse_generate(GenerateRequest(token_ids=ids, sampling=sampling), model, limits)
+        parse(GenerateRequest(token_ids=ids, sampling=sampling), model, limits)
     assert (type(caught.value), caught.value.field) == (kind, field)
 
 
 def test_the_same_body_is_the_same_request_whatever_a_reconnect_changes(model: TextModel) -> None:
-    def parse(**values: object) -> tuple[bytes, int | None]:
+    def parse_with(**values: object) -> bytes:
         request = GenerateRequest(text="the fox", request_id="r", **values)
-        parsed = parse_generate(request, model, LIMITS)
-        return parsed.body_digest, parsed.seed
+        return parse(request, model, LIMITS).body_digest
 
-    first = parse_generate(GenerateRequest(text="the fox", request_id="r"), model, LIMITS)
-    again, _ = parse(seed=77, resume_from_index=5, timeout_ms=1, traceparent="t")
+    first = parse(GenerateRequest(text="the fox", request_id="r"), model, LIMITS)
+    again = parse_with(seed=77, resume_from_index=5, timeout_ms=1, traceparent="t")
     assert again == first.body_digest
     assert first.is_same_as(again, 77)
-    seeded = parse_generate(GenerateRequest(text="the fox", seed=1), model, LIMITS)
+    seeded = parse(GenerateRequest(text="the fox", seed=1), model, LIMITS)
     assert seeded.is_same_as(again, 1)
     assert not seeded.is_same_as(again, 2)
-    assert parse(stop=["x"])[0] != first.body_digest
-    assert parse(cache_salt="x")[0] != first.body_digest
+    assert parse_with(stop=["x"]) != first.body_digest
+    assert parse_with(cache_salt="x") != first.body_digest
 
 
 def test_what_only_a_newer_client_knows_makes_no_other_request(model: TextModel) -> None:
@@ -225,7 +224,7 @@ def test_what_only_a_newer_client_knows_makes_no_other_request(model: TextModel)
     flat = GenerateRequest.FromString(plain.SerializeToString() + newer)
     assert newer in flat.SerializeToString()
     assert newer in deep.SerializeToString()
-    digests = {parse_generate(one, model, LIMITS).body_digest for one in (plain, flat, deep)}
+    digests = {parse(one, model, LIMITS).body_digest for one in (plain, flat, deep)}
     assert len(digests) == 1
 
 
@@ -240,4 +239,4 @@ def test_text_that_is_not_unicode_never_gets_into_a_message() -> None:
 def test_text_that_needs_tokens_the_model_lacks_is_refused(tmp_path: Path) -> None:
     small = load_text(write_model(tmp_path, byte_level_tokenizer(), vocab_size=8))
     with pytest.raises(InvalidRequestError, match="outside the vocabulary of 8"):
-        parse_generate(GenerateRequest(text="the fox"), small, LIMITS)
+        parse(GenerateRequest(text="the fox"), small, LIMITS)

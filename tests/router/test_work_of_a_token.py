@@ -20,9 +20,10 @@ from typing import Any
 import grpc
 import pytest
 
+from baton.config.settings import changed
 from baton.v1 import common_pb2, router_pb2, router_pb2_grpc
-from router.door.door import Door
 from router.door.server import RouterServer
+from router.units.units import Units
 from tests.identities import ROUTER
 from tests.router.deployment import QUICK
 from tests.router.scripted_worker import MODEL
@@ -82,11 +83,11 @@ def control() -> Iterator[str]:
 
 @asynccontextmanager
 async def router_at(control: str) -> AsyncIterator[RouterServer]:
-    config = replace(QUICK, http_port=0, keepalive_s=2.0)
-    server = RouterServer(Door(config, control, (MODEL,), ROUTER), config, "127.0.0.1:0")
+    config = changed(QUICK, http={"port": 0}, links={"keepalive_s": 2.0})
+    server = RouterServer(Units(config, control, (MODEL,), ROUTER), config, "127.0.0.1:0")
     await server.start()
     try:
-        router = await server.door.main_router()
+        router = await server.units.main_router()
         async with asyncio.timeout(20):
             while sum(entry.usable for entry in router.fleet) < 4:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)

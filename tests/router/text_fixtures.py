@@ -18,6 +18,9 @@ from tokenizers import (
 )
 
 from baton.model_folder import find_text_files
+from baton.v1 import router_pb2
+from router.request.client_request import check_request
+from router.request.validate import ParsedRequest, RequestLimits, parse_generate
 from router.text import TextModel
 
 SENTENCES = [
@@ -34,10 +37,21 @@ CHATML = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}\n"
 )
 CHAT_TOKENS = ["<s>", "</s>", "<|im_start|>", "<|im_end|>"]
+NAMES = ("demo",)  # of the model
 
 
 def load_text(model: str | Path, tokenizer: str | None = None) -> TextModel:
     return TextModel(find_text_files(model, tokenizer))
+
+
+def parse(
+    message: router_pb2.GenerateRequest,
+    model: TextModel,
+    limits: RequestLimits,
+    names: tuple[str, ...] = NAMES,
+    arrived_s: float = 0.0,
+) -> ParsedRequest:
+    return parse_generate(check_request(message, names, "drawn", arrived_s), model, limits)
 
 
 @functools.cache

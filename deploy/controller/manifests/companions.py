@@ -218,11 +218,11 @@ def ingress(owner: Owner, spec: ServingClusterSpec, way: Way) -> Object | None:
     if way.hostname is None or not router.has_ingress:
         return None
     settings = router.ingress or RouterIngress()
-    longest_s = str(int(spec.advanced.router.max_timeout_s))
+    longest_s = str(int(spec.advanced.router.timeouts.max_s))
     metadata = owner.metadata(way.name, "router")
     metadata["annotations"] = {
         f"{_NGINX}/backend-protocol": way.protocol if router.tls is None else f"{way.protocol}S",
-        f"{_NGINX}/proxy-body-size": str(spec.advanced.router.max_message_bytes),
+        f"{_NGINX}/proxy-body-size": str(spec.advanced.router.clients.max_message_bytes),
         f"{_NGINX}/proxy-read-timeout": longest_s,
         f"{_NGINX}/proxy-send-timeout": longest_s,
         **settings.annotations,

@@ -138,9 +138,9 @@ def worker_template(context: PodContext, pool: WorkerPoolSpec) -> Object:
         "lifecycle": {"preStop": {"exec": {"command": ["/bin/sh", "-c", _drain_command(drain_s)]}}},
         "resources": _worker_resources(context.spec, pool),
     }
-    is_fake = context.spec.advanced.engine.backend == "fake"
     grace_s = drain_s + GRACE_MARGIN_S
-    own = _template(context, "worker", container, grace_s=grace_s, text_only=is_fake)
+    text_only = not context.spec.advanced.engine.reads_model
+    own = _template(context, "worker", container, grace_s=grace_s, text_only=text_only)
     own["metadata"]["labels"] |= {POOL_LABEL: pool.pool, ROLE_LABEL: pool.role.value}
     own["spec"]["containers"][0]["env"].append(env(PORT_VARIABLE, str(WORKER_PORT)))
     own["spec"]["affinity"] = _same_fabric(context)

@@ -5,9 +5,8 @@ Secrets may change while the routers run: they read the files again.
 
 from __future__ import annotations
 
-import dataclasses
-
 from baton.config.router import AuthConfig, RouterConfig, TlsConfig
+from baton.config.settings import changed
 from baton.process.log import SETTINGS_VARIABLE
 from deploy.api.naming import GROUP
 from deploy.api.serving_cluster import RouterSpec, RouterTls, ServingClusterSpec
@@ -49,16 +48,15 @@ _TOKENS_FOLDER = "/etc/baton-tokens"
 def router_settings(spec: ServingClusterSpec) -> RouterConfig:
     """What the routers of a cluster are to do, in a pod."""
     router = spec.router
-    return dataclasses.replace(
+    return changed(
         spec.advanced.router,
         host="0.0.0.0",
         port=ROUTER_PORT,
-        http_port=HTTP_PORT,
-        metrics_port=METRICS_PORT,
-        metrics_host="0.0.0.0",
+        http={"port": HTTP_PORT},
+        metrics={"port": METRICS_PORT, "host": "0.0.0.0"},
+        traces={"endpoint": router.trace_endpoint},
         health_port=None if router.tls is None else HEALTH_PORT,
         tls=None if router.tls is None else _tls_files(router.tls),
-        trace_endpoint=router.trace_endpoint,
         auth=None if router.auth is None else AuthConfig(_TOKENS_FOLDER, router.auth.operators),
     )
 

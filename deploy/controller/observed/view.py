@@ -244,7 +244,7 @@ class Found:
             [self._unit_seen(code) for code in self.ray_clusters],
             sum(pod.unit not in self.ray_clusters for pod in left),
             now.timestamp(),
-            self.spec.advanced.router.max_timeout_s,
+            self.spec.advanced.router.timeouts.max_s,
         )
 
     def _rollout(self) -> UnitRollout:

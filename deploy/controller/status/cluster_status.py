@@ -191,7 +191,7 @@ def _missing(view: ClusterView, num_routers_ready: int, routers_wait: str) -> Ve
         message = with_waits("no router is ready", routers_wait)
         return Verdict(AVAILABLE, False, "NoRouterReady", message)
     missing = _without_worker(view, Role.DECODE, "NoDecodeWorker", "no worker that decodes is live")
-    if missing is None and view.spec.advanced.router.local_prefill == "never":
+    if missing is None and view.spec.advanced.router.placement.local_prefill == "never":
         message = "no worker that prefills is live"
         missing = _without_worker(view, Role.PREFILL, "NoPrefillWorker", message)
     return missing

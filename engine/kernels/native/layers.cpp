@@ -5,12 +5,18 @@
 namespace baton {
 
 struct Layer {
-  const void *input_norm, *mlp_norm;
-  const void *query_norm, *key_norm;  // or null
-  Weight qkv, out, gate_up, down;     // gate_up is gated
+  const float *input_norm, *mlp_norm;
+  const float *attention_out_norm, *mlp_out_norm;  // of what is added to the residual, or null
+  const float *query_norm, *key_norm;              // or null
+  Weight qkv, out, gate_up, down;                  // gate_up is gated
   Pool pool;
-  int64_t group;   // among the step's
-  int64_t window;  // 0: none
+  int64_t group;     // among the step's
+  int64_t window;    // 0: none
+  int64_t rotation;  // among the step's
+};
+
+struct Rotation {
+  const float *cos, *sin;  // [rows, head_dim / 2]
 };
 
 struct Group {
@@ -22,14 +28,15 @@ struct Group {
 struct Step {
   void* residual;  // [rows, hidden], in and out
   int64_t rows, hidden, num_heads;
-  const float *cos, *sin;  // [rows, head_dim / 2]
+  const Rotation* rotations;
   const int64_t *query_starts, *context_lens;
   int64_t num_seqs;
   const Group* groups;
-  // Room for tiles of the widest input, for qkv (rows 32 longer) and for queries, and each for a
-  // tile's rows more than the step has.
-  void *tiles, *more_tiles, *qkv, *queries;
-  float eps;
+  // Room for tiles of the widest input, for qkv (rows 32 longer), for queries and for [rows, hidden],
+  // and each for a tile's rows more than the step has.
+  void *tiles, *more_tiles, *qkv, *queries, *added;
+  float eps, scale;
+  Gate gate;
 };
 
 namespace {
@@ -56,7 +63,7 @@ std::vector<LayerWork> plan_layers(const Layer* layers, int64_t count, const Ste
     }
     Batch batch{step.query_starts, step.context_lens, group.tables,
                 group.table_starts, step.num_seqs,    step.num_heads,
-                layer.window,       1.0f / std::sqrt(static_cast<float>(layer.pool.head_dim))};
+                layer.window,       step.scale};
     if (plan == nullptr) {
       plans.push_back(std::make_unique<AttentionPlan>(layer.pool, batch, threads));
       plan = plans.back().get();
@@ -86,18 +93,30 @@ struct Run {
     team_product(x, step.rows, weight, amx, products, member, done);
   }
 
-  void norm(const void* weight, T* to) {
+  void norm(const float* weight, T* to) {
     const T* residual = static_cast<const T*>(step.residual);
     const Rows16<T> tiles{to, step.hidden, true};
     each_token([&](int64_t t) {
-      norm_row<T>(residual, nullptr, static_cast<const T*>(weight), tiles, t, step.eps);
+      norm_row<T>(residual, nullptr, weight, tiles, t, step.eps);
     });
   }
 
-  void add_product(const T* x, const Weight& weight) {
-    T* residual = static_cast<T*>(step.residual);
+  // To the residual, by way of `out_norm` if there is one.
+  void add_product(const T* x, const Weight& weight, const float* out_norm) {
+    T *residual = static_cast<T*>(step.residual), *added = static_cast<T*>(step.added);
+    if (out_norm == nullptr) {
+      return product(x, weight, [&](int64_t row, int64_t output, const float* sums) {
+        store_row<true, T>(weight, output, sums, residual + row * step.hidden + output);
+      });
+    }
     product(x, weight, [&](int64_t row, int64_t output, const float* sums) {
-      store_row<true, T>(weight, output, sums, residual + row * step.hidden + output);
+      store_row<false, T>(weight, output, sums, added + row * step.hidden + output);
+    });
+    const Rows16<T> normed{added, step.hidden, false};
+    each_token([&](int64_t t) {
+      norm_row<T>(added, nullptr, out_norm, normed, t, step.eps);
+      T *from = added + t * step.hidden, *to = residual + t * step.hidden;
+      for (int64_t i = 0; i < step.hidden; i += kLanes) store(to + i, load(to + i) + load(from + i));
     });
   }
 
@@ -110,19 +129,22 @@ struct Run {
       store_row<false, T>(l.qkv, output, sums, qkv + row * stride + output);
     });
     const Pool& pool = l.pool;
-    const Rotate rotate{step.cos, step.sin, l.query_norm, l.key_norm, step.groups[l.group].slots,
-                        const_cast<char*>(pool.keys), const_cast<char*>(pool.values),
-                        pool.region_stride, pool.block_stride, pool.blocks_per_region,
-                        step.num_heads, pool.kv_heads, pool.block_size, pool.head_dim, step.eps};
+    const Rotation& rotation = step.rotations[l.rotation];
+    const Rotate rotate{rotation.cos, rotation.sin, l.query_norm, l.key_norm,
+                        step.groups[l.group].slots, const_cast<char*>(pool.keys),
+                        const_cast<char*>(pool.values), pool.region_stride, pool.block_stride,
+                        pool.blocks_per_region, step.num_heads, pool.kv_heads, pool.block_size,
+                        pool.head_dim, step.eps};
     each_token([&](int64_t t) { rotate_token(qkv + t * stride, queries, t, rotate); });
     const Rows16<T> attended{tiles, l.out.inputs, true};
     team_attend(queries, attended, pool, work.batch, *work.plan, amx, attention, member);
-    add_product(tiles, l.out);
+    add_product(tiles, l.out, l.attention_out_norm);
     norm(l.mlp_norm, tiles);
     product(tiles, l.gate_up, [&](int64_t row, int64_t output, const float* sums) {
-      store(more_tiles + tiled(row, output / 2, l.down.inputs), gated<T>(l.gate_up, output, sums));
+      store(more_tiles + tiled(row, output / 2, l.down.inputs),
+            gated<T>(step.gate, l.gate_up, output, sums));
     });
-    add_product(more_tiles, l.down);
+    add_product(more_tiles, l.down, l.mlp_out_norm);
   }
 };
 

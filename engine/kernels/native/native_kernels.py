@@ -15,7 +15,7 @@ import torch
 from baton.native_build import NativeBuildError, build
 from engine.kernels.native.recipe import KERNELS
 from engine.kernels.paged_kv import LayerKv
-from engine.kernels.protocol import AttentionShape, HeadNorms, Kernels, Rotation
+from engine.kernels.protocol import Activation, AttentionShape, HeadNorms, Kernels, Rotation
 from engine.kernels.step_batch import GroupBatch, StepBatch
 from engine.kernels.torch.torch_kernels import TorchKernels
 from engine.kernels.triton import triton_available
@@ -38,6 +38,8 @@ def native_library() -> ctypes.CDLL | None:
 _LANES = 16
 _HEAD_DIM_STEP = 32
 _MAX_HEADS_PER_KV_HEAD = 96
+GATES = {None: 0, Activation.SILU: 1, Activation.GELU_TANH: 2}
+"""As `Gate` in native/products.h; None is a product that is not gated."""
 
 
 class Pool(Structure):
@@ -102,11 +104,11 @@ class NativeKernels:
         self._attend.argtypes = (c_void_p, c_void_p, POINTER(Pool), POINTER(_Batch), c_int, c_int)
         self._norm = library.baton_norm
         self._norm.argtypes = (*(c_void_p,) * 4, c_int64, c_int64, c_float, c_int, c_int)
-        self._swiglu = library.baton_swiglu
-        self._swiglu.argtypes = (c_void_p, c_void_p, c_int64, c_int64, c_int, c_int)
+        self._gate = library.baton_gate
+        self._gate.argtypes = (c_void_p, c_void_p, c_int64, c_int64, c_int, c_int, c_int)
         self._rotate = library.baton_rotate
         self._rotate.argtypes = (c_void_p, c_void_p, c_int64, POINTER(_Rotate), c_int, c_int)
-        for function in (self._attend, self._norm, self._swiglu, self._rotate):
+        for function in (self._attend, self._norm, self._gate, self._rotate):
             function.restype = None
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -121,13 +123,14 @@ class NativeKernels:
             return self._torch.add_rms_norm(x, residual, weight, eps)
         return self._norm_rows(x, residual, weight, eps)
 
-    def swiglu(self, gate_up: torch.Tensor) -> torch.Tensor:
+    def gate(self, gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
         width = gate_up.shape[1] // 2
         if width % _LANES or not _rows_fit(gate_up):
-            return self._torch.swiglu(gate_up)
+            return self._torch.gate(gate_up, activation)
         out = gate_up.new_empty(len(gate_up), width)
-        self._swiglu(
-            gate_up.data_ptr(), out.data_ptr(), len(gate_up), width, *_type_and_threads(gate_up)
+        self._gate(
+            *(gate_up.data_ptr(), out.data_ptr(), len(gate_up), width, GATES[activation]),
+            *_type_and_threads(gate_up),
         )
         return out
 
@@ -172,11 +175,12 @@ class NativeKernels:
         kv: LayerKv,
         batch: StepBatch,
         group: GroupBatch,
+        shape: AttentionShape,
         window: int | None,
     ) -> torch.Tensor:
         _, num_heads, head_dim = queries.shape
         if head_dim % _HEAD_DIM_STEP or num_heads > _MAX_HEADS_PER_KV_HEAD * kv.keys.shape[2]:
-            return self._torch.attend(queries, kv, batch, group, window)
+            return self._torch.attend(queries, kv, batch, group, shape, window)
         out = torch.empty_like(queries)
         pool = pool_of(kv)
         described = _Batch(
@@ -187,7 +191,7 @@ class NativeKernels:
             batch.num_seqs,
             num_heads,
             window or 0,
-            head_dim**-0.5,
+            shape.scale,
         )
         self._attend(
             queries.data_ptr(),
@@ -201,6 +205,7 @@ class NativeKernels:
     def _norm_rows(
         self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
     ) -> torch.Tensor:
+        assert weight.dtype == torch.float32, weight.dtype
         out = torch.empty_like(x)
         self._norm(
             x.data_ptr(),

@@ -10,7 +10,8 @@ from ctypes import POINTER, Structure, byref, c_int, c_int64, c_void_p
 import torch
 
 from engine.kernels.native import huge_pages
-from engine.kernels.native.native_kernels import native_library
+from engine.kernels.native.native_kernels import GATES, native_library
+from engine.kernels.protocol import Activation
 
 _TILE_INPUTS = 32
 _TILE_ROWS = 16  # of activations, at most
@@ -39,7 +40,7 @@ class PackedWeight:
 
     A bf16 weight of float32 activations stays in bf16, which is exact, and is widened in registers:
     half the bytes to read. A gated one has gates in the first half of its outputs, values in the
-    second, and its product is silu(gate) * value.
+    second, and its product is gate(first) * second.
     """
 
     def __init__(
@@ -47,8 +48,7 @@ class PackedWeight:
         parts: Sequence[torch.Tensor],
         bias: torch.Tensor | None,
         dtype: torch.dtype,
-        *,
-        is_gated: bool,
+        gate: Activation | None,
     ) -> None:
         """`parts`: rows of the weight, one after the other, for which `can_pack` is true."""
         if any(part.dtype != parts[0].dtype or part.dtype not in _DTYPES for part in parts):
@@ -57,7 +57,7 @@ class PackedWeight:
             parts = [part.bfloat16() for part in parts]
         is_bf16 = parts[0].dtype == torch.bfloat16
         self.dtype = dtype
-        self.is_gated = is_gated
+        self.gate = gate
         self.inputs = parts[0].shape[1]
         self.outputs = sum(len(part) for part in parts)
         rows = (_Rows * len(parts))()
@@ -70,11 +70,13 @@ class PackedWeight:
         self._memory = huge_pages.take(size)
         threads = torch.get_num_threads()
         native.baton_pack(
-            rows, len(parts), is_gated, self.inputs, self.outputs, is_bf16,
+            rows, len(parts), gate is not None, self.inputs, self.outputs, is_bf16,
             self._memory.data_ptr(), threads,
         )  # fmt: skip
         outputs = -(-self.outputs // _STRIP_OUTPUTS) * _STRIP_OUTPUTS
-        self._bias = None if bias is None else _interleaved(bias.to(dtype), is_gated, outputs)
+        self._bias = (
+            None if bias is None else _interleaved(bias.to(dtype), gate is not None, outputs)
+        )
         self.native = Weight(
             self._memory.data_ptr(),
             None if self._bias is None else self._bias.data_ptr(),
@@ -89,11 +91,11 @@ class PackedWeight:
         `out_dtype` says so."""
         assert x.dtype == self.dtype, (x.dtype, self.dtype)
         x = x.contiguous()
-        width = self.outputs // 2 if self.is_gated else self.outputs
+        width = self.outputs if self.gate is None else self.outputs // 2
         out = x.new_empty(len(x), width, dtype=out_dtype)
         tiles = x.new_empty((len(x) + _TILE_ROWS) * self.inputs)
         self._product(
-            x.data_ptr(), len(x), byref(self.native), self.is_gated, tiles.data_ptr(),
+            x.data_ptr(), len(x), byref(self.native), GATES[self.gate], tiles.data_ptr(),
             out.data_ptr(), x.dtype == torch.bfloat16, out.dtype == torch.float32,
             torch.get_num_threads(),
         )  # fmt: skip

@@ -55,7 +55,7 @@ void pack(const Rows* parts, int64_t num_parts, bool is_gated, int64_t inputs, i
 }
 
 template <typename X, typename Out>
-void product(const X* x, int64_t rows, const Weight& weight, bool is_gated, X* tiles, Out* out,
+void product(const X* x, int64_t rows, const Weight& weight, Gate gate, X* tiles, Out* out,
              int threads) {
   Team team;
 #pragma omp parallel num_threads(threads)
@@ -64,13 +64,13 @@ void product(const X* x, int64_t rows, const Weight& weight, bool is_gated, X* t
     AmxTiles amx(weight.is_bf16 && sizeof(X) == 2);
     static thread_local ProductScratch s;
     team_tile_rows(x, rows, weight.inputs, tiles, member);
-    const int64_t width = is_gated ? weight.outputs / 2 : weight.outputs;
+    const int64_t width = gate == Gate::kNone ? weight.outputs : weight.outputs / 2;
     team_product(tiles, rows, weight, amx, s, member,
                  [&](int64_t row, int64_t output, const float* sums) {
-                   if (is_gated) {
-                     store(out + row * width + output / 2, gated<X>(weight, output, sums));
-                   } else {
+                   if (gate == Gate::kNone) {
                      store_row<false, X>(weight, output, sums, out + row * width + output);
+                   } else {
+                     store(out + row * width + output / 2, gated<X>(gate, weight, output, sums));
                    }
                  });
   }
@@ -100,16 +100,17 @@ extern "C" void baton_pack(const baton::Rows* parts, int64_t num_parts, int is_g
 
 // x [rows, inputs] -> out [rows, outputs], or [rows, outputs / 2] if gated, of x's type, or float if
 // `wide`; `tiles`: room for x and 16 rows more.
-extern "C" void baton_product(const void* x, int64_t rows, const baton::Weight* weight, int is_gated,
+extern "C" void baton_product(const void* x, int64_t rows, const baton::Weight* weight, int gate,
                               void* tiles, void* out, int is_bf16, int wide, int threads) {
+  const auto kind = static_cast<baton::Gate>(gate);
   if (!is_bf16) {
-    baton::product(static_cast<const float*>(x), rows, *weight, is_gated,
+    baton::product(static_cast<const float*>(x), rows, *weight, kind,
                    static_cast<float*>(tiles), static_cast<float*>(out), threads);
   } else if (wide) {
-    baton::product(static_cast<const Bf16*>(x), rows, *weight, is_gated, static_cast<Bf16*>(tiles),
+    baton::product(static_cast<const Bf16*>(x), rows, *weight, kind, static_cast<Bf16*>(tiles),
                    static_cast<float*>(out), threads);
   } else {
-    baton::product(static_cast<const Bf16*>(x), rows, *weight, is_gated, static_cast<Bf16*>(tiles),
+    baton::product(static_cast<const Bf16*>(x), rows, *weight, kind, static_cast<Bf16*>(tiles),
                    static_cast<Bf16*>(out), threads);
   }
 }

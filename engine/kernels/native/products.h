@@ -395,16 +395,22 @@ inline void store_row(const Weight& weight, int64_t output, const float* sums, O
   }
 }
 
+enum class Gate : int64_t { kNone, kSilu, kGeluTanh };
+
+// SiLU, or GELU by its approximation with tanh: both are x times a sigmoid.
 template <typename X>
-BATON_INLINE F16 silu(F16 x) {
-  const F16 power = max(x * kLog2E, splat(-126.0f));
+BATON_INLINE F16 activated(Gate gate, F16 x) {
+  constexpr float kTwiceSqrt2ByPi = 1.5957691216057308f;
+  F16 z = x;
+  if (gate == Gate::kGeluTanh) z = x * kTwiceSqrt2ByPi * (x * x * 0.044715f + 1.0f);
+  const F16 power = max(z * kLog2E, splat(-126.0f));
   return x * reciprocal<X>(exp2<X>(0.0f - power) + 1.0f);
 }
 
 // A strip of a gated weight has 16 gates, then the 16 values that they belong to.
 template <typename X>
-BATON_INLINE F16 gated(const Weight& weight, int64_t output, const float* sums) {
-  return silu<X>(with_bias<X>(weight, output, sums)) *
+BATON_INLINE F16 gated(Gate gate, const Weight& weight, int64_t output, const float* sums) {
+  return activated<X>(gate, with_bias<X>(weight, output, sums)) *
          with_bias<X>(weight, output + kLanes, sums + kLanes);
 }
 

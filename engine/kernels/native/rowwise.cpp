@@ -5,7 +5,7 @@ namespace baton {
 namespace {
 
 template <typename T>
-void norm_rows(const T* x, T* residual, const T* weight, T* out, int64_t rows, int64_t width,
+void norm_rows(const T* x, T* residual, const float* weight, T* out, int64_t rows, int64_t width,
                float eps, int threads) {
   const Rows16<T> to{out, width, false};
 #pragma omp parallel for num_threads(threads) if (rows * width > 16384)
@@ -13,13 +13,13 @@ void norm_rows(const T* x, T* residual, const T* weight, T* out, int64_t rows, i
 }
 
 template <typename T>
-void swiglu_rows(const T* gate_up, T* out, int64_t rows, int64_t width, int threads) {
+void gate_rows(const T* gate_up, T* out, int64_t rows, int64_t width, Gate kind, int threads) {
 #pragma omp parallel for num_threads(threads) if (rows * width > 16384)
   for (int64_t r = 0; r < rows; r++) {
     const T* gate = gate_up + r * 2 * width;
     for (int64_t i = 0; i < width; i += kLanes) {
       F16 g = load(gate + i), up = load(gate + width + i);
-      store(out + r * width + i, silu<T>(g) * up);
+      store(out + r * width + i, activated<T>(kind, g) * up);
     }
   }
 }
@@ -37,28 +37,27 @@ void rotate_and_write(const T* qkv, T* queries, int64_t tokens, const Rotate& p,
 using baton::Bf16;
 
 // [rows, width] -> [rows, width], width a multiple of 16; `residual` null, or added to first.
-extern "C" void baton_norm(const void* x, void* residual, const void* weight, void* out,
+extern "C" void baton_norm(const void* x, void* residual, const float* weight, void* out,
                            int64_t rows, int64_t width, float eps, int is_bf16, int threads) {
   if (is_bf16) {
-    baton::norm_rows(static_cast<const Bf16*>(x), static_cast<Bf16*>(residual),
-                     static_cast<const Bf16*>(weight), static_cast<Bf16*>(out), rows, width, eps,
-                     threads);
+    baton::norm_rows(static_cast<const Bf16*>(x), static_cast<Bf16*>(residual), weight,
+                     static_cast<Bf16*>(out), rows, width, eps, threads);
   } else {
-    baton::norm_rows(static_cast<const float*>(x), static_cast<float*>(residual),
-                     static_cast<const float*>(weight), static_cast<float*>(out), rows, width, eps,
-                     threads);
+    baton::norm_rows(static_cast<const float*>(x), static_cast<float*>(residual), weight,
+                     static_cast<float*>(out), rows, width, eps, threads);
   }
 }
 
 // [rows, 2 * width] -> [rows, width], width a multiple of 16.
-extern "C" void baton_swiglu(const void* gate_up, void* out, int64_t rows, int64_t width,
-                             int is_bf16, int threads) {
+extern "C" void baton_gate(const void* gate_up, void* out, int64_t rows, int64_t width,
+                           int gate, int is_bf16, int threads) {
+  const auto kind = static_cast<baton::Gate>(gate);
   if (is_bf16) {
-    baton::swiglu_rows(static_cast<const Bf16*>(gate_up), static_cast<Bf16*>(out), rows, width,
-                       threads);
+    baton::gate_rows(static_cast<const Bf16*>(gate_up), static_cast<Bf16*>(out), rows, width, kind,
+                     threads);
   } else {
-    baton::swiglu_rows(static_cast<const float*>(gate_up), static_cast<float*>(out), rows, width,
-                       threads);
+    baton::gate_rows(static_cast<const float*>(gate_up), static_cast<float*>(out), rows, width,
+                     kind, threads);
   }
 }
 

@@ -9,8 +9,8 @@ namespace baton {
 struct Rotate {
   const float* cos;  // [num_tokens, head_dim / 2]
   const float* sin;
-  const void* query_norm;  // [head_dim], or null
-  const void* key_norm;
+  const float* query_norm;  // [head_dim], or null
+  const float* key_norm;
   const int64_t* slots;  // [num_tokens]
   char* keys;
   char* values;
@@ -30,7 +30,7 @@ float inverse_rms(const T* x, int64_t width, float eps) {
 }
 
 template <typename T>
-void norm_row(const T* x, T* residual, const T* weight, const Rows16<T>& out, int64_t r, float eps) {
+void norm_row(const T* x, T* residual, const float* weight, const Rows16<T>& out, int64_t r, float eps) {
   const int64_t width = out.width;
   const T* from = x + r * width;
   if (residual != nullptr) {
@@ -46,7 +46,7 @@ void norm_row(const T* x, T* residual, const T* weight, const Rows16<T>& out, in
 
 // Norm (when there is a weight) and rotate one head.
 template <typename T>
-void rotate_head(const T* from, const T* weight, const float* cos, const float* sin, int64_t dim,
+void rotate_head(const T* from, const float* weight, const float* cos, const float* sin, int64_t dim,
                  float eps, T* to) {
   const int64_t half = dim / 2;
   F16 scale = splat(weight == nullptr ? 1.0f : inverse_rms(from, dim, eps));
@@ -67,11 +67,9 @@ void rotate_head(const T* from, const T* weight, const float* cos, const float* 
 template <typename T>
 void rotate_token(const T* from, T* queries, int64_t t, const Rotate& p) {
   const int64_t dim = p.head_dim;
-  const T* query_norm = static_cast<const T*>(p.query_norm);
-  const T* key_norm = static_cast<const T*>(p.key_norm);
   const float *cos = p.cos + t * dim / 2, *sin = p.sin + t * dim / 2;
   for (int64_t h = 0; h < p.num_heads; h++) {
-    rotate_head(from + h * dim, query_norm, cos, sin, dim, p.eps,
+    rotate_head(from + h * dim, p.query_norm, cos, sin, dim, p.eps,
                 queries + (t * p.num_heads + h) * dim);
   }
   int64_t block = p.slots[t] / p.block_size, offset = p.slots[t] % p.block_size;
@@ -83,7 +81,7 @@ void rotate_token(const T* from, T* queries, int64_t t, const Rotate& p) {
   const T* value_from = key_from + p.kv_heads * dim;
   for (int64_t h = 0; h < p.kv_heads; h++) {
     int64_t to = h * p.block_size * dim;
-    rotate_head(key_from + h * dim, key_norm, cos, sin, dim, p.eps, keys + to);
+    rotate_head(key_from + h * dim, p.key_norm, cos, sin, dim, p.eps, keys + to);
     std::memcpy(values + to, value_from + h * dim, dim * sizeof(T));
   }
 }

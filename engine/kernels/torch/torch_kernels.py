@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from engine.kernels.paged_kv import LayerKv
-from engine.kernels.protocol import AttentionShape, HeadNorms, Rotation
+from engine.kernels.protocol import Activation, AttentionShape, HeadNorms, Rotation
 from engine.kernels.step_batch import GroupBatch, StepBatch
 from engine.kernels.torch.decode_rows import DecodeRows, decode_rows
 
@@ -28,7 +28,7 @@ class TorchKernels:
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         wide = x.float()
         scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-        return (wide * scale).to(x.dtype) * weight
+        return (wide * scale * weight).to(x.dtype)
 
     def add_rms_norm(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
@@ -36,8 +36,10 @@ class TorchKernels:
         residual += x
         return self.rms_norm(residual, weight, eps)
 
-    def swiglu(self, gate_up: torch.Tensor) -> torch.Tensor:
+    def gate(self, gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
+        if activation is Activation.GELU_TANH:
+            return F.gelu(gate, approximate="tanh") * up
         return F.silu(gate) * up
 
     def rotate_and_write(
@@ -67,11 +69,12 @@ class TorchKernels:
         kv: LayerKv,
         batch: StepBatch,
         group: GroupBatch,
+        shape: AttentionShape,
         window: int | None,
     ) -> torch.Tensor:
         out = torch.empty_like(queries)
         for rows in self._decode_rows(batch, group, window, kv.block_size, queries.device):
-            out[rows.rows] = _attend_decodes(queries[rows.rows], kv, rows)
+            out[rows.rows] = _attend_decodes(queries[rows.rows], kv, rows, shape.scale)
         for seq in range(batch.num_seqs):
             first, last = int(batch.query_starts[seq]), int(batch.query_starts[seq + 1])
             if last - first == 1:
@@ -81,7 +84,9 @@ class TorchKernels:
             # Blocks before the window may be gone: their content must not even be multiplied by 0.
             begin = 0 if window is None else max(0, context + 1 - window)
             end = context + last - first
-            out[first:last] = _attend_chunk(queries[first:last], kv, table, (begin, end), window)
+            out[first:last] = _attend_chunk(
+                queries[first:last], kv, table, (begin, end), window, shape.scale
+            )
         return out
 
     def _decode_rows(
@@ -117,14 +122,18 @@ def _gather(tensor: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
     return tensor[blocks // per_region, blocks % per_region, heads].flatten(2, 3)
 
 
-def _attend_decodes(queries: torch.Tensor, kv: LayerKv, rows: DecodeRows) -> torch.Tensor:
+def _attend_decodes(
+    queries: torch.Tensor, kv: LayerKv, rows: DecodeRows, scale: float
+) -> torch.Tensor:
     """One query of each sequence: [n, heads, head_dim] -> same shape."""
     keys, values = _gather(kv.keys, rows.blocks), _gather(kv.values, rows.blocks)
     zero = keys.new_zeros(())  # of the host, it would be copied in, and the host would wait
     for tensor in (keys, values):
         tensor[rows.junk_rows, :, rows.junk_slots] = zero  # even times 0 it could be NaN
     per_kv_head = queries.view(len(queries), keys.shape[1], -1, queries.shape[2])
-    out = F.scaled_dot_product_attention(per_kv_head, keys, values, attn_mask=rows.visible)
+    out = F.scaled_dot_product_attention(
+        per_kv_head, keys, values, attn_mask=rows.visible, scale=scale
+    )
     return out.flatten(1, 2)
 
 
@@ -134,6 +143,7 @@ def _attend_chunk(
     table: torch.Tensor,
     span: tuple[int, int],
     window: int | None,
+    scale: float,
 ) -> torch.Tensor:
     """One sequence's queries [n, heads, head_dim], its last n positions, over positions `span`."""
     begin, end = span
@@ -149,7 +159,8 @@ def _attend_chunk(
     # [n, heads, head_dim] -> [1, kv_heads, heads of one KV head * n, head_dim]
     per_kv_head = queries.view(count, keys.shape[1], -1, queries.shape[2]).permute(1, 2, 0, 3)
     kv_heads, group = per_kv_head.shape[:2]
+    mask = visible.repeat(group, 1)
     out = F.scaled_dot_product_attention(
-        per_kv_head.flatten(1, 2)[None], keys, values, attn_mask=visible.repeat(group, 1)
+        per_kv_head.flatten(1, 2)[None], keys, values, attn_mask=mask, scale=scale
     )
     return out.view(kv_heads, group, count, -1).permute(2, 0, 1, 3).flatten(1, 2)

@@ -23,7 +23,7 @@ from engine.kernels.pieces import (
     Pieces,
     cut,
 )
-from engine.kernels.protocol import AttentionShape, HeadNorms, Rotation
+from engine.kernels.protocol import Activation, AttentionShape, HeadNorms, Rotation
 from engine.kernels.step_batch import GroupBatch, StepBatch, to_device_together
 from engine.kernels.torch.torch_kernels import TorchKernels
 from engine.kernels.triton import triton_programs as programs
@@ -92,14 +92,15 @@ class TritonKernels:
     ) -> torch.Tensor:
         return _norm_rows(x, residual, weight, eps)
 
-    def swiglu(self, gate_up: torch.Tensor) -> torch.Tensor:
+    def gate(self, gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
         gate_up = gate_up.contiguous()
         width = gate_up.shape[1] // 2
         out = gate_up.new_empty(len(gate_up), width)
         block = min(1024, triton.next_power_of_2(width))
         if len(out):
-            programs.swiglu[(len(out), -(-width // block))](
-                gate_up, out, WIDTH=width, BLOCK=block, num_warps=4
+            is_gelu = activation is Activation.GELU_TANH
+            programs.gate[(len(out), -(-width // block))](
+                gate_up, out, WIDTH=width, BLOCK=block, GELU=is_gelu, num_warps=4
             )
         return out
 
@@ -145,21 +146,22 @@ class TritonKernels:
         kv: LayerKv,
         batch: StepBatch,
         group: GroupBatch,
+        shape: AttentionShape,
         window: int | None,
     ) -> torch.Tensor:
         num_heads, head_dim = queries.shape[1:]
         kv_heads = kv.keys.shape[2]
         if not self.serves(num_heads, kv_heads, head_dim):
-            return self._torch.attend(queries, kv, batch, group, window)
+            return self._torch.attend(queries, kv, batch, group, shape, window)
         shared = num_heads // kv_heads
         small = small_launch(shared, head_dim, queries.element_size())
         large = large_launch(shared, head_dim, queries.element_size())
         work = group.work or self._work_of(batch, group, window, kv_heads, shared, (small, large))
         out = torch.empty_like(queries)
         if work.small is not None:
-            _attend(queries, out, kv, group.tables, window, work.small, small)
+            _attend(queries, out, kv, group.tables, (shape.scale, window), work.small, small)
         if work.large is not None:
-            _attend(queries, out, kv, group.tables, window, work.large, large)
+            _attend(queries, out, kv, group.tables, (shape.scale, window), work.large, large)
         return out
 
     def _work_of(
@@ -234,10 +236,11 @@ def _attend(
     out: torch.Tensor,
     kv: LayerKv,
     tables: torch.Tensor,
-    window: int | None,
+    scale_and_window: tuple[float, int | None],
     pieces: DevicePieces,
     launch: Launch,
 ) -> None:
+    scale, window = scale_and_window
     num_heads, head_dim = queries.shape[1:]
     kv_heads = kv.keys.shape[2]
     tile = launch.rows // (num_heads // kv_heads)
@@ -257,7 +260,7 @@ def _attend(
         kv.keys.stride(0),
         kv.keys.stride(1),
         kv.blocks_per_region,
-        head_dim**-0.5,
+        scale,
         window or 0,
         HEADS=num_heads,
         KV_HEADS=kv_heads,

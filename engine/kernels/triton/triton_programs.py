@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 _LOG2E = tl.constexpr(1.4426950408889634)
+_TWICE_SQRT_2_BY_PI = tl.constexpr(1.5957691216057308)
 
 
 @triton.jit
@@ -196,13 +197,17 @@ def norm_rows(
 
 
 @triton.jit
-def swiglu(gate_up, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def gate(gate_up, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr, GELU: tl.constexpr):
+    """GELU by its approximation with tanh, or SiLU: both are x times a sigmoid."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < WIDTH
-    gate = tl.load(gate_up + row * 2 * WIDTH + column, mask=inside, other=0.0).to(tl.float32)
+    x = tl.load(gate_up + row * 2 * WIDTH + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * 2 * WIDTH + WIDTH + column, mask=inside, other=0.0)
-    found = gate / (1.0 + tl.exp(-gate)) * up.to(tl.float32)
+    z = x
+    if GELU:
+        z = _TWICE_SQRT_2_BY_PI * x * (1.0 + 0.044715 * x * x)
+    found = x / (1.0 + tl.exp(-z)) * up.to(tl.float32)
     tl.store(out + row * WIDTH + column, found.to(out.dtype.element_ty), mask=inside)
 
 

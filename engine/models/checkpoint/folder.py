@@ -11,7 +11,8 @@ from engine.api import ModelSpec
 from engine.errors import CheckpointError
 from engine.models.checkpoint.hub import FILES, snapshot
 from engine.models.checkpoint.weights import Checkpoint, Ranks, read_json, weights_digest
-from engine.models.config import ModelConfig, model_config
+from engine.models.config import ModelConfig
+from engine.models.families.table import model_config
 from kv_transfer.layout import kv_fingerprint, model_fingerprint
 
 log = logging.getLogger(__name__)
@@ -58,6 +59,7 @@ def describe(
         vocab_size=config.vocab_size,
         max_model_len=min(longest, max_model_len) if max_model_len else longest,
         eos_token_ids=_eos_token_ids(folder),
+        dtype=dtype,
     )
 
 

@@ -37,9 +37,13 @@ PASSED_THROUGH = {"annotations": {"nginx.ingress.kubernetes.io/ssl-passthrough":
 BAD_ADVANCED = [
     ("advanced.router", {"auth": {"tokens": "/tokens"}}, "spec.advanced.router.auth"),
     ("advanced.router", {"port": 7000}, "spec.advanced.router.port"),
-    ("advanced.router", {"maxQueue": 0}, "spec.advanced.router.maxQueue"),
+    ("advanced.router", {"admission": {"maxQueue": 0}}, "spec.advanced.router.admission.maxQueue"),
     ("advanced.router", {"fleetWaitSecond": 9}, "spec.advanced.router.fleetWaitSecond"),
-    ("advanced.router", {"localPrefill": "never"}, "spec.advanced.router.localPrefill"),
+    (
+        "advanced.router.placement",
+        {"localPrefill": "never"},
+        "spec.advanced.router.placement.localPrefill",
+    ),
     ("advanced.planner", {"ttftTargetSeconds": 1}, "spec.advanced.planner.ttftTargetSeconds"),
     ("advanced.planner", {"stableWindowSeconds": 1}, "spec.advanced.planner.stableWindowSeconds"),
     ("advanced.engine", {"backend": "none"}, "spec.advanced.engine.backend"),
@@ -131,7 +135,8 @@ BAD_CLUSTERS = [
     ("images.pullSecrets", ["Bad Name"], "spec.images.pullSecrets"),
 ]  # fmt: skip
 GOOD_CLUSTERS: list[tuple[str, object]] = [
-    ("advanced.router", {"localPrefill": "never", "fleetWaitSeconds": 20}),
+    ("advanced.router.placement", {"localPrefill": "never"}),
+    ("advanced.router.admission", {"fleetWaitSeconds": 20}),
     ("advanced", {"engine": {"backend": "fake"}}),
     ("pools.decode.engine", {"maxNumSeqs": 600, "maxNumBatchedTokens": 900}),
     ("router.tls", {"secretName": "cert"}),

@@ -59,8 +59,8 @@ def test_a_misspelt_key_is_told_with_the_nearest_one_in_kubernetes_spelling() ->
     bad = changed(CLUSTER, "engine.maxNumSeq", 4)
     with pytest.raises(ConfigError, match="did you mean 'maxNumSeqs'"):
         read_spec(ServingClusterSpec, custom_object(CLUSTER_KIND, bad))
-    bad = changed(CLUSTER, "advanced.router", {"fleetWaitSecs": 4})
-    hint = r"spec\.advanced\.router\.fleetWaitSecs: .*did you mean 'fleetWaitSeconds'"
+    bad = changed(CLUSTER, "advanced.router.admission", {"fleetWaitSecs": 4})
+    hint = r"spec\.advanced\.router\.admission\.fleetWaitSecs: .*did you mean 'fleetWaitSeconds'"
     with pytest.raises(ConfigError, match=hint):
         read_spec(ServingClusterSpec, custom_object(CLUSTER_KIND, bad))
 

@@ -46,7 +46,10 @@ def test_every_field_name_comes_back_from_its_spelling_in_kubernetes(cls: type) 
     ("said", "written"),
     [
         ("lower engine.max_num_seqs.", "lower spec.engine.maxNumSeqs."),
-        ("router.fleet_wait_s (10)", "spec.advanced.router.fleetWaitSeconds (10)"),
+        (
+            "router.admission.fleet_wait_s (10)",
+            "spec.advanced.router.admission.fleetWaitSeconds (10)",
+        ),
         ("engine.models.errors, router.py", "engine.models.errors, router.py"),
         ("pools.decode.engine.dtype", "pools.decode.engine.dtype"),
     ],

@@ -24,7 +24,7 @@ served_model_name: [mine, other]
 engine:
   max_num_seqs: 32
   fake: {vocab_size: 9}
-router: {port: 9999, max_queue: 7, trace_endpoint: "http://c:1"}
+router: {port: 9999, admission: {max_queue: 7}, traces: {endpoint: "http://c:1"}}
 pools:
   prefill: {role: prefill, tensor_parallel: 2}
   decode: {role: decode, replicas: 3, max_replicas: 5, engine: {block_size: 32}}
@@ -45,8 +45,8 @@ def test_a_cluster_file_is_printed_as_the_resource_that_means_the_same(
     assert spec.tokenizer == config.tokenizer == "Qwen/Qwen3-8B"
     assert (spec.served_model_name, *spec.served_model_aliases) == config.model_names
     assert spec.engine_config == dataclasses.replace(config.engine, device="cuda")
-    assert spec.advanced.router.max_queue == 7
-    assert router_settings(spec).trace_endpoint == spec.router.trace_endpoint == "http://c:1"
+    assert spec.advanced.router.admission.max_queue == 7
+    assert router_settings(spec).traces.endpoint == spec.router.trace_endpoint == "http://c:1"
     assert spec.advanced.router.port == 7100, "where one machine listens is no setting of pods"
     assert spec.pools["prefill"].parallelism.tensor == 2
     assert spec.pools["decode"].initial_replicas == 3

@@ -235,7 +235,7 @@ def test_no_pod_of_ray_is_made_anew_for_the_settings_of_its_log() -> None:
 def test_the_processes_read_the_configuration_that_the_spec_means() -> None:
     spec = spec_of(
         engine={"maxNumSeqs": 8},
-        advanced={"engine": {"backend": "fake"}, "router": {"maxQueue": 9}},
+        advanced={"engine": {"backend": "fake"}, "router": {"admission": {"maxQueue": 9}}},
     )
     config = cluster_config(OWNER, spec, pools_of(spec))
     assert parse_config(yaml.safe_load(config.to_yaml())) == config
@@ -245,7 +245,7 @@ def test_the_processes_read_the_configuration_that_the_spec_means() -> None:
     assert not read.pools, "they come and go, the file is read once"
     read = config
     assert read.engine.max_num_seqs == 8
-    assert read.router.max_queue == 9
+    assert read.router.admission.max_queue == 9
     assert read.pools["decode"].tensor_parallel == 2
     assert read.control.announced_host == "main-control.models.svc"
     assert read.pools["prefill"].drain_timeout_s == 600.0

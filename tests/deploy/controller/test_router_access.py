@@ -45,7 +45,7 @@ def test_what_routers_are_told_to_read_lies_in_the_secrets_that_they_mount() -> 
     assert {path.name for path in named} == {"tls.crt", "tls.key", "ca.crt"}
     assert {mounted[str(path.parent)] for path in named} == {"front-door"}
     assert mounted[settings.auth.tokens] == "tenants"
-    assert (settings.auth.operators, settings.metrics_host) == (("prometheus",), "0.0.0.0")
+    assert (settings.auth.operators, settings.metrics.host) == (("prometheus",), "0.0.0.0")
     for made in (routers_of(spec), router_service(OWNER, spec.router)):
         check_kubernetes(made)
     section = {"tls": vars(settings.tls), "auth": vars(settings.auth)}

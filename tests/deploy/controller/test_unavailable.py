@@ -11,6 +11,7 @@ import pytest
 
 from baton.config.planner import PlannerConfig
 from baton.config.router import RouterConfig
+from baton.config.settings import changed
 from baton.fleet import WorkerState
 from deploy.api.serving_cluster import Advanced, RouterIngress, RouterSpec, RouterTls
 from deploy.controller.manifests.common import COMPONENT_LABEL, POOL_LABEL
@@ -134,7 +135,7 @@ def answered(view: ClusterView) -> ClusterView:
 
 
 def with_local_prefill(view: ClusterView, local_prefill: Literal["auto", "never"]) -> ClusterView:
-    advanced = Advanced(router=RouterConfig(local_prefill=local_prefill))
+    advanced = Advanced(router=changed(RouterConfig(), placement={"local_prefill": local_prefill}))
     return dataclasses.replace(view, spec=dataclasses.replace(view.spec, advanced=advanced))
 
 

@@ -45,7 +45,7 @@ def test_a_fixed_spec_has_this_code_for_good() -> None:
         {"advanced": {"planner": {"panicWindowSeconds": 5}}},
         {"rollout": {"strategy": "Recreate"}},
         {"images": CLUSTER["images"] | {"router": "registry/router:8", "pullPolicy": "Always"}},
-        {"advanced": {"transfer": {}, "router": {"maxQueue": 9}}},
+        {"advanced": {"transfer": {}, "router": {"admission": {"maxQueue": 9}}}},
         {"hub": {"offline": False}},
         {"logLevel": "debug", "logFormat": "json"},
         {"aFieldOfALaterRelease": {"itsDefault": True}},

@@ -9,11 +9,12 @@ import torch
 
 from baton.config.engine import EngineConfig
 from bench.random_model import random_model
+from engine.api import Engine
 from engine.kernels.native.native_kernels import pick_kernels
 from engine.kernels.paged_kv import TORCH_DTYPES
 from engine.request import SamplingParams
 from engine.run.build import lone_engine
-from engine.run.core import EngineCore
+from engine.run.torch_engine import TorchModel
 from tests.engine.families import VOCAB, hf_config, random_weight
 from tests.engine.greedy import Greedy, run_alone
 
@@ -26,7 +27,7 @@ def config_on(device: torch.device, dtype: str = "float32", **changes: object) -
     return EngineConfig(dtype=dtype, device=device.type, **settings)  # type: ignore[arg-type]
 
 
-def engine_on(device: torch.device, family: str, config: EngineConfig) -> EngineCore:
+def engine_on(device: torch.device, family: str, config: EngineConfig) -> Engine:
     """The same weights on every device. The kernels are those that serve on a GPU."""
     kernels = pick_kernels(torch.device("cuda"), TORCH_DTYPES[config.dtype])
     spec, decoder = random_model(
@@ -38,10 +39,10 @@ def engine_on(device: torch.device, family: str, config: EngineConfig) -> Engine
         drawn_on=CPU,
         kernels=kernels,
     )
-    return lone_engine(decoder, config, spec)
+    return lone_engine(TorchModel.sized(spec, config, decoder))
 
 
-def reference_engine(family: str, config: EngineConfig) -> EngineCore:
+def reference_engine(family: str, config: EngineConfig) -> Engine:
     """In float32 on the CPU, with the CPU's own kernels."""
     spec, decoder = random_model(
         hf_config(family),
@@ -50,7 +51,8 @@ def reference_engine(family: str, config: EngineConfig) -> EngineCore:
         block_size=config.block_size,
         weight_of=random_weight,
     )
-    return lone_engine(decoder, config_on(CPU, block_size=config.block_size), spec)
+    config = config_on(CPU, block_size=config.block_size)
+    return lone_engine(TorchModel.sized(spec, config, decoder))
 
 
 def prompts_of(lengths: Sequence[int]) -> list[np.ndarray]:
@@ -61,13 +63,13 @@ def prompts_of(lengths: Sequence[int]) -> list[np.ndarray]:
 
 
 def answers(
-    engine: EngineCore, prompts: Sequence[np.ndarray], sampling: SamplingParams = GREEDY
+    engine: Engine, prompts: Sequence[np.ndarray], sampling: SamplingParams = GREEDY
 ) -> list[Greedy]:
     """All prompts together, in chunks."""
     return [Greedy.of(tokens) for tokens in run_alone(engine, prompts, sampling)]
 
 
-def likeliest(engine: EngineCore, prompts: Sequence[np.ndarray]) -> list[dict[int, float]]:
+def likeliest(engine: Engine, prompts: Sequence[np.ndarray]) -> list[dict[int, float]]:
     """Log-probabilities of the 20 likeliest first tokens of each prompt."""
     sampling = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, logprobs=20)
     found = run_alone(engine, prompts, sampling)

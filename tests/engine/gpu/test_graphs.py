@@ -85,6 +85,7 @@ def decoding(device: torch.device, sampling: SamplingParams, contexts: list[int]
     for number, context in enumerate(contexts):
         request, prompt = RequestId(str(number)), np.arange(context, dtype=np.uint32) % 300
         engine.reserve(RequestSpec(request, prompt, context, sampling))
+        engine.step()  # its answer
         engine.admit(request, SampledToken(7))
     return engine
 

@@ -11,7 +11,7 @@ import torch
 from engine.api import LocalDeviceMemory
 from engine.kernels.native.native_kernels import pick_kernels
 from engine.kernels.paged_kv import TORCH_DTYPES, LayerKv, PagedKv
-from engine.kernels.protocol import AttentionShape, HeadNorms, Kernels, Rotation
+from engine.kernels.protocol import Activation, AttentionShape, HeadNorms, Kernels, Rotation
 from engine.kernels.step_batch import StepBatch, pack
 from engine.kernels.torch import decode_rows
 from engine.kernels.torch.torch_kernels import TorchKernels
@@ -19,6 +19,7 @@ from engine.request import RequestId, ScheduledSeq
 from kv_transfer.layout import KvLayout, LayerGroup, RegionLayout, TensorSpec
 
 BLOCK_SIZE, KV_HEADS, HEADS, DIM = 16, 2, 8, 64
+SHAPE = AttentionShape(HEADS, KV_HEADS, DIM, eps=1e-6, scale=0.1)
 LONGEST_ERROR = {"float32": 2e-5, "bfloat16": 2e-2, "float16": 3e-3}
 """Of a whole result, relative: ‖out - reference‖ / ‖reference‖."""
 SEQUENCES = ((0, 1), (15, 1), (16, 1), (300, 1), (0, 40), (33, 17), (250, 64), (1000, 1))
@@ -79,7 +80,7 @@ def test_attention_is_that_of_one_query_at_a_time(
     num_queries = sum(new for _, new in SEQUENCES)
     queries = torch.randn(num_queries, HEADS, DIM, generator=torch.Generator().manual_seed(6))
     queries = queries.to(device, TORCH_DTYPES[dtype])
-    found = here.kernels.attend(queries, here.kv, here.batch, here.batch.groups[0], window)
+    found = here.kernels.attend(queries, here.kv, here.batch, here.batch.groups[0], SHAPE, window)
     rows, row = [], 0
     for (context, new), table in zip(SEQUENCES, here.tables):
         keys, values = (
@@ -90,7 +91,7 @@ def test_attention_is_that_of_one_query_at_a_time(
             begin = 0 if window is None else max(0, position + 1 - window)
             query = queries[row].cpu().double()[:, None]
             seen = slice(begin, position + 1)
-            scores = (query @ keys[:, seen].transpose(1, 2)) * DIM**-0.5
+            scores = (query @ keys[:, seen].transpose(1, 2)) * SHAPE.scale
             rows.append((scores.softmax(-1) @ values[:, seen])[:, 0])
             row += 1
     assert relative_error(found, torch.stack(rows)) < LONGEST_ERROR[dtype]
@@ -103,9 +104,9 @@ def test_decodes_that_are_gathered_piece_by_piece_see_the_same(
     here = scene(device, "float32")
     queries = torch.randn(here.batch.num_tokens, HEADS, DIM).to(device)
     group = here.batch.groups[0]
-    whole = here.kernels.attend(queries, here.kv, here.batch, group, None)
+    whole = here.kernels.attend(queries, here.kv, here.batch, group, SHAPE, None)
     monkeypatch.setattr(decode_rows, "MOST_BLOCKS", 2)
-    pieces = TorchKernels().attend(queries, here.kv, here.batch, group, None)
+    pieces = TorchKernels().attend(queries, here.kv, here.batch, group, SHAPE, None)
     assert len(decode_rows.decode_rows(here.batch, group, None, BLOCK_SIZE, device)) > 3
     torch.testing.assert_close(pieces, whole)
 
@@ -117,7 +118,8 @@ def test_norms_and_gates_are_those_of_float64(dtype: str, device: torch.device) 
     generator = torch.Generator().manual_seed(7)
     x, residual = (torch.randn(37, 256, generator=generator) for _ in range(2))
     weight = 1 + 0.1 * torch.randn(256, generator=generator)
-    on_device = [each.to(device, TORCH_DTYPES[dtype]) for each in (x, residual, weight)]
+    on_device = [each.to(device, TORCH_DTYPES[dtype]) for each in (x, residual)]
+    on_device.append(weight.to(device))
     wide = [each.cpu().double() for each in on_device]
 
     def norm(rows: torch.Tensor) -> torch.Tensor:
@@ -129,8 +131,10 @@ def test_norms_and_gates_are_those_of_float64(dtype: str, device: torch.device) 
     assert relative_error(added, norm(wide[0] + wide[1])) < limit
     assert relative_error(on_device[1], wide[0] + wide[1]) < limit
     gate, up = wide[0].chunk(2, dim=-1)
-    expected = torch.nn.functional.silu(gate) * up
-    assert relative_error(kernels.swiglu(on_device[0]), expected) < limit
+    gelu = torch.nn.functional.gelu(gate, approximate="tanh")
+    for kind, gated in (("silu", torch.nn.functional.silu(gate)), ("gelu_tanh", gelu)):
+        found = kernels.gate(on_device[0], Activation(kind))
+        assert relative_error(found, gated * up) < limit
 
 
 @pytest.mark.gpu
@@ -142,16 +146,15 @@ def test_queries_are_turned_and_keys_and_values_written_to_their_slots(
     here = scene(device, dtype)
     generator = torch.Generator().manual_seed(8)
     num_tokens = here.batch.num_tokens
-    shape = AttentionShape(HEADS, KV_HEADS, DIM, 1e-6)
-    qkv = torch.randn(num_tokens, shape.qkv_width, generator=generator)
+    qkv = torch.randn(num_tokens, SHAPE.qkv_width, generator=generator)
     angles = torch.randn(num_tokens, DIM // 2, generator=generator)
     rotation = Rotation(angles.cos().to(device), angles.sin().to(device))
     weights = [(1 + 0.1 * torch.randn(DIM, generator=generator)) for _ in range(2)]
-    on_device = [each.to(device, TORCH_DTYPES[dtype]) for each in (qkv, *weights)]
+    on_device = [qkv.to(device, TORCH_DTYPES[dtype]), *(each.to(device) for each in weights)]
     wide = [each.cpu().double() for each in on_device]
     norms = HeadNorms(on_device[1], on_device[2]) if has_norms else None
     group = here.batch.groups[0]
-    queries = here.kernels.rotate_and_write(on_device[0], shape, norms, rotation, here.kv, group)
+    queries = here.kernels.rotate_and_write(on_device[0], SHAPE, norms, rotation, here.kv, group)
 
     def turned(heads: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         if has_norms:

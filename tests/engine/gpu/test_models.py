@@ -61,7 +61,9 @@ def test_first_tokens_are_about_as_likely_in_a_narrow_dtype(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3-moe"])
+@pytest.mark.parametrize(
+    "family", ["llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3-moe", "gemma3"]
+)
 def test_greedy_tokens_are_those_of_transformers(
     family: str, device: torch.device, tmp_path: Path
 ) -> None:

@@ -26,9 +26,10 @@ from engine.request import (
     SamplingParams,
     TokenEvent,
 )
-from engine.run.build import build_engine, build_runner, lone_engine, with_kv_memory
-from engine.run.kv_sizing import step_peak_bytes
+from engine.run.build import lone_engine
+from engine.run.kv_sizing import step_peak_bytes, with_sized_kv
 from engine.run.layer_pushes import LayerPushes
+from engine.run.torch_engine import TorchModel
 from kv_transfer.layout import BlockId, KvLayout, LayerGroup, RegionLayout, TensorSpec
 from tests.engine.gpu.models import GREEDY, config_on, engine_on, prompts_of
 
@@ -125,7 +126,7 @@ def test_a_layer_is_written_when_the_sink_hears_of_it(device: torch.device) -> N
     memory = LocalDeviceMemory(layout, config.num_regions, str(device))
     memory.buffer.fill_(0xFF)  # NaN
     sink.memory, sink.regions = memory, layout
-    engine = build_engine(config, build_runner(decoder, config, spec, memory, sink, None), sink)
+    engine = TorchModel(spec, config, decoder).make_engine(memory, sink)
     prompt = np.arange(500, dtype=np.uint32)
     request = RequestSpec(RequestId("p"), prompt, len(prompt), GREEDY)
     engine.add_prefill(request, HandoffId("h"), 0)
@@ -210,15 +211,15 @@ def test_kv_fills_what_the_utilization_leaves_and_the_largest_step_fits_beside_i
     step_bytes = step_peak_bytes(config, spec, decoder, device, (0, 1))
     if not on_gpu:  # the dry run itself works; there is nothing to measure
         assert step_bytes == 0
-        assert with_kv_memory(config, spec, decoder, None) == config
+        assert with_sized_kv(config, spec, decoder, None) == config
         return
     total = torch.cuda.mem_get_info()[1]
     weights = torch.cuda.memory_allocated()
-    sized = with_kv_memory(config, spec, decoder, None).kv_memory_bytes
+    sized = with_sized_kv(config, spec, decoder, None).kv_memory_bytes
     assert sized is not None
     assert total // 10 < sized < 0.3 * total - weights - step_bytes // 2
     torch.cuda.reset_peak_memory_stats()
-    engine = lone_engine(decoder, config, spec)
+    engine = lone_engine(TorchModel.sized(spec, config, decoder))
     sampling = SamplingParams(max_tokens=4, ignore_eos=True, top_p=0.9, logprobs=3)
     for number in range(64):
         prompt = np.zeros(4000, np.uint32)  # shared by all: more is gathered than lies in the pool
@@ -235,4 +236,4 @@ def test_too_little_memory_is_refused_with_how_much_is_missing(device: torch.dev
     spec, decoder = random_model(TINY, "bfloat16", device)
     config = replace(config_on(device, num_blocks=None), gpu_memory_utilization=1e-6)
     with pytest.raises(ValueError, match=r"the GPU lacks \d+\.\d\d GiB for 4 blocks of KV"):
-        with_kv_memory(config, spec, decoder, None)
+        with_sized_kv(config, spec, decoder, None)

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from baton.config import settings
 from baton.model_folder import find_text_files
 from router.text import TextModel
 from tests.router import scripted_tokens, scripted_worker
@@ -145,7 +146,7 @@ async def spoken(
     monkeypatch.setattr(scripted_tokens, "next_token", _spoken_token)
     monkeypatch.setattr(scripted_worker, "MAX_MODEL_LEN", _MAX_MODEL_LEN)
     model = chat_model(folder / "model", template)
-    async with deployment(text_model=model, **{"http_port": 0, **changes}) as d:
+    async with deployment(text_model=model, **settings.merge({"http": {"port": 0}}, changes)) as d:
         address = d.servers[0].http_address
         assert address is not None
         yield d, Http(address)

@@ -14,8 +14,8 @@ import pytest
 from baton.config.router import TenantLimits
 from baton.errors import ConfigError
 from baton.v1 import common_pb2, router_pb2, worker_pb2
-from router.door.openai.choices import Choice
-from router.door.service import _tokens
+from router.door.grpc.service import _tokens
+from router.door.http.openai.choices import Choice
 from router.request.output import TokenRun
 from router.text.answer import AnswerReader
 from tests.router import scripted_worker
@@ -478,7 +478,9 @@ async def test_grpc_has_the_same_chats_and_answers_as_typed_messages(speaks: Spe
         {"role": "user", "content": saying(said)},
     ]  # fmt: skip
     body = {"messages": messages, "tools": [{"function": {"name": "f"}}]}
-    async with speaks("{# <think> #}" + MARKS["hermes"] + CHAT, resume_window_s=20.0) as (d, http):
+    async with speaks(
+        "{# <think> #}" + MARKS["hermes"] + CHAT, clients={"resume_window_s": 20.0}
+    ) as (d, http):
         request = router_pb2.GenerateRequest(chat=chat, request_id="r")
         whole = await d.client.ask(request)
         ids = (await d.client.stub.Tokenize(router_pb2.TokenizeRequest(chat=chat))).ids
@@ -530,8 +532,8 @@ async def test_a_router_that_leaves_finishes_its_streams_and_takes_nothing_new(
 async def test_routers_of_one_machine_may_share_the_port(speaks: Speaks) -> None:
     async with speaks(reuse_port=True) as (d, http):
         port = int(http.address.rpartition(":")[2])
-        await d.add_router(http_port=port)
+        await d.add_router(http={"port": port})
         for _ in range(4):
             assert (await http.chat("yes")).status == 200
         with pytest.raises(ConfigError, match=f"127.0.0.1:{port}: Address already in use"):
-            await d.add_router(http_port=port, reuse_port=False)
+            await d.add_router(http={"port": port}, reuse_port=False)

@@ -13,7 +13,13 @@ from pydantic import ValidationError
 
 from baton.config.router import AuthConfig
 from baton.v1 import router_pb2
-from router.door.openai.bodies import ChatBody, CompletionBody, TokenizeBody, choices_of, parsed
+from router.door.http.openai.bodies import (
+    ChatBody,
+    CompletionBody,
+    TokenizeBody,
+    choices_of,
+    parsed,
+)
 from tests.router.answers import field_at_fault, refusal
 from tests.router.deployment import Deployment
 from tests.router.openai.spoken import Http, Speaks, prompt_for
@@ -67,7 +73,7 @@ async def test_a_body_is_as_large_as_the_context_needs_or_the_setting_says(
             answer = await http.call("POST", COMPLETIONS, b" " * (limit + 1))
             assert answer.status == 413
             assert f"more than {limit} bytes" in answer.text
-    async with speaks(max_request_bytes=40_000) as (d, http):
+    async with speaks(clients={"max_request_bytes": 40_000}) as (d, http):
         assert (await http.post(COMPLETIONS, {"prompt": "x" * 40_000})).status == 413
         error = await refusal(d.client, router_pb2.GenerateRequest(text="x" * 40_000))
         assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -85,13 +91,13 @@ def test_choices_of_long_prompts_exist_one_at_a_time() -> None:
 async def test_large_requests_wait_in_the_tokenizer_s_line_and_small_ones_do_not(
     d: Deployment, http: Http
 ) -> None:
-    intake, gate = d.servers[0].intake, threading.Event()
-    holding = asyncio.create_task(intake.off_loop(gate.wait, None, 1))
+    api, gate = d.servers[0].api, threading.Event()
+    holding = asyncio.create_task(api.off_loop(gate.wait, None, 1))
     large = [
         asyncio.create_task(http.post(COMPLETIONS, {"prompt": "x" * 100_000})),
         asyncio.create_task(refusal(d.client, router_pb2.GenerateRequest(text="x" * 100_000))),
     ]
-    await d.until(lambda: intake.tokenizing.line.num_requests == 3)
+    await d.until(lambda: api.tokenizer.line.num_requests == 3)
     assert (await http.post(COMPLETIONS, {"prompt": prompt_for("yes")})).status == 200
     gate.set()
     await holding
@@ -100,7 +106,7 @@ async def test_large_requests_wait_in_the_tokenizer_s_line_and_small_ones_do_not
 
 
 async def test_a_web_page_cannot_call_a_developer_s_loopback(speaks: Speaks) -> None:
-    async with speaks(allowed_hosts=("LLM.test",)) as (_, http):
+    async with speaks(http={"allowed_hosts": ("LLM.test",)}) as (_, http):
         for host in ("localhost", "LocalHost:8000", "127.0.0.1:1", "127.9.9.9", "[::1]:8000",
                      "llm.test:8000"):  # fmt: skip
             assert (await http.call("GET", "/health", headers={"host": host})).status == 200

@@ -71,7 +71,7 @@ async def test_the_document_and_the_page_name_every_endpoint(http: Http) -> None
 async def test_a_router_is_ready_while_it_serves_and_healthy_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with deployment(http_port=0) as d:
+    async with deployment(http={"port": 0}) as d:
         server = d.servers[0]
         http = Http(server.http_address or "")
         await d.until(lambda: server.http_app.is_ready)
@@ -83,10 +83,10 @@ async def test_a_router_is_ready_while_it_serves_and_healthy_before(
         assert models["data"][0]["id"] == "tiny"
         server.http_app.is_ready = True
         await d.worker("d0").stop()
-        await d.until(lambda: not server.door.serves)
+        await d.until(lambda: not server.units.serves)
         assert (await http.call("GET", "/ready")).status == 503
         await d.add_worker("d0", DECODE, incarnation=2)
-        await d.until(lambda: server.door.serves)
+        await d.until(lambda: server.units.serves)
         assert (await http.call("GET", "/ready")).status == 200
 
 
@@ -128,7 +128,7 @@ async def test_browsers_of_listed_origins_alone_may_call(speaks: Speaks) -> None
     async with speaks() as (_, http):
         assert allowed not in (await http.call("OPTIONS", path, headers=asks)).headers
     origins = ("https://chat.example",)
-    async with speaks(http_origins=origins) as (_, http):
+    async with speaks(http={"origins": origins}) as (_, http):
         answer = await http.call("OPTIONS", path, headers=asks)
         assert (answer.status, answer.headers[allowed]) == (200, origins[0])
         said = await http.post(path, {"messages": []}, origin=origins[0])

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from baton.errors import InvalidRequestError
-from router.door.openai.bodies import SERVED, ChatBody, CompletionBody, parsed
-from router.door.openai.fields import PASSED, REFUSED
-from router.door.openai.responses import ResponsesBody
+from router.door.http.openai.bodies import SERVED, ChatBody, CompletionBody, parsed
+from router.door.http.openai.fields import PASSED, REFUSED
+from router.door.http.openai.responses import ResponsesBody
 from tests.router.deployment import Deployment
 from tests.router.openai.spoken import Http, Speaks, prompt_for
 from tests.router.openai.test_refusals import TOOL, USER
@@ -78,7 +78,7 @@ async def test_what_nobody_knows_is_told_and_counted(d: Deployment, http: Http) 
     turn = [USER, USER | {"frob": None, "grob": 1, "annotations": []}]
     answer = await http.post("/tokenize", {"messages": turn, "frob": 1})
     assert answer.headers["x-baton-ignored-fields"] == "frob, messages.grob"
-    metrics = d.servers[0].intake.door.metrics
+    metrics = d.servers[0].api.units.metrics
     metrics.saw_ignored([f"f{number}" for number in range(100)])
     value = metrics.registry.get_sample_value
     counts = [value("baton_ignored_fields_total", {"field": f}) for f in ("frob", "other", "f99")]

@@ -176,7 +176,7 @@ async def test_unknown_paths_and_methods_are_refused_in_openai_s_shape(http: Htt
 
 
 async def test_a_full_queue_says_when_to_come_again(speaks: Speaks) -> None:
-    async with speaks(max_queue=1, overload_retry_s=1.5) as (d, http):
+    async with speaks(admission={"max_queue": 1, "overload_retry_s": 1.5}) as (d, http):
         d.router.fleet.arrays.max_running[:] = 0  # no room anywhere
         waiting = asyncio.create_task(http.chat("yes"))
         await d.until(lambda: len(d.router.admission) == 1)
@@ -211,7 +211,7 @@ async def raw(http: Http, *parts: bytes) -> bytes:
 
 
 async def test_a_body_over_the_limit_is_refused_unread(speaks: Speaks) -> None:
-    async with speaks(max_message_bytes=10_000) as (_, http):
+    async with speaks(clients={"max_message_bytes": 10_000}) as (_, http):
         close = b"Connection: close\r\n"
         said = await raw(http, HEAD + close + b"Content-Length: 10000000000\r\n\r\n")
         assert said.startswith(b"HTTP/1.1 413 ")
@@ -226,7 +226,7 @@ async def test_a_body_over_the_limit_is_refused_unread(speaks: Speaks) -> None:
 
 
 async def test_requests_that_trickle_are_ended(speaks: Speaks) -> None:
-    async with speaks(http_read_timeout_s=0.3) as (_, http):
+    async with speaks(http={"read_timeout_s": 0.3}) as (_, http):
         slow_body = HEAD + b"Content-Length: 100\r\n\r\n{"
         assert (await raw(http, slow_body)).startswith(b"HTTP/1.1 408 ")
         slow_heads = (b"", b"POST /v1/comp", HEAD)
@@ -250,7 +250,7 @@ async def test_chunks_of_a_byte_end_the_connection_and_larger_ones_are_taken(
 
 
 async def test_bodies_that_never_end_give_way_the_oldest_first(speaks: Speaks) -> None:
-    async with speaks(max_unfinished_bytes=90_000) as (d, http):
+    async with speaks(clients={"max_unfinished_bytes": 90_000}) as (d, http):
         unfinished = d.servers[0]._sharing.unfinished
         begun = HEAD + b"Connection: close\r\nContent-Length: 60000\r\n\r\n" + b"x" * 50_000
         first = asyncio.create_task(raw(http, begun))

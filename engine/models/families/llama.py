@@ -1,0 +1,11 @@
+"""Llama 2 and 3."""
+
+from __future__ import annotations
+
+from engine.models.config import ModelConfig
+from engine.models.families.llama_shaped import llama_shaped
+from engine.models.hf_config import HfConfig
+
+
+def read(hf: HfConfig) -> ModelConfig:
+    return llama_shaped(hf.over({"max_position_embeddings": 2048}))

@@ -1,0 +1,1 @@
+"""What clients may ask, whatever they speak."""

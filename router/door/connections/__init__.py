@@ -1,0 +1,1 @@
+"""Sockets, what their connections share, and who may open one."""

@@ -1,0 +1,1 @@
+"""The door for gRPC: HTTP/2, calls, and the services over them."""

@@ -1,0 +1,1 @@
+"""The door for HTTP: a server, and the APIs that it serves."""

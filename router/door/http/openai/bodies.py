@@ -1,0 +1,562 @@
+"""OpenAI's request bodies, and the `GenerateRequest`s that they become.
+
+Shapes are checked here; what values mean is checked where gRPC's requests are. What becomes of
+fields that no body has is in `fields.py`.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal
+
+import pydantic_core
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from baton.errors import InvalidRequestError
+from baton.v1 import common_pb2, router_pb2
+from router.door.http.openai.fields import ignored, refused
+from router.request.chat import MAX_CALLS, MAX_MESSAGES, MAX_PARTS, MAX_TOOLS
+from router.request.client_request import MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
+from router.request.counting import check_json
+from router.request.validate import ALL_THAT_FIT, MAX_BAD_WORDS
+
+MAX_CHOICES = 128
+_COMPLETION_TOKENS = 16
+"""Of a completion whose client names no number, as OpenAI and vLLM have it."""
+_OF_64_BITS = (1 << 64) - 1
+_UINT32 = Field(default=None, ge=0, le=(1 << 32) - 1)
+_SAMPLING = (
+    *("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty"),
+    *("frequency_penalty", "max_tokens", "min_tokens", "ignore_eos"),
+)
+_PLAIN = (
+    *("request_id", "priority", "timeout_ms", "ttft_target_ms", "itl_target_ms", "tenant"),
+    *("cache_salt", "session_id", "include_stop_str_in_output"),
+)
+_CONSTRAINTS = {
+    **{f"guided_{name}": name for name in ("json", "regex", "choice", "grammar")},
+    **{"json_schema": "json", "regex": "regex", "ebnf": "grammar"},
+}
+"""What older releases of vLLM, and SGLang, call those of `structured_outputs`."""
+
+_KINDS = ("str", "int", "float", "bool", "dict", "list")  # as pydantic names those of a union
+
+_FAIL_FAST = Field(fail_fast=True)
+
+
+def _at_most(count: int) -> Any:
+    """Bound a list's length. Its first item that is wrong is the only one that is told."""
+    return Field(max_length=count, fail_fast=True)
+
+
+Int = Annotated[  # 16.0 is one, too
+    int, BeforeValidator(lambda x: int(x) if isinstance(x, float) and x.is_integer() else x)
+]
+TokenId = Annotated[Int, Field(ge=0, lt=1 << 32)]
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow")  # `fields` judges what is not listed
+    renamed: ClassVar[Mapping[str, str]] = {}
+    """What a body calls fields of its request, by patterns."""
+
+    @property
+    def as_chat(self) -> _Part:
+        """What the body of another API becomes; any other is that itself."""
+        return self
+
+
+class TextPart(_Part):
+    type: str
+    text: str | None = None
+    refusal: str | None = None  # of an assistant, in place of the text
+
+
+class Function(_Part):
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class Tool(_Part):
+    type: str = "function"
+    function: Function
+
+
+class CalledFunction(_Part):
+    name: str
+    arguments: str | dict[str, Any] | None = None
+
+
+class ToolCall(_Part):
+    id: str = ""
+    function: CalledFunction
+
+
+class Message(_Part):
+    role: str
+    content: str | Annotated[list[TextPart], _at_most(MAX_PARTS)] | None = None
+    tool_calls: Annotated[list[ToolCall], _at_most(MAX_CALLS)] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None  # what vLLM calls it
+    name: str | None = None
+    refusal: str | None = None  # in place of content
+
+
+class StreamOptions(_Part):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class JsonSchema(_Part):
+    json_schema: dict[str, Any] | None = Field(default=None, alias="schema")
+
+
+class ResponseFormat(_Part):
+    type: str
+    json_schema: JsonSchema | None = None
+
+    def constraint(self) -> tuple[str, Any]:
+        schema = self.json_schema and self.json_schema.json_schema
+        if self.type == "json_object" and schema is None:
+            return self.type, True
+        if self.type == "json_schema" and schema is not None:
+            return "json", schema
+        problem = f"{self.type!r} is unknown, or not json_schema with json_schema.schema"
+        raise refused("response_format", problem)
+
+
+class StructuredOutputs(_Part):
+    """Constrain the answer by one of these, as vLLM has it."""
+
+    json_schema: dict[str, Any] | str | None = Field(default=None, alias="json")
+    regex: str | None = None
+    choice: Annotated[list[str], _FAIL_FAST] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+    def constraint(self) -> tuple[str, Any]:
+        known = {info.alias or name: name for name, info in type(self).model_fields.items()}
+        every = ((name, getattr(self, field)) for name, field in known.items())
+        given = [(name, value) for name, value in every if value is not None and value is not False]
+        if len(given) != 1:
+            raise refused("structured_outputs", f"one constraint, of {', '.join(known)}")
+        return given[0]
+
+
+class NamedFunction(_Part):
+    name: str
+
+
+class NamedTool(_Part):
+    type: str = "function"
+    function: NamedFunction
+
+
+class AllowedTools(_Part):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], _at_most(MAX_TOOLS)]
+
+
+class AllowedToolsChoice(_Part):
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
+class _Templated(_Part):
+    """What the chat template reads beside messages and tools."""
+
+    chat_template_kwargs: dict[str, Any] | None = None
+    documents: Annotated[list[dict[str, Any]], _FAIL_FAST] | None = None
+    reasoning_effort: str | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+
+    def chat(self, messages: list[Message], tools: list[Tool] | None) -> router_pb2.ChatMessages:
+        effort = self.reasoning_effort
+        given: dict[str, Any] = {} if self.documents is None else {"documents": self.documents}
+        if effort is not None:  # as vLLM has it
+            given |= {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+        chat = chat_of(messages, tools, given | (self.chat_template_kwargs or {}))
+        chat.continue_final_message = bool(self.continue_final_message)
+        chat.omit_generation_prompt = self.add_generation_prompt is False
+        if self.continue_final_message and self.add_generation_prompt:
+            raise refused("continue_final_message", "not with add_generation_prompt")
+        return chat
+
+
+class _Body(_Part):
+    """What every body that asks for an answer may have."""
+
+    model: str | None = None
+    n: Int | None = Field(default=None, ge=1, le=MAX_CHOICES)
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    stop: str | Annotated[list[str], _at_most(MAX_STOP_STRINGS)] | None = None
+    stop_token_ids: Annotated[list[TokenId], _at_most(MAX_STOP_TOKEN_IDS)] | None = None
+    seed: Int | None = Field(default=None, ge=-(1 << 63), le=_OF_64_BITS)
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: Int | None = Field(default=None, ge=-1, le=(1 << 32) - 1)
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    max_tokens: Int | None = _UINT32
+    min_tokens: Int | None = _UINT32
+    ignore_eos: bool | None = None
+    logit_bias: dict[str, float] | None = None
+    allowed_token_ids: Annotated[list[int], _FAIL_FAST] | None = None
+    bad_words: Annotated[list[str], _at_most(MAX_BAD_WORDS)] | None = None
+    truncate_prompt_tokens: Int | None = Field(default=None, ge=-1, lt=ALL_THAT_FIT)
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    return_token_ids: bool | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: Annotated[list[str], _FAIL_FAST] | None = None
+    guided_grammar: str | None = None
+    json_schema: dict[str, Any] | str | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+    # Baton's own, as in `GenerateRequest`.
+    request_id: str | None = None
+    # Lower goes first, as in vLLM.
+    priority: Int | None = Field(default=None, ge=-(1 << 31), lt=1 << 31)
+    timeout_ms: Int | None = _UINT32
+    ttft_target_ms: Int | None = _UINT32
+    itl_target_ms: Int | None = _UINT32
+    tenant: str | None = None
+    cache_salt: str | None = None
+    session_id: str | None = None
+
+    @property
+    def stops(self) -> list[str]:
+        return [self.stop] if isinstance(self.stop, str) else self.stop or []
+
+    @property
+    def num_choices(self) -> int:
+        return self.n or 1
+
+    @property
+    def includes_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def constraints(self) -> list[str]:
+        """The fields that say what its answer must be: at most one, if it is right."""
+        named = [*_CONSTRAINTS, "structured_outputs", "response_format"]
+        if self.response_format is not None and self.response_format.type == "text":
+            named.pop()
+        return [name for name in named if getattr(self, name) is not None]
+
+    @abstractmethod
+    def requests(self) -> list[router_pb2.GenerateRequest]:
+        """One for each prompt, whatever the number of choices (see `choices_of`)."""
+
+    def request(self) -> router_pb2.GenerateRequest:
+        """Without its prompt."""
+        if self.stream_options is not None and not self.stream:
+            raise refused("stream_options", "only with stream: true")
+        made = router_pb2.GenerateRequest(
+            model=self.model or "", stop=self.stops, sampling=self._sampling()
+        )
+        made.show_special_tokens = self.skip_special_tokens is False
+        kept = self.truncate_prompt_tokens or 0
+        made.truncate_prompt_tokens = ALL_THAT_FIT if kept < 0 else kept
+        for name in _PLAIN:
+            if (value := getattr(self, name)) is not None:
+                setattr(made, name, value)
+        made.stop_token_ids.extend(self.stop_token_ids or ())
+        if self.seed is not None:
+            made.seed = self.seed & _OF_64_BITS
+        if self.request_id:  # it may come again, of which HTTP does not tell
+            made.resume_from_index = 0
+        self._limit_tokens(made)
+        self._constrain(made)
+        return made
+
+    def _limit_tokens(self, made: router_pb2.GenerateRequest) -> None:
+        for token, bias in (self.logit_bias or {}).items():
+            if not (token.isdecimal() and len(token) <= 10 and int(token) < 1 << 32):
+                raise refused("logit_bias", f"{token!r} is no id")
+            made.sampling.logit_bias[int(token)] = bias
+        made.bad_words.extend(self.bad_words or ())
+        if self.allowed_token_ids is not None:
+            _add_ids(made.allowed_token_ids, self.allowed_token_ids, "allowed_token_ids")
+
+    def _sampling(self) -> common_pb2.SamplingParams:
+        sampling = common_pb2.SamplingParams()
+        for name in _SAMPLING:
+            value = getattr(self, name)
+            if value is not None:
+                setattr(sampling, name, 0 if name == "top_k" and value == -1 else value)  # all
+        return sampling
+
+    def _constrain(self, made: router_pb2.GenerateRequest) -> None:
+        named = self.constraints
+        if len(named) > 1:
+            raise refused(named[1], f"not beside {named[0]}; one constraint is taken")
+        if not named:
+            return
+        value, kind = getattr(self, named[0]), _CONSTRAINTS.get(named[0])
+        if kind is None:
+            kind, value = value.constraint()
+        if kind == "json":
+            made.json_schema = value if isinstance(value, str) else _json(value)
+        elif kind == "choice":
+            made.choice.texts.extend(value)
+            made.choice.SetInParent()
+        elif kind == "json_object":
+            made.json_object.SetInParent()
+        else:
+            setattr(made, kind, value)
+
+
+class ChatBody(_Body, _Templated):
+    """Answer a chat."""
+
+    renamed = {"prompt|chat": "messages", "sampling.logprobs": "top_logprobs"}
+    messages: Annotated[list[Message], _at_most(MAX_MESSAGES)]
+    max_completion_tokens: Int | None = _UINT32
+    logprobs: bool | None = None
+    top_logprobs: Int | None = _UINT32
+    tools: Annotated[list[Tool], _at_most(MAX_TOOLS)] | None = None
+    tool_choice: Literal["auto", "none", "required"] | NamedTool | AllowedToolsChoice | None = None
+    parallel_tool_calls: bool | None = None
+
+    @property
+    def offered(self) -> list[Tool]:
+        """The tools that its answer may call; the model sees no others."""
+        tools, choice = self.tools or [], self.tool_choice
+        if isinstance(choice, AllowedToolsChoice):
+            names = {each.function.name for each in choice.allowed_tools.tools}
+            return [tool for tool in tools if tool.function.name in names]
+        return [] if choice == "none" else tools
+
+    def requests(self) -> list[router_pb2.GenerateRequest]:
+        self._check_tool_choice()
+        made = self.request()
+        if self.max_completion_tokens is not None:
+            made.sampling.max_tokens = self.max_completion_tokens
+        if self.logprobs:
+            made.sampling.logprobs = self.top_logprobs or 0
+        elif self.top_logprobs:
+            raise refused("top_logprobs", "only with logprobs: true")
+        made.chat.CopyFrom(self.chat(self.messages, self.offered))
+        choice = self.tool_choice
+        if isinstance(choice, AllowedToolsChoice):
+            choice = choice.allowed_tools.mode
+        if isinstance(choice, NamedTool):
+            made.chat.tool_choice.name = choice.function.name
+        elif choice == "required":
+            made.chat.tool_choice.SetInParent()
+            made.chat.tool_choice.is_single = self.parallel_tool_calls is False
+        return [made]
+
+    def _check_tool_choice(self) -> None:
+        if self.tool_choice not in (None, "none") and not self.offered:
+            raise refused("tool_choice", "only with tools")
+
+
+class CompletionBody(_Body):
+    """Continue a text."""
+
+    renamed = {"text": "prompt"}
+    prompt: (
+        str
+        | Annotated[list[str], _at_most(MAX_CHOICES)]
+        | Annotated[list[int], _FAIL_FAST]
+        | Annotated[list[Annotated[list[int], _FAIL_FAST]], _at_most(MAX_CHOICES)]
+    )
+    logprobs: Int | None = _UINT32
+    echo: bool | None = None
+    prompt_logprobs: Int | None = _UINT32
+    add_special_tokens: bool | None = None
+
+    def requests(self) -> list[router_pb2.GenerateRequest]:
+        base = self.request()
+        if self.stream and self.prompt_logprobs is not None:
+            raise refused("prompt_logprobs", "not with stream: true")
+        base.omit_special_tokens = self.add_special_tokens is False
+        if self.max_tokens is None:
+            base.sampling.max_tokens = max(_COMPLETION_TOKENS, base.sampling.min_tokens)
+        if self.logprobs is not None:
+            base.sampling.logprobs = self.logprobs
+        of_prompt = [self.prompt_logprobs, self.logprobs if self.echo else None]
+        if wanted := [each for each in of_prompt if each is not None]:
+            base.sampling.prompt_logprobs = max(wanted)
+        if self.echo and self.max_tokens == 0:  # the first token is computed, and left out
+            base.sampling.max_tokens = 1
+        prompts = prompts_of(self.prompt)
+        if len(prompts) * self.num_choices > MAX_CHOICES:
+            asked = f"{len(prompts)} prompts of {self.num_choices} choices"
+            raise refused("prompt", f"{asked}; at most {MAX_CHOICES} in all are taken")
+        if base.request_id and len(prompts) > 1:
+            raise refused("request_id", "for one prompt only")
+        made = []
+        for prompt in prompts:
+            request = router_pb2.GenerateRequest()
+            request.CopyFrom(base)
+            if isinstance(prompt, str):
+                request.text = prompt
+            else:
+                _add_ids(request.token_ids, prompt, "prompt")
+            made.append(request)
+        return made
+
+
+class TokenizeBody(_Templated):
+    """Return a prompt's token ids, as vLLM has it."""
+
+    renamed = {"text": "prompt", "chat": "messages"}
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], _at_most(MAX_MESSAGES)] | None = None
+    tools: Annotated[list[Tool], _at_most(MAX_TOOLS)] | None = None
+    add_special_tokens: bool | None = None
+    tenant: str | None = None
+
+    def requests(self) -> list[router_pb2.TokenizeRequest]:
+        made = router_pb2.TokenizeRequest(model=self.model or "", tenant=self.tenant or "")
+        if (self.prompt is None) == (self.messages is None):
+            raise refused("prompt", "either prompt or messages")
+        if self.messages is not None:
+            made.chat.CopyFrom(self.chat(self.messages, self.tools))
+        else:
+            made.text = self.prompt or ""
+        made.omit_special_tokens = self.add_special_tokens is False
+        return [made]
+
+
+class DetokenizeBody(_Part):
+    """Return the text of token ids, as vLLM has it."""
+
+    renamed = {r"prompt(.*)": r"tokens\1"}
+    model: str | None = None
+    tokens: Annotated[list[int], _FAIL_FAST]
+    tenant: str | None = None
+
+    def requests(self) -> list[router_pb2.GenerateRequest]:
+        made = router_pb2.GenerateRequest(model=self.model or "", tenant=self.tenant or "")
+        _add_ids(made.token_ids, self.tokens, "tokens")
+        return [made]
+
+
+def parsed(kind: type[Any], data: bytes) -> tuple[Any, list[Any], list[str]]:
+    """Return the body, its requests and the fields that were ignored. Raises InvalidRequestError,
+    which names the field."""
+    check_json(data)
+    try:
+        body = kind.model_validate_json(data)
+        names = ignored(body, body.as_chat, SERVED)
+        return body, body.requests(), names
+    except ValidationError as error:
+        errors = error.errors(include_url=False, include_input=False)
+        of_field = [each for each in errors if each["loc"][:1] == errors[0]["loc"][:1]]
+        # Of a union's errors, the one that gets furthest is of the kind that was meant.
+        first = max(of_field, key=lambda each: (each["type"] == "too_long", len(each["loc"])))
+        field, problem = _field(first["loc"]), first["msg"]
+        if first["type"] == "too_long":
+            problem = f"at most {first['ctx']['max_length']} are taken"
+        raise InvalidRequestError(
+            f"{field}: {problem}" if field else problem, field=field
+        ) from None
+
+
+def _field(location: Sequence[str | int]) -> str | None:
+    """Return a location as a path, without names that pydantic gives to the kinds of a union."""
+    path = ""
+    for each in location:
+        if isinstance(each, int):
+            path += f"[{each}]"
+        elif each.isidentifier() and each.islower() and each not in _KINDS:
+            path += f".{each}" if path else each
+    return path or None
+
+
+def chat_of(
+    messages: list[Message], tools: list[Tool] | None, arguments: dict[str, Any] | None
+) -> router_pb2.ChatMessages:
+    chat = router_pb2.ChatMessages()
+    for index, message in enumerate(messages):
+        _add(chat, message, f"messages[{index}]")
+    for index, tool in enumerate(tools or ()):
+        if tool.type != "function":
+            raise refused(f"tools[{index}].type", "functions only")
+        function = tool.function
+        parameters = "" if function.parameters is None else _json(function.parameters)
+        chat.tools.add(
+            name=function.name, description=function.description or "", parameters=parameters
+        )
+    if arguments:
+        chat.template_arguments = _json(arguments)
+    return chat
+
+
+def _add(chat: router_pb2.ChatMessages, message: Message, field: str) -> None:
+    made = chat.messages.add(
+        role=message.role,
+        tool_call_id=message.tool_call_id or "",
+        reasoning_content=message.reasoning_content or message.reasoning or "",
+        name=message.name or "",
+    )
+    content = message.refusal if message.content is None else message.content
+    if isinstance(content, str):
+        made.content = content
+    for index, part in enumerate(content if isinstance(content, list) else ()):
+        text = part.refusal if part.type == "refusal" else part.text
+        if part.type not in ("text", "refusal") or text is None:
+            problem = f"{part.type} parts are not supported; text is"
+            raise refused(f"{field}.content[{index}]", problem)
+        made.parts.add(text=text)
+    for call in message.tool_calls or ():
+        given = call.function.arguments
+        arguments = given if isinstance(given, str) else _json(given or {})
+        made.tool_calls.add(id=call.id, name=call.function.name, arguments=arguments)
+
+
+def _json(value: Any) -> str:
+    return pydantic_core.to_json(value).decode()
+
+
+def choices_of(
+    requests: Iterable[router_pb2.GenerateRequest], count: int
+) -> Iterator[router_pb2.GenerateRequest]:
+    """Yield `count` of each: the request, then ones of the next seeds. One at a time, since
+    each has the whole prompt."""
+    for request in requests:
+        yield request
+        for number in range(1, count):
+            other = router_pb2.GenerateRequest()
+            other.CopyFrom(request)
+            if request.HasField("seed"):
+                other.seed = (request.seed + number) & _OF_64_BITS
+            if request.request_id:
+                other.request_id = f"{request.request_id}.{number}"
+            yield other
+
+
+def prompts_of(given: str | list[str] | list[int] | list[list[int]]) -> list[str | list[int]]:
+    if isinstance(given, str):
+        return [given]
+    if not given:
+        raise refused("prompt", "the prompt is empty")
+    if isinstance(given[0], int):
+        return [given]
+    return list(given)
+
+
+def _add_ids(made: router_pb2.TokenIds, ids: list[int], field: str) -> None:
+    made.SetInParent()
+    try:
+        made.ids.extend(ids)
+    except ValueError:
+        raise refused(field, "a token id is out of range") from None
+
+
+SERVED = frozenset(ChatBody.model_fields) | frozenset(CompletionBody.model_fields)

@@ -1,0 +1,1 @@
+"""An HTTP server, and what it does with every request, whichever API it is of."""

@@ -1,1 +1,0 @@
-"""The OpenAI-compatible HTTP door. Bodies become `GenerateRequest`s; `Intake` does the rest."""

@@ -1,0 +1,1 @@
+"""The port for operators: metrics and a page."""

@@ -1,0 +1,227 @@
+"""A client's request, checked as far as it can be without a model.
+
+Pure, and quick for a message of any size: it is done on the event loop, before a request waits for
+anything. Every mistake is an InvalidRequestError whose `field` is the protobuf path of what is
+wrong. `validate` does the rest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+import uuid
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+from urllib.parse import quote, unquote
+
+from baton.errors import InvalidRequestError, NotFoundError
+from baton.v1 import common_pb2, router_pb2
+
+REQUEST_ID = re.compile(r"[A-Za-z0-9._:@/+=-]{1,128}")
+MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS = 16, 64
+MAX_WORD_CHARS = 256  # of a stop string or a bad word
+_MAX_LOGPROBS = 20
+_MAX_NAME_CHARS = 128
+_MAX_GIVEN_CHARS = 64
+# What a client may change when it comes back for a request that runs.
+_NOT_IN_DIGEST = (
+    "request_id",
+    "resume_from_index",
+    "seed",
+    "tenant",
+    "timeout_ms",
+    "traceparent",
+    "unit",
+)
+
+Key = tuple[str, str]
+"""Tenant and request id: what a request is known by in a router."""
+
+
+@dataclass(frozen=True)
+class RequestHead:
+    """What a request is called, and how long it may take: all that no model is needed for."""
+
+    request_id: str
+    """The client's, or one that was drawn for it."""
+    is_named: bool
+    """The client chose the id, so it may come back for the request."""
+    tenant: str
+    unit: str
+    session_id: str
+    cache_salt: str
+    traceparent: str
+    priority: int
+    """Among its tenant's own requests, lowest first."""
+    timeout_s: float | None
+    """None, as below: the client named none."""
+    ttft_target_s: float | None
+    itl_target_s: float | None
+    seed: int | None
+    resume_from_index: int | None
+    arrived_s: float
+
+    @property
+    def key(self) -> Key:
+        return (self.tenant, self.request_id)
+
+    @property
+    def wire_id(self) -> str:
+        return wire_id(*self.key)
+
+
+@dataclass(frozen=True)
+class ClientRequest:
+    """A client's message that passed the first checks. Nobody changes it any more."""
+
+    head: RequestHead
+    message: router_pb2.GenerateRequest
+    num_bytes: int
+
+    @cached_property
+    def body_digest(self) -> bytes:
+        """16 bytes; equal for requests that ask for the same, seed aside. Takes as long as the
+        message is."""
+        body = router_pb2.GenerateRequest()
+        body.CopyFrom(self.message)
+        body.DiscardUnknownFields()  # of a client of a later release
+        for name in _NOT_IN_DIGEST:
+            body.ClearField(name)  # type: ignore[arg-type]
+        return hashlib.blake2b(body.SerializeToString(deterministic=True), digest_size=16).digest()
+
+
+def check_request(
+    message: router_pb2.GenerateRequest,
+    model_names: Collection[str],
+    drawn_id: str = "",
+    arrived_s: float = 0.0,
+) -> ClientRequest:
+    """Check all that needs no model. `drawn_id` is taken where the client names no id.
+
+    Raises InvalidRequestError, or NotFoundError for a model that is not served.
+    """
+    check_model(message.model, model_names)
+    named = message.request_id
+    if named and not REQUEST_ID.fullmatch(named):
+        raise wrong("request_id", "1 to 128 characters, letters, digits and . _ : @ / + = - only")
+    for name in ("tenant", "session_id", "cache_salt", "traceparent"):
+        check_name(name, getattr(message, name))
+    index = message.resume_from_index if message.HasField("resume_from_index") else None
+    if index is not None and not named:
+        raise wrong("request_id", "resume_from_index is only with the request_id to resume")
+    head = RequestHead(
+        request_id=named or drawn_id,
+        is_named=bool(named),
+        tenant=message.tenant,
+        unit=message.unit,
+        session_id=message.session_id,
+        cache_salt=message.cache_salt,
+        traceparent=message.traceparent,
+        priority=message.priority,
+        timeout_s=_seconds(message, "timeout_ms"),
+        ttft_target_s=_seconds(message, "ttft_target_ms"),
+        itl_target_s=_seconds(message, "itl_target_ms"),
+        seed=message.seed if message.HasField("seed") else None,
+        resume_from_index=index,
+        arrived_s=arrived_s,
+    )
+    _check_stop(message)
+    _check_sampling(message.sampling)
+    return ClientRequest(head, message, message.ByteSize())
+
+
+def wrong(field: str, problem: str) -> InvalidRequestError:
+    return InvalidRequestError(f"{field}: {problem}", field=field)
+
+
+def _seconds(
+    message: router_pb2.GenerateRequest,
+    field: Literal["timeout_ms", "ttft_target_ms", "itl_target_ms"],
+) -> float | None:
+    """None where the client named none."""
+    if not message.HasField(field):
+        return None
+    milliseconds: int = getattr(message, field)
+    if not milliseconds:
+        raise wrong(field, "must be at least 1")
+    return milliseconds / 1e3
+
+
+# --- names --------------------------------------------------------------------------------------
+
+
+def drawn_id(given: str) -> str:
+    """Return an id for a request whose body names none. `given`: its client's `x-request-id`, which
+    becomes part of it; it may be one for several."""
+    is_name = len(given) <= _MAX_GIVEN_CHARS and REQUEST_ID.fullmatch(given)
+    return f"{given}-{uuid.uuid4().hex[:8]}" if is_name else uuid.uuid4().hex
+
+
+def wire_id(tenant: str, request_id: str) -> str:
+    """The id workers know a request by: one tenant's ids never meet another's."""
+    own = quote(request_id, safe="")
+    return f"{quote(tenant, safe='')}/{own}" if tenant else own
+
+
+def key_of(named: str) -> Key:
+    """Tenant and request id of a `wire_id`."""
+    tenant, _, own = named.rpartition("/")
+    return unquote(tenant), unquote(own)
+
+
+def check_model(name: str, served: Collection[str]) -> None:
+    """Raises NotFoundError for a model that is not served; "" means the one that is."""
+    if name and name not in served:
+        known = ", ".join(sorted(served))
+        raise NotFoundError(f"unknown model {name!r}; served here: {known}", field="model")
+
+
+def check_name(field: str, value: str) -> None:
+    if len(value) > _MAX_NAME_CHARS:
+        raise wrong(field, f"longer than {_MAX_NAME_CHARS} characters")
+    if any(ord(char) < 0x20 for char in value):
+        raise wrong(field, "control characters are not allowed")
+
+
+# --- what to sample, and until when ---------------------------------------------------------------
+
+
+def _check_stop(message: router_pb2.GenerateRequest) -> None:
+    if len(message.stop) > MAX_STOP_STRINGS:
+        raise wrong("stop", f"{len(message.stop)} strings; at most {MAX_STOP_STRINGS} are taken")
+    for index, stop in enumerate(message.stop):
+        if not stop or len(stop) > MAX_WORD_CHARS:
+            problem = "is empty" if not stop else f"exceeds {MAX_WORD_CHARS} characters"
+            raise wrong(f"stop[{index}]", problem)
+    if len(message.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+        raise wrong("stop_token_ids", f"at most {MAX_STOP_TOKEN_IDS} are taken")
+
+
+# Field, what it must satisfy, and how that reads. Not-a-number and infinities are refused first.
+_RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
+    ("temperature", lambda value: 0.0 <= value <= 100.0, "between 0 (greedy) and 100"),
+    ("top_p", lambda value: 0.0 < value <= 1.0, "above 0 and at most 1"),
+    ("min_p", lambda value: 0.0 <= value <= 1.0, "between 0 and 1"),
+    ("repetition_penalty", lambda value: 0.0 < value <= 100.0, "above 0 and at most 100"),
+    ("presence_penalty", lambda value: -2.0 <= value <= 2.0, "between -2 and 2"),
+    ("frequency_penalty", lambda value: -2.0 <= value <= 2.0, "between -2 and 2"),
+    ("max_tokens", lambda value: value >= 1, "at least 1"),
+)
+
+
+def _check_sampling(sampling: common_pb2.SamplingParams) -> None:
+    for name, is_valid, meaning in _RANGES:
+        if not sampling.HasField(name):  # type: ignore[arg-type]
+            continue
+        value = getattr(sampling, name)
+        if not math.isfinite(value) or not is_valid(value):
+            raise wrong(f"sampling.{name}", f"must be {meaning}, not {value:g}")
+    for name in ("logprobs", "prompt_logprobs"):
+        if (wanted := getattr(sampling, name)) > _MAX_LOGPROBS:
+            raise wrong(f"sampling.{name}", f"at most {_MAX_LOGPROBS}, not {wanted}")
+    if sampling.HasField("max_tokens") and sampling.min_tokens > sampling.max_tokens:
+        problem = f"{sampling.min_tokens} exceeds max_tokens {sampling.max_tokens}"
+        raise wrong("sampling.min_tokens", problem)

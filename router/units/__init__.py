@@ -1,0 +1,1 @@
+"""Which unit a request goes to, and the router of each unit."""
