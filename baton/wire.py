@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from baton.finish_reason import FinishReason
-from baton.v1 import common_pb2
+from baton.fleet import Role, WorkerState
+from baton.v1 import common_pb2, control_pb2
 
 ANY_ATTEMPT = (1 << 32) - 1
 """A `Cancel` with this attempt ends every attempt at the request, from any router."""
@@ -14,6 +17,16 @@ DEADLINE = "deadline"
 ORPHANED = "its router is gone"
 """The `error` of a request that no router followed for `orphan_ttl_s`. A router that attaches runs
 it on."""
+
+ROLES = {role: common_pb2.WorkerRole.Value(f"WORKER_ROLE_{role.name}") for role in Role}
+ANY_ROLE = common_pb2.WORKER_ROLE_UNSPECIFIED
+ROLE_OF = {number: role for role, number in ROLES.items()}
+STATES: Mapping[WorkerState, control_pb2.WorkerState.ValueType] = {
+    state: control_pb2.WorkerState.Value(f"WORKER_STATE_{state.name}")
+    for state in WorkerState
+    if state is not WorkerState.UNLISTED
+}
+STATE_OF = {number: state for state, number in STATES.items()}
 
 _ON_WIRE = {it: common_pb2.FinishReason.Value(f"FINISH_REASON_{it.name}") for it in FinishReason}
 _REASONS = {value: reason for reason, value in _ON_WIRE.items()}

@@ -12,9 +12,10 @@ import numpy as np
 from baton.clock import LoopClock
 from baton.config.router import PlacementConfig, RouterConfig
 from baton.errors import BatonError
+from baton.fleet import WorkerState
 from baton.v1 import common_pb2
 from kv_transfer.block_hash import SHARED_BY_ALL, BlockHash
-from router.fleet.fleet import Fleet, WorkerState
+from router.fleet.fleet import Fleet
 from router.fleet.worker_facts import WorkerFacts
 from router.index.prefix_index import PrefixIndex
 from router.placement.admission import Admission

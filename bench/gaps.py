@@ -25,6 +25,7 @@ from baton.config.cluster import ClusterConfig, ControlConfig, PoolConfig
 from baton.config.engine import EngineConfig
 from baton.config.router import RouterConfig
 from baton.config.settings import changed
+from baton.fleet import Role
 from bench import random_model
 from bench.report import markdown, progress
 from cluster.local import bring_up as local
@@ -34,10 +35,10 @@ NUM_PROMPT_TOKENS = 512
 NUM_TOKENS = 64
 LAYOUTS = {
     "1 prefill + 1 decode": {
-        "prefill": PoolConfig(role="prefill"),
-        "decode": PoolConfig(role="decode"),
+        "prefill": PoolConfig(role=Role.PREFILL),
+        "decode": PoolConfig(role=Role.DECODE),
     },
-    "2 mixed": {"mixed": PoolConfig(role="mixed", replicas=2)},
+    "2 mixed": {"mixed": PoolConfig(role=Role.MIXED, replicas=2)},
 }
 AT_ONCE = (1, 4, 16)
 HEADER = (

@@ -28,6 +28,7 @@ from baton.config.cluster import ClusterConfig, ControlConfig, PoolConfig
 from baton.config.engine import EngineConfig
 from baton.config.router import RouterConfig
 from baton.config.settings import changed
+from baton.fleet import Role
 from bench import random_model
 from bench.report import markdown, progress
 from cluster.local import bring_up as local
@@ -153,10 +154,10 @@ def running(model: Path, name: str) -> Iterator[Client]:
 
 CLUSTERS = {
     "disaggregated": {
-        "prefill": PoolConfig(role="prefill"),
-        "decode": PoolConfig(role="decode"),
+        "prefill": PoolConfig(role=Role.PREFILL),
+        "decode": PoolConfig(role=Role.DECODE),
     },
-    "local": {"decode": PoolConfig(role="decode")},
+    "local": {"decode": PoolConfig(role=Role.DECODE)},
 }
 
 

@@ -36,6 +36,7 @@ from baton.config.cluster import ClusterConfig, ControlConfig, PoolConfig
 from baton.config.engine import EngineConfig, FakeEngineConfig
 from baton.config.router import RouterConfig
 from baton.config.settings import changed
+from baton.fleet import Role
 from baton.process.interpreter import share_interpreter
 from baton.v1 import router_pb2, router_pb2_grpc
 from bench.clients import GrpcClient, Load, run
@@ -114,8 +115,8 @@ def tenants_cluster() -> ClusterConfig:
     return ClusterConfig(
         model="models/demo",
         pools={
-            "prefill": PoolConfig(role="prefill", replicas=4),
-            "decode": PoolConfig(role="decode", replicas=2),
+            "prefill": PoolConfig(role=Role.PREFILL, replicas=4),
+            "decode": PoolConfig(role=Role.DECODE, replicas=2),
         },
         engine=EngineConfig(backend="fake", fake=fake, max_num_seqs=32, num_blocks=4096),
         router=changed(

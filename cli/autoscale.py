@@ -20,7 +20,7 @@ from baton.v1 import control_pb2
 from cluster.planner.fleet_signals import FleetSignals, PoolBounds
 from cluster.planner.needs import PlannerState
 from cluster.planner.planner import PoolPlan, decide
-from cluster.pools.role_plan import RolePlan
+from cluster.role_plan import RolePlan
 
 log = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from baton.errors import BatonError, DeadlineError, NotFoundError
 from baton.v1 import control_pb2
 from cli.progress import Steps
 from cli.status import Fleet
-from cluster.pools.role_plan import RolePlan
+from cluster.role_plan import RolePlan
 
 _SERVING = (control_pb2.WORKER_STATE_LIVE, control_pb2.WORKER_STATE_SUSPECT)
 _FAILED_STARTS = 2  # a first one may be bad luck

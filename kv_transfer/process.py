@@ -15,8 +15,6 @@ from pathlib import Path
 
 from baton.v1 import common_pb2
 
-_STATE_FIELD = 0  # counted from the field after the command's name in /proc/<pid>/stat
-_START_TIME_FIELD = 19
 _DEAD_STATES = frozenset("ZXx")
 
 
@@ -48,14 +46,30 @@ def _pid_namespace() -> int:
     return os.stat("/proc/self/ns/pid").st_ino
 
 
-def _stat_fields(pid: int) -> list[str] | None:
-    """The fields after the name in /proc/<pid>/stat; None: no such process."""
+@dataclass(frozen=True)
+class ProcessStat:
+    """What /proc/<pid>/stat says."""
+
+    name: str
+    state: str
+    parent_pid: int
+    start_time_ticks: int
+
+    @property
+    def is_zombie(self) -> bool:
+        return self.state in _DEAD_STATES
+
+
+def stat_of(pid: int) -> ProcessStat | None:
+    """None: no such process."""
     try:
         # A name is bytes: the kernel cuts a long one, even inside a character.
         text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except (FileNotFoundError, ProcessLookupError):
         return None
-    return text[text.rindex(")") + 2 :].split()
+    name, _, rest = text.partition("(")[2].rpartition(")")
+    fields = rest.split()
+    return ProcessStat(name, fields[0], int(fields[1]), int(fields[19]))
 
 
 def own_identity() -> ProcessIdentity:
@@ -67,10 +81,10 @@ def own_identity() -> ProcessIdentity:
 
 def identity_of(pid: int) -> ProcessIdentity | None:
     """Identity of a process in this pid namespace; None: no process has that pid."""
-    fields = _stat_fields(pid)
-    if fields is None:
+    found = stat_of(pid)
+    if found is None:
         return None
-    return ProcessIdentity(_boot_id(), _pid_namespace(), pid, int(fields[_START_TIME_FIELD]))
+    return ProcessIdentity(_boot_id(), _pid_namespace(), pid, found.start_time_ticks)
 
 
 def is_gone(identity: ProcessIdentity) -> bool | None:
@@ -80,10 +94,10 @@ def is_gone(identity: ProcessIdentity) -> bool | None:
     """
     if identity.boot_id != _boot_id() or identity.pid_namespace != _pid_namespace():
         return None
-    fields = _stat_fields(identity.pid)
-    if fields is None or int(fields[_START_TIME_FIELD]) != identity.start_time_ticks:
+    found = stat_of(identity.pid)
+    if found is None or found.start_time_ticks != identity.start_time_ticks:
         return True
-    if fields[_STATE_FIELD] not in _DEAD_STATES:
+    if not found.is_zombie:
         return False
     try:
         threads = os.listdir(f"/proc/{identity.pid}/task")

@@ -28,11 +28,10 @@ from baton.errors import (
     ShuttingDownError,
     UnavailableError,
 )
+from baton.pacing import Backoff
 from baton.v1 import common_pb2, router_pb2
 
 DEFAULT_TIMEOUT_S = 600.0
-_FIRST_PAUSE_S = 0.05
-_LONGEST_PAUSE_S = 1.0
 _GRACE_S = 5.0  # the router's own DeadlineError comes first, and says more
 
 
@@ -177,7 +176,7 @@ class RequestStream:
         self._has_seen_tail = False
         self._unreachable: set[str] = set()
         self._lost_at: float | None = None
-        self._next_pause_s = _FIRST_PAUSE_S
+        self._backoff = Backoff(0.05, 1.0)
         self.is_finished = False
         self.was_sent_away = False
         """By the last router, which shuts down."""
@@ -211,7 +210,7 @@ class RequestStream:
         event = from_response(response)
         self._was_taken = True
         self._lost_at = None
-        self._next_pause_s = _FIRST_PAUSE_S
+        self._backoff.reset()
         self._unreachable.clear()
         match event:
             case Routed():
@@ -244,8 +243,7 @@ class RequestStream:
                 raise problem
             raise UnavailableError(f"no router listens at {', '.join(self._addresses)}")
         self._lost_at = self._lost_at or now
-        pause_s = self._next_pause_s * random.uniform(0.5, 1.0)
-        self._next_pause_s = min(2 * self._next_pause_s, _LONGEST_PAUSE_S)
+        pause_s = self._backoff.next_s()
         ends_at = min(self._deadline, self._lost_at + self._reconnect_within_s)
         if isinstance(problem, OverloadedError):
             wait_s = problem.retry_after_s or 0.0

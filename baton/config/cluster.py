@@ -29,8 +29,8 @@ from baton.config.workers import (
     WorkerSettings,
 )
 from baton.errors import ConfigError
+from baton.fleet import Role
 
-Role = Literal["prefill", "decode", "mixed"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]
 
@@ -86,7 +86,7 @@ class ControlConfig(Ranged):
 
 
 def _default_pools() -> dict[str, PoolConfig]:
-    return {"prefill": PoolConfig(role="prefill"), "decode": PoolConfig(role="decode")}
+    return {"prefill": PoolConfig(Role.PREFILL), "decode": PoolConfig(Role.DECODE)}
 
 
 @dataclass(frozen=True)
@@ -143,9 +143,10 @@ class ClusterConfig:
     def _check_roles(self) -> None:
         """Check that the pools can serve by themselves."""
         roles = {pool.role for pool in self.pools.values()}
-        if not roles & {"decode", "mixed"}:
+        if not roles & {Role.DECODE, Role.MIXED}:
             raise ValueError("pools need at least one of role decode or mixed")
-        if self.router.placement.local_prefill == "never" and not roles & {"prefill", "mixed"}:
+        prefills = roles & {Role.PREFILL, Role.MIXED}
+        if self.router.placement.local_prefill == "never" and not prefills:
             raise ValueError(
                 "router.placement.local_prefill must not be never without a pool of role prefill "
                 "or mixed"

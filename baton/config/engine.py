@@ -106,3 +106,7 @@ class EngineTuning(Ranged):
 @dataclass(frozen=True)
 class EngineConfig(EngineTuning, EngineSettings):
     """All settings of one engine."""
+
+    @property
+    def needs_gpu(self) -> bool:
+        return self.device == "cuda" and self.reads_model

@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from baton.config.ranges import Count, NotNegative, Positive, Range, Ranged, Share
+from baton.config.ranges import Bounds, Count, NotNegative, Positive, Ranged, Share
 
-_Margin = Annotated[float, Range("at least 0 and below 1", lambda value: 0 <= value < 1)]
+_Margin = Annotated[float, Bounds(minimum=0, below=1)]
 
 
 @dataclass(frozen=True)

@@ -1,37 +1,84 @@
-"""What numbers a setting may hold, written beside the type of its field.
+"""What a setting may hold, written beside the type of its field: `Annotated[int, at_least(1)]`.
 
-Standard library only: settings are read where neither torch nor a YAML parser is installed.
+It is checked when the settings are made, and shown in the schemas of the custom resources. Standard
+library only: settings are read where neither torch nor a YAML parser is installed.
 """
 
 from __future__ import annotations
 
 import functools
 import math
+import re
+import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
 
 @dataclass(frozen=True)
-class Range:
-    """Finite numbers within `limits`."""
+class Bounds:
+    """None: not bounded. A bounded number is finite, too."""
 
-    limits: str
-    holds: Callable[[float], bool]
+    minimum: float | None = None
+    above: float | None = None
+    maximum: float | None = None
+    below: float | None = None
+    pattern: str | None = None
+    max_size: int | None = None
+    """Characters, members of a list or keys of a mapping. An API server refuses a CEL rule over
+    values without it: it cannot bound the rule's cost."""
+
+    def problem(self, value: Any) -> str | None:
+        """What is wrong with a value; None: nothing."""
+        if self.pattern is not None and not re.search(self.pattern, value, re.ASCII):
+            return f"must match {self.pattern}, not {value!r}"
+        if self.max_size is not None and len(value) > self.max_size:
+            return f"must not be longer than {self.max_size}, not {len(value)}"
+        if not self._limits:
+            return None
+        if not self._holds(value):
+            return f"must be {self._limits}, not {value}"
+        return None if math.isfinite(value) else f"must be finite, not {value}"
+
+    def _holds(self, number: float) -> bool:
+        return (
+            (self.minimum is None or number >= self.minimum)
+            and (self.above is None or number > self.above)
+            and (self.maximum is None or number <= self.maximum)
+            and (self.below is None or number < self.below)
+        )
+
+    @property
+    def _limits(self) -> str:
+        if self.minimum is not None and self.maximum is not None:
+            return f"between {self.minimum} and {self.maximum}"
+        limits = {
+            "at least": self.minimum,
+            "above": self.above,
+            "at most": self.maximum,
+            "below": self.below,
+        }
+        return " and ".join(
+            f"{word} {limit}" for word, limit in limits.items() if limit is not None
+        )
 
 
-def at_least(low: float) -> Range:
-    return Range(f"at least {low:g}", lambda value: value >= low)
+def at_least(low: float) -> Bounds:
+    return Bounds(minimum=low)
 
 
-def between(low: float, high: float) -> Range:
-    return Range(f"between {low} and {high}", lambda value: low <= value <= high)
+def between(low: float, high: float) -> Bounds:
+    return Bounds(minimum=low, maximum=high)
 
 
-Positive = Annotated[float, Range("above 0", lambda value: value > 0)]
+def sized(max_size: int, pattern: str | None = None) -> Bounds:
+    return Bounds(max_size=max_size, pattern=pattern)
+
+
+Positive = Annotated[float, Bounds(above=0)]
 NotNegative = Annotated[float, at_least(0)]
-Share = Annotated[float, Range("above 0 and at most 1", lambda value: 0 < value <= 1)]
+Share = Annotated[float, Bounds(above=0, maximum=1)]
 Whole = Annotated[int, at_least(0)]
 Count = Annotated[int, at_least(1)]
 Port = Annotated[int, between(0, 65535)]
@@ -39,27 +86,25 @@ Port = Annotated[int, between(0, 65535)]
 
 @dataclass(frozen=True)
 class Ranged:
-    """A dataclass whose numbers are checked when it is made. A number outside its range raises
-    ValueError, which names the field first."""
+    """Raises ValueError, naming the field first, for a value out of its bounds."""
 
     def __post_init__(self) -> None:
-        for name, ranges in _ranges(type(self)).items():  # type: ignore[arg-type]
+        for name, beside in annotations_of(type(self)).items():  # type: ignore[arg-type]
             value = getattr(self, name)
-            for each in ranges if value is not None else ():
-                if not each.holds(value):
-                    raise ValueError(f"{name} must be {each.limits}, not {value}")
-                if not math.isfinite(value):
-                    raise ValueError(f"{name} must be finite, not {value}")
+            for bounds in beside if value is not None else ():
+                if isinstance(bounds, Bounds) and (problem := bounds.problem(value)):
+                    raise ValueError(f"{name} {problem}")
 
 
 @functools.cache
-def _ranges(cls: type) -> Mapping[str, list[Range]]:
+def annotations_of(cls: type) -> Mapping[str, tuple[Any, ...]]:
+    """What stands beside each field's type."""
     kinds = typing.get_type_hints(cls, include_extras=True)
-    return {name: list(_ranges_of(kind)) for name, kind in kinds.items()}
+    return {name: _beside(kind) for name, kind in kinds.items()}
 
 
-def _ranges_of(kind: Any) -> typing.Iterator[Range]:
-    """Return the ranges in a type, also those beside None."""
-    yield from (extra for extra in getattr(kind, "__metadata__", ()) if isinstance(extra, Range))
-    for part in typing.get_args(kind):
-        yield from _ranges_of(part)
+def _beside(kind: Any) -> tuple[Any, ...]:
+    """What stands beside a type, or beside one that may be None."""
+    if typing.get_origin(kind) in (types.UnionType, typing.Union):
+        return tuple(each for part in typing.get_args(kind) for each in _beside(part))
+    return getattr(kind, "__metadata__", ())

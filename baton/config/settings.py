@@ -14,6 +14,7 @@ import re
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
+from enum import StrEnum
 from typing import Any, TypeVar
 
 import yaml
@@ -148,10 +149,10 @@ class _Reader:
             if len(kinds) > 1 and isinstance(value, list | tuple):
                 kinds = [each for each in kinds if typing.get_origin(each) is tuple]
             return self._convert(kinds[0], value, key)
-        if origin is typing.Literal:
-            if value not in arguments:
-                raise self._error(key, _one_of(value, [str(choice) for choice in arguments]))
-            return value
+        if choices := choices_of(kind):
+            if value not in choices:
+                raise self._error(key, _one_of(value, choices))
+            return kind(value) if origin is None else value
         if origin in (dict, Mapping):
             return self._convert_mapping(arguments[1], value, key)
         if origin is tuple:
@@ -214,6 +215,13 @@ def _field_types(cls: Any) -> dict[str, Any]:
     }
 
 
+def choices_of(kind: Any) -> list[str]:
+    """What a Literal or a StrEnum takes; empty: another type."""
+    if isinstance(kind, type) and issubclass(kind, StrEnum):
+        return [choice.value for choice in kind]
+    return list(typing.get_args(kind)) if typing.get_origin(kind) is typing.Literal else []
+
+
 def _needed(cls: Any) -> list[str]:
     """Return the fields that have no default."""
     return [
@@ -228,6 +236,8 @@ def _plain(value: object, default: object) -> Any:
         return dump(value, base=default if type(default) is type(value) else None)
     if isinstance(value, Mapping):
         return {name: _plain(item, None) for name, item in value.items()}
+    if isinstance(value, StrEnum):
+        return value.value
     if isinstance(value, tuple):
         return [_plain(item, None) for item in value]
     return value

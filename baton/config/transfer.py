@@ -38,8 +38,6 @@ class TransferConfig(Ranged):
     drain_poll_s: Positive = 0.05
     """First pause between attempts to prove that the other side of a broken handoff has stopped;
     doubles up to 1 s."""
-    native: bool = True
-    """Whether compiled code posts batches of puts. False, or without a compiler: Python does."""
 
     @property
     def checksum_stride(self) -> int:

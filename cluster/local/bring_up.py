@@ -42,6 +42,7 @@ from baton.errors import BatonError, ConfigError, DeadlineError, UnavailableErro
 from baton.grpc_options import DIRECT
 from baton.identity.identity import Identity, make_keys, open_identity, recorded
 from baton.native_build import NativeBuildError, build
+from baton.pacing import Backoff
 from baton.secret_files import open_to_others, write_secret
 from baton.v1 import control_pb2
 from cluster.errors import one_line
@@ -460,7 +461,7 @@ class RouterProcess:
             self._thread.join()
 
     def _keep(self) -> None:
-        backoff_s = _RESTART_AFTER_S
+        backoff = Backoff(_RESTART_AFTER_S, _LONGEST_RESTART_S)
         while not self._closing.is_set():
             started_at = time.monotonic()
             self._num_starts += 1
@@ -468,9 +469,9 @@ class RouterProcess:
             if self._closing.is_set() or self._misconfigured.is_set():
                 return
             log.error("the router %s; starting it again", why)
-            lived_s = time.monotonic() - started_at
-            backoff_s = _RESTART_AFTER_S if lived_s > 10 else min(_LONGEST_RESTART_S, 2 * backoff_s)
-            self._closing.wait(backoff_s)
+            if time.monotonic() - started_at > 10:
+                backoff.reset()
+            self._closing.wait(backoff.next_s())
 
     def _run_once(self) -> str:
         """Run it once. Returns how it ended."""

@@ -24,6 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from kv_transfer.process import stat_of
+
 log = logging.getLogger(__name__)
 
 
@@ -40,9 +42,10 @@ def descendants(root_pid: int | None = None) -> set[Process]:
     """Children of a process (default: this one), their children, and so on; without zombies."""
     children: dict[int, list[Process]] = defaultdict(list)
     for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and (found := _read(int(entry.name))) is not None:
-            parent_pid, process = found
-            children[parent_pid].append(process)
+        found = stat_of(int(entry.name)) if entry.name.isdigit() else None
+        if found is not None and not found.is_zombie:
+            process = Process(int(entry.name), found.start_time_ticks, found.name)
+            children[found.parent_pid].append(process)
     result: set[Process] = set()
     waiting = [os.getpid() if root_pid is None else root_pid]
     while waiting:
@@ -57,8 +60,9 @@ def still_alive(processes: Iterable[Process]) -> set[Process]:
     return {
         process
         for process in processes
-        if (found := _read(process.pid)) is not None
-        and found[1].start_time_ticks == process.start_time_ticks
+        if (found := stat_of(process.pid)) is not None
+        and not found.is_zombie
+        and found.start_time_ticks == process.start_time_ticks
     }
 
 
@@ -70,20 +74,6 @@ def wait_until_gone(processes: Iterable[Process], timeout_s: float) -> set[Proce
         time.sleep(0.05)
         left = still_alive(left)
     return left
-
-
-def _read(pid: int) -> tuple[int, Process] | None:
-    """Parent's pid and the process; None when it is gone or only waits to be reaped."""
-    try:
-        # Names are bytes: the kernel cuts long ones, also inside a letter.
-        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    name, _, rest = stat.partition("(")[2].rpartition(")")
-    fields = rest.split()
-    if fields[0] in ("Z", "X"):
-        return None
-    return int(fields[1]), Process(pid, int(fields[19]), name)
 
 
 # --- the reaper ---------------------------------------------------------------------------------

@@ -9,29 +9,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from baton.v1 import common_pb2, control_pb2
+from baton.fleet import WorkerState
+from baton.v1 import control_pb2
+from baton.wire import ROLE_OF, STATE_OF, STATES
 from cluster.planner.signals import (
     PoolGaps,
     PoolSignals,
     QueueSignals,
     RouterSignals,
     Signals,
-    WorkerPhase,
     WorkerSignals,
 )
-from cluster.pools.role_plan import Role, RolePlan
+from cluster.role_plan import RolePlan
 
-_ROLES = {
-    common_pb2.WORKER_ROLE_PREFILL: Role.PREFILL,
-    common_pb2.WORKER_ROLE_DECODE: Role.DECODE,
-    common_pb2.WORKER_ROLE_MIXED: Role.MIXED,
-}
-_PHASES = {
-    control_pb2.WORKER_STATE_STARTING: WorkerPhase.STARTING,
-    control_pb2.WORKER_STATE_LIVE: WorkerPhase.LIVE,
-    control_pb2.WORKER_STATE_SUSPECT: WorkerPhase.LIVE,
-    control_pb2.WORKER_STATE_DRAINING: WorkerPhase.DRAINING,
-}
+_HERE = frozenset(STATE_OF) - {STATES[WorkerState.GONE]}
 
 
 @dataclass(frozen=True)
@@ -64,7 +55,7 @@ class FleetSignals:
         now_s: float,
     ) -> Signals:
         """The signals of one answer. `bounds`: by pool name; a pool without bounds is left out."""
-        here = [worker for worker in fleet.workers if worker.state in _PHASES]
+        here = [worker for worker in fleet.workers if worker.state in _HERE]
         names = {worker.info.ref.worker_id for worker in here}
         if not fleet.settles:  # else a missing worker may have yet to register again
             self._seen = {name: seen for name, seen in self._seen.items() if name in names}
@@ -88,14 +79,14 @@ class FleetSignals:
         seen = self._seen.get(info.ref.worker_id)
         if seen is None or seen.incarnation != info.ref.incarnation:
             seen = self._seen[info.ref.worker_id] = _Seen(info.ref.incarnation)
-        if worker.state == control_pb2.WORKER_STATE_LIVE:
-            seen.live_since_s = now_s if seen.live_since_s is None else seen.live_since_s
-            seen.heard_at_s = now_s
-        elif worker.state == control_pb2.WORKER_STATE_DRAINING:
+        state = STATE_OF[worker.state]
+        if state is WorkerState.LIVE and seen.live_since_s is None:
+            seen.live_since_s = now_s
+        if state in (WorkerState.LIVE, WorkerState.DRAINING):
             seen.heard_at_s = now_s
         return WorkerSignals(
             worker_id=info.ref.worker_id,
-            phase=_PHASES[worker.state],
+            state=WorkerState.LIVE if state is WorkerState.SUSPECT else state,
             live_since_s=seen.live_since_s,
             measured_at_s=seen.heard_at_s,
             num_streams=load.num_running + load.num_reserved,
@@ -112,7 +103,7 @@ def _pool(
 ) -> PoolSignals:
     return PoolSignals(
         name=pool.name,
-        role=_ROLES[pool.role],
+        role=ROLE_OF[pool.role],
         desired_replicas=pool.desired_replicas,
         max_replicas=bounds.max_replicas,
         min_replicas=bounds.min_replicas,

@@ -18,15 +18,14 @@ from dataclasses import dataclass
 from math import fsum
 
 from baton.config.planner import PlannerConfig
+from baton.fleet import Role, WorkerState
 from cluster.planner.signals import (
     PoolSignals,
     QueueSignals,
     RouterSignals,
     Signals,
-    WorkerPhase,
     WorkerSignals,
 )
-from cluster.pools.role_plan import Role
 
 _FEWEST_GAPS = 100  # so that five are above the 95th percentile
 
@@ -69,12 +68,9 @@ class PoolMeasure:
     num_live: int
     num_unheard: int
     """Live workers without fresh figures."""
-    num_warming: int
-    """Workers that load, or went live less than `warm_up_s` ago."""
     num_started: int
     """Workers that are live or load."""
     num_pending: int
-    num_draining: int
     newest_at_s: float | None
     """When a live worker's figures were last measured."""
     num_streams: int
@@ -120,21 +116,19 @@ def measure_demand(signals: Signals, config: PlannerConfig) -> Demand | None:
 
 
 def measure_pool(pool: PoolSignals, signals: Signals, config: PlannerConfig) -> PoolMeasure:
-    live = [worker for worker in pool.workers if worker.phase is WorkerPhase.LIVE]
+    live = [worker for worker in pool.workers if worker.state is WorkerState.LIVE]
     heard = [worker for worker in live if _is_fresh(worker.measured_at_s, signals, config)]
     warm = [worker for worker in heard if _is_warm(worker, signals, config)]
-    num_starting = sum(worker.phase is WorkerPhase.STARTING for worker in pool.workers)
+    num_starting = sum(worker.state is WorkerState.STARTING for worker in pool.workers)
     num_young = sum(not _is_warm(worker, signals, config) for worker in live)
     rates = [worker.prefill_tokens_per_s for worker in warm if worker.prefill_tokens_per_s]
     times_s = [worker.measured_at_s for worker in live if worker.measured_at_s is not None]
-    itl, num_draining = _itl(warm), sum(w.phase is WorkerPhase.DRAINING for w in pool.workers)
+    itl, num_draining = _itl(warm), sum(w.state is WorkerState.DRAINING for w in pool.workers)
     return PoolMeasure(
         num_live=len(live),
         num_unheard=len(live) - len(heard),
-        num_warming=num_starting + num_young,
         num_started=num_starting + len(live),
         num_pending=pool.num_pending,
-        num_draining=num_draining,
         newest_at_s=max(times_s, default=None),
         num_streams=sum(worker.num_streams for worker in heard),
         fill=fsum(_fill(worker, pool.role) for worker in heard),

@@ -15,9 +15,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from baton.config.planner import PlannerConfig
+from baton.fleet import Role
 from cluster.planner.measure import Demand, ItlCurve, PoolMeasure
 from cluster.planner.signals import PoolSignals
-from cluster.pools.role_plan import Role, RolePlan
+from cluster.role_plan import RolePlan
 
 _WORTH_NAMING = 0.1  # share of the ITL target
 _LEAST_WAIT = 0.1  # share of the TTFT target that a wait may always take, even for long prompts

@@ -17,11 +17,12 @@ from dataclasses import dataclass, replace
 from math import fsum
 
 from baton.config.planner import PlannerConfig
+from baton.fleet import Role
 from cluster.planner.measure import Demand, PoolMeasure, measure_demand, measure_pool
 from cluster.planner.needs import PlannerState, PoolLoad, PoolMemory, need_of
 from cluster.planner.signals import PoolSignals, Signals
 from cluster.planner.sizing import Pool, Size, keep_ratio, roles_of, size_of
-from cluster.pools.role_plan import Role, RolePlan
+from cluster.role_plan import RolePlan
 
 _COMES_UP_WITHIN_S = 1800.0  # provisioning a machine with GPUs takes minutes
 

@@ -7,11 +7,11 @@ clock. Unknown is None. A figure that is not finite raises a ValueError that nam
 
 from __future__ import annotations
 
-import enum
 import math
 from dataclasses import dataclass, field, fields
 
-from cluster.pools.role_plan import Role, RolePlan
+from baton.fleet import Role, WorkerState
+from cluster.role_plan import RolePlan
 
 
 @dataclass(frozen=True)
@@ -25,25 +25,15 @@ class _Figures:
                 raise ValueError(f"{each.name} must be a finite number, not {value}")
 
 
-class WorkerPhase(enum.Enum):
-    """A worker's phase. The registry's SUSPECT and LIVE are both LIVE here: the figures of a silent
-    worker simply grow old. A GONE worker is left out, with its figures."""
-
-    STARTING = "starting"
-    """It has a machine and loads: future capacity without figures."""
-    LIVE = "live"
-    DRAINING = "draining"
-    """It takes nothing new: it counts neither as capacity nor as load."""
-
-
 @dataclass(frozen=True)
 class WorkerSignals(_Figures):
     """One worker, from `WatchFleet`'s `FleetWorker`."""
 
     worker_id: str
     """`FleetWorker.info.ref.worker_id`."""
-    phase: WorkerPhase = WorkerPhase.LIVE
-    """`FleetWorker.state`."""
+    state: WorkerState = WorkerState.LIVE
+    """`FleetWorker.state`, but SUSPECT is LIVE here: the figures of a silent worker simply grow
+    old. A GONE worker is left out, with its figures."""
     live_since_s: float | None = None
     """When it was first seen LIVE; None: never."""
     measured_at_s: float | None = None

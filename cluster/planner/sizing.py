@@ -16,10 +16,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from baton.config.planner import PlannerConfig
+from baton.fleet import Role
 from cluster.planner.measure import PoolMeasure
 from cluster.planner.needs import Need, PoolMemory
 from cluster.planner.signals import PoolSignals
-from cluster.pools.role_plan import Role, RolePlan
+from cluster.role_plan import RolePlan
 
 _ROUNDING = 1e-9
 

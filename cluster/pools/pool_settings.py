@@ -22,8 +22,7 @@ from typing import Any, Literal, Self
 from baton.config.cluster import ClusterConfig, PoolConfig, read_config
 from baton.config.engine import AUTO
 from baton.errors import ConfigError, UnavailableError
-from cluster.pools.role_plan import Role
-from cluster.worker.config import needs_gpu
+from baton.fleet import Role
 
 _TIMEOUT_S = 60.0
 
@@ -126,7 +125,7 @@ def _check_pairs(config: ClusterConfig, written: ClusterConfig) -> None:
         is_open = written.pool_engine(pool).dtype == AUTO
         return f"{field} is {config.pool_engine(pool).dtype}" + " by auto" * is_open
 
-    def torch_pools(*roles: str) -> list[str]:
+    def torch_pools(*roles: Role) -> list[str]:
         pools = config.pools.items()
         return [
             name
@@ -134,9 +133,9 @@ def _check_pairs(config: ClusterConfig, written: ClusterConfig) -> None:
             if pool.role in roles and config.pool_engine(name).reads_model
         ]
 
-    receivers = torch_pools("decode", "mixed")
+    receivers = torch_pools(Role.DECODE, Role.MIXED)
     dtypes = {config.pool_engine(pool).dtype for pool in receivers}
-    for sender in torch_pools("prefill"):
+    for sender in torch_pools(Role.PREFILL):
         if receivers and config.pool_engine(sender).dtype not in dtypes:
             said = ", ".join(named(pool) for pool in (sender, *receivers))
             raise ConfigError(f"{said}: KV is exchanged within one dtype only", field="pools")
@@ -204,7 +203,7 @@ class PoolSettings:
 
     @property
     def role(self) -> Role:
-        return Role(self.shape.role)
+        return self.shape.role
 
     @property
     def roles(self) -> tuple[Role, ...]:
@@ -218,7 +217,7 @@ class PoolSettings:
     @property
     def gpus_per_replica(self) -> int:
         """One per rank that computes on a GPU."""
-        on_gpu = needs_gpu(self.config.pool_engine(self.name))
+        on_gpu = self.config.pool_engine(self.name).needs_gpu
         return self.shape.tensor_parallel if on_gpu else 0
 
     @property

@@ -12,8 +12,9 @@ from typing import Any
 
 from baton.config.engine import DTYPES
 from baton.errors import AlreadyExistsError, InUseError, InvalidRequestError, NotFoundError
+from baton.fleet import Role
 from cluster.pools.pool_settings import ModelSource, PoolSettings, common_dtype
-from cluster.pools.role_plan import Role, RolePlan
+from cluster.role_plan import RolePlan
 
 _ROLES = (Role.PREFILL, Role.DECODE)
 

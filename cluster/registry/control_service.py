@@ -15,23 +15,20 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio
 
 from baton.errors import BatonError, NotFoundError, OtherModelError
+from baton.fleet import Role
 from baton.identity.identity import Identity
 from baton.status import abort, first_message
-from baton.v1 import common_pb2, control_pb2, control_pb2_grpc, worker_pb2
+from baton.v1 import control_pb2, control_pb2_grpc, worker_pb2
+from baton.wire import ANY_ROLE, ROLES, STATES
 from cluster.pools.pool_table import Pool
-from cluster.pools.role_plan import Role, RolePlan
+from cluster.progress import Progress
 from cluster.registry.control_access import control_server, listen_at
 from cluster.registry.pairing import unpaired
 from cluster.registry.pool_changes import PoolBacking, PoolChanges
-from cluster.registry.registry import (
-    FleetSnapshot,
-    Progress,
-    Registration,
-    Registry,
-    Stream,
-    WorkerState,
-)
+from cluster.registry.registry import FleetSnapshot, Registration, Registry, Stream
 from cluster.registry.routers import Unit
+from cluster.role_plan import RolePlan
+from kv_transfer.process import ProcessIdentity
 
 log = logging.getLogger(__name__)
 
@@ -262,6 +259,8 @@ def _registration(info: control_pb2.WorkerInfo) -> Registration:
         info.SerializeToString(),
         info.model,
         info.model_fingerprint,
+        info.dtype,
+        frozenset(ProcessIdentity.from_proto(rank.process) for rank in info.ref.ranks),
     )
 
 
@@ -311,13 +310,6 @@ async def _look(registry: Registry, changes: Changes) -> None:
 
 # --- the registry as messages -------------------------------------------------------------------
 
-_STATES = {
-    state: control_pb2.WorkerState.Value(f"WORKER_STATE_{state.name}") for state in WorkerState
-}
-ROLES: Mapping[Role | None, common_pb2.WorkerRole.ValueType] = {
-    None: common_pb2.WORKER_ROLE_UNSPECIFIED
-} | {role: common_pb2.WorkerRole.Value(f"WORKER_ROLE_{role.name}") for role in Role}
-
 
 def fleet_message(snapshot: FleetSnapshot) -> control_pb2.WatchFleetResponse:
     return control_pb2.WatchFleetResponse(
@@ -325,9 +317,9 @@ def fleet_message(snapshot: FleetSnapshot) -> control_pb2.WatchFleetResponse:
         workers=[
             control_pb2.FleetWorker(
                 info=control_pb2.WorkerInfo.FromString(entry.registration.info),
-                state=_STATES[entry.state],
+                state=STATES[entry.state],
                 load=worker_pb2.WorkerLoad.FromString(entry.load),
-                active_role=ROLES[entry.active_role],
+                active_role=ANY_ROLE if entry.active_role is None else ROLES[entry.active_role],
             )
             for entry in snapshot.workers
         ],

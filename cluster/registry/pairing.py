@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
-from baton.v1 import common_pb2, control_pb2
+from baton.fleet import Role, WorkerState
+from baton.v1 import control_pb2
+from baton.wire import ROLES, STATES
 
-_PREFILL, _DECODE = common_pb2.WORKER_ROLE_PREFILL, common_pb2.WORKER_ROLE_DECODE
+_PREFILL, _DECODE = ROLES[Role.PREFILL], ROLES[Role.DECODE]
 _PARTNERS = {_PREFILL: "decode worker", _DECODE: "prefill worker"}
 _NAMED = 3
 
@@ -21,9 +23,7 @@ def unpaired(fleet: control_pb2.WatchFleetResponse) -> dict[str, str]:
 
     Partners are workers that are not gone and can run the other half of a request.
     """
-    here = [
-        worker.info for worker in fleet.workers if worker.state != control_pb2.WORKER_STATE_GONE
-    ]
+    here = [worker.info for worker in fleet.workers if worker.state != STATES[WorkerState.GONE]]
     of_kind: dict[bytes, list[control_pb2.WorkerInfo]] = defaultdict(list)
     for info in here:
         of_kind[info.kv_fingerprint].append(info)
@@ -32,7 +32,7 @@ def unpaired(fleet: control_pb2.WatchFleetResponse) -> dict[str, str]:
     messages = {}
     for worker in fleet.workers:
         mine, name = worker.info, worker.info.ref.worker_id
-        if worker.state != control_pb2.WORKER_STATE_LIVE:
+        if worker.state != STATES[WorkerState.LIVE]:
             continue
         if any(_are_partners(mine, other) for other in of_kind[mine.kv_fingerprint]):
             continue

@@ -8,10 +8,10 @@ from collections.abc import Collection, Mapping
 from functools import partial
 
 from baton.errors import BatonError
-from baton.v1 import control_pb2
+from baton.fleet import WorkerState
 from cluster.pools.pool_settings import PoolSettings, added_settings
-from cluster.pools.role_plan import RolePlan
-from cluster.registry.registry import Registry, WorkerState
+from cluster.registry.registry import Registry
+from cluster.role_plan import RolePlan
 
 log = logging.getLogger(__name__)
 
@@ -114,9 +114,8 @@ class PoolChanges:
         """The dtype of a registered worker; empty: none is registered. A registry that lost its
         state must not agree on another dtype."""
         for worker in self._registry.snapshot().workers:
-            info = control_pb2.WorkerInfo.FromString(worker.registration.info)
-            if info.dtype and worker.state is not WorkerState.GONE:
-                return info.dtype
+            if worker.registration.dtype and worker.state is not WorkerState.GONE:
+                return worker.registration.dtype
         return ""
 
     async def remove(self, pool: str) -> None:

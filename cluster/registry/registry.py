@@ -20,7 +20,6 @@ A worker's states:
 
 from __future__ import annotations
 
-import enum
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -28,41 +27,14 @@ from dataclasses import dataclass, field
 from baton.clock import AwakeClock, NowS
 from baton.config.workers import RegistryConfig
 from baton.errors import OtherModelError
+from baton.fleet import Role, WorkerState
 from cluster.pools.pool_table import Pool, PoolTable, Slot
-from cluster.pools.role_plan import Role, RolePlan, active_roles
+from cluster.progress import Progress
 from cluster.registry.routers import RouterReports, SilentRouter, UnitList
-
-
-class WorkerState(enum.Enum):
-    STARTING = "starting"
-    LIVE = "live"
-    SUSPECT = "suspect"
-    DRAINING = "draining"
-    GONE = "gone"
-
+from cluster.role_plan import RolePlan, active_roles
+from kv_transfer.process import ProcessIdentity
 
 _SERVING = (WorkerState.LIVE, WorkerState.SUSPECT)  # a brief silence changes no roles
-
-
-@dataclass(frozen=True)
-class Progress:
-    """What a heartbeat reports about the engine."""
-
-    runnable: bool
-    """Whether a step is running, or there is work for one."""
-    idle_s: float
-    """Seconds since the last step ended."""
-    predicted_step_s: float | None
-    """Predicted time of the running step; None: the worker never did such work, or so much."""
-
-    def is_stuck(self, config: RegistryConfig) -> bool:
-        """Whether the running step has exceeded its limit."""
-        if not self.runnable:
-            return False
-        if self.predicted_step_s is None:
-            return self.idle_s >= config.first_step_s
-        patience_s = max(config.stuck_after_s, config.stuck_factor * self.predicted_step_s)
-        return self.idle_s >= patience_s
 
 
 @dataclass(frozen=True)
@@ -77,6 +49,10 @@ class Registration:
     """The model name that clients use."""
     model_fingerprint: bytes = b""
     """Fingerprint of its model's weights and configuration; empty: none."""
+    dtype: str = ""
+    """What it computes in; empty: nothing."""
+    processes: frozenset[ProcessIdentity] = frozenset()
+    """Of its ranks."""
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from baton.config.workers import POD_LABEL, pod_resource
 from baton.errors import NoCapacityError
 from cluster.errors import ReplicaError
 from cluster.pools.pool_settings import PoolSettings, num_gpus_wanted
-from cluster.worker.config import WorkerConfig, needs_gpu
+from cluster.worker.config import WorkerConfig
 
 _RANK_CPUS = 0.001  # Ray only counts CPUs: thread counts divide the cores
 _ROOM_BACK_WITHIN_S = 2.0  # Ray frees a removed placement group's room much sooner
@@ -29,7 +29,7 @@ _MACHINE_FOUND_WITHIN_S = 30.0
 
 def rank_resources(config: WorkerConfig) -> dict[str, float]:
     """The Ray resources of one rank."""
-    resources = {"CPU": _RANK_CPUS} | ({"GPU": 1.0} if needs_gpu(config.engine) else {})
+    resources = {"CPU": _RANK_CPUS} | ({"GPU": 1.0} if config.engine.needs_gpu else {})
     return resources | ({pod_resource(config.pool): 1.0} if config.in_pod else {})
 
 

@@ -18,11 +18,12 @@ from typing import Any
 
 from baton.config.cluster import ClusterConfig, read_config
 from baton.errors import BatonError, ConfigError
+from baton.fleet import Role
 from cluster.pools.pool_settings import ModelSource, PoolSettings, common_dtype, own_settings
 from cluster.pools.pool_table import PoolTable
-from cluster.pools.role_plan import Role, RolePlan
 from cluster.registry.registry import Registry
 from cluster.registry.routers import Unit, UnitList
+from cluster.role_plan import RolePlan
 from kv_transfer.process import ProcessIdentity
 
 log = logging.getLogger(__name__)

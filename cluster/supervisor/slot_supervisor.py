@@ -23,20 +23,19 @@ from functools import partial
 from typing import Any, TypeVar
 
 from baton.clock import Clock, LoopClock, wait_for_event
-from baton.v1 import control_pb2
+from baton.fleet import WorkerState
+from baton.pacing import Backoff
 from cluster.errors import PodLostError, ReplicaError
 from cluster.registry.control_service import Changes
-from cluster.registry.registry import FleetEntry, Registry, WorkerState
+from cluster.registry.registry import FleetEntry, Registry
 from cluster.supervisor.replica import RankEnd, Replica, ReplicaName, Replicas
 from cluster.worker.config import WorkerConfig
-from kv_transfer.process import ProcessIdentity
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 LOOK_S = 0.5
-_LONGEST_BACKOFF_S = 10.0
 _YOUNG_S = 30.0
 
 
@@ -73,7 +72,7 @@ class SlotSupervisor:
         self._failure: str | None = None  # why the present replica failed, if it did
         self._served = adopted is not None and adopted.serves
         self._left_behind = False  # whether a process of the last replica may be left
-        self._backoff_s = 0.0
+        self._backoff = Backoff(0.5, 10.0)
         self._began_at = 0.0  # when the present replica was adopted or its start began
 
     async def run(self) -> None:
@@ -87,14 +86,13 @@ class SlotSupervisor:
             if self._context.clock.now_s() - self._began_at < _YOUNG_S:
                 await self.back_off()
             else:
-                self._backoff_s = 0.0
+                self._backoff.reset()
         if not self._left_behind:
             self._context.registry.pools.clear_failure(self.worker_id)
 
     async def back_off(self) -> None:
         """Wait, longer each time, unless the slot is no longer wanted."""
-        self._backoff_s = min(_LONGEST_BACKOFF_S, 2 * self._backoff_s + 0.5)
-        await wait_for_event(self._context.clock, self._leaving, self._backoff_s)
+        await wait_for_event(self._context.clock, self._leaving, self._backoff.next_s())
 
     def report(self, error: str, log_file: object = None) -> None:
         """Log a failure and report it to the registry, whose watchers see it."""
@@ -258,6 +256,4 @@ class SlotSupervisor:
         entry = next((e for e in entries if e.registration.worker_id == self.worker_id), None)
         if entry is None or self.replica is None:
             return None
-        ranks = control_pb2.WorkerInfo.FromString(entry.registration.info).ref.ranks
-        processes = [ProcessIdentity.from_proto(rank.process) for rank in ranks]
-        return entry if set(processes) & set(self.replica.processes) else None
+        return entry if entry.registration.processes & {*self.replica.processes} else None

@@ -15,15 +15,11 @@ from baton.config.engine import EngineConfig
 from baton.config.internal import InternalConfig
 from baton.config.transfer import TransferConfig
 from baton.config.workers import DecodeConfig, RegistryConfig, WorkerSettings
+from baton.fleet import Role
 from baton.process.log import LogSettings
 from cluster.node.pod import Pod
-from cluster.pools.role_plan import Role
 from engine.engines import RankPosition as RankPosition
 from engine.run import compute_threads
-
-
-def needs_gpu(engine: EngineConfig) -> bool:
-    return engine.device == "cuda" and engine.reads_model
 
 
 @dataclass(frozen=True)
@@ -71,7 +67,7 @@ def worker_config(
     return WorkerConfig(
         worker_id=worker_id,
         pool=pool,
-        role=Role(shape.role),
+        role=shape.role,
         model_name=cluster.model_name,
         model_path=cluster.model,
         model_revision=cluster.model_revision,

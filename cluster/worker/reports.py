@@ -24,16 +24,15 @@ from baton.control.calls import control_channel, control_stub
 from baton.errors import OtherModelError
 from baton.grpc_options import DIRECT, sends_pings
 from baton.identity.identity import Identity
+from baton.pacing import Backoff
 from baton.v1 import control_pb2, worker_pb2
-from cluster.registry.control_service import ROLES
+from baton.wire import ROLES
 from cluster.worker.config import WorkerConfig
 from cluster.worker.rank import Rank
 from engine.api import EngineCapacity, EngineLoad
 
 log = logging.getLogger(__name__)
 
-_FIRST_WAIT_S = 0.1
-_LONGEST_WAIT_S = 2.0
 # A subchannel pool shared by the process would also share its back-off, which grows to minutes.
 _CHANNEL_OPTIONS = (
     ("grpc.use_local_subchannel_pool", 1),
@@ -114,7 +113,7 @@ class Registrar:
     async def run(self) -> None:
         """Stay registered until cancelled. Raises OtherModelError if the registry has another
         model."""
-        wait_s = _FIRST_WAIT_S
+        backoff = Backoff(0.1, 2.0)
         this = asyncio.current_task()
         while True:
             try:
@@ -130,8 +129,9 @@ class Registrar:
             if this is not None and this.cancelling():
                 # The cancellation came while the call failed, and the call's error replaced it.
                 raise asyncio.CancelledError
-            wait_s = _FIRST_WAIT_S if heard else min(2 * wait_s, _LONGEST_WAIT_S)
-            await asyncio.sleep(wait_s)
+            if heard:
+                backoff.reset()
+            await asyncio.sleep(backoff.next_s())
 
     async def _stay_registered(self) -> bool:
         """Run one stream. True: the registry ended it in order."""

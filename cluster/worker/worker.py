@@ -24,6 +24,7 @@ from typing import Any
 
 from baton.clock import LoopClock
 from baton.errors import OtherModelError
+from baton.fleet import Role
 from baton.identity.identity import open_identity
 from baton.link.frames import link_name
 from baton.link.worker_end import LinkServer
@@ -31,8 +32,7 @@ from baton.model_folder import find_text_files
 from baton.process.interpreter import freeze_heap
 from baton.v1 import control_pb2, worker_pb2
 from cluster.node.pod import PodWorkers
-from cluster.pools.role_plan import Role
-from cluster.registry.registry import Progress
+from cluster.progress import Progress
 from cluster.worker.config import WorkerConfig
 from cluster.worker.live_port import live_port
 from cluster.worker.rank import Rank

@@ -1,60 +1,38 @@
-"""Dataclasses whose values are checked alike in Python and at an API server: a field's bounds, and
-rules that cross fields, each once as CEL and once as its Python twin.
+"""Dataclasses whose values are checked alike in Python and at an API server: their fields' bounds
+(`baton.config.ranges`), and rules that cross fields, each once as CEL and once as its Python twin.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
 from baton.config import settings
+from baton.config.ranges import Ranged, annotations_of
 from baton.errors import ConfigError
 from deploy.api.naming import camel
 
-_KEY = "bounds"
 FREE: Mapping[str, Any] = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
 
 
 @dataclass(frozen=True)
 class Foreign:
-    """A type of Kubernetes: its schema here, and what checks a field's value."""
+    """Beside a field of a type of Kubernetes: its schema here, and what checks a value."""
 
     schema: Mapping[str, Any]
-    check: Callable[[Any, str], None]
+    check: Callable[[Any, str], None] = lambda value, field: None
 
 
 @dataclass(frozen=True)
-class Bounds:
-    """The bounds of a value; None: not bounded. `max_size` counts characters, list items or a
-    mapping's keys. The API server refuses a CEL rule over values without one: it cannot bound its
-    cost."""
+class PartialOf:
+    """Beside a mapping of some of a dataclass's fields."""
 
-    minimum: float | None = None
-    maximum: float | None = None
-    pattern: str | None = None
-    max_size: int | None = None
-    partial_of: type | None = None
-    """The dataclass of which the value is a mapping of some fields."""
-    foreign: Foreign | None = None
-    """The type of Kubernetes that the value is."""
-    is_free: bool = False
-    """The API server takes anything; the dataclass checks it."""
+    cls: type
 
 
-def bounded(default: Any = dataclasses.MISSING, **bounds: Any) -> Any:
-    """Make a dataclass field with bounds. One without a default is required."""
-    kinds = {"default_factory": default} if callable(default) else {"default": default}
-    if default is dataclasses.MISSING:
-        kinds = {}
-    return dataclasses.field(metadata={_KEY: Bounds(**bounds)}, **kinds)
-
-
-def bounds_of(field: dataclasses.Field[Any]) -> Bounds:
-    found: Bounds = field.metadata.get(_KEY, Bounds())
-    return found
+AS_WRITTEN = Foreign(FREE)
+"""Beside a section that an API server stores as it is written: the dataclass checks it."""
 
 
 @dataclass(frozen=True)
@@ -75,9 +53,8 @@ class Rule:
 
 
 @dataclass(frozen=True)
-class Checked:
-    """A dataclass that is checked when it is made. A value out of bounds or a broken rule raises
-    ValueError, with the field's name first."""
+class Checked(Ranged):
+    """Raises ValueError, the field's name first, for a value out of bounds or a broken rule."""
 
     rules: ClassVar[tuple[Rule, ...]] = ()
     object_rules: ClassVar[tuple[Rule, ...]] = ()
@@ -85,12 +62,11 @@ class Checked:
     alone."""
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            value, bounds = getattr(self, field.name), bounds_of(field)
-            if value is not None and (problem := _problem(value, bounds)):
-                raise ValueError(f"{field.name} {problem}")
-            if bounds.foreign is not None:
-                bounds.foreign.check(value, camel(field.name))
+        super().__post_init__()
+        for name, beside in annotations_of(type(self)).items():  # type: ignore[arg-type]
+            for foreign in beside:
+                if isinstance(foreign, Foreign):
+                    foreign.check(getattr(self, name), camel(name))
         for rule in self.rules:
             if rule.holds is not None and not rule.holds(self):
                 raise ValueError(rule.message)
@@ -119,15 +95,3 @@ def broken_by(
     Kubernetes."""
     names = {rule: camel(rule.keeps) for rule in cls.rules if rule.keeps is not None}
     return [rule for rule, name in names.items() if before.get(name) != after.get(name)]
-
-
-def _problem(value: Any, bounds: Bounds) -> str | None:
-    if bounds.minimum is not None and value < bounds.minimum:
-        return f"must be at least {bounds.minimum:g}, not {value:g}"
-    if bounds.maximum is not None and value > bounds.maximum:
-        return f"must be at most {bounds.maximum:g}, not {value:g}"
-    if bounds.pattern is not None and not re.search(bounds.pattern, value, re.ASCII):
-        return f"must match {bounds.pattern}, not {value!r}"
-    if bounds.max_size is not None and len(value) > bounds.max_size:
-        return f"must not be longer than {bounds.max_size}, not {len(value)}"
-    return None

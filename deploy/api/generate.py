@@ -69,6 +69,10 @@ def _from_crd(crd: Schema) -> Schema:
         }
     if "additionalProperties" in crd:
         schema["additionalProperties"] = _from_crd(crd["additionalProperties"])
+    for bound in ("minimum", "maximum"):
+        # A boolean beside the number in a CRD, the number itself in JSON Schema.
+        if crd.get(exclusive := f"exclusive{bound.capitalize()}"):
+            schema[exclusive] = schema.pop(bound)
     if crd.get("nullable"):
         schema["type"] = [crd["type"], "null"]
         if "enum" in schema:

@@ -7,9 +7,10 @@ import dataclasses
 import re
 import typing
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
 from baton.config.cluster import ClusterConfig
+from baton.config.ranges import sized
 
 GROUP = "baton.dev"
 VERSION = "v1alpha1"
@@ -18,9 +19,10 @@ API_VERSION = f"{GROUP}/{VERSION}"
 _LABEL = "[a-z0-9]([-a-z0-9]*[a-z0-9])?"
 _SUBDOMAIN = f"{_LABEL}([.]{_LABEL})*"
 OBJECT_NAME = f"^{_SUBDOMAIN}$"
-"""The pattern of a name of a Secret, a claim, and most else: a DNS subdomain."""
-HOSTNAME = f"^([*][.])?{_SUBDOMAIN}$"
-"""The pattern of a host's name; `*.` stands for one label."""
+ObjectName = Annotated[str, sized(253, OBJECT_NAME)]
+"""Of a Secret, a claim, and most else: a DNS subdomain."""
+Hostname = Annotated[str, sized(253, f"^([*][.])?{_SUBDOMAIN}$")]
+"""`*.` stands for one label."""
 NAMESPACED_NAME = f"^({_LABEL}/)?{_SUBDOMAIN}$"
 LABEL_KEY = rf"^({_SUBDOMAIN}/)?[A-Za-z0-9]([-\w.]{{0,61}}[A-Za-z0-9])?$"
 

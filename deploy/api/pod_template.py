@@ -8,11 +8,12 @@ The API server judges values.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Annotated, Any
 
+from baton.config.ranges import sized
 from baton.config.settings import unknown_key
-from deploy.api.checked import FREE, Checked, Foreign, bounded
+from deploy.api.checked import FREE, Checked, Foreign
 from deploy.api.naming import GROUP
 
 MERGE_KEYS: Mapping[str, tuple[str, ...]] = {
@@ -178,25 +179,24 @@ _OF_CONTAINER = (("resources", "resources"), ("env", "env"))
 class PodSettings(Checked):
     """Settings of a pod. Each is laid over the operator's own; `podTemplate` comes last."""
 
-    resources: Mapping[str, Any] = bounded(dict, foreign=RESOURCES)
+    resources: Annotated[Mapping[str, Any], RESOURCES] = field(default_factory=dict)
     """Requests and limits of the container. GPUs follow from `parallelism` unless they are given
     here; 0 takes a device away."""
     guaranteed: bool = False
-    """Whether limits equal requests (QoS Guaranteed). What `podTemplate` adds needs limits of its
-    own."""
-    node_selector: Mapping[str, str] = bounded(dict, max_size=64)
+    """True: limits are the requests (QoS Guaranteed). What `podTemplate` adds needs its own."""
+    node_selector: Annotated[Mapping[str, str], sized(64)] = field(default_factory=dict)
     """Labels that a node must have."""
-    tolerations: tuple[Any, ...] = bounded((), foreign=TOLERATIONS)
+    tolerations: Annotated[tuple[Any, ...], TOLERATIONS] = ()
     """Taints that a node may have."""
-    affinity: Mapping[str, Any] = bounded(dict, foreign=AFFINITY)
+    affinity: Annotated[Mapping[str, Any], AFFINITY] = field(default_factory=dict)
     """Nodes and pods to be near, or far from."""
-    topology_spread_constraints: tuple[Any, ...] = bounded((), foreign=SPREAD_CONSTRAINTS)
+    topology_spread_constraints: Annotated[tuple[Any, ...], SPREAD_CONSTRAINTS] = ()
     """How pods spread over zones or nodes; without it over nodes, where there is room."""
-    priority_class_name: str | None = bounded(None, max_size=253)
+    priority_class_name: Annotated[str, sized(253)] | None = None
     """Which pods give way when nodes are full."""
-    env: tuple[Any, ...] = bounded((), foreign=ENV)
+    env: Annotated[tuple[Any, ...], ENV] = ()
     """Environment variables of the container."""
-    pod_template: Mapping[str, Any] = bounded(dict, foreign=POD_TEMPLATE)
+    pod_template: Annotated[Mapping[str, Any], POD_TEMPLATE] = field(default_factory=dict)
     """A PodTemplateSpec that is merged over all of it: annotations, volumes, further containers.
     The operator keeps the labels that it finds pods by (baton.dev, app.kubernetes.io)."""
 

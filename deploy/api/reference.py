@@ -127,9 +127,16 @@ def _type(field: Schema) -> str:
     if "items" in field:
         kind = f"list of {_type(field['items'])}"
     low, high = field.get("minimum"), field.get("maximum")
-    if low is not None and high is not None:
-        return f"{kind}, {low:g} to {high:g}"
-    return f"{kind}, at least {low:g}" if low is not None else kind
+    is_exclusive = "exclusiveMinimum" in field or "exclusiveMaximum" in field
+    if low is not None and high is not None and not is_exclusive:
+        return f"{kind}, {low:.15g} to {high:.15g}"
+    limits = {
+        "above" if "exclusiveMinimum" in field else "at least": low,
+        "below" if "exclusiveMaximum" in field else "at most": high,
+    }
+    given = {word: limit for word, limit in limits.items() if limit is not None}
+    bounds = " and ".join(f"{word} {limit:.15g}" for word, limit in given.items())
+    return f"{kind}, {bounds}" if bounds else kind
 
 
 def _rules(schema: Schema) -> Iterator[str]:

@@ -16,10 +16,12 @@ import re
 import textwrap
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from deploy.api.checked import FREE, Bounds, Checked, bounds_of
+from baton.config.ranges import Bounds, annotations_of
+from baton.config.settings import choices_of
+from deploy.api.checked import AS_WRITTEN, Checked, Foreign, PartialOf
 from deploy.api.naming import camel
 from deploy.api.status import Reported
 
@@ -53,8 +55,8 @@ def schema_of(cls: type) -> dict[str, Any]:
 def _property(cls: type, field: dataclasses.Field[Any], kind: Any, text: str) -> dict[str, Any]:
     """Make the schema of one field: its type, bounds, default and description."""
     inner, is_optional = _without_none(kind)
-    bounds, default = bounds_of(field), _default(field)
-    schema = _bounded(inner, bounds)
+    beside, default = annotations_of(cls)[field.name], _default(field)
+    schema = _bounded(inner, beside)
     is_section = dataclasses.is_dataclass(default) or isinstance(default, Mapping)
     if default in (dataclasses.MISSING, None, ()) or issubclass(cls, Reported):
         pass
@@ -62,7 +64,7 @@ def _property(cls: type, field: dataclasses.Field[Any], kind: Any, text: str) ->
         text = text if is_section else f"{text} Default: {_spelt(default)}.".strip()
     elif not is_section:
         schema["default"] = list(default) if isinstance(default, tuple) else default
-    elif _is_checked(inner) and not bounds.is_free:
+    elif _is_checked(inner) and AS_WRITTEN not in beside:
         schema["default"] = {}
     if is_optional:
         schema["nullable"] = True
@@ -76,41 +78,52 @@ def _as_written(text: str) -> str:
     return re.sub(r"`([a-z]+(?:_[a-z]+)+)`", lambda found: f"`{camel(found[1])}`", text)
 
 
-def _type_schema(kind: Any, bounds: Bounds) -> dict[str, Any]:
+def _type_schema(kind: Any, beside: Sequence[Any]) -> dict[str, Any]:
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
-    if origin is typing.Literal:
-        return {"type": "string", "enum": list(arguments)}
-    if bounds.partial_of is not None:
-        schema = schema_of(bounds.partial_of)
-        schema.pop("required", None)
-        return schema
-    if bounds.foreign is not None:
-        return dict(bounds.foreign.schema)
-    if bounds.is_free:
-        return dict(FREE)
+    for each in beside:
+        if isinstance(each, PartialOf):
+            schema = schema_of(each.cls)
+            schema.pop("required", None)
+            return schema
+        if isinstance(each, Foreign):
+            return dict(each.schema)
+    if choices := choices_of(kind):
+        return {"type": "string", "enum": choices}
     if origin is tuple:
-        return {"type": "array", "items": _bounded(arguments[0], Bounds())}
+        return {"type": "array", "items": _bounded(arguments[0])}
     if _is_mapping(kind):
-        return {"type": "object", "additionalProperties": _bounded(arguments[1], Bounds())}
+        return {"type": "object", "additionalProperties": _bounded(arguments[1])}
     if dataclasses.is_dataclass(kind):
         return schema_of(typing.cast(type, kind))
     return dict(_SCALARS[kind])
 
 
-def _bounded(kind: Any, bounds: Bounds) -> dict[str, Any]:
-    """Put bounds on a type's schema."""
-    schema = _type_schema(kind, bounds)
-    number = int if schema["type"] == "integer" else float
-    if bounds.minimum is not None:
-        schema["minimum"] = number(bounds.minimum)
-    if bounds.maximum is not None:
-        schema["maximum"] = number(bounds.maximum)
-    if bounds.pattern is not None:
-        schema["pattern"] = bounds.pattern
-    size = bounds.max_size or (_LONGEST if schema == _SCALARS[str] else None)
-    if size is not None:
-        schema[_SIZE[schema["type"]]] = size
+def _bounded(kind: Any, beside: Sequence[Any] = ()) -> dict[str, Any]:
+    """A type within the bounds beside it."""
+    schema = _type_schema(kind, beside)
+    is_plain_text = schema == _SCALARS[str]
+    for bounds in beside:
+        if isinstance(bounds, Bounds):
+            schema |= _keywords(bounds, schema["type"])
+    if is_plain_text:
+        schema.setdefault("maxLength", _LONGEST)
     return schema
+
+
+def _keywords(bounds: Bounds, type_: str) -> dict[str, Any]:
+    """The schema's words for bounds."""
+    number = int if type_ == "integer" else float
+    low = bounds.minimum if bounds.above is None else bounds.above
+    high = bounds.maximum if bounds.below is None else bounds.below
+    words = {
+        "minimum": None if low is None else number(low),
+        "exclusiveMinimum": bounds.above is not None or None,
+        "maximum": None if high is None else number(high),
+        "exclusiveMaximum": bounds.below is not None or None,
+        "pattern": bounds.pattern,
+        _SIZE.get(type_, ""): bounds.max_size,
+    }
+    return {word: value for word, value in words.items() if value is not None}
 
 
 def _is_mapping(kind: Any) -> bool:

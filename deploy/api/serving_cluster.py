@@ -6,27 +6,30 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from baton.config import settings
 from baton.config.cluster import LogFormat, LogLevel
 from baton.config.engine import EngineConfig, EngineSettings, EngineTuning
 from baton.config.planner import PlannerConfig, PlannerTargets, PlannerTuning
+from baton.config.ranges import between, sized
 from baton.config.router import RouterConfig
 from baton.config.transfer import TransferConfig
 from baton.config.workers import DecodeConfig, RegistryConfig, SupervisorConfig, WorkerSettings
 from baton.errors import ConfigError
-from deploy.api.checked import Checked, Rule, bounded
+from baton.fleet import Role
+from deploy.api.checked import AS_WRITTEN, Checked, Rule
 from deploy.api.naming import (
-    HOSTNAME,
     LABEL_KEY,
     NAMESPACED_NAME,
     OBJECT_NAME,
+    Hostname,
+    ObjectName,
     camel,
     camel_keys,
 )
 from deploy.api.pod_template import POD_TEMPLATE, PodSettings
-from deploy.api.worker_pool import DURATION, PoolTemplate, seconds
+from deploy.api.worker_pool import Duration, PoolTemplate, seconds
 
 ZONE = "topology.kubernetes.io/zone"
 POOL_NAME = r"^[a-z0-9]([-a-z0-9]{0,32}[a-z0-9])?$"
@@ -74,9 +77,9 @@ class ClaimSource(Checked):
     """A folder of a PersistentVolumeClaim, which every worker mounts read-only: of access mode
     ReadOnlyMany or ReadWriteMany, or ReadWriteOnce where all workers are on one node."""
 
-    claim_name: str = bounded(max_size=253, pattern=OBJECT_NAME)
-    path: str | None = bounded(None, max_size=1024, pattern=r"^[^/.][^/]*(/[^/.][^/]*)*$")
-    """The model's folder in the claim, as a relative path. None: the claim's root."""
+    claim_name: ObjectName
+    path: Annotated[str, sized(1024, r"^[^/.][^/]*(/[^/.][^/]*)*$")] | None = None
+    """The model's folder in it, relative; None: the claim's root."""
 
     @property
     def folder(self) -> str:
@@ -88,17 +91,17 @@ class ClaimSource(Checked):
 class ModelSource(Checked):
     """Exactly one of `name`, `claim` and `uri`."""
 
-    name: str | None = bounded(None, max_size=1024, pattern=r"^\S")
+    name: Annotated[str, sized(1024, r"^\S")] | None = None
     """A name on the Hugging Face hub, or a folder that the worker's image holds."""
     claim: ClaimSource | None = None
-    uri: str | None = bounded(None, max_size=SOURCE, pattern=r"^(s3|https)://[^/?#@]+/[^?#]+$")
+    uri: Annotated[str, sized(SOURCE, r"^(s3|https)://[^/?#@]+/[^?#]+$")] | None = None
     """An s3:// or https:// folder that holds config.json, or a tar file of one. It is fetched once
     to each node's weights cache, and its files must not change: another version, another URI."""
-    credentials_secret_name: str | None = bounded(None, max_size=253, pattern=OBJECT_NAME)
-    """A Secret for `uri`. Its keys are environment variables, such as AWS_ACCESS_KEY_ID,
+    credentials_secret_name: ObjectName | None = None
+    """For `uri`: a Secret whose keys are environment variables, such as AWS_ACCESS_KEY_ID,
     AWS_SECRET_ACCESS_KEY, AWS_ENDPOINT_URL for boto3, and BEARER_TOKEN for https."""
-    revision: str | None = bounded(None, max_size=256, pattern=r"^[^/\s][^\s]*$")
-    """Branch, tag or commit of a model on the hub. None: its main branch."""
+    revision: Annotated[str, sized(256, r"^[^/\s][^\s]*$")] | None = None
+    """Of a model on the hub: a branch, tag or commit; None: its main branch."""
 
     rules = (
         Rule(
@@ -124,10 +127,10 @@ class HubSettings(Checked):
     """The Hugging Face hub, for all pods that read a model or a tokenizer."""
 
     offline: bool = False
-    """Whether the hub is never asked. Then models and tokenizers lie in the weights cache."""
-    endpoint: str | None = bounded(None, max_size=2048, pattern=r"^https?://[^/?#@]+(/[^?#]*)?$")
-    """The URL of a mirror, instead of https://huggingface.co."""
-    token_secret_name: str | None = bounded(None, max_size=253, pattern=OBJECT_NAME)
+    """True: the hub is never asked; models and tokenizers lie in the weights cache."""
+    endpoint: Annotated[str, sized(2048, r"^https?://[^/?#@]+(/[^?#]*)?$")] | None = None
+    """A mirror instead of https://huggingface.co."""
+    token_secret_name: ObjectName | None = None
     """A Secret whose key `token` opens private models."""
 
 
@@ -135,7 +138,7 @@ class HubSettings(Checked):
 class IssuerRef(Checked):
     """A cert-manager issuer."""
 
-    name: str = bounded(max_size=253, pattern=OBJECT_NAME)
+    name: ObjectName
     kind: Literal["Issuer", "ClusterIssuer"] = "Issuer"
 
 
@@ -153,7 +156,7 @@ class InternalTls(Checked):
 class RouterTls(Checked):
     """The routers' certificate. Exactly one of `secretName` and `issuerRef`."""
 
-    secret_name: str | None = bounded(None, max_size=253, pattern=OBJECT_NAME)
+    secret_name: ObjectName | None = None
     """A Secret with tls.crt and tls.key, and ca.crt where clients must show a certificate."""
     issuer_ref: IssuerRef | None = None
     """The cert-manager issuer of the certificate."""
@@ -172,10 +175,10 @@ class RouterTls(Checked):
 class RouterAuth(Checked):
     """Who may call the routers."""
 
-    token_secret_name: str = bounded(max_size=253, pattern=OBJECT_NAME)
+    token_secret_name: ObjectName
     """A Secret: each key is a tenant, its value the bearer token that tenant's calls carry. Keys
     that end with .yaml map tenants to tokens, or to their limits."""
-    operators: tuple[str, ...] = bounded((), max_size=16)
+    operators: Annotated[tuple[str, ...], sized(16)] = ()
     """Tenants whose tokens open the routers' metrics and their page. Prometheus gets the token of
     the first one: its key of the Secret holds one token."""
 
@@ -184,12 +187,11 @@ class RouterAuth(Checked):
 class RouterIngress(Checked):
     """Settings of the Ingresses to the routers' Service."""
 
-    class_name: str | None = bounded(None, max_size=253, pattern=OBJECT_NAME)
-    """The Ingresses' class. None: the default class."""
-    annotations: Mapping[str, str] = bounded(dict, max_size=64)
-    """Annotations for the Ingress controller, over the operator's own, by which ingress-nginx
-    speaks gRPC and HTTP."""
-    tls_secret_name: str | None = bounded(None, max_size=253, pattern=OBJECT_NAME)
+    class_name: ObjectName | None = None
+    """None: the default class."""
+    annotations: Annotated[Mapping[str, str], sized(64)] = field(default_factory=dict)
+    """For its controller, over the operator's own, by which ingress-nginx speaks gRPC and HTTP."""
+    tls_secret_name: ObjectName | None = None
     """A Secret with the certificate that clients see; None: the routers' own, if any."""
 
 
@@ -197,22 +199,22 @@ class RouterIngress(Checked):
 class RouterSpec(PodSettings):
     """The routers: a Deployment and a Service."""
 
-    replicas: int | None = bounded(None, minimum=1, maximum=64)
-    """How many routers there are at first. None: two. Later `kubectl scale` or a
-    HorizontalPodAutoscaler sizes the Deployment."""
+    replicas: Annotated[int, between(1, 64)] | None = None
+    """None: two at first. After that `kubectl scale` or a HorizontalPodAutoscaler sizes the
+    Deployment."""
     tls: RouterTls | None = None
     """The routers' certificate. None: plain text, for clients inside the cluster."""
     auth: RouterAuth | None = None
     service_type: Literal["ClusterIP", "NodePort", "LoadBalancer"] = "ClusterIP"
-    hostname: str | None = bounded(None, max_size=253, pattern=HOSTNAME)
-    """The name that a GRPCRoute or Ingress leads to the routers' gRPC. None: there is none."""
-    http_hostname: str | None = bounded(None, max_size=253, pattern=HOSTNAME)
-    """The name that an HTTPRoute or Ingress leads to OpenAI's API. It is not `hostname`: a Gateway
-    takes one kind of route for a name."""
-    gateway: str | None = bounded(None, max_size=317, pattern=NAMESPACED_NAME)
-    """The Gateway of the routes, `name` or `namespace/name`. None: an Ingress."""
+    hostname: Hostname | None = None
+    """A GRPCRoute or Ingress leads this name to the routers' gRPC. None: there is none."""
+    http_hostname: Hostname | None = None
+    """An HTTPRoute or Ingress leads this name to OpenAI's API. Not `hostname`: a Gateway takes one
+    kind of route for a name."""
+    gateway: Annotated[str, sized(317, NAMESPACED_NAME)] | None = None
+    """The routes' Gateway, `name` or `namespace/name`; None: an Ingress."""
     ingress: RouterIngress | None = None
-    trace_endpoint: str | None = bounded(None, max_size=2048, pattern="^https?://")
+    trace_endpoint: Annotated[str, sized(2048, "^https?://")] | None = None
     """Where a collector takes traces by OTLP over HTTP: http://collector.observability:4318. None:
     there are none."""
     rules = (
@@ -266,10 +268,10 @@ class RouterSpec(PodSettings):
 class Images(Checked):
     """Images of the pods. None: those that the operator was installed with."""
 
-    worker: str | None = bounded(None, max_size=512)
-    router: str | None = bounded(None, max_size=512)
+    worker: Annotated[str, sized(512)] | None = None
+    router: Annotated[str, sized(512)] | None = None
     pull_policy: Literal["Always", "IfNotPresent", "Never"] = "IfNotPresent"
-    pull_secrets: tuple[str, ...] = bounded((), max_size=16)
+    pull_secrets: Annotated[tuple[str, ...], sized(16)] = ()
 
     rules = (
         Rule(
@@ -284,8 +286,8 @@ class Images(Checked):
 class GcsFaultTolerance(Checked):
     """Where Ray's head keeps its state, so that workers outlive it."""
 
-    redis_address: str = bounded(max_size=512, pattern=r"^(rediss?://)?[^/:]+:[0-9]+$")
-    redis_secret_name: str | None = bounded(None, max_size=253, pattern=OBJECT_NAME)
+    redis_address: Annotated[str, sized(512, r"^(rediss?://)?[^/:]+:[0-9]+$")]
+    redis_secret_name: ObjectName | None = None
     """A Secret with its password, under the key `password`."""
 
 
@@ -293,13 +295,13 @@ class GcsFaultTolerance(Checked):
 class RaySpec(Checked):
     """The Ray cluster under the workers."""
 
-    version: str | None = bounded(None, max_size=32, pattern=RAY_VERSION)
+    version: Annotated[str, sized(32, RAY_VERSION)] | None = None
     """Ray's version in the worker image, 2.52 or newer; None: as in the default image."""
-    token_secret_name: str | None = bounded(None, max_size=253, pattern=OBJECT_NAME)
+    token_secret_name: ObjectName | None = None
     """A Secret with the token of Ray's processes, key "auth_token". None: the operator makes it."""
     gcs_fault_tolerance: GcsFaultTolerance | None = None
-    """Where Ray's head keeps its state. None: when the head's pod is lost, all workers end."""
-    head_template: Mapping[str, Any] = bounded(dict, foreign=POD_TEMPLATE)
+    """None: when the head's pod is lost, all workers end."""
+    head_template: Annotated[Mapping[str, Any], POD_TEMPLATE] = field(default_factory=dict)
     """A PodTemplateSpec that is merged over the operator's own for the head."""
 
 
@@ -307,7 +309,7 @@ class RaySpec(Checked):
 class Fabric(Checked):
     """Nodes near each other for all pools: KV crosses between prefill and decode."""
 
-    node_label: str = bounded(ZONE, max_size=317, pattern=LABEL_KEY)
+    node_label: Annotated[str, sized(317, LABEL_KEY)] = ZONE
     """Workers go to nodes with the same value of this label. It may name a zone, a block of the
     network or a switch, such as network.topology.nvidia.com/leaf."""
     required: bool = False
@@ -320,12 +322,10 @@ class SpotNotices(Checked):
     as when it is deleted."""
 
     cloud: Literal["aws", "gcp", "azure"]
-    """The cloud whose metadata service each worker's pod asks."""
-    address: str = bounded(
-        "http://169.254.169.254", max_size=256, pattern=r"^http://[0-9A-Za-z.:\[\]-]+$"
-    )
-    """The address of the metadata service, as pods reach it."""
-    notice: str = bounded("30s", pattern=DURATION, max_size=32)
+    """Each worker's pod asks this cloud's metadata service."""
+    address: Annotated[str, sized(256, r"^http://[0-9A-Za-z.:\[\]-]+$")] = "http://169.254.169.254"
+    """The service's, as pods reach it."""
+    notice: Duration = "30s"
     """Time until the machine ends, where the notice does not name it (gcp). Requests that still run
     then are computed again elsewhere, whatever `drainTimeout` says."""
 
@@ -335,29 +335,26 @@ class UnitRollout(Checked):
     """How a new unit replaces the one that serves."""
 
     strategy: Literal["RollingUpdate", "Recreate"] = "RollingUpdate"
-    """How units change over. RollingUpdate: the coming unit grows beside the former one. Recreate:
-    the former unit drains and goes first; requests wait at the routers. A pool without room for a
-    worker of both units (`maxSurge: 0`, and no more workers than `maxUnavailable`) is always
-    recreated."""
-    max_surge: int = bounded(1, minimum=0, maximum=512)
+    """RollingUpdate: the coming unit grows beside the former one. Recreate: the former unit drains
+    and goes first; requests wait at the routers. A pool without room for a worker of both units
+    (`maxSurge: 0`, and no more workers than `maxUnavailable`) is always recreated."""
+    max_surge: Annotated[int, between(0, 512)] = 1
     """Workers that a pool may have beyond its size while there are two units."""
-    max_unavailable: int = bounded(0, minimum=0, maximum=512)
-    """Live workers that a pool may lack while there are two units."""
-    steps: tuple[int, ...] = bounded((1, 10, 50, 100), max_size=16)
+    max_unavailable: Annotated[int, between(0, 512)] = 0
+    """Live workers that a pool may lack meanwhile."""
+    steps: Annotated[tuple[int, ...], sized(16)] = (1, 10, 50, 100)
     """Percent of workers and requests that the coming unit gets at each step, where the model
     changes. Where it does not, requests follow the live workers."""
-    interval: str = bounded("5m", pattern=DURATION, max_size=32)
+    interval: Duration = "5m"
     """How long each step is watched, the last one until the coming unit has ended ten requests."""
     pause: bool = False
-    """Whether the rollout stays at its step."""
-    ready_timeout: str = bounded("30m", pattern=DURATION, max_size=32)
+    """True: the rollout stays at its step."""
+    ready_timeout: Duration = "30m"
     """The coming unit goes back when no further worker of it becomes live within this time."""
-    max_failure_percent: int = bounded(5, minimum=0, maximum=100)
-    """The coming unit goes back when it fails this much more of its requests than the former
-    unit."""
-    max_slowdown: float = bounded(2.0, minimum=1.0, maximum=1000.0)
-    """The coming unit goes back when its median gap between tokens exceeds the former's this many
-    times."""
+    max_failure_percent: Annotated[int, between(0, 100)] = 5
+    """It goes back when it fails this much more of its requests than the former unit."""
+    max_slowdown: Annotated[float, between(1, 1000)] = 2.0
+    """It goes back when its median gap between tokens exceeds the former's this many times."""
 
     @property
     def shares(self) -> tuple[float, ...]:
@@ -415,16 +412,16 @@ class ServingClusterSpec(Checked):
     """One model, its routers and its pools; sections as in cluster.yaml."""
 
     model: ModelSource
-    pools: Mapping[str, PoolTemplate] = bounded(max_size=32)
-    """The pools by name. A WorkerPool is made of each, called `<cluster>-<pool>`."""
-    tokenizer: str | None = bounded(None, max_size=1024)
-    """The tokenizer of a model whose own files hold none: a folder of the worker's image or of the
-    model's claim, or a name on the hub."""
+    pools: Annotated[Mapping[str, PoolTemplate], sized(32)]
+    """By name. A WorkerPool is made of each, called `<cluster>-<pool>`."""
+    tokenizer: Annotated[str, sized(1024)] | None = None
+    """Needed where the model's own files hold no tokenizer: a folder of the worker's image or of
+    the model's claim, or a name on the hub."""
     hub: HubSettings = field(default_factory=HubSettings)
-    served_model_name: str | None = bounded(None, max_size=SOURCE)
+    served_model_name: Annotated[str, sized(SOURCE)] | None = None
     """What clients call the model. None: the last part of the first model's source; later models
     keep that name (`status.model`)."""
-    served_model_aliases: tuple[str, ...] = bounded((), max_size=32)
+    served_model_aliases: Annotated[tuple[str, ...], sized(32)] = ()
     """Further names that clients may call it by; answers have the first name."""
     log_level: LogLevel = "info"
     """The log level of every process but the operator. A change of it or of `logFormat` reaches
@@ -444,7 +441,7 @@ class ServingClusterSpec(Checked):
     spot_notices: SpotNotices | None = None
     """The cloud that is asked whether a machine is taken back. None: nobody asks."""
     rollout: UnitRollout = field(default_factory=UnitRollout)
-    advanced: Advanced = bounded(Advanced, is_free=True)  # noqa: RUF009
+    advanced: Annotated[Advanced, AS_WRITTEN] = field(default_factory=Advanced)
     """Timeouts and tuning of `router`, `transfer`, `worker`, `decode`, `registry`, `supervisor`,
     `planner` and `engine`. The operator checks them; the reference lists all."""
 
@@ -466,7 +463,7 @@ class ServingClusterSpec(Checked):
         Rule(
             "self.pools.exists(name, self.pools[name].role != 'prefill')",
             "pools need at least one of role decode or mixed",
-            lambda spec: any(pool.role != "prefill" for pool in spec.pools.values()),
+            lambda spec: any(pool.role is not Role.PREFILL for pool in spec.pools.values()),
         ),
         Rule(
             "has(self.internalTLS) == has(oldSelf.internalTLS) && "
@@ -478,7 +475,7 @@ class ServingClusterSpec(Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        has_prefill = any(pool.role != "decode" for pool in self.pools.values())
+        has_prefill = any(pool.role is not Role.DECODE for pool in self.pools.values())
         if self.advanced.router.placement.local_prefill == "never" and not has_prefill:
             raise ValueError(
                 "advanced.router.placement.local_prefill must not be never without a pool of role "

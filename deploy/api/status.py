@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
-from deploy.api.checked import Checked, bounded
+from baton.config.ranges import Whole, between, sized
+from deploy.api.checked import Checked
 from deploy.api.serving_cluster import SOURCE
 
 MESSAGE = 32768
@@ -22,24 +23,24 @@ class Reported(Checked):
 class Condition(Reported):
     """A condition, as all of Kubernetes' objects have them."""
 
-    type: str = bounded(max_size=316)
-    status: Literal["True", "False", "Unknown"] = bounded()
-    reason: str = bounded(max_size=1024, pattern=r"^[A-Za-z]([A-Za-z0-9_,:]*[A-Za-z0-9_])?$")
-    message: str = bounded(max_size=MESSAGE)
-    last_transition_time: str = bounded(max_size=64)
-    observed_generation: int = bounded(0, minimum=0)
+    type: Annotated[str, sized(316)]
+    status: Literal["True", "False", "Unknown"]
+    reason: Annotated[str, sized(1024, r"^[A-Za-z]([A-Za-z0-9_,:]*[A-Za-z0-9_])?$")]
+    message: Annotated[str, sized(MESSAGE)]
+    last_transition_time: Annotated[str, sized(64)]
+    observed_generation: Whole = 0
 
 
 @dataclass(frozen=True)
 class Draining(Reported):
     """A worker that drains, and what it still waits for."""
 
-    worker: str = bounded(max_size=253)
-    pod: str = bounded("", max_size=253)
-    num_running: int = bounded(0, minimum=0)
+    worker: Annotated[str, sized(253)]
+    pod: Annotated[str, sized(253)] = ""
+    num_running: Whole = 0
     """Requests that it still runs."""
-    since: str = bounded("", max_size=64)
-    held_by: str = bounded("", max_size=1024)
+    since: Annotated[str, sized(64)] = ""
+    held_by: Annotated[str, sized(1024)] = ""
     """What holds it up when it exceeds the pool's drainTimeout."""
 
 
@@ -50,14 +51,14 @@ class RolloutStatus(Reported):
     state: Literal[
         "Making", "Serving", "Growing", "Shifting", "Paused", "Retiring", "Stranded", "Reverting",
         "Reverted", "Replaced", "Draining", "Ending",
-    ] = bounded()  # fmt: skip
+    ]  # fmt: skip
     """Making: there is no unit yet. Serving: the unit is what the spec asks for. Growing: the
     coming unit gets workers. Shifting: it has its share of the requests and is watched. Retiring:
     it has all requests; the former unit runs its last streams, and stays until the coming one can
     be judged. Stranded: the coming unit has lost its workers since the former has begun to go.
     Reverting, Reverted: it goes back, it went back. Replaced: the spec asks for another unit.
     Draining, Ending: the only unit makes way (Recreate)."""
-    reason: str = bounded("", max_size=4096)
+    reason: Annotated[str, sized(4096)] = ""
     units: Mapping[str, str] = field(default_factory=dict)
     """Each unit's share of the requests and live workers, by its code, while there are two."""
     shares: Mapping[str, int] = field(default_factory=dict)
@@ -66,17 +67,17 @@ class RolloutStatus(Reported):
 
 @dataclass(frozen=True)
 class WorkerPoolStatus(Reported):
-    replicas: int = bounded(0, minimum=0)
+    replicas: Whole = 0
     """Workers, including those that start or drain."""
-    ready_replicas: int = bounded(0, minimum=0)
-    draining: tuple[Draining, ...] = bounded((), max_size=1024)
-    draining_replicas: int = bounded(0, minimum=0)
+    ready_replicas: Whole = 0
+    draining: Annotated[tuple[Draining, ...], sized(1024)] = ()
+    draining_replicas: Whole = 0
     """How many workers drain."""
-    selector: str = bounded("", max_size=1024)
+    selector: Annotated[str, sized(1024)] = ""
     """Labels of the pool's pods, for HorizontalPodAutoscalers."""
-    queue: int = bounded(0, minimum=0)
+    queue: Whole = 0
     """Requests that wait at the pool's workers."""
-    kv_use_percent: int = bounded(0, minimum=0, maximum=100)
+    kv_use_percent: Annotated[int, between(0, 100)] = 0
     ttft_seconds: float | None = None
     """Time from arrival to first token, as clients saw it: the 95th percentile of the pool's
     prompts of the last minute."""
@@ -87,29 +88,29 @@ class WorkerPoolStatus(Reported):
     last minute."""
     itl_target_seconds: float | None = None
     """`spec.planner.itlTargetSeconds`, if the pool decodes."""
-    last_error: str = bounded("", max_size=MESSAGE)
+    last_error: Annotated[str, sized(MESSAGE)] = ""
     """Why a replica last failed to start: its own message."""
     desired_replicas: int | None = None
     """The planner's size, whoever writes `spec.replicas`."""
-    desired_reason: str = bounded("", max_size=4096)
-    observed_generation: int = bounded(0, minimum=0)
-    conditions: tuple[Condition, ...] = bounded((), max_size=16)
+    desired_reason: Annotated[str, sized(4096)] = ""
+    observed_generation: Whole = 0
+    conditions: Annotated[tuple[Condition, ...], sized(16)] = ()
 
 
 @dataclass(frozen=True)
 class ServingClusterStatus(Reported):
-    model: str = bounded("", max_size=SOURCE)
+    model: Annotated[str, sized(SOURCE)] = ""
     """What clients call the model. Set when it is first available; another model without a
     `servedModelName` keeps it."""
     endpoints: Mapping[str, str] = field(default_factory=dict)
-    """Where the cluster is reached. `grpc` and `openai`: the routers inside the cluster, grpcs://
-    and https:// where they serve TLS. `external`, and externalOpenai: `spec.router.hostname` and
-    `httpHostname`, at the port of the Gateway or Ingress. `control`: the supervisor."""
-    unit: str = bounded("", max_size=64)
+    """`grpc` and `openai`: the routers inside the cluster, grpcs:// and https:// where they serve
+    TLS. `external`, and externalOpenai: `spec.router.hostname` and `httpHostname`, at the port of
+    the Gateway or Ingress. `control`: the supervisor."""
+    unit: Annotated[str, sized(64)] = ""
     """The unit's code. Its RayCluster is called `<cluster>-<code>`, its pods carry the label
     baton.dev/unit."""
     rollout: RolloutStatus | None = None
     pools: Mapping[str, str] = field(default_factory=dict)
     """Ready and wanted replicas of each pool, such as `2/3`."""
-    observed_generation: int = bounded(0, minimum=0)
-    conditions: tuple[Condition, ...] = bounded((), max_size=16)
+    observed_generation: Whole = 0
+    conditions: Annotated[tuple[Condition, ...], sized(16)] = ()

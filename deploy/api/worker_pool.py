@@ -5,15 +5,17 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from baton.config.cluster import Role
 from baton.config.engine import EngineSettings
-from deploy.api.checked import Checked, Rule, bounded
+from baton.config.ranges import between, sized
+from baton.fleet import Role
+from deploy.api.checked import Checked, PartialOf, Rule
 from deploy.api.pod_template import PodSettings
 
 MAX_REPLICAS = 1024
-DURATION = r"^([0-9]+(\.[0-9]+)?(ms|s|m|h))+$"
+Replicas = Annotated[int, between(0, MAX_REPLICAS)]
+Duration = Annotated[str, sized(32, r"^([0-9]+(\.[0-9]+)?(ms|s|m|h))+$")]
 _UNITS_S = {"ms": 0.001, "s": 1, "m": 60, "h": 3600}
 
 
@@ -30,10 +32,8 @@ ScalingMode = Literal["manual", "hpa", "planner"]
 class Parallelism(Checked):
     """How one replica is spread over GPUs."""
 
-    tensor: int = bounded(1, minimum=1, maximum=64)
+    tensor: Annotated[int, between(1, 64)] = 1
     """Rank processes of a replica, all in one pod; on cuda each has a GPU of its own."""
-    expert: int = bounded(1, minimum=1, maximum=1)
-    """Ranks over which a replica's experts are spread. Only 1 is built."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,8 @@ class RolePlan(Checked):
     takes no new pod: every worker of the pool can do either. Where `scaling.mode` is planner, the
     planner writes it into the WorkerPool, and a ServingCluster's is ignored."""
 
-    prefill: int = bounded(0, minimum=0, maximum=MAX_REPLICAS)
-    decode: int = bounded(0, minimum=0, maximum=MAX_REPLICAS)
+    prefill: Replicas = 0
+    decode: Replicas = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,16 +60,16 @@ class PoolShape(PodSettings):
     """What a pool's workers are, without their number."""
 
     # The enumeration alone does not bound the cost of the rule on 32 pools' roles (1.25).
-    role: Role = bounded(max_size=7)  # noqa: RUF009
-    """What the pool's workers do: prefill, decode, or both (mixed). It cannot be changed."""
-    min_replicas: int = bounded(0, minimum=0, maximum=MAX_REPLICAS)
+    role: Annotated[Role, sized(7)]
+    """prefill, decode, or mixed: both. Cannot be changed."""
+    min_replicas: Replicas = 0
     """The smallest size, for the planner and people; 0 lets the planner stop the pool."""
-    max_replicas: int = bounded(8, minimum=1, maximum=MAX_REPLICAS)
+    max_replicas: Annotated[int, between(1, MAX_REPLICAS)] = 8
     """The largest size, for everyone."""
     parallelism: Parallelism = field(default_factory=Parallelism)
-    engine: Mapping[str, Any] = bounded(dict, partial_of=EngineSettings)
+    engine: Annotated[Mapping[str, Any], PartialOf(EngineSettings)] = field(default_factory=dict)
     """Engine settings of this pool that differ from the cluster's."""
-    drain_timeout: str = bounded("10m", pattern=DURATION, max_size=32)
+    drain_timeout: Duration = "10m"
     """How long a worker that drains may finish what it runs."""
     scaling: Scaling = field(default_factory=Scaling)
     role_plan: RolePlan | None = None
@@ -83,7 +83,7 @@ class PoolShape(PodSettings):
         Rule(
             "!has(self.rolePlan) || self.role == 'mixed'",
             "rolePlan needs a pool whose role is mixed: others have one role",
-            lambda pool: pool.role_plan is None or pool.role == "mixed",
+            lambda pool: pool.role_plan is None or pool.role is Role.MIXED,
         ),
         Rule(
             "!has(self.rolePlan) || "
@@ -104,7 +104,7 @@ class PoolShape(PodSettings):
 class PoolTemplate(PoolShape):
     """A pool of a ServingCluster. The operator makes a WorkerPool from it."""
 
-    initial_replicas: int = bounded(1, minimum=0, maximum=MAX_REPLICAS)
+    initial_replicas: Replicas = 1
     """The WorkerPool's first size. Later its own `spec.replicas` is the size."""
 
     rules = (
@@ -126,11 +126,11 @@ class PoolTemplate(PoolShape):
 class WorkerPoolSpec(PoolShape):
     """Workers of one role and shape in one ServingCluster."""
 
-    cluster: str = bounded(max_size=63)
-    """The ServingCluster, in the same namespace. The operator sets it, and it cannot be changed."""
-    pool: str = bounded(max_size=34)
-    """The pool's name in the ServingCluster. The operator sets it, and it cannot be changed."""
-    replicas: int = bounded(1, minimum=0, maximum=MAX_REPLICAS)
+    cluster: Annotated[str, sized(63)]
+    """The ServingCluster, in the same namespace; set by the operator. Cannot be changed."""
+    pool: Annotated[str, sized(34)]
+    """The pool's name in it; set by the operator. Cannot be changed."""
+    replicas: Replicas = 1
     """Number of workers; `scaling.mode` names its writer."""
 
     rules = (

@@ -108,7 +108,7 @@ def _create(secret: str, files: Sequence[str]) -> str:
 
 def _pool(pool: PoolConfig) -> dict[str, Any]:
     usual = PoolConfig(role=pool.role)
-    made: dict[str, Any] = {"role": pool.role}
+    made: dict[str, Any] = {"role": pool.role.value}
     if pool.replicas != usual.replicas:
         made["initialReplicas"] = pool.replicas
     if pool.min_replicas:

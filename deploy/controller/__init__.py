@@ -1,9 +1,8 @@
-"""The operator.
+"""The operator. Its folders, lowest first:
 
-- `kit` talks to an API server and knows nothing of Baton; `manifests` writes objects.
-- `controller` is the process. `cluster_reconciler` is one look at one ServingCluster.
-- What is seen: `caches`, `pod`, `fleet_watch` with `fleet`; all of it in `view`.
-- What is decided: `units`, `rollout` (both pure), `planning`.
-- What is done: `pools`, `kuberay`, `supervision`, `companions`.
-- What is said: `status`, `operator_metrics`.
+- `kit` talks to an API server and knows nothing of Baton.
+- `rollout` decides how a change is rolled out; `manifests` writes objects. Both are pure.
+- `observed` is what a pass sees of a cluster; `status` is what it says of it.
+- `reconcile` does what is lacking: `cluster_reconciler` is one pass over one ServingCluster.
+- `controller` is the process.
 """

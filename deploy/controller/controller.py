@@ -13,9 +13,6 @@ import logging
 import threading
 from dataclasses import dataclass
 
-from deploy.controller.caches import Caches
-from deploy.controller.cluster_reconciler import ClusterReconciler
-from deploy.controller.fleet_watch import FleetWatch
 from deploy.controller.kit.election import Elector
 from deploy.controller.kit.errors import UnreachableError
 from deploy.controller.kit.events import EventRecorder
@@ -25,6 +22,9 @@ from deploy.controller.kit.objects import Key
 from deploy.controller.kit.workqueue import Workers, WorkQueue
 from deploy.controller.manifests.common import Release
 from deploy.controller.operator_metrics import OperatorMetrics
+from deploy.controller.reconcile.caches import Caches
+from deploy.controller.reconcile.cluster_reconciler import ClusterReconciler
+from deploy.controller.reconcile.fleet_watch import FleetWatch
 
 log = logging.getLogger(__name__)
 

@@ -7,7 +7,6 @@ rest when the attempt ends.
 
 from __future__ import annotations
 
-import enum
 import itertools
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
@@ -18,6 +17,7 @@ import numpy as np
 
 from baton.clock import NowS
 from baton.config.router import LocalPrefill, PlacementConfig
+from baton.fleet import WorkerState
 from router.fleet.fleet_arrays import FleetArrays
 from router.fleet.link_rates import LEARNING_RATE
 from router.fleet.worker_facts import KvClass, WorkerFacts, WorkerKinds
@@ -59,18 +59,6 @@ class RecentPeak:
 Slot = NewType("Slot", int)
 
 REPORT_AGE_S = 2.0  # of a worker's figures at most: its heartbeat's and the registry's pace
-
-
-class WorkerState(enum.Enum):
-    """A worker's state in the registry. UNLISTED: the registry no longer names it, perhaps after a
-    restart."""
-
-    STARTING = "starting"
-    LIVE = "live"
-    SUSPECT = "suspect"
-    DRAINING = "draining"
-    GONE = "gone"
-    UNLISTED = "unlisted"
 
 
 @dataclass(frozen=True)

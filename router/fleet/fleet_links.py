@@ -13,8 +13,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from baton.config.router import RouterConfig
+from baton.fleet import WorkerState
 from baton.identity.identity import Identity
-from router.fleet.fleet import Fleet, ReportedLoad, RolesAway, WorkerEntry, WorkerState
+from router.fleet.fleet import Fleet, ReportedLoad, RolesAway, WorkerEntry
 from router.fleet.session import RouterIdentity
 from router.fleet.worker_facts import WorkerFacts
 from router.fleet.worker_link import IndexState, WorkerLink

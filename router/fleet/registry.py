@@ -16,13 +16,15 @@ import grpc.aio
 
 from baton.config.router import RouterConfig
 from baton.control.calls import control_channel, control_stub
+from baton.fleet import Role, WorkerState
 from baton.grpc_options import DIRECT, sends_pings
 from baton.identity.identity import Identity
+from baton.pacing import Backoff
 from baton.v1 import common_pb2, control_pb2, control_pb2_grpc, worker_pb2
-from router.fleet.fleet import ReportedLoad, RolesAway, WorkerState
+from baton.wire import ANY_ROLE, ROLES, STATE_OF
+from router.fleet.fleet import ReportedLoad, RolesAway
 from router.fleet.fleet_links import FleetReport, WorkerReport
 from router.fleet.worker_facts import WorkerFacts
-from router.fleet.worker_link import Backoff
 
 log = logging.getLogger(__name__)
 
@@ -85,7 +87,8 @@ class Followed(Generic[M]):
 
     async def run(self) -> None:
         """Follow the registry until cancelled, through any number of its restarts."""
-        backoff = Backoff(self._registry.config.links)
+        links = self._registry.config.links
+        backoff = Backoff(links.reconnect_min_s, links.reconnect_max_s)
         while True:
             why = "it ended the stream"
             try:
@@ -126,16 +129,8 @@ class Followed(Generic[M]):
             self._on_lost()
 
 
-_STATES = {
-    control_pb2.WORKER_STATE_STARTING: WorkerState.STARTING,
-    control_pb2.WORKER_STATE_LIVE: WorkerState.LIVE,
-    control_pb2.WORKER_STATE_SUSPECT: WorkerState.SUSPECT,
-    control_pb2.WORKER_STATE_DRAINING: WorkerState.DRAINING,
-    control_pb2.WORKER_STATE_GONE: WorkerState.GONE,
-}
-_ANY = common_pb2.WORKER_ROLE_UNSPECIFIED
-_PREFILLS = (common_pb2.WORKER_ROLE_PREFILL, common_pb2.WORKER_ROLE_MIXED)
-_DECODES = (common_pb2.WORKER_ROLE_DECODE, common_pb2.WORKER_ROLE_MIXED)
+_PREFILLS = (ROLES[Role.PREFILL], ROLES[Role.MIXED])
+_DECODES = (ROLES[Role.DECODE], ROLES[Role.MIXED])
 
 
 def read_facts(info: control_pb2.WorkerInfo) -> WorkerFacts:
@@ -183,17 +178,17 @@ def read_fleet(message: control_pb2.WatchFleetResponse) -> FleetReport:
 def _read_worker(worker: control_pb2.FleetWorker) -> WorkerReport:
     return WorkerReport(
         read_facts(worker.info),
-        _STATES.get(worker.state, WorkerState.STARTING),
+        STATE_OF.get(worker.state, WorkerState.STARTING),
         read_load(worker.load),
-        prefills=worker.active_role in (_ANY, *_PREFILLS),
-        decodes=worker.active_role in (_ANY, *_DECODES),
+        prefills=worker.active_role in (ANY_ROLE, *_PREFILLS),
+        decodes=worker.active_role in (ANY_ROLE, *_DECODES),
     )
 
 
 def _read_away(message: control_pb2.WatchFleetResponse) -> RolesAway:
     return RolesAway(
-        prefill=_is_away(message, common_pb2.WORKER_ROLE_PREFILL, _PREFILLS),
-        decode=_is_away(message, common_pb2.WORKER_ROLE_DECODE, _DECODES),
+        prefill=_is_away(message, ROLES[Role.PREFILL], _PREFILLS),
+        decode=_is_away(message, ROLES[Role.DECODE], _DECODES),
     )
 
 
@@ -273,7 +268,8 @@ async def keep_reporting(
 ) -> None:
     """Report a router's figures to the registry until cancelled. `FleetWatch` logs a lost
     registry."""
-    backoff = Backoff(registry.config.links)
+    links = registry.config.links
+    backoff = Backoff(links.reconnect_min_s, links.reconnect_max_s)
 
     async def reports() -> AsyncIterator[control_pb2.ReportRouterRequest]:
         while True:

@@ -12,7 +12,6 @@ import asyncio
 import enum
 import logging
 import math
-import random
 import ssl
 import time
 from collections.abc import Callable
@@ -21,13 +20,15 @@ from typing import Protocol
 import grpc
 
 from baton.clock import NowS
-from baton.config.router import LinksConfig, RouterConfig
+from baton.config.router import RouterConfig
+from baton.fleet import WorkerState
 from baton.identity.identity import Identity
 from baton.link.frames import LinkError, Method, link_name
 from baton.link.router_end import Call, Caller, Link, LinkRefusedError
+from baton.pacing import Backoff
 from baton.v1 import worker_pb2
 from baton.wire import ANY_ATTEMPT
-from router.fleet.fleet import WorkerEntry, WorkerState
+from router.fleet.fleet import WorkerEntry
 from router.fleet.session import RouterIdentity, Session
 from router.index.prefix_index import PrefixIndex
 
@@ -72,23 +73,6 @@ class Contact:
 
     def _is_stable(self, now: float) -> bool:
         return now - self._began_s >= self._stable_s
-
-
-class Backoff:
-    """How long to wait before a peer is asked again: doubles, with jitter so that routers do not
-    march in step."""
-
-    def __init__(self, config: LinksConfig) -> None:
-        self._first_s, self._longest_s = config.reconnect_min_s, config.reconnect_max_s
-        self._next_s = self._first_s
-
-    def reset(self) -> None:
-        self._next_s = self._first_s
-
-    def next_s(self) -> float:
-        wait_s = self._next_s * random.uniform(0.5, 1.0)
-        self._next_s = min(self._longest_s, self._next_s * 2)
-        return wait_s
 
 
 class IndexState(enum.Enum):
@@ -312,7 +296,8 @@ class WorkerLink:
 
     async def _hold(self) -> None:
         """Attempts of a lost session wait for the next one, so the first try comes at once."""
-        backoff, loop = Backoff(self._config.links), asyncio.get_running_loop()
+        links, loop = self._config.links, asyncio.get_running_loop()
+        backoff = Backoff(links.reconnect_min_s, links.reconnect_max_s)
         while True:
             began_s = loop.time()
             try:

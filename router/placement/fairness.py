@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from baton.clock import NowS
 from baton.config.router import RetriesConfig
 from baton.errors import OverloadedError
+from baton.pacing import TokenBucket
 
 SWEEP_ABOVE = 1024  # clocks that are kept before those that fell behind are looked for
 
@@ -219,22 +220,6 @@ class FairLine:
 MAX_TENANTS = 4096  # the longest unused is forgotten, and with it starts from a full bucket
 
 
-class TokenBucket:
-    """`burst` tokens at first, refilled at `per_s` up to `burst`."""
-
-    def __init__(self, burst: float, per_s: float, now_s: float) -> None:
-        self._burst, self._per_s = burst, per_s
-        self._level, self._at_s = float(burst), now_s
-
-    def level(self, now_s: float) -> float:
-        self._level = min(self._burst, self._level + (now_s - self._at_s) * self._per_s)
-        self._at_s = now_s
-        return self._level
-
-    def take(self) -> None:
-        self._level -= 1
-
-
 class RetryBudget:
     """Own the fleet's bucket and one per tenant: a retry draws on both or on neither."""
 
@@ -256,6 +241,4 @@ class RetryBudget:
         self._tenants.move_to_end(tenant)
         if self._fleet.level(now) < 1 or bucket.level(now) < 1:
             return False
-        self._fleet.take()
-        bucket.take()
-        return True
+        return self._fleet.take(now) and bucket.take(now)

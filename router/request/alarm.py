@@ -11,7 +11,8 @@ import math
 from collections.abc import Callable, Sequence
 
 from baton.clock import Clock, Timer
-from router.fleet.fleet import WorkerEntry, WorkerState
+from baton.fleet import WorkerState
+from router.fleet.fleet import WorkerEntry
 
 OnSilence = Callable[[WorkerEntry, str], None]
 """Called with the worker of which nothing came, and what was awaited; of several, with the one

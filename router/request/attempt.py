@@ -19,10 +19,11 @@ from functools import partial
 from typing import Any, Protocol
 
 from baton.errors import BatonError
+from baton.fleet import WorkerState
 from baton.grammar import BROKEN_GRAMMAR
 from baton.v1 import common_pb2, worker_pb2
 from baton.wire import DEADLINE, ORPHANED
-from router.fleet.fleet import Booking, WorkerEntry, WorkerState
+from router.fleet.fleet import Booking, WorkerEntry
 from router.fleet.session import Report, SessionLostError
 from router.fleet.worker_link import WorkerLink
 from router.placement.placement import Placement

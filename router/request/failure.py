@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 import grpc
 
+from baton.fleet import WorkerState
 from baton.link.frames import LinkError
 from baton.v1 import worker_pb2
-from router.fleet.fleet import WorkerEntry, WorkerState
+from router.fleet.fleet import WorkerEntry
 
 
 class Failure(enum.Enum):

@@ -18,8 +18,9 @@ from baton.errors import (
     UnavailableError,
     WorkerLostError,
 )
+from baton.fleet import WorkerState
 from baton.v1 import router_pb2
-from router.fleet.fleet import WorkerEntry, WorkerState
+from router.fleet.fleet import WorkerEntry
 from router.request.client_request import RequestHead
 from router.request.failure import Failed, Failure
 from router.request.output import OutputLog

@@ -22,9 +22,9 @@ from baton.errors import ConfigError, UnavailableError
 from baton.link.frames import LinkError, Method, link_name
 from baton.link.router_end import Link
 from baton.model_folder import TEXT_FILES
+from baton.pacing import Backoff
 from baton.v1 import control_pb2, worker_pb2
 from router.fleet.registry import RegistryAccess
-from router.fleet.worker_link import Backoff
 from router.text import TextModel
 from router.units.router import Router
 
@@ -44,7 +44,8 @@ class ReadTokenizer:
 
 async def read_tokenizer(registry: RegistryAccess) -> ReadTokenizer:
     """Read it from any live worker. Tries again until one has it."""
-    backoff = Backoff(registry.config.links)
+    links = registry.config.links
+    backoff = Backoff(links.reconnect_min_s, links.reconnect_max_s)
     last_why = ""
     while True:
         try:

@@ -13,18 +13,19 @@ import pytest
 from baton.config.planner import PlannerConfig
 from baton.config.workers import RegistryConfig
 from baton.errors import NoCapacityError
+from baton.fleet import Role, WorkerState
 from baton.v1 import common_pb2, control_pb2, worker_pb2
 from cli.autoscale import Autoscaler
 from cluster.planner.fleet_signals import FleetSignals, PoolBounds
 from cluster.planner.measure import measure_demand
 from cluster.planner.needs import PlannerState
 from cluster.planner.planner import decide
-from cluster.planner.signals import PoolGaps, Signals, WorkerPhase, WorkerSignals
+from cluster.planner.signals import PoolGaps, Signals, WorkerSignals
 from cluster.pools.pool_settings import PoolSettings
-from cluster.pools.role_plan import Role
+from cluster.progress import Progress
 from cluster.registry.control_service import Changes, serve
 from cluster.registry.pool_changes import PoolBacking
-from cluster.registry.registry import Progress, Registration, Registry
+from cluster.registry.registry import Registration, Registry
 from tests.cluster.pool_settings import settings_of
 from tests.identities import OPERATOR
 
@@ -69,7 +70,7 @@ def test_the_registrys_report_becomes_signals_with_the_times_they_lack() -> None
     taken = signals.take(fleet(control_pb2.WORKER_STATE_SUSPECT), BOUNDS, 20.0)
     (pool,), worker = taken.pools, worker_of(taken)
     assert (pool.desired_replicas, pool.num_pending, pool.max_replicas) == (2, 1, 4)
-    assert worker.phase is WorkerPhase.LIVE
+    assert worker.state is WorkerState.LIVE
     assert (worker.live_since_s, worker.measured_at_s) == (12.0, 12.0)
     assert (worker.num_streams, worker.max_streams, worker.kv_use) == (3, 8, 0.25)
     assert worker.prefill_tokens_per_s == 1000.0

@@ -17,6 +17,7 @@ from baton.config.engine import EngineConfig
 from baton.config.router import RouterConfig
 from baton.config.settings import changed
 from baton.errors import ConfigError
+from baton.fleet import Role
 from cluster.supervisor.supervisor import Supervision
 from cluster.worker.config import worker_config
 
@@ -224,8 +225,8 @@ def test_a_configuration_is_read_back_from_its_own_yaml() -> None:
         served_model_name="llama",
         log_level="debug",
         pools={
-            "prefill": PoolConfig(role="prefill", replicas=2),
-            "decode": PoolConfig(role="decode", tensor_parallel=2, engine={"max_num_seqs": 8}),
+            "prefill": PoolConfig(role=Role.PREFILL, replicas=2),
+            "decode": PoolConfig(role=Role.DECODE, tensor_parallel=2, engine={"max_num_seqs": 8}),
         },
         engine=EngineConfig(dtype="float32", num_blocks=100),
         router=changed(RouterConfig(), port=0, placement={"local_prefill": "never"}),

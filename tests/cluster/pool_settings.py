@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from baton.config.cluster import ClusterConfig, PoolConfig
 from baton.config.workers import SupervisorConfig
+from baton.fleet import Role
 from cluster.pools.pool_settings import PoolSettings, added_settings
-from cluster.pools.role_plan import Role
 
 ADDED_TEXT = """
 pools:
@@ -28,8 +28,8 @@ def settings_of(
     supervisor: SupervisorConfig | None = None,
 ) -> PoolSettings:
     """Of a pool of the cluster's own file."""
-    pool = PoolConfig(role=role.value, max_replicas=max_replicas)
-    pools = {name: pool, f"beside-{name}": PoolConfig(role="mixed")}
+    pool = PoolConfig(role=role, max_replicas=max_replicas)
+    pools = {name: pool, f"beside-{name}": PoolConfig(role=Role.MIXED)}
     return PoolSettings(
         name, ClusterConfig(pools=pools, supervisor=supervisor or SupervisorConfig())
     )

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from baton.clock import ManualClock
 from baton.v1 import common_pb2, control_pb2
-from cluster.registry.registry import Progress, Registration, Registry, Stream
+from cluster.progress import Progress
+from cluster.registry.registry import Registration, Registry, Stream
 from tests.cluster.memory_replicas import process_of
 
 
 def register(registry: Registry, pool: str, index: int) -> Stream:
     """Register a worker that is not live yet."""
     worker_id = f"{pool}-{index}"
-    rank = common_pb2.RankAddress(process=process_of(index).to_proto())
-    ref = common_pb2.WorkerRef(worker_id=worker_id, incarnation=1, ranks=[rank])
+    ref = common_pb2.WorkerRef(worker_id=worker_id, incarnation=1)
     info = control_pb2.WorkerInfo(ref=ref, pool=pool).SerializeToString()
-    stream = registry.register(Registration(worker_id, 1, pool, info))
+    processes = frozenset({process_of(index)})
+    stream = registry.register(Registration(worker_id, 1, pool, info, processes=processes))
     assert stream is not None
     return stream
 

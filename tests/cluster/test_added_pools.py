@@ -13,6 +13,7 @@ import pytest
 from baton.config.cluster import ClusterConfig, ControlConfig, PoolConfig
 from baton.control.client import ControlClient
 from baton.errors import AlreadyExistsError, ConfigError, InUseError
+from baton.fleet import Role
 from cluster.supervisor.run_dir import state_file
 from cluster.worker.rank import free_port
 from tests.cluster.pods import PodCluster, running_head
@@ -32,10 +33,10 @@ ADDED = "decode-7f3a1"
 
 def text_of(config: ClusterConfig, **engine: int) -> str:
     """What tells of another decode pool, of the cluster's own settings."""
-    pool = PoolConfig(role="decode", engine=engine)
+    pool = PoolConfig(role=Role.DECODE, engine=engine)
     pools = {ADDED: pool}
     if config.runs_on == "machine":  # whose files hold what can serve by itself
-        pools["prefill"] = PoolConfig(role="prefill")
+        pools["prefill"] = PoolConfig(role=Role.PREFILL)
     return dataclasses.replace(config, pools=pools).to_yaml()
 
 

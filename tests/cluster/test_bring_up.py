@@ -193,7 +193,7 @@ def test_the_reaper_ends_what_a_killed_process_leaves_even_if_it_does_not_listen
 import json, os, pathlib, subprocess, sys, time
 from cluster.local.process_tree import watched_over
 from cluster.registry.registry import Registry
-from cluster.pools.role_plan import Role
+from baton.fleet import Role
 from tests.identities import OPERATOR
 with watched_over() as reaper:
     child = subprocess.Popen([sys.executable, "-c", {stubborn!r}], stdout=subprocess.PIPE,

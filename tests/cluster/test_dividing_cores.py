@@ -18,6 +18,7 @@ import ray
 from baton.config.cluster import ClusterConfig, PoolConfig, parse_config
 from baton.config.transfer import TransferConfig
 from baton.control.client import ControlClient
+from baton.fleet import Role
 from cli.main import main
 from cluster.errors import ReplicaError
 from cluster.local.bring_up import start_ray
@@ -59,7 +60,7 @@ def mixed_cluster(folder: Path) -> ClusterConfig:
     config = parse_config({"model": str(folder), "pools": {"all": {"role": "mixed"}}})
     return dataclasses.replace(
         config,
-        pools={"all": PoolConfig(role="mixed", replicas=1)},
+        pools={"all": PoolConfig(role=Role.MIXED, replicas=1)},
         engine=dataclasses.replace(config.engine, dtype="float32", num_blocks=256, block_size=8),
         router=dataclasses.replace(config.router, port=0),
         control=dataclasses.replace(config.control, port=0),

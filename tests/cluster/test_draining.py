@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from baton.config.workers import WorkerSettings
+from baton.fleet import Role
 from baton.link.frames import Method
 from baton.link.router_end import ask_once
 from baton.v1 import worker_pb2
-from cluster.pools.role_plan import Role
 from decode_worker.request_log import Submission
 from decode_worker.session import Refusal
 from engine.wire import read_spec

@@ -15,10 +15,10 @@ import pytest
 
 from baton.config.transfer import TransferConfig
 from baton.config.workers import WorkerSettings
+from baton.fleet import Role
 from baton.link.frames import MESSAGES, LinkError, Method
 from baton.link.router_end import ask_once
 from baton.v1 import worker_pb2
-from cluster.pools.role_plan import Role
 from cluster.worker.config import RankPosition
 from cluster.worker.process import LoopDoor, serve_worker
 from cluster.worker.worker import EngineStuckError, Worker, WorkerFailedError

@@ -117,8 +117,7 @@ async def test_workers_agree_on_one_dtype_before_they_load() -> None:
 async def test_a_registry_that_lost_what_was_agreed_hears_it_of_the_workers_that_serve() -> None:
     registry = registry_of()
     for n, (pool, dtype) in enumerate((("p-2", ""), ("d-2", "float16"))):
-        info = control_pb2.WorkerInfo(dtype=dtype).SerializeToString()
-        registry.register(Registration(f"{pool}-0", n, pool, info))
+        registry.register(Registration(f"{pool}-0", n, pool, b"", dtype=dtype))
     changes = PoolChanges(registry, backing := Backing(registry))
     for pool in ("p-2", "d-2"):
         await changes.add(pool, TWO_POOLS, 1)

@@ -14,6 +14,7 @@ from baton.errors import (
     InUseError,
     NotFoundError,
 )
+from baton.fleet import Role
 from cluster.pools.pool_settings import (
     ModelSource,
     PoolSettings,
@@ -22,7 +23,6 @@ from cluster.pools.pool_settings import (
     num_ranks,
 )
 from cluster.pools.pool_table import PoolTable
-from cluster.pools.role_plan import Role
 from tests.cluster.pool_settings import ADDED_TEXT, added_pool, settings_of
 
 

@@ -12,9 +12,9 @@ import grpc.aio
 import pytest
 
 from baton.config.engine import FakeEngineConfig
+from baton.fleet import Role
 from baton.link.frames import LinkError
 from baton.v1 import worker_pb2
-from cluster.pools.role_plan import Role
 from kv_transfer.transports.memory_transport import MemoryNetwork, Operation, ThreadScheduler
 from tests.cluster.conftest import (
     ENGINE,

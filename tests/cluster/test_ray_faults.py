@@ -26,6 +26,7 @@ import pytest
 from baton.config.cluster import ClusterConfig, ControlConfig, PoolConfig
 from baton.control.client import ControlClient
 from baton.errors import BatonError
+from baton.fleet import Role
 from cluster.worker.rank import free_port
 from tests.cluster.kubelet import Kubelet
 from tests.cluster.pods import PodCluster, running_head
@@ -46,7 +47,7 @@ _NUM_STREAMS = 50
 _NUM_TOKENS = 400
 _STEP_S = 0.08  # a stream lasts half a minute: longer than a head needs to come back
 _SIZES = {"prefill": 1, "decode": 2}
-_POOLS = {"prefill": PoolConfig(role="prefill"), "decode": PoolConfig(role="decode")}
+_POOLS = {"prefill": PoolConfig(role=Role.PREFILL), "decode": PoolConfig(role=Role.DECODE)}
 _WHOLE_FOR_S = 20.0
 _WHOLE_WITHIN_S = 120.0
 _LOOK_S = 0.2

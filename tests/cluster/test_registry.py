@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 from baton.clock import ManualClock
 from baton.config.workers import DecodeConfig, RegistryConfig, WorkerSettings
 from baton.errors import OtherModelError
-from cluster.registry.registry import Progress, Registration, Registry, Stream, WorkerState
+from baton.fleet import WorkerState
+from cluster.progress import Progress
+from cluster.registry.registry import Registration, Registry, Stream
 from tests.cluster.pool_settings import settings_of
 from tests.cluster.registered import pass_s
 

@@ -8,8 +8,10 @@ from hypothesis import strategies as st
 
 from baton.config.workers import RegistryConfig
 from baton.errors import InvalidRequestError, NotFoundError
-from cluster.pools.role_plan import Role, RolePlan, active_roles
-from cluster.registry.registry import Progress, Registration, Registry
+from baton.fleet import Role
+from cluster.progress import Progress
+from cluster.registry.registry import Registration, Registry
+from cluster.role_plan import RolePlan, active_roles
 from tests.cluster.pool_settings import settings_of
 
 WORKERS = ("main-0", "main-1", "main-2", "main-10")

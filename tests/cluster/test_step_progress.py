@@ -13,8 +13,8 @@ import pytest
 from baton.config.engine import FakeEngineConfig
 from baton.config.workers import RegistryConfig
 from baton.control.calls import control_stub
+from baton.fleet import Role
 from baton.v1 import control_pb2
-from cluster.pools.role_plan import Role
 from cluster.registry.control_service import Changes, serve
 from cluster.registry.registry import Registry
 from cluster.worker.worker import Worker

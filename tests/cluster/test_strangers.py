@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
+from baton.fleet import Role
 from baton.link.frames import CALLERS as LINK_CALLERS
-from cluster.pools.role_plan import Role
 from cluster.registry.control_access import CALLERS
 from cluster.registry.control_service import Changes, serve
 from tests.cluster.test_control_service import make_registry

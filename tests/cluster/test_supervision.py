@@ -19,7 +19,8 @@ from baton.config.internal import InternalConfig
 from baton.control.client import ControlClient
 from baton.errors import ConfigError, InUseError, OtherModelError
 from baton.v1 import common_pb2, control_pb2
-from cluster.registry.registry import Progress, Registration, Registry
+from cluster.progress import Progress
+from cluster.registry.registry import Registration, Registry
 from cluster.supervisor.run_dir import SupervisorState
 from cluster.supervisor.supervisor import Supervision
 from tests.cluster.memory_replicas import (

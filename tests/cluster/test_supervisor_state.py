@@ -11,16 +11,20 @@ import pytest
 from baton.config.cluster import ClusterConfig, PoolConfig
 from baton.config.workers import RegistryConfig
 from baton.errors import ConfigError
+from baton.fleet import Role
 from cluster.pools.pool_settings import added_settings
 from cluster.pools.pool_table import PoolTable
-from cluster.pools.role_plan import Role, RolePlan
 from cluster.registry.registry import Registry
 from cluster.registry.routers import Unit, UnitList
+from cluster.role_plan import RolePlan
 from cluster.supervisor.run_dir import SupervisorState, state_file
 from tests.cluster.pool_settings import ADDED_TEXT, added_pool
 
 CLUSTER = ClusterConfig(
-    pools={"prefill": PoolConfig("prefill", 2), "both": PoolConfig("mixed", 3, max_replicas=3)}
+    pools={
+        "prefill": PoolConfig(Role.PREFILL, 2),
+        "both": PoolConfig(Role.MIXED, 3, max_replicas=3),
+    }
 )
 
 
@@ -61,7 +65,7 @@ def test_an_added_pool_goes_before_a_file_that_names_it_later(tmp_path: Path) ->
     table.add(added_pool(), 2)
     kept(table, tmp_path)
     name = added_pool().name
-    later = dataclasses.replace(CLUSTER, pools={**CLUSTER.pools, name: PoolConfig("decode", 1)})
+    later = dataclasses.replace(CLUSTER, pools={**CLUSTER.pools, name: PoolConfig(Role.DECODE, 1)})
     assert restored(tmp_path, later).settings(name) == table.settings(name)
 
 
@@ -129,7 +133,7 @@ def test_a_pool_of_the_file_that_was_removed_and_added_again_is_the_added_one(
 
 def test_a_pool_whose_bound_in_the_file_is_smaller_by_now_is_cut_to_it(tmp_path: Path) -> None:
     kept(restored(tmp_path), tmp_path)
-    smaller = {**CLUSTER.pools, "both": PoolConfig("mixed", 1, max_replicas=2)}
+    smaller = {**CLUSTER.pools, "both": PoolConfig(Role.MIXED, 1, max_replicas=2)}
     table = restored(tmp_path, dataclasses.replace(CLUSTER, pools=smaller))
     assert table.desired_replicas() == {"prefill": 2, "both": 2}
 
@@ -166,7 +170,7 @@ def test_a_role_plan_that_no_longer_suits_its_pool_is_dropped_with_a_warning(
     table = restored(tmp_path)
     table.set_role_plan("both", RolePlan(1, 1))
     kept(table, tmp_path)
-    later = {**CLUSTER.pools, "both": PoolConfig("decode", 1)}
+    later = {**CLUSTER.pools, "both": PoolConfig(Role.DECODE, 1)}
     again = restored(tmp_path, dataclasses.replace(CLUSTER, pools=later))
     assert again.role_plans()["both"] == RolePlan()
     assert "both: its role plan is given up" in caplog.text

@@ -14,8 +14,8 @@ import pytest
 
 from baton.config.cluster import parse_config
 from baton.config.transfer import TransferConfig
+from baton.fleet import Role
 from baton.v1 import worker_pb2
-from cluster.pools.role_plan import Role
 from cluster.worker.config import RankPosition, WorkerConfig, worker_config
 from cluster.worker.process import serve_worker
 from cluster.worker.rank import build_rank

@@ -17,10 +17,10 @@ import pytest
 
 from baton.config.engine import FakeEngineConfig
 from baton.config.workers import WorkerSettings
+from baton.fleet import Role
 from baton.link.frames import LinkError, Method
 from baton.model_folder import TEXT_FILES
 from baton.v1 import common_pb2, router_pb2, worker_pb2
-from cluster.pools.role_plan import Role
 from cluster.worker.process import RankActor
 from cluster.worker.rank import free_port
 from engine.api import Engine

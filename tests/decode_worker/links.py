@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import AsyncIterator
 from typing import Any
 
-from cluster.pools.role_plan import Role
+from baton.fleet import Role
 from cluster.worker.worker import Worker
 from tests.cluster.conftest import DecodeLink, MiniRouter, Pair, nothing_held, running_worker
 

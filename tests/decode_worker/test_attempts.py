@@ -11,10 +11,10 @@ import grpc.aio
 import pytest
 
 from baton.config.workers import DecodeConfig
+from baton.fleet import Role
 from baton.link.frames import LinkError
 from baton.status import from_rpc_error
 from baton.v1 import common_pb2, worker_pb2
-from cluster.pools.role_plan import Role
 from cluster.worker.worker import WorkerFailedError
 from kv_transfer.layout import BlockId, TokenLogprobs
 from kv_transfer.lease import FirstToken, Lease, WorkerIdentity

@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.finish_reason import FinishReason
+from baton.fleet import Role
 from baton.link.frames import LinkError
 from baton.v1 import worker_pb2
-from cluster.pools.role_plan import Role
 from decode_worker.request_log import (
     NotHereError,
     Record,

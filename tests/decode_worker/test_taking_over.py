@@ -9,9 +9,9 @@ import grpc
 import grpc.aio
 import pytest
 
+from baton.fleet import Role
 from baton.link.frames import LinkError
 from baton.v1 import common_pb2, worker_pb2
-from cluster.pools.role_plan import Role
 from cluster.worker.worker import Worker
 from decode_worker.service import DecodeService
 from decode_worker.session import Refusal, Rejected, Update

@@ -15,7 +15,7 @@ from deploy.controller.kit.connection import USUAL, Call, Connection, Timeouts
 from deploy.controller.kit.errors import KubeError
 from deploy.controller.kit.kube import Kube
 from deploy.controller.kit.objects import Key, Resource
-from deploy.controller.resources import PODS
+from deploy.controller.manifests.resources import PODS
 from tests.k8s.control_plane.plane import ControlPlane
 from tests.k8s.operating import eventually
 from tests.k8s.tcp_proxy import CutProxy

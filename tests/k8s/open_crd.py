@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from deploy.controller.kit.objects import Resource
-from deploy.controller.resources import RAY_CLUSTERS
+from deploy.controller.manifests.resources import RAY_CLUSTERS
 from tests.k8s.control_plane.plane import ControlPlane
 from tests.k8s.operating import condition, eventually
 

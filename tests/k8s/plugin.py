@@ -11,7 +11,7 @@ from typing import Any
 from baton.identity.keys import role_files
 from deploy.controller.kit.kube import Kube
 from deploy.controller.kit.objects import Key
-from deploy.controller.resources import SERVICES, SERVING_CLUSTERS
+from deploy.controller.manifests.resources import SERVICES, SERVING_CLUSTERS
 from tests.identities import ROOT
 from tests.k8s.control_plane.plane import ControlPlane
 from tests.k8s.kubelet.objects import secret

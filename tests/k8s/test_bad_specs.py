@@ -16,7 +16,7 @@ import pytest
 from deploy.controller.kit.errors import NotFoundError, StatusError
 from deploy.controller.kit.kube import Kube
 from deploy.controller.kit.objects import Key, Resource
-from deploy.controller.resources import SERVING_CLUSTERS, WORKER_POOLS
+from deploy.controller.manifests.resources import SERVING_CLUSTERS, WORKER_POOLS
 from tests.deploy.api.specs import (
     BAD_CLUSTERS,
     BAD_NAMES,

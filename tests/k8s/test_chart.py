@@ -21,7 +21,7 @@ from deploy.api.crd import KINDS, SERVING_CLUSTER
 from deploy.api.generate import CHART
 from deploy.controller.kit.kube import Kube
 from deploy.controller.kit.objects import Key, Resource, Selection
-from deploy.controller.resources import (
+from deploy.controller.manifests.resources import (
     DEPLOYMENTS,
     RAY_CLUSTERS,
     SECRETS,

@@ -11,7 +11,7 @@ import pytest
 from deploy.controller.kit.kube import Kube
 from deploy.controller.kit.objects import Key
 from deploy.controller.manifests.common import CLUSTER_LABEL, POOL_LABEL
-from deploy.controller.resources import PODS
+from deploy.controller.manifests.resources import PODS
 from tests.k8s.control_plane.errors import CommandError
 from tests.k8s.control_plane.plane import ControlPlane
 from tests.k8s.kubelet.objects import evict

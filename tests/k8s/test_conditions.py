@@ -11,7 +11,7 @@ from deploy.controller.kit.kube import Kube
 from deploy.controller.kit.objects import Key
 from deploy.controller.manifests.common import POOL_LABEL, Owner
 from deploy.controller.manifests.pods import FETCH
-from deploy.controller.resources import PODS, RAY_CLUSTERS
+from deploy.controller.manifests.resources import PODS, RAY_CLUSTERS
 from tests.k8s.control_plane.plane import ControlPlane
 from tests.k8s.operating import Operator, eventually
 from tests.k8s.seen import BAD_ROUTER, Seen

@@ -12,7 +12,7 @@ import pytest
 
 from deploy.controller.kit.kube import Kube
 from deploy.controller.kit.objects import Key
-from deploy.controller.resources import SERVING_CLUSTERS, WORKER_POOLS
+from deploy.controller.manifests.resources import SERVING_CLUSTERS, WORKER_POOLS
 from tests.k8s.control_plane.errors import CommandError
 from tests.k8s.control_plane.plane import ControlPlane
 from tests.k8s.seen import cluster, pool

@@ -15,7 +15,7 @@ import pytest
 from cli.kubectl import RIGHTS
 from deploy.controller.kit.kube import Kube
 from deploy.controller.kit.objects import Key
-from deploy.controller.resources import PODS
+from deploy.controller.manifests.resources import PODS
 from tests.baton.small_router import SmallControl
 from tests.k8s.control_plane.plane import ControlPlane
 from tests.k8s.operating import eventually

@@ -12,7 +12,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from deploy.controller.kit.kube import Kube
 from deploy.controller.kit.objects import Key
-from deploy.controller.resources import CONFIG_MAPS, DEPLOYMENTS, PODS, SECRETS, SERVICES
+from deploy.controller.manifests.resources import CONFIG_MAPS, DEPLOYMENTS, PODS, SECRETS, SERVICES
 from tests.deploy.controller.things import config_map
 from tests.k8s.control_plane.plane import ControlPlane
 from tests.k8s.kubelet.kubelet import NODE_NAMES, NODES, Kubelet
@@ -175,7 +175,7 @@ from deploy.controller.kit.connection import Connection
 from deploy.controller.kit.errors import StatusError
 from deploy.controller.kit.kube import Kube
 from deploy.controller.kit.objects import Selection
-from deploy.controller.resources import PODS
+from deploy.controller.manifests.resources import PODS
 try:
     Kube(Connection.in_cluster(), "pod").list(PODS, Selection("default"))
 except StatusError as error:

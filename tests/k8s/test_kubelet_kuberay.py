@@ -9,7 +9,7 @@ import pytest
 
 from deploy.controller.kit.kube import Kube
 from deploy.controller.kit.objects import Key, Selection
-from deploy.controller.resources import PODS, RAY_CLUSTERS, SECRETS, SERVICES
+from deploy.controller.manifests.resources import PODS, RAY_CLUSTERS, SECRETS, SERVICES
 from tests.k8s.control_plane.plane import ControlPlane
 from tests.k8s.kubelet.errors import ContainerError
 from tests.k8s.kubelet.kubelet import Kubelet

@@ -17,7 +17,7 @@ from deploy.controller.kit.finalizers import FINALIZER
 from deploy.controller.kit.kube import Kube
 from deploy.controller.kit.objects import Key
 from deploy.controller.manifests.common import UNIT_LABEL
-from deploy.controller.resources import SERVING_CLUSTERS
+from deploy.controller.manifests.resources import SERVING_CLUSTERS
 from tests.k8s.control_plane.plane import ControlPlane
 from tests.k8s.operating import eventually
 from tests.k8s.seen import BAD_FIELD, BAD_ROUTER, Seen

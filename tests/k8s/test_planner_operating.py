@@ -21,7 +21,7 @@ from baton.client import AsyncClient, Client
 from baton.client.events import Finished
 from deploy.controller.kit.kube import Kube
 from deploy.controller.kit.objects import Key
-from deploy.controller.resources import WORKER_POOLS
+from deploy.controller.manifests.resources import WORKER_POOLS
 from tests.cluster.planner.queueing import TRACE
 from tests.k8s.installed import Installed, on_pods, router_addresses
 from tests.k8s.kubelet.kubelet import Kubelet

@@ -22,7 +22,7 @@ from deploy.controller.kit.events import EVENTS
 from deploy.controller.kit.kube import Kube
 from deploy.controller.kit.objects import Key, Resource, Selection
 from deploy.controller.manifests.common import PodMonitors, Release
-from deploy.controller.resources import (
+from deploy.controller.manifests.resources import (
     CERTIFICATES,
     CONFIG_MAPS,
     DEPLOYMENTS,

@@ -27,7 +27,6 @@ needs_system_ucx = pytest.mark.skipif(
 CONFIGS = {
     "memory": TransferConfig(transport="memory"),
     "ucx": TransferConfig(),
-    "ucx-python-loop": TransferConfig(native=False),
     "ucx-system": TransferConfig(ucx_library="system"),
 }
 

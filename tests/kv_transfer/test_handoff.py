@@ -50,13 +50,9 @@ async def test_a_replicated_head_is_sent_once_to_each_rank_that_holds_it(
     assert receipt.num_bytes == 7 * receiver_tp * 2 * 4 * 8 * 4
 
 
-@pytest.mark.parametrize(
-    "name", ["ucx-python-loop", pytest.param("ucx-system", marks=needs_system_ucx)]
-)
-async def test_other_posters_and_libraries_move_the_same_bytes(
-    make_pair: MakePair, name: str
-) -> None:
-    sender, receiver = await make_pair(CONFIGS[name], 2, 1)
+@needs_system_ucx
+async def test_the_systems_library_moves_the_same_bytes(make_pair: MakePair) -> None:
+    sender, receiver = await make_pair(CONFIGS["ucx-system"], 2, 1)
     await hand_over(sender, receiver)
 
 

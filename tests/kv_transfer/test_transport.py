@@ -11,8 +11,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -28,13 +26,12 @@ from kv_transfer.rank import TransferRank
 from kv_transfer.transport import FlushResult, PutBatch, Transport
 from kv_transfer.transports.by_name import make_transport
 from kv_transfer.transports.memory_transport import MemoryNetwork, Operation, ThreadScheduler
-from kv_transfer.transports.ucx.native import CommandQueue, NativeQueue, make_queue
 from kv_transfer.transports.ucx.transport import UcxTransport
 
-CONFIGS = [TransferConfig(transport="memory"), TransferConfig(), TransferConfig(native=False)]
+CONFIGS = [TransferConfig(transport="memory"), TransferConfig()]
 
 
-@pytest.fixture(params=CONFIGS, ids=["memory", "ucx", "ucx-python-loop"])
+@pytest.fixture(params=CONFIGS, ids=["memory", "ucx"])
 def config(request: pytest.FixtureRequest) -> TransferConfig:
     found: TransferConfig = request.param
     return found
@@ -274,16 +271,12 @@ def test_an_expandable_segment_is_refused_by_name() -> None:
     assert "TransportError: the KV pool lies in an expandable segment" in run.stderr
 
 
-def test_the_loop_is_compiled_where_it_can_be_and_else_in_python(
+def test_without_a_compiler_and_a_library_built_ahead_a_transport_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from kv_transfer.transports.ucx.binding import load
-
-    ucp = load(TransferConfig())
-    worker: Any = SimpleNamespace(handle=0, descriptor=0)
-    assert type(make_queue(ucp, worker, native=True)) is NativeQueue
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert type(make_queue(ucp, worker, native=True)) is CommandQueue
+    with pytest.raises(TransportError, match="the loop that posts puts cannot be built: "):
+        make_transport(TransferConfig())
 
 
 def test_a_lease_survives_the_wire() -> None:

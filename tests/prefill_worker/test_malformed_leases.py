@@ -10,9 +10,9 @@ import grpc
 import grpc.aio
 import pytest
 
+from baton.fleet import Role
 from baton.link.frames import LinkError
 from baton.v1 import worker_pb2
-from cluster.pools.role_plan import Role
 from cluster.worker.worker import WorkerFailedError
 from tests.cluster.conftest import (
     TIMED_ENGINE,

@@ -11,7 +11,7 @@ import pytest
 from baton.config.engine import FakeEngineConfig
 from baton.config.transfer import TransferConfig
 from baton.config.workers import RegistryConfig
-from cluster.pools.role_plan import Role
+from baton.fleet import Role
 from tests.cluster.conftest import (
     ENGINE,
     HeldStep,

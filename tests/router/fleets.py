@@ -14,9 +14,10 @@ from baton.clock import ManualClock
 from baton.config.router import PlacementConfig, RouterConfig
 from baton.config.settings import changed
 from baton.errors import BatonError
+from baton.fleet import WorkerState
 from baton.v1 import common_pb2
 from kv_transfer.block_hash import SHARED_BY_ALL
-from router.fleet.fleet import Fleet, WorkerEntry, WorkerState
+from router.fleet.fleet import Fleet, WorkerEntry
 from router.fleet.worker_facts import WorkerFacts
 from router.index.prefix_index import PrefixIndex
 from router.placement.admission import Admission

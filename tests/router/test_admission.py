@@ -12,7 +12,8 @@ from baton.clock import ManualClock
 from baton.config.router import RouterConfig
 from baton.config.settings import changed
 from baton.errors import NoCapacityError, OverloadedError, UnavailableError
-from router.fleet.fleet import Fleet, ReportedLoad, WorkerState
+from baton.fleet import WorkerState
+from router.fleet.fleet import Fleet, ReportedLoad
 from router.index.prefix_index import PrefixIndex
 from router.placement.admission import POLL_S, SCAN_AHEAD, Admission
 from router.placement.ticket import Placed, Ticket

@@ -11,9 +11,9 @@ import grpc
 import grpc.aio
 import pytest
 
+from baton.fleet import Role
 from baton.v1 import router_pb2
 from baton.wire import ANY_ATTEMPT
-from cluster.pools.role_plan import Role
 from tests.cluster.conftest import nothing_held, running_worker
 from tests.router.answers import PROMPT, ask_for, assert_whole
 from tests.router.deployment import Deployment, deployment

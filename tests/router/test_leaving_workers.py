@@ -7,8 +7,8 @@ import asyncio
 
 import pytest
 
+from baton.fleet import WorkerState
 from baton.v1 import control_pb2, worker_pb2
-from router.fleet.fleet import WorkerState
 from router.fleet.registry import read_fleet
 from tests.router.answers import PROMPT, ask_for, assert_whole, failures_of
 from tests.router.deployment import Deployment, deployment, hung_prefill

@@ -12,8 +12,8 @@ import pytest
 
 from baton.config.settings import changed
 from baton.config.workers import DecodeConfig
+from baton.fleet import Role
 from baton.v1 import common_pb2
-from cluster.pools.role_plan import Role
 from cluster.worker.worker import Worker
 from kv_transfer.transports.memory_transport import MemoryNetwork
 from tests.cluster.conftest import nothing_held, running_worker

@@ -11,8 +11,8 @@ import pytest
 
 from baton.config.engine import FakeEngineConfig
 from baton.config.settings import changed
+from baton.fleet import Role
 from baton.v1 import common_pb2, router_pb2
-from cluster.pools.role_plan import Role
 from tests.cluster.conftest import nothing_held, running_worker
 from tests.router.answers import Answer, Client, failures_of, refusal
 from tests.router.deployment import QUICK

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from baton.clock import ManualClock
+from baton.fleet import WorkerState
 from baton.identity.keys import ROLES
 from baton.link.router_end import Link
 from baton.v1 import common_pb2, control_pb2, worker_pb2
 from baton.wire import ORPHANED
-from router.fleet.fleet import WorkerState
 from router.fleet.session import Report, RouterIdentity, Session, SessionLostError
 from router.request.alarm import Alarm
 from router.request.attempt import Attempt

@@ -10,7 +10,7 @@ import pytest
 
 from baton.config.settings import changed
 from baton.errors import InvalidRequestError
-from cluster.pools.role_plan import Role
+from baton.fleet import Role
 from kv_transfer.block_hash import HASH_BYTES
 from router.placement.public_prefix import PublicPrefix
 from router.text import Conversation

@@ -15,8 +15,8 @@ import pytest
 
 from baton.config.router import RouterConfig
 from baton.config.settings import changed
+from baton.fleet import Role
 from baton.v1 import common_pb2, router_pb2
-from cluster.pools.role_plan import Role
 from decode_worker.session import Phase
 from router.request.machine import Prefill
 from router.units.router import Router

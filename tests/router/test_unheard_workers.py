@@ -13,9 +13,8 @@ import pytest
 
 from baton.clock import ManualClock
 from baton.config.settings import changed
+from baton.fleet import Role, WorkerState
 from baton.v1 import control_pb2, router_pb2
-from cluster.pools.role_plan import Role
-from router.fleet.fleet import WorkerState
 from router.fleet.worker_link import Contact
 from router.units.router import Router
 from tests.cluster.conftest import nothing_held, running_worker

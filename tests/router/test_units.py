@@ -22,8 +22,8 @@ from baton.config.router import RouterConfig
 from baton.config.settings import changed
 from baton.config.workers import RegistryConfig
 from baton.control.client import ControlClient
+from baton.fleet import Role
 from baton.v1 import common_pb2, control_pb2, router_pb2, worker_pb2
-from cluster.pools.role_plan import Role
 from cluster.registry.control_service import Changes, serve
 from cluster.registry.registry import Registry
 from cluster.registry.routers import Unit as Listed

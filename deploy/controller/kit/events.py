@@ -24,6 +24,7 @@ from datetime import UTC, datetime
 from enum import StrEnum
 from typing import Any
 
+from baton.pacing import TokenBucket
 from deploy.controller.kit.errors import KubeError, NotFoundError
 from deploy.controller.kit.kube import Kube
 from deploy.controller.kit.objects import Object, Resource, key_of
@@ -55,8 +56,8 @@ class EventSeries:
 
     def __init__(self) -> None:
         self._events: OrderedDict[tuple[str, ...], Event] = OrderedDict()
-        self._allowances: OrderedDict[tuple[str, str], tuple[float, float]] = OrderedDict()
-        """Writes that an object's reason has left, and when they were counted."""
+        self._allowances: OrderedDict[tuple[str, str], TokenBucket] = OrderedDict()
+        """Writes that an object's reason has left."""
 
     def note(self, event: Event, now: float) -> Event | None:
         """Count it; the Event to write now, None where nothing is to be written. `now`: seconds of
@@ -69,11 +70,9 @@ class EventSeries:
         return event if self._may_write((uid, reason), now) else None
 
     def _may_write(self, key: tuple[str, str], now: float) -> bool:
-        left, counted_at = self._allowances.pop(key, (_BURST, now))
-        left = min(_BURST, left + (now - counted_at) / _REFILL_S)
-        may_write = left >= 1
-        _put(self._allowances, key, (left - may_write, now))
-        return may_write
+        allowance = self._allowances.pop(key, None) or TokenBucket(_BURST, 1 / _REFILL_S, now)
+        _put(self._allowances, key, allowance)
+        return allowance.take(now)
 
 
 def _put(newest: OrderedDict[Any, Any], key: object, value: object) -> None:

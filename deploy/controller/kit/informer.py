@@ -20,14 +20,14 @@ reconciler reads a key's newest state from here, however many changes led to it.
 from __future__ import annotations
 
 import logging
-import random
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
+from baton.pacing import Backoff
 from deploy.controller.kit.errors import KubeError, NotFoundError, StatusError, UnreachableError
 from deploy.controller.kit.kube import Kube, Listing
 from deploy.controller.kit.objects import (
@@ -40,7 +40,6 @@ from deploy.controller.kit.objects import (
     resource_version_of,
 )
 from deploy.controller.kit.watch_stream import WatchEvent, WatchEventType, WatchStream, Window
-from deploy.controller.kit.workqueue import Backoff
 
 log = logging.getLogger(__name__)
 
@@ -136,12 +135,11 @@ class Informer:
         self._kube, self._resource, self._selection = kube, resource, selection
         self._settings, self._is_of_others = settings, is_of_others
         self._is_served, self._was_missing = True, False
-        self._rng = random.Random()
         self._cache = Cache()
         self._handlers: list[tuple[Handler, KeysOf]] = []
         self._version: str | None = None
         """Where the next window begins; None: list first."""
-        self._num_failures = 0
+        self._backoff = replace(settings.backoff)
         self._changes: deque[Change] = deque()
         self._resync_at = time.monotonic() + settings.resync_s
         self._synced = threading.Event()
@@ -241,10 +239,10 @@ class Informer:
                     return
                 self._take(event)
                 num_events += 1
-                self._num_failures = 0
+                self._backoff.reset()
         if num_events == 0 and time.monotonic() - began_at < _SHORTEST_WATCH_S:
             raise UnreachableError(f"watch of {self._resource}: ended at once")
-        self._num_failures = 0
+        self._backoff.reset()
 
     def _take(self, event: WatchEvent) -> None:
         if event.type is not WatchEventType.BOOKMARK:
@@ -265,8 +263,7 @@ class Informer:
     def _wait_after(self, error: Exception) -> None:
         if self._stopping.is_set():
             return
-        self._num_failures += 1
-        delay_s = self._settings.backoff.delay_s(self._num_failures, self._rng)
+        delay_s = self._backoff.next_s()
         if isinstance(error, StatusError) and error.retry_after_s is not None:
             delay_s = max(delay_s, error.retry_after_s)
         then = "list again" if self._version is None else "watch on"

@@ -12,34 +12,16 @@ from __future__ import annotations
 
 import logging
 import math
-import random
 import threading
 import time
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Generic, TypeVar
 
+from baton.pacing import Backoff
 from deploy.controller.kit.errors import KubeError, StatusError
 
 log = logging.getLogger(__name__)
-
-_MOST_DOUBLINGS = 30
-
-
-@dataclass(frozen=True)
-class Backoff:
-    """Doubles from `first_s` to `longest_s`; half of it is jitter, so that keys that
-    failed together do not come back together."""
-
-    first_s: float
-    longest_s: float
-
-    def delay_s(self, num_failures: int, rng: random.Random) -> float:
-        """After that many failures in a row, at least one."""
-        assert num_failures > 0, num_failures
-        full_s = self.first_s * 2.0 ** min(num_failures - 1, _MOST_DOUBLINGS)
-        return min(full_s, self.longest_s) * rng.uniform(0.5, 1.0)
-
 
 K = TypeVar("K", bound=Hashable)
 Clock = Callable[[], float]
@@ -53,10 +35,9 @@ class WorkQueue(Generic[K]):
 
     def __init__(self, retries: Backoff = RETRIES, clock: Clock = time.monotonic) -> None:
         self._retries, self._clock = retries, clock
-        self._rng = random.Random()
         self._due: dict[K, float] = {}
         self._under_way: set[K] = set()
-        self._num_failures: dict[K, int] = {}
+        self._backoffs: dict[K, Backoff] = {}
         self._changed = threading.Condition()
         self._is_closed = False
 
@@ -83,16 +64,14 @@ class WorkQueue(Generic[K]):
     def succeeded(self, key: K, again_after_s: float | None = None) -> None:
         """Forget its failures; `again_after_s`: work on it again by then."""
         with self._changed:
-            self._num_failures.pop(key, None)
+            self._backoffs.pop(key, None)
             self._end(key, again_after_s)
 
     def failed(self, key: K, at_least_s: float = 0.0, at_most_s: float = math.inf) -> float:
         """Returns the delay in seconds after which it comes back."""
         with self._changed:
-            num_failures = self._num_failures.get(key, 0) + 1
-            self._num_failures[key] = num_failures
-            delay_s = min(self._retries.delay_s(num_failures, self._rng), at_most_s)
-            delay_s = max(delay_s, at_least_s)
+            backoff = self._backoffs.setdefault(key, replace(self._retries))
+            delay_s = max(min(backoff.next_s(), at_most_s), at_least_s)
             self._end(key, delay_s)
             return delay_s
 

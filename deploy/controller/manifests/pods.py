@@ -49,7 +49,7 @@ from deploy.controller.manifests.common import (
 )
 from deploy.controller.manifests.identity import identity_of
 from deploy.controller.manifests.merge import merged_template, with_settings
-from deploy.controller.units import Unit
+from deploy.controller.rollout.units import Unit
 
 OWN_COMMAND = {"ray.io/overwrite-container-cmd": "true"}
 """KubeRay leaves our command as it is, and gives it its own in KUBERAY_GEN_RAY_START_CMD."""
@@ -141,7 +141,7 @@ def worker_template(context: PodContext, pool: WorkerPoolSpec) -> Object:
     grace_s = drain_s + GRACE_MARGIN_S
     text_only = not context.spec.advanced.engine.reads_model
     own = _template(context, "worker", container, grace_s=grace_s, text_only=text_only)
-    own["metadata"]["labels"] |= {POOL_LABEL: pool.pool, ROLE_LABEL: pool.role}
+    own["metadata"]["labels"] |= {POOL_LABEL: pool.pool, ROLE_LABEL: pool.role.value}
     own["spec"]["containers"][0]["env"].append(env(PORT_VARIABLE, str(WORKER_PORT)))
     own["spec"]["affinity"] = _same_fabric(context)
     return with_settings(own, pool, WORKER_CONTAINER)

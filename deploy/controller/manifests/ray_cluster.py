@@ -23,8 +23,8 @@ from deploy.controller.manifests.pods import (
     ray_resources,
     worker_template,
 )
-from deploy.controller.rollout import Record
-from deploy.controller.units import Unit
+from deploy.controller.rollout.rollout import Record
+from deploy.controller.rollout.units import Unit
 
 _SHARED_HASH = f"{GROUP}/shared-hash"
 _MODEL_HASH = f"{GROUP}/model-hash"

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from baton.fleet import Role
 from deploy.api.naming import as_written
 from deploy.api.serving_cluster import ModelSource, RouterSpec
 from deploy.controller.kit.objects import Object as Seen
 from deploy.controller.manifests.cluster_yaml import model_field, model_name, model_path
 from deploy.controller.manifests.common import HTTP_PORT, ROUTER_PORT, Object
 from deploy.controller.manifests.routers import FIRST_ROUTERS
-from deploy.controller.rollout import State
+from deploy.controller.observed.view import ClusterView, PoolView
+from deploy.controller.rollout.rollout import State
 from deploy.controller.status.conditions import AVAILABLE, DEGRADED, PROGRESSING, Verdict
 from deploy.controller.status.pool_status import gpu_problem, size_problem
 from deploy.controller.status.waiting import (
@@ -24,7 +26,6 @@ from deploy.controller.status.waiting import (
     silence,
     with_waits,
 )
-from deploy.controller.view import ClusterView, PoolView
 
 
 @dataclass(frozen=True)
@@ -189,16 +190,16 @@ def _missing(view: ClusterView, num_routers_ready: int, routers_wait: str) -> Ve
     if not num_routers_ready:
         message = with_waits("no router is ready", routers_wait)
         return Verdict(AVAILABLE, False, "NoRouterReady", message)
-    missing = _without_worker(view, "decode", "NoDecodeWorker", "no worker that decodes is live")
+    missing = _without_worker(view, Role.DECODE, "NoDecodeWorker", "no worker that decodes is live")
     if missing is None and view.spec.advanced.router.placement.local_prefill == "never":
         message = "no worker that prefills is live"
-        missing = _without_worker(view, "prefill", "NoPrefillWorker", message)
+        missing = _without_worker(view, Role.PREFILL, "NoPrefillWorker", message)
     return missing
 
 
-def _without_worker(view: ClusterView, role: str, reason: str, message: str) -> Verdict | None:
+def _without_worker(view: ClusterView, role: Role, reason: str, message: str) -> Verdict | None:
     """None: one of the role is live, or starts for the next request."""
-    pools = [pool for pool in view.pools.values() if pool.spec.role in (role, "mixed")]
+    pools = [pool for pool in view.pools.values() if pool.spec.role in (role, Role.MIXED)]
     wakes = view.fleet is not None
     if any(pool.num_serving or (wakes and _is_stopped(pool)) for pool in pools):
         return None

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from deploy.api.status import MESSAGE
 from deploy.controller.kit.objects import Object as Seen
 from deploy.controller.manifests.common import Object
-from deploy.controller.resources import RAY_CLUSTERS
+from deploy.controller.manifests.resources import RAY_CLUSTERS
 
 AVAILABLE, PROGRESSING, DEGRADED = "Available", "Progressing", "Degraded"
 

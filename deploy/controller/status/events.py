@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 
 from deploy.controller.kit.events import EventType
 from deploy.controller.kit.objects import Object
+from deploy.controller.observed.view import ClusterView
 from deploy.controller.status.conditions import AVAILABLE, DEGRADED, PROGRESSING
 from deploy.controller.status.waiting import SILENT
-from deploy.controller.view import ClusterView
 
 _ROUTINE = ("AsWanted", "Changing", "Deleting", "Draining", "InvalidSpec", "KubeRayMissing")
 """Reasons of Progressing that come and go, or that other events say better."""

@@ -5,15 +5,16 @@ from __future__ import annotations
 import datetime
 
 from baton.config.planner import PlannerTargets
+from baton.fleet import Role, WorkerState
 from deploy.api.naming import as_written
 from deploy.api.serving_cluster import ServingClusterSpec
 from deploy.api.worker_pool import WorkerPoolSpec, seconds
-from deploy.controller.fleet import Slot, SlotState
 from deploy.controller.manifests.cluster_yaml import gpu_field, pool_device
 from deploy.controller.manifests.common import CLUSTER_LABEL, POOL_LABEL, Object
+from deploy.controller.observed.fleet import Slot
+from deploy.controller.observed.view import PoolView
 from deploy.controller.status.conditions import AVAILABLE, DEGRADED, PROGRESSING, Verdict, shortened
 from deploy.controller.status.waiting import SILENT, STARTING, Silence, model_problem, with_waits
-from deploy.controller.view import PoolView
 
 _DRAIN_MARGIN_S = 30.0
 """Workers give up their requests by the pool's drainTimeout: a drain that takes longer than this
@@ -36,9 +37,9 @@ def pool_status(view: PoolView, targets: PlannerTargets, now: str) -> Object:
         "kvUsePercent": round(100 * max((slot.kv_use for slot in view.live), default=0.0)),
         "lastError": (shortened(as_written(pool.last_error)) or None) if pool is not None else None,
         "ttftSeconds": _seconds(pool.seen.ttft_s) if pool is not None else None,
-        "ttftTargetSeconds": targets.ttft_target_s if spec.role != "decode" else None,
+        "ttftTargetSeconds": targets.ttft_target_s if spec.role is not Role.DECODE else None,
         "itlSeconds": _seconds(pool.seen.itl_s) if pool is not None else None,
-        "itlTargetSeconds": targets.itl_target_s if spec.role != "prefill" else None,
+        "itlTargetSeconds": targets.itl_target_s if spec.role is not Role.PREFILL else None,
     }
 
 
@@ -68,7 +69,7 @@ def _drain(pool: WorkerPoolSpec, slot: Slot, since: str, now: str) -> Object:
 
 def held_by(slot: Slot) -> str:
     """What holds up a drain."""
-    if slot.state is SlotState.SUSPECT:
+    if slot.state is WorkerState.SUSPECT:
         return f"it is stuck or silent, {slot.num_running} requests on it"
     if slot.num_running:
         return f"{slot.num_running} requests still run"

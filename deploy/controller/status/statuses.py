@@ -16,13 +16,13 @@ from deploy.controller.kit.errors import KubeError, NotFoundError, each
 from deploy.controller.kit.kube import Kube
 from deploy.controller.kit.objects import Key, Object, Resource, key_of
 from deploy.controller.manifests.common import Object as Manifest
-from deploy.controller.resources import SERVING_CLUSTERS, WORKER_POOLS
+from deploy.controller.manifests.resources import SERVING_CLUSTERS, WORKER_POOLS
+from deploy.controller.observed.view import ClusterView
 from deploy.controller.status.cluster_status import Refusals, cluster_status, cluster_verdicts
 from deploy.controller.status.conditions import Verdict, conditions, timestamp
 from deploy.controller.status.events import Look, Record, exposure, happenings
 from deploy.controller.status.pool_status import pool_status, pool_verdicts
 from deploy.controller.status.waiting import pool_waits, silence
-from deploy.controller.view import ClusterView
 
 
 class Statuses:

@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 from deploy.controller.kit.objects import Object
 from deploy.controller.manifests.pods import FETCH
-from deploy.controller.pod import Pod, pods_refused, together
-from deploy.controller.view import ClusterView, PoolView
+from deploy.controller.observed.pod import Pod, pods_refused, together
+from deploy.controller.observed.view import ClusterView, PoolView
 
 _NO_MODEL = re.compile(rf"{FETCH}: .*?exit code \d+(: )?(?P<why>.*)")
 START_WITHIN = datetime.timedelta(minutes=10)

@@ -16,7 +16,7 @@ from kv_transfer.errors import TransportError
 
 API_MAJOR, API_MINOR = 1, 21
 OK, IN_PROGRESS = 0, 1
-BUSY, NO_SHARED_SEGMENT = -15, -17
+NO_SHARED_SEGMENT = -17
 
 FEATURE_RMA, FEATURE_WAKEUP, FEATURE_AM = 1 << 1, 1 << 4, 1 << 6
 THREAD_MODE_SERIALIZED = 1
@@ -26,7 +26,7 @@ EP_CLOSE_FORCE = 1
 AM_WHOLE_MESSAGE = 1
 AM_SEND_EAGER = 1 << 1
 MEMORY_HOST, MEMORY_CUDA = 0, 1
-OP_ATTR_FLAGS, OP_ATTR_MEMH = 1 << 4, 1 << 8
+OP_ATTR_FLAGS = 1 << 4
 
 Status = c_int8  # a packed enum: one signed byte; the rest of the register is undefined
 ErrorCallback = ctypes.CFUNCTYPE(None, c_void_p, c_void_p, Status)
@@ -128,7 +128,6 @@ _PROTOTYPES: dict[str, tuple[Any, ...]] = {  # name: (result, *arguments)
     "ucp_worker_release_address": (None, c_void_p, c_void_p),
     "ucp_worker_progress": (c_uint32, c_void_p),
     "ucp_worker_get_efd": (Status, c_void_p, POINTER(c_int)),
-    "ucp_worker_arm": (Status, c_void_p),
     "ucp_worker_signal": (Status, c_void_p),
     "ucp_worker_set_am_recv_handler": (Status, c_void_p, c_void_p),
     "ucp_mem_map": (Status, c_void_p, c_void_p, POINTER(c_void_p)),
@@ -142,7 +141,6 @@ _PROTOTYPES: dict[str, tuple[Any, ...]] = {  # name: (result, *arguments)
     "ucp_rkey_ptr": (Status, c_void_p, c_uint64, POINTER(c_void_p)),
     "ucp_ep_flush_nbx": (c_void_p, c_void_p, c_void_p),
     "ucp_ep_close_nbx": (c_void_p, c_void_p, c_void_p),
-    "ucp_put_nbx": (c_void_p, c_void_p, c_void_p, c_size_t, c_uint64, c_void_p, c_void_p),
     "ucp_am_send_nbx": (
         c_void_p,
         c_void_p,

@@ -1,16 +1,13 @@
 """The progress thread's command queue, and how its puts are posted.
 
-Compiled C reads and posts from a `NativeQueue` without the GIL, so a thread that holds the GIL for
-long delays no put. The plain `CommandQueue` is for machines without a compiler.
+Compiled C reads and posts from it without the GIL, so a thread that holds the GIL for long delays
+no put.
 """
 
 from __future__ import annotations
 
 import ctypes
-import logging
-import select
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from ctypes import POINTER, addressof, byref, c_int, c_size_t, c_uint64, c_void_p
@@ -18,19 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from baton.native_build import NativeBuildError, Recipe, build
+from kv_transfer.errors import TransportError
 from kv_transfer.transport import OnFailed, PutBatch
-from kv_transfer.transports.ucx.binding import (
-    BUSY,
-    IN_PROGRESS,
-    OP_ATTR_MEMH,
-    RequestParams,
-    Status,
-    Ucp,
-    pointer_status,
-)
+from kv_transfer.transports.ucx.binding import Status, Ucp
 from kv_transfer.transports.ucx.worker import UcxWorker
-
-log = logging.getLogger(__name__)
 
 POST_LOOP = Recipe(
     "post_loop",
@@ -41,7 +29,7 @@ POST_LOOP = Recipe(
 
 
 class PutTarget(ctypes.Structure):
-    """Where puts go: libucp handles in a form that both queues read. The progress thread opens and
+    """Where puts go: libucp handles in a form that C reads. The progress thread opens and
     closes it; nothing is posted before or after."""
 
     _fields_ = (
@@ -86,95 +74,6 @@ class Put:
 Command = Callable[[], None] | Put
 
 
-class CommandQueue:
-    """A queue that posts from Python: about 1 us per put, with the GIL held between puts.
-
-    Any thread may `add`. All other methods belong to the progress thread.
-    """
-
-    def __init__(self, ucp: Ucp, worker: UcxWorker) -> None:
-        self._ucp, self._worker = ucp, worker
-        self._commands: deque[Command] = deque()
-        self._asleep = False
-        self.num_taken = 0
-        """Commands that have left the queue: taken or posted."""
-
-    def __len__(self) -> int:
-        return len(self._commands)
-
-    def add(self, command: Command) -> bool:
-        """Append a command. True: the progress thread sleeps, and this caller must signal it."""
-        self._commands.append(command)
-        was_asleep, self._asleep = self._asleep, False
-        return was_asleep
-
-    @property
-    def first(self) -> Command:
-        """The first command. The queue must not be empty."""
-        return self._commands[0]
-
-    def take(self) -> Command:
-        """Remove and return the first command."""
-        self.num_taken += 1
-        return self._commands.popleft()
-
-    def post(self) -> int:
-        """Post and remove puts from the front while their targets are open. Returns 0, or the
-        negative status of a failed put, which stays first."""
-        while self._commands:
-            first = self._commands[0]
-            if not isinstance(first, Put) or not first.target.is_open:
-                break
-            start_ns = time.perf_counter_ns()
-            status = self._post(first)
-            first.target.busy_ns += time.perf_counter_ns() - start_ns
-            if status < 0:
-                return status
-            self.take()
-        return 0
-
-    def sleep(self, inlet: UcxWorker) -> int:
-        """Wait for a peer's event, also at the inlet, or a signal, unless there is a command.
-        Returns the wait's status."""
-        status = 0
-        self._asleep = True
-        if not self._commands:  # checked after `_asleep` was set
-            status = self._wait(inlet)
-        self._asleep = False
-        return status
-
-    def _wait(self, inlet: UcxWorker) -> int:
-        """Wait as `wait_for_either` does in C."""
-        events = select.poll()
-        for worker in (self._worker, inlet):
-            status: int = self._ucp.ucp_worker_arm(worker.handle)
-            if status != 0:
-                return 0 if status == BUSY else status
-            events.register(worker.descriptor, select.POLLIN)
-        events.poll()
-        return 0
-
-    def _post(self, put: Put) -> int:
-        target, batch = put.target, put.batch
-        params = RequestParams(op_attr_mask=OP_ATTR_MEMH)
-        for source, remote, length, here, there in batch.runs.coalesced():
-            params.memory_handle = target.memory_handles[here]
-            request = self._ucp.ucp_put_nbx(
-                target.endpoint,
-                source + batch.source_offset,
-                length,
-                remote + batch.target_offset,
-                target.rkeys[there],
-                byref(params),
-            )
-            status = pointer_status(request)
-            if status < 0:
-                return status
-            if status == IN_PROGRESS:
-                self._ucp.ucp_request_free(request)
-        return 0
-
-
 class _Api(ctypes.Structure):
     _fields_ = (
         ("put", c_void_p),
@@ -209,16 +108,16 @@ class _Queue(ctypes.Structure):
     )
 
 
-class NativeQueue(CommandQueue):
-    """A queue whose C code posts, also while it waits in `sleep`; `post` returns a failure.
+class CommandQueue:
+    """C posts, also while it waits in `sleep`; `post` returns a failure.
 
-    Keeps the commands twice, in one order: here, and as a list that C reads without the GIL.
-    """
+    Keeps the commands twice, in one order: here, and as a list that C reads without the GIL. Any
+    thread may `add`. All other methods belong to the progress thread."""
 
-    def __init__(self, ucp: Ucp, worker: UcxWorker, library: Path) -> None:
-        super().__init__(ucp, worker)
+    def __init__(self, ucp: Ucp, worker: UcxWorker, library: str) -> None:
+        """`library`: the `post_library`."""
         # Adding keeps the GIL (PyDLL) because it never waits; posting and waiting release it.
-        quick, slow = ctypes.PyDLL(str(library)), ctypes.CDLL(str(library))
+        quick, slow = ctypes.PyDLL(library), ctypes.CDLL(library)
         self._c_add, self._c_take = quick.baton_add, quick.baton_take
         self._c_post, self._c_sleep = slow.baton_post, slow.baton_sleep
         self._c_add.argtypes = [POINTER(_Queue), POINTER(_Entry)]
@@ -231,10 +130,22 @@ class NativeQueue(CommandQueue):
         self._before = _Entry()  # the last one taken: C follows its `next`
         address = addressof(self._before)
         self._queue = _Queue(before=address, last=address)
+        self._commands: deque[Command] = deque()
         self._entries: deque[_Entry] = deque()  # of the commands
         self._lock = threading.Lock()  # keeps the commands and C's list equal
+        self.num_taken = 0
+        """Commands that have left the queue: taken or posted."""
+
+    def __len__(self) -> int:
+        return len(self._commands)
+
+    @property
+    def first(self) -> Command:
+        """The first command. The queue must not be empty."""
+        return self._commands[0]
 
     def add(self, command: Command) -> bool:
+        """Append a command. True: the progress thread sleeps, and this caller must signal it."""
         entry = _entry(command.target, command.batch) if isinstance(command, Put) else _Entry()
         with self._lock:
             self._commands.append(command)
@@ -242,16 +153,20 @@ class NativeQueue(CommandQueue):
             return bool(self._c_add(byref(self._queue), byref(entry)))
 
     def take(self) -> Command:
+        """Remove and return the first command."""
         with self._lock:
             self._c_take(byref(self._queue))
-            self._before = self._entries.popleft()
-            return super().take()
+            return self._left()
 
     def post(self) -> int:
+        """Post and remove puts from the front while their targets are open. Returns 0, or the
+        negative status of a failed put, which stays first."""
         self._c_post(byref(self._queue), byref(self._api))
         return self._posted()
 
     def sleep(self, inlet: UcxWorker) -> int:
+        """Wait for a peer's event, also at the inlet, or a signal, unless there is a command.
+        Returns the wait's status."""
         queue, api = byref(self._queue), byref(self._api)
         status: int = self._c_sleep(queue, api, inlet.handle, inlet.descriptor)
         self._posted()
@@ -259,11 +174,16 @@ class NativeQueue(CommandQueue):
 
     def _posted(self) -> int:
         for _ in range(self._queue.num_posted):
-            self._before = self._entries.popleft()
-            super().take()
+            self._left()
         self._queue.num_posted = 0
         status: int = self._queue.status
         return status
+
+    def _left(self) -> Command:
+        """Book that the first command has left C's list."""
+        self.num_taken += 1
+        self._before = self._entries.popleft()
+        return self._commands.popleft()
 
 
 def _entry(target: PutTarget, batch: PutBatch) -> _Entry:
@@ -278,11 +198,9 @@ def _entry(target: PutTarget, batch: PutBatch) -> _Entry:
     )
 
 
-def make_queue(ucp: Ucp, worker: UcxWorker, native: bool) -> CommandQueue:
-    """The compiled queue if `native` and it can be built, else the one in Python."""
-    if native:
-        try:
-            return NativeQueue(ucp, worker, build(POST_LOOP))
-        except (NativeBuildError, OSError) as error:
-            log.warning("the C loop cannot be built, so Python posts the puts: %s", error)
-    return CommandQueue(ucp, worker)
+def post_library() -> str:
+    """The path of the compiled loop. Raises TransportError where it cannot be built."""
+    try:
+        return str(build(POST_LOOP))
+    except NativeBuildError as error:
+        raise TransportError(f"the loop that posts puts cannot be built: {error}") from error

@@ -62,7 +62,7 @@ from kv_transfer.transports.ucx.endpoint import (
     transports_of,
 )
 from kv_transfer.transports.ucx.memory import AllocatedMemory, RegisteredMemory, UcxMemory, populate
-from kv_transfer.transports.ucx.native import Command, Put, make_queue
+from kv_transfer.transports.ucx.native import Command, CommandQueue, Put, post_library
 from kv_transfer.transports.ucx.worker import UcxWorker
 
 log = logging.getLogger(__name__)
@@ -77,7 +77,7 @@ class UcxTransport:
 
     def __init__(self, config: TransferConfig) -> None:
         self.on_fatal: OnFatal | None = None
-        self._ucp = load(config)
+        self._ucp, library = load(config), post_library()
         # Callbacks live as long as the worker: UCX keeps only their raw addresses.
         self._message_callback = MessageCallback(self._receive)
         self._error_callback = ErrorCallback(self._endpoint_failed)
@@ -86,7 +86,7 @@ class UcxTransport:
         _handle_messages(self._ucp, self._worker.handle, self._message_callback)
         self._inlet = UcxWorker(self._ucp, self._context)
         self._memory: UcxMemory | None = None
-        self._commands = make_queue(self._ucp, self._worker, config.native)
+        self._commands = CommandQueue(self._ucp, self._worker, library)
         self._requests = Requests(self._ucp)
         self._lock = threading.Lock()  # of the peers' map
         self._signalling = threading.Lock()  # of `_closed`

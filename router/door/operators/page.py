@@ -26,6 +26,7 @@ from starlette.routing import Route
 
 from baton.config.router import RouterConfig
 from baton.errors import BatonError
+from baton.fleet import Role
 from router.door.connections.acceptor import is_loopback, listening
 from router.door.connections.credentials import Callers
 from router.door.connections.sharing import Sharing
@@ -33,6 +34,7 @@ from router.door.http.server.errors import response_to
 from router.door.http.server.guard import Guard
 from router.door.http.server.http_server import HttpServer
 from router.fleet.fleet import WorkerEntry
+from router.fleet.worker_facts import WorkerFacts
 from router.report.tally import Buckets, Family
 from router.units.router import Router
 from router.units.units import Units
@@ -145,7 +147,7 @@ def _worker(router: Router, entry: WorkerEntry) -> dict[str, Any]:
     return {
         "id": facts.worker_id,
         "pool": facts.pool,
-        "role": "mixed" if facts.can_prefill and facts.can_decode else _role(facts.can_prefill),
+        "role": _role(facts).value,
         "state": entry.state.value if entry.connected else "disconnected",
         "kv_used": router.fleet.kv_use(entry),
         "running": int(arrays.running[slot]),
@@ -155,8 +157,10 @@ def _worker(router: Router, entry: WorkerEntry) -> dict[str, Any]:
     }
 
 
-def _role(can_prefill: bool) -> str:
-    return "prefill" if can_prefill else "decode"
+def _role(facts: WorkerFacts) -> Role:
+    if facts.can_prefill and facts.can_decode:
+        return Role.MIXED
+    return Role.PREFILL if facts.can_prefill else Role.DECODE
 
 
 def _buckets(family: Family[Buckets]) -> list[tuple[str, int]]:

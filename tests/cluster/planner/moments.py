@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from baton.config.planner import PlannerConfig
+from baton.fleet import Role, WorkerState
 from cluster.planner.needs import PlannerState
 from cluster.planner.planner import Plan, decide
 from cluster.planner.signals import (
@@ -12,10 +13,8 @@ from cluster.planner.signals import (
     QueueSignals,
     RouterSignals,
     Signals,
-    WorkerPhase,
     WorkerSignals,
 )
-from cluster.pools.role_plan import Role
 
 RATE = 1_000.0
 """Tokens/s that a made-up worker prefills."""
@@ -28,7 +27,7 @@ def worker(  # noqa: PLR0913
     *,
     age_s: float = 1.0,
     live_for_s: float = 10_000.0,
-    phase: WorkerPhase = WorkerPhase.LIVE,
+    state: WorkerState = WorkerState.LIVE,
     streams: int = 0,
     kv_use: float = 0.0,
     rate: float | None = RATE,
@@ -37,8 +36,8 @@ def worker(  # noqa: PLR0913
     """A worker whose figures are `age_s` old."""
     return WorkerSignals(
         worker_id=name,
-        phase=phase,
-        live_since_s=now_s - live_for_s if phase is WorkerPhase.LIVE else None,
+        state=state,
+        live_since_s=now_s - live_for_s if state is WorkerState.LIVE else None,
         measured_at_s=now_s - age_s,
         num_streams=streams,
         max_streams=256,

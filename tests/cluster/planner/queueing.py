@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from baton.fleet import Role, WorkerState
 from cluster.planner.planner import Plan
 from cluster.planner.signals import (
     PoolGaps,
@@ -19,10 +20,8 @@ from cluster.planner.signals import (
     QueueSignals,
     RouterSignals,
     Signals,
-    WorkerPhase,
     WorkerSignals,
 )
-from cluster.pools.role_plan import Role
 
 TRACE = Path(__file__).parent / "azure2023_conv_10s.csv"
 
@@ -69,10 +68,10 @@ class Worker:
     streams: list[Request] = field(default_factory=list)
     kv_taken: float = 0.0
 
-    def phase(self, now_s: float) -> WorkerPhase:
+    def phase(self, now_s: float) -> WorkerState:
         if self.draining:
-            return WorkerPhase.DRAINING
-        return WorkerPhase.LIVE if now_s >= self.live_s else WorkerPhase.STARTING
+            return WorkerState.DRAINING
+        return WorkerState.LIVE if now_s >= self.live_s else WorkerState.STARTING
 
 
 @dataclass
@@ -124,7 +123,7 @@ class SimulatedPool:
         ]
 
     def serving(self, now_s: float) -> list[Worker]:
-        return [worker for worker in self.workers if worker.phase(now_s) is WorkerPhase.LIVE]
+        return [worker for worker in self.workers if worker.phase(now_s) is WorkerState.LIVE]
 
     def slowness(self, worker: Worker, now_s: float) -> float:
         is_cold = now_s - worker.live_s < self.shape.cold_s
@@ -171,7 +170,7 @@ class Site:
         for pool in self.pools:
             pool.pass_time(self.now_s)
         for worker in self.prefill.workers:
-            if worker.phase(self.now_s) is not WorkerPhase.STARTING:
+            if worker.phase(self.now_s) is not WorkerState.STARTING:
                 self._compute_prompts(worker, seconds)
         for worker in self.decode.workers:
             self._decode(worker, seconds)
@@ -288,13 +287,13 @@ class Site:
 
     def _worker(self, pool: SimulatedPool, worker: Worker) -> WorkerSignals:
         phase = worker.phase(self.now_s)
-        if phase is WorkerPhase.STARTING:
+        if phase is WorkerState.STARTING:
             return WorkerSignals(worker.name, phase)
         shape, is_prefill = pool.shape, pool.role is Role.PREFILL
         rate = shape.prefill_tokens_per_s / pool.slowness(worker, self.now_s)
         return WorkerSignals(
             worker_id=worker.name,
-            phase=phase,
+            state=phase,
             live_since_s=worker.live_s,
             measured_at_s=self.now_s,
             num_streams=int(worker.prompt is not None) if is_prefill else len(worker.streams),

@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 
 from baton.config.planner import PlannerConfig
+from baton.fleet import Role
 from cluster.planner.signals import QueueSignals, Signals
-from cluster.pools.role_plan import Role, RolePlan
+from cluster.role_plan import RolePlan
 from tests.cluster.planner.moments import (
     RATE,
     STABLE_S,

@@ -12,7 +12,8 @@ from dataclasses import replace
 import pytest
 
 from baton.config.planner import PlannerConfig
-from cluster.planner.signals import PoolSignals, Signals, WorkerPhase
+from baton.fleet import WorkerState
+from cluster.planner.signals import PoolSignals, Signals
 from tests.cluster.planner.moments import (
     Planning,
     decode_pool,
@@ -257,7 +258,7 @@ def test_dynamo_13565_a_drain_is_neither_hurried_nor_made_up_for() -> None:
     def pools(now_s: float, desired: int) -> tuple[PoolSignals, PoolSignals]:
         decode = decode_pool(now_s, desired, num_live=2, streams=60, fill=1.3)
         leaving = worker(
-            "decode-2", now_s, phase=WorkerPhase.DRAINING, streams=200, kv_use=1.0, itl_s=0.2
+            "decode-2", now_s, state=WorkerState.DRAINING, streams=200, kv_use=1.0, itl_s=0.2
         )
         return prefill_pool(now_s, 1), with_workers(decode, leaving)
 
@@ -299,7 +300,7 @@ def test_llm_d_autoscaling_380_stale_figures_remove_no_worker_either() -> None:
 def unready(now_s: float) -> list[PoolSignals]:
     """Two decode pools with three workers that are heard, and one that tells nothing: still loading
     in the one, live but silent in the other."""
-    loading = worker("decode-3", now_s, age_s=1_000.0, phase=WorkerPhase.STARTING)
+    loading = worker("decode-3", now_s, age_s=1_000.0, state=WorkerState.STARTING)
     silent = worker("decode-3", now_s, age_s=1_000.0)
     return [
         with_workers(decode_pool(now_s, 4, num_live=3, streams=42, fill=0.2), loading),
@@ -337,7 +338,7 @@ def test_kthena_1589_what_runs_is_held_by_those_that_stay_and_leaves_one_by_one(
     def look(now_s: float, sizes: dict[str, int]) -> Signals:
         decode = decode_pool(now_s, sizes["decode"], streams=120, fill=1.2)
         draining = (
-            worker(name, now_s, phase=WorkerPhase.DRAINING, streams=30, kv_use=0.3)
+            worker(name, now_s, state=WorkerState.DRAINING, streams=30, kv_use=0.3)
             for name in leaving
         )
         pools = prefill_pool(now_s, 1), with_workers(decode, *draining)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 
 from baton.config.planner import PlannerConfig
+from baton.fleet import Role
 from cluster.planner.signals import PoolSignals
-from cluster.pools.role_plan import Role, RolePlan
+from cluster.role_plan import RolePlan
 from tests.cluster.planner.moments import Planning, moment, router, worker
 
 BOTH = RolePlan()

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.config.planner import PlannerConfig
+from baton.fleet import Role, WorkerState
 from cluster.planner.measure import measure_pool
 from cluster.planner.needs import PlannerState, PoolMemory
 from cluster.planner.planner import Plan, decide
@@ -20,14 +21,14 @@ from cluster.planner.signals import (
     QueueSignals,
     RouterSignals,
     Signals,
-    WorkerPhase,
     WorkerSignals,
 )
 from cluster.planner.sizing import Pool, Size, keep_ratio
-from cluster.pools.role_plan import Role, RolePlan
+from cluster.role_plan import RolePlan
 from tests.cluster.planner.moments import decode_pool, prefill_pool, router
 
 NOW_S = 1_000.0
+_STATES = (WorkerState.STARTING, WorkerState.LIVE, WorkerState.DRAINING)
 MAX_REPLICAS = 12
 
 
@@ -38,7 +39,7 @@ SEEDS = st.integers(0, 2**32)
 def made_worker(rng: random.Random) -> WorkerSignals:
     return WorkerSignals(
         worker_id="worker",
-        phase=rng.choice([WorkerPhase.LIVE, *WorkerPhase]),
+        state=rng.choice([WorkerState.LIVE, *_STATES]),
         live_since_s=rng.choice([None, NOW_S - 1, 0.0]),
         measured_at_s=rng.choice([None, 0.0, NOW_S - 1, NOW_S]),
         num_streams=rng.choice([0, rng.randrange(100)]),
@@ -175,7 +176,7 @@ def test_roles_are_of_workers_that_there_are(signals: Signals, config: PlannerCo
     for pool in signals.pools:
         roles, size = plan.pools[pool.name].role_plan, plan.pools[pool.name].desired_replicas
         assert (roles is None) == (pool.role is not Role.MIXED)
-        num_live = sum(worker.phase is WorkerPhase.LIVE for worker in pool.workers)
+        num_live = sum(worker.state is WorkerState.LIVE for worker in pool.workers)
         if roles is not None:
             assert roles.prefill >= 0
             assert roles.decode >= 0
@@ -190,7 +191,7 @@ def streams_need(pool: PoolSignals) -> int:
     heard = [
         worker
         for worker in pool.workers
-        if worker.phase is WorkerPhase.LIVE and (worker.measured_at_s or 0.0) >= NOW_S - 1
+        if worker.state is WorkerState.LIVE and (worker.measured_at_s or 0.0) >= NOW_S - 1
     ]
     fill = math.fsum(
         max(worker.kv_use, worker.num_streams / worker.max_streams) for worker in heard
@@ -371,7 +372,7 @@ def test_old_figures_of_a_worker_change_nothing(
     old = NOW_S - 1_000.0
 
     def with_old(figures: WorkerSignals) -> Signals:
-        silent = replace(figures, phase=WorkerPhase.LIVE, live_since_s=old, measured_at_s=old)
+        silent = replace(figures, state=WorkerState.LIVE, live_since_s=old, measured_at_s=old)
         first, *rest = signals.pools
         return replace(signals, pools=(replace(first, workers=(*first.workers, silent)), *rest))
 

@@ -9,15 +9,14 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
+from baton.fleet import Role, WorkerState
 from cluster.planner.signals import (
     PoolGaps,
     PoolSignals,
     RouterSignals,
     Signals,
-    WorkerPhase,
     WorkerSignals,
 )
-from cluster.pools.role_plan import Role
 from tests.cluster.planner.moments import (
     STABLE_S,
     Planning,
@@ -106,7 +105,7 @@ class Loop:
             worker(
                 f"decode-{number}",
                 self.now_s,
-                phase=WorkerPhase.LIVE if born_s in live else WorkerPhase.STARTING,
+                state=WorkerState.LIVE if born_s in live else WorkerState.STARTING,
                 live_for_s=self.now_s - born_s,
                 streams=streams if born_s in live else 0,
                 itl_s=step_s if born_s in live else None,
@@ -188,7 +187,7 @@ def test_old_gaps_say_nothing() -> None:
     "other",
     [
         worker("new-0", 0.0, live_for_s=5.0, streams=20, itl_s=0.4),
-        worker("old-0", 0.0, phase=WorkerPhase.DRAINING, streams=20, itl_s=0.4),
+        worker("old-0", 0.0, state=WorkerState.DRAINING, streams=20, itl_s=0.4),
     ],
     ids=["cold", "draining"],
 )

@@ -79,7 +79,6 @@ BAD_CLUSTERS = [
     ("pools.decode.minReplicas", 3, "spec.pools.decode.initialReplicas"),
     ("pools.mixed", {"role": "mixed", "rolePlan": {"prefill": 9}}, "spec.pools.mixed.rolePlan"),
     ("pools.decode.parallelism", {"tensor": 0}, "spec.pools.decode.parallelism.tensor"),
-    ("pools.decode.parallelism", {"expert": 2}, "spec.pools.decode.parallelism.expert"),
     ("pools.decode.drainTimeout", "soon", "spec.pools.decode.drainTimeout"),
     ("pools.decode.rolePlan", {"prefill": 1}, "spec.pools.decode.rolePlan"),
     ("pools.decode.rollout", {"maxSurge": 1}, "spec.pools.decode.rollout"),

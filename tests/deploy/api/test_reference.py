@@ -57,9 +57,9 @@ def test_the_page_names_every_field_and_no_other(kind: Kind) -> None:
 def test_defaults_bounds_and_rules_are_told() -> None:
     cluster, (page,) = section_of(KINDS[0]), reference_files().values()
     assert "| `maxReplicas` | integer, 1 to 1024 | `8` |" in cluster
-    assert "| `admission.fleetWaitSeconds` | number | (`10.0`) |" in page
+    assert "| `admission.fleetWaitSeconds` | number, at least 0 | (`10.0`) |" in page
     assert "`healthPort`" not in page, "the operator sets it"
-    assert "| `blockSize` | integer | (`16`) | Tokens of one KV block. |" in cluster
+    assert "| `blockSize` | integer, at least 1 | (`16`) | Tokens of one KV block. |" in cluster
     assert "| `gcsFaultTolerance.redisAddress` | string | required |" in cluster
     assert "- pools must have names of 1 to 34" in cluster
 

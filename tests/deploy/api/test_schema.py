@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from baton.config.cluster import ClusterConfig
+from baton.config.engine import EngineSettings
+from baton.config.ranges import Bounds, annotations_of
 from deploy.api import generate
 from deploy.api.checked import Checked
 from deploy.api.crd import KINDS, SERVING_CLUSTER, WORKER_POOL
@@ -70,6 +72,18 @@ def test_every_schema_is_structural_and_bounded(kind: Any) -> None:
             assert "properties" not in schema, path
         if schema["type"] == "array":
             assert "maxItems" in schema, path
+
+
+@pytest.mark.parametrize("cls", [ServingClusterSpec, WorkerPoolSpec])
+def test_the_bounds_of_every_field_are_the_api_servers_too(cls: type) -> None:
+    words = ("minimum", "maximum", "pattern", "maxLength", "maxItems", "maxProperties")
+    for each in dataclasses_in(cls):
+        properties = schema_of(each)["properties"]
+        for name, beside in annotations_of(each).items():
+            if any(isinstance(bounds, Bounds) for bounds in beside):
+                assert set(words) & set(properties[camel(name)]), f"{each.__name__}.{name}"
+    share = schema_of(EngineSettings)["properties"]["gpuMemoryUtilization"]
+    assert (share["minimum"], share["exclusiveMinimum"], share["maximum"]) == (0, True, 1)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.kind)

@@ -12,8 +12,8 @@ from deploy.controller.manifests.common import Owner, Release
 from deploy.controller.manifests.pods import PodContext
 from deploy.controller.manifests.ray_cluster import GroupSize, ray_cluster, sized, worker_group
 from deploy.controller.manifests.routers import router_deployment
-from deploy.controller.rollout import Record
-from deploy.controller.units import Unit
+from deploy.controller.rollout.rollout import Record
+from deploy.controller.rollout.units import Unit
 
 OWNER = Owner("main", "models", "0b5e1d0e-0000-4000-8000-000000000000")
 RELEASE = Release("baton-worker:1", "baton-router:1", "2.60.0")

@@ -7,11 +7,11 @@ import queue
 import time
 from collections.abc import Callable, Iterator
 
+from baton.pacing import Backoff
 from deploy.controller.kit.informer import Informer, InformerSettings
 from deploy.controller.kit.kube import Kube
 from deploy.controller.kit.objects import EVERYTHING, Key, Selection
 from deploy.controller.kit.watch_stream import Window
-from deploy.controller.kit.workqueue import Backoff
 from tests.deploy.controller.things import CONFIG_MAPS
 
 TIMEOUT_S = 10.0

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from baton.clock import ManualClock
-from deploy.controller.companions import Companions
 from deploy.controller.kit.applied import Applied
 from deploy.controller.kit.kube import Discovery, Kube
 from deploy.controller.kit.objects import Key
+from deploy.controller.reconcile.companions import Companions
 from tests.deploy.controller.clusters import RELEASE
 from tests.deploy.controller.following import following, until
 from tests.deploy.controller.scripted_api import Exchange, kube_of, scripted

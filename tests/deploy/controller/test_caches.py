@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from deploy.controller.caches import Caches
 from deploy.controller.kit.objects import Key
 from deploy.controller.manifests.common import CLUSTER_LABEL
+from deploy.controller.reconcile.caches import Caches
 from tests.deploy.controller.following import FAST, TIMEOUT_S
 from tests.deploy.controller.scripted_api import Exchange, kube_of, scripted
 

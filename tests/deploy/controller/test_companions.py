@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 
-from deploy.controller.companions import companions
-from deploy.controller.fleet import NOTHING_HEARD
 from deploy.controller.manifests.common import (
     CONTROL_PORT,
     HEALTH_PORT,
@@ -22,12 +20,14 @@ from deploy.controller.manifests.common import (
     Release,
 )
 from deploy.controller.manifests.companions import BudgetKind
+from deploy.controller.manifests.resources import BUDGETS
 from deploy.controller.manifests.routers import router_service
-from deploy.controller.pod import Pod
-from deploy.controller.resources import BUDGETS
-from deploy.controller.rollout import Record, UnitPlan
+from deploy.controller.observed.fleet import NOTHING_HEARD
+from deploy.controller.observed.pod import Pod
+from deploy.controller.observed.view import ClusterView, PoolView, UnitView
+from deploy.controller.reconcile.companions import companions
+from deploy.controller.rollout.rollout import Record, UnitPlan
 from deploy.controller.status.cluster_status import cluster_status
-from deploy.controller.view import ClusterView, PoolView, UnitView
 from tests.deploy.controller.clusters import (
     OWNER,
     RELEASE,

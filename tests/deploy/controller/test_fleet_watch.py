@@ -8,10 +8,11 @@ import socket
 import threading
 from collections.abc import AsyncIterator
 
+from baton.fleet import WorkerState
 from baton.v1 import control_pb2
-from deploy.controller.fleet import Heard, SlotState, fleet_of, merged
-from deploy.controller.fleet_watch import FleetWatch
 from deploy.controller.kit.objects import Key
+from deploy.controller.observed.fleet import Heard, fleet_of, merged
+from deploy.controller.reconcile.fleet_watch import FleetWatch
 from tests.identities import OPERATOR
 from tests.router.deployment import Context, Registry
 
@@ -116,7 +117,7 @@ def test_two_units_are_one_fleet_whose_sizes_are_sums() -> None:
     assert {name: p.desired_replicas for name, p in both.fleet.pools.items()} == {
         "prefill": 1, "decode": 4,
     }  # fmt: skip
-    live = [p.worker_id for p in both.fleet.pools["decode"].of_state(SlotState.LIVE)]
+    live = [p.worker_id for p in both.fleet.pools["decode"].of_state(WorkerState.LIVE)]
     assert live == ["decode-0", "hjkmn/decode-0"]
     assert both.answer is not None
     assert len(both.answer[0].routers) == 2

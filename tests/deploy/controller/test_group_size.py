@@ -8,17 +8,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deploy.controller.fleet import FleetPool, Slot, SlotState
-from deploy.controller.kuberay import group_size
+from baton.fleet import WorkerState
 from deploy.controller.manifests.ray_cluster import GroupSize
-from deploy.controller.pod import Pod
+from deploy.controller.observed.fleet import FleetPool, Slot
+from deploy.controller.observed.pod import Pod
+from deploy.controller.reconcile.kuberay import group_size
 
 
 def pod(name: str, going: bool = False, ready: bool = True) -> Pod:
     return Pod(name, "decode", ready, going, "v1", "2026-01-01T00:00:00Z")
 
 
-def slot(index: int, on: str, state: SlotState = SlotState.LIVE) -> Slot:
+def slot(index: int, on: str, state: WorkerState = WorkerState.LIVE) -> Slot:
     return Slot(f"decode-{index}", on, state, num_running=1)
 
 
@@ -27,8 +28,8 @@ def pods(names: str) -> list[Pod]:
 
 
 HOME = slot(0, "a")
-DRAINS = slot(1, "b", SlotState.DRAINING)
-WAITS = slot(1, "", SlotState.PENDING)
+DRAINS = slot(1, "b", WorkerState.DRAINING)
+WAITS = slot(1, "", None)
 
 
 @pytest.mark.parametrize(
@@ -76,9 +77,9 @@ class Model:
             slot(
                 index,
                 home,
-                SlotState.DRAINING
+                WorkerState.DRAINING
                 if index in self.draining
-                else (SlotState.LIVE if home else SlotState.PENDING),
+                else (WorkerState.LIVE if home else None),
             )
             for index, home in sorted((wanted | self.homes).items())
         ]

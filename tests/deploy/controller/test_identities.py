@@ -11,10 +11,10 @@ import pytest
 
 from baton.errors import ConfigError
 from baton.identity.keys import ROLES, Keys
-from deploy.controller.identities import EPOCH, Identities
 from deploy.controller.kit.applied import Applied
 from deploy.controller.manifests.cluster_yaml import cluster_config
 from deploy.controller.manifests.identity import role_certificates
+from deploy.controller.reconcile.identities import EPOCH, Identities
 from tests.certificates import Authority
 from tests.deploy.controller.clusters import OWNER, group_of, ray_of, routers_of, spec_of
 from tests.deploy.controller.scripted_api import kube_of, scripted

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from baton.pacing import Backoff
 from deploy.controller.kit.informer import Informer
 from deploy.controller.kit.objects import Key, Object
-from deploy.controller.kit.workqueue import Backoff
 from tests.deploy.controller.following import FAST, TIMEOUT_S, Heard, following, until
 from tests.deploy.controller.scripted_api import Exchange, kube_of, scripted
 from tests.deploy.controller.things import CONFIG_MAPS, config_map, config_map_list, gone

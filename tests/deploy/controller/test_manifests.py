@@ -35,8 +35,8 @@ from deploy.controller.manifests.routers import (
     router_service,
 )
 from deploy.controller.manifests.worker_pool import worker_pool
-from deploy.controller.rollout import Record
-from deploy.controller.units import Unit
+from deploy.controller.rollout.rollout import Record
+from deploy.controller.rollout.units import Unit
 from tests.deploy.controller.clusters import (
     OWNER,
     context_of,

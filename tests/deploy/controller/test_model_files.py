@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from baton.fleet import Role
 from deploy.api.worker_pool import WorkerPoolSpec
 from deploy.controller.manifests.cluster_yaml import cluster_config
 from deploy.controller.manifests.common import WEIGHTS_FOLDER
@@ -18,7 +19,7 @@ URI = "s3://bucket/models/qwen"
 def pods(**spec: Any) -> dict[str, dict[str, Any]]:
     """Each kind's pod spec."""
     context = context_of(spec_of(**spec))
-    pool = WorkerPoolSpec(role="decode", cluster="main", pool="decode")
+    pool = WorkerPoolSpec(role=Role.DECODE, cluster="main", pool="decode")
     return {
         "head": head_template(context)["spec"],
         "worker": worker_template(context, pool)["spec"],

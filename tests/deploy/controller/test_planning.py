@@ -6,13 +6,14 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from baton.config.planner import PlannerConfig
+from baton.fleet import Role
 from baton.v1 import common_pb2, control_pb2
 from cluster.planner.planner import PoolPlan
-from cluster.pools.role_plan import RolePlan as Split
+from cluster.role_plan import RolePlan as Split
 from deploy.api.worker_pool import RolePlan, Scaling, ScalingMode, WorkerPoolSpec
 from deploy.controller.kit.objects import Key
-from deploy.controller.planning import Planning
-from deploy.controller.view import PoolView
+from deploy.controller.observed.view import PoolView
+from deploy.controller.reconcile.planning import Planning
 from tests.deploy.controller.views import view_of
 
 MAIN = Key("models", "main")
@@ -49,7 +50,7 @@ def answer_of(
 def planned(mode: ScalingMode, *, has: int = 1, supervisor_has: int = 1) -> PoolPlan:
     planning = Planning()
     pool = WorkerPoolSpec(
-        role="prefill",
+        role=Role.PREFILL,
         cluster="main",
         pool="prefill",
         max_replicas=8,
@@ -87,7 +88,7 @@ def test_dynamo_4420_the_size_that_counts_is_the_worker_pools_and_not_the_superv
 def test_a_pool_that_is_being_deleted_has_no_part_in_the_load_of_what_replaces_it() -> None:
     """It still has four workers, which finish what they run."""
     spec = WorkerPoolSpec(
-        role="prefill", cluster="main", pool="new", max_replicas=8, scaling=Scaling("planner")
+        role=Role.PREFILL, cluster="main", pool="new", max_replicas=8, scaling=Scaling("planner")
     )
     going = {"metadata": {"deletionTimestamp": "2026-11-23T05:00:00Z"}}
     pools = {
@@ -112,7 +113,7 @@ def mixed_fleet(tokens_per_s: float, kv_fill: float) -> control_pb2.WatchFleetRe
 
 def mixed_pool(roles: RolePlan | None) -> WorkerPoolSpec:
     return WorkerPoolSpec(
-        role="mixed",
+        role=Role.MIXED,
         cluster="main",
         pool="mixed",
         max_replicas=NUM_MIXED,

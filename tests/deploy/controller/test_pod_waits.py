@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from deploy.controller.pod import pods_refused, together, waits_for
+from deploy.controller.observed.pod import pods_refused, together, waits_for
 from tests.deploy.controller.things import REFUSED, UNSCHEDULABLE
 
 MAKING = {"waiting": {"reason": "PodInitializing"}}

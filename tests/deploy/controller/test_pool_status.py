@@ -5,25 +5,25 @@ from __future__ import annotations
 import pytest
 
 from baton.config.planner import PlannerConfig
+from baton.fleet import Role, WorkerState
 from baton.v1 import control_pb2
 from deploy.api.status import MESSAGE, WorkerPoolStatus
 from deploy.api.worker_pool import WorkerPoolSpec
-from deploy.controller.fleet import (
+from deploy.controller.manifests.common import Object
+from deploy.controller.observed.fleet import (
     NOTHING_HEARD,
     Fleet,
     FleetPool,
     Heard,
     Slot,
-    SlotState,
     fleet_of,
 )
-from deploy.controller.manifests.common import Object
-from deploy.controller.pod import Pod
+from deploy.controller.observed.pod import Pod
+from deploy.controller.observed.view import PoolView
 from deploy.controller.status.pool_status import gpu_problem, pool_status, pool_verdicts
-from deploy.controller.view import PoolView
 from tests.deploy.controller.clusters import pools_of, spec_of
 
-SPEC = WorkerPoolSpec(role="decode", cluster="main", pool="decode", drain_timeout="2m")
+SPEC = WorkerPoolSpec(role=Role.DECODE, cluster="main", pool="decode", drain_timeout="2m")
 NAME = "decode"
 BEGUN = "2026-01-01T10:00:00Z"
 
@@ -32,7 +32,7 @@ def draining(
     said: list[Object],
     now: str,
     num_running: int | None = 3,
-    state: SlotState = SlotState.DRAINING,
+    state: WorkerState = WorkerState.DRAINING,
 ) -> list[Object]:
     """What it says after `said`; `num_running` None: the supervisor is silent."""
     worker, slot = f"{NAME}-1", None
@@ -61,9 +61,9 @@ def test_a_drain_that_takes_longer_than_it_may_says_what_holds_it() -> None:
 
 
 def test_a_worker_that_hangs_while_it_drains_is_reported_as_one_that_drains() -> None:
-    assert draining([], BEGUN, state=SlotState.SUSPECT) == []
+    assert draining([], BEGUN, state=WorkerState.SUSPECT) == []
     first = draining([], BEGUN)
-    (hangs,) = draining(first, "2026-01-01T10:02:31Z", 2, SlotState.SUSPECT)
+    (hangs,) = draining(first, "2026-01-01T10:02:31Z", 2, WorkerState.SUSPECT)
     assert hangs["since"] == BEGUN
     assert hangs["heldBy"] == "it is stuck or silent, 2 requests on it"
 
@@ -126,7 +126,7 @@ def test_a_pool_that_a_supervisor_does_not_know_yet_starts_and_says_what_was_ref
     settles = (control_pb2.WatchFleetResponse(settles=True), 0.0)
     found, waits, heard = (
         Fleet({NAME: FleetPool(1, [Slot("w-0", "a", state)])})
-        for state in (SlotState.STARTING, SlotState.PENDING, SlotState.LIVE)
+        for state in (WorkerState.STARTING, None, WorkerState.LIVE)
     )
     assert pool_verdicts(seen(Heard(heard, settles)), "")[1].reason == "AsWanted"
     for fleet in (others, found, waits):  # it has yet to find what another left
@@ -141,7 +141,7 @@ def test_a_pool_that_a_supervisor_does_not_know_yet_starts_and_says_what_was_ref
 
 
 def test_a_pool_whose_unit_drains_says_that_it_makes_way() -> None:
-    fleet = FleetPool(0, (Slot("decode-0", "a", SlotState.DRAINING),))
+    fleet = FleetPool(0, (Slot("decode-0", "a", WorkerState.DRAINING),))
     pods = [Pod("a", "decode", True, False, BEGUN)]
     heard = Heard(Fleet({}))
     for there, reason in ((fleet, "Draining"), (FleetPool(0, ()), "MakesWay")):

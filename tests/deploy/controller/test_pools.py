@@ -11,19 +11,19 @@ import pytest
 
 from baton.errors import ConfigError
 from cluster.planner.planner import PoolPlan
-from cluster.pools.role_plan import RolePlan
+from cluster.role_plan import RolePlan
 from deploy.api.checked import read_spec
 from deploy.api.serving_cluster import ServingClusterSpec
 from deploy.api.worker_pool import WorkerPoolSpec
-from deploy.controller.caches import Caches
 from deploy.controller.kit.applied import Applied
 from deploy.controller.kit.events import EventType
 from deploy.controller.kit.finalizers import FINALIZER
 from deploy.controller.kit.objects import Key, Object
 from deploy.controller.manifests.common import CLUSTER_LABEL, POOL_LABEL, ROLE_LABEL, Owner
 from deploy.controller.manifests.worker_pool import worker_pool
-from deploy.controller.pools import Pools, with_accepted_size
-from deploy.controller.view import PoolView
+from deploy.controller.observed.view import PoolView
+from deploy.controller.reconcile.caches import Caches
+from deploy.controller.reconcile.pools import Pools, with_accepted_size
 from tests.deploy.controller.following import FAST, TIMEOUT_S
 from tests.deploy.controller.scripted_api import kube_of, scripted
 from tests.deploy.controller.views import view_of

@@ -9,9 +9,6 @@ from typing import Any
 import pytest
 
 from deploy.api.naming import API_VERSION
-from deploy.controller.caches import Caches
-from deploy.controller.cluster_reconciler import ClusterReconciler
-from deploy.controller.fleet_watch import FleetWatch
 from deploy.controller.kit.errors import (
     ConflictError,
     StatusError,
@@ -22,6 +19,9 @@ from deploy.controller.kit.objects import Key
 from deploy.controller.manifests.common import CLUSTER_LABEL
 from deploy.controller.manifests.ray_cluster import record_in, unit_in
 from deploy.controller.manifests.worker_pool import worker_pool
+from deploy.controller.reconcile.caches import Caches
+from deploy.controller.reconcile.cluster_reconciler import ClusterReconciler
+from deploy.controller.reconcile.fleet_watch import FleetWatch
 from tests.deploy.controller.clusters import OWNER, RELEASE, ray_of, spec_of
 from tests.deploy.controller.following import FAST, TIMEOUT_S
 from tests.deploy.controller.scripted_api import kube_of, scripted

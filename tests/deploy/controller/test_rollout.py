@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deploy.api.serving_cluster import UnitRollout
-from deploy.controller.rollout import (
+from deploy.controller.rollout.rollout import (
     Figures,
     PoolSeen,
     Record,
@@ -24,7 +24,7 @@ from deploy.controller.rollout import (
     next_step,
     total,
 )
-from deploy.controller.units import Unit
+from deploy.controller.rollout.units import Unit
 
 MAX_TIMEOUT_S = 100.0
 QUICK = UnitRollout(interval="20s", ready_timeout="200s")

@@ -14,12 +14,12 @@ from baton.control.client import ControlClient
 from cluster.registry.control_service import Changes, serve
 from cluster.registry.registry import Registry
 from deploy.api.worker_pool import RolePlan, WorkerPoolSpec
-from deploy.controller.fleet import Fleet, Heard, fleet_of
 from deploy.controller.kit.errors import WriteRefusedError
 from deploy.controller.manifests.ray_cluster import worker_group
-from deploy.controller.rollout import Record, UnitPlan
-from deploy.controller.supervision import supervise
-from deploy.controller.view import PoolView, UnitView
+from deploy.controller.observed.fleet import Fleet, Heard, fleet_of
+from deploy.controller.observed.view import PoolView, UnitView
+from deploy.controller.reconcile.supervision import supervise
+from deploy.controller.rollout.rollout import Record, UnitPlan
 from tests.deploy.controller.clusters import context_of, spec_of
 from tests.identities import OPERATOR
 

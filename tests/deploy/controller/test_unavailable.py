@@ -12,11 +12,13 @@ import pytest
 from baton.config.planner import PlannerConfig
 from baton.config.router import RouterConfig
 from baton.config.settings import changed
+from baton.fleet import WorkerState
 from deploy.api.serving_cluster import Advanced, RouterIngress, RouterSpec, RouterTls
-from deploy.controller.fleet import NOTHING_HEARD, FleetPool, Heard, Slot, SlotState
 from deploy.controller.manifests.common import COMPONENT_LABEL, POOL_LABEL
-from deploy.controller.pod import Pod
-from deploy.controller.rollout import Record, State, Step, UnitPlan
+from deploy.controller.observed.fleet import NOTHING_HEARD, FleetPool, Heard, Slot
+from deploy.controller.observed.pod import Pod
+from deploy.controller.observed.view import ClusterView, UnitView
+from deploy.controller.rollout.rollout import Record, State, Step, UnitPlan
 from deploy.controller.status.cluster_status import (
     Refusals,
     availability,
@@ -26,7 +28,6 @@ from deploy.controller.status.cluster_status import (
 from deploy.controller.status.conditions import Verdict
 from deploy.controller.status.pool_status import pool_status, pool_verdicts
 from deploy.controller.status.waiting import Silence, pool_waits, router_waits, silence
-from deploy.controller.view import ClusterView, UnitView
 from tests.deploy.controller.things import REFUSED, UNSCHEDULABLE
 from tests.deploy.controller.views import view_without_workers
 
@@ -60,7 +61,7 @@ def seen(
     view = view_without_workers(replicas, "manual")
     pools = {}
     for name, pool in view.pools.items():
-        slots = [Slot(f"{name}-{n}", "", SlotState.LIVE) for n in range(replicas)]
+        slots = [Slot(f"{name}-{n}", "", WorkerState.LIVE) for n in range(replicas)]
         fleet = FleetPool(replicas, slots if name in live else ())
         own = [each for each in pods if each.pool == name]
         pools[name] = dataclasses.replace(pool, fleet=fleet, pods=own)

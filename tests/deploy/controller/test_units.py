@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from deploy.controller.units import Unit, difference, unit_of
+from deploy.controller.rollout.units import Unit, difference, unit_of
 
 CLUSTER: dict[str, Any] = {
     "model": {"name": "Qwen/Qwen3-8B"},

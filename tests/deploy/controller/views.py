@@ -6,15 +6,16 @@ import datetime
 from collections.abc import Sequence
 from typing import Any
 
+from baton.fleet import Role
 from deploy.api.naming import API_VERSION
 from deploy.api.serving_cluster import ModelSource, ServingClusterSpec
 from deploy.api.worker_pool import PoolTemplate, Scaling, ScalingMode, WorkerPoolSpec
-from deploy.controller.fleet import NOTHING_HEARD, Fleet, FleetPool, Heard
 from deploy.controller.kit.objects import Key
 from deploy.controller.manifests.common import POOL_LABEL, Owner
-from deploy.controller.pod import Pod
-from deploy.controller.rollout import Record, State, Step, UnitPlan
-from deploy.controller.view import ClusterView, PoolView
+from deploy.controller.observed.fleet import NOTHING_HEARD, Fleet, FleetPool, Heard
+from deploy.controller.observed.pod import Pod
+from deploy.controller.observed.view import ClusterView, PoolView
+from deploy.controller.rollout.rollout import Record, State, Step, UnitPlan
 from tests.deploy.controller.clusters import OWNER, pools_of, spec_of
 
 PLAN = UnitPlan("2x4bz", {}, Record())
@@ -57,7 +58,7 @@ def view_without_workers(replicas: int, mode: ScalingMode) -> ClusterView:
             [],
             FleetPool(replicas, ()),
         )
-        for name in ("prefill", "decode")
+        for name in (Role.PREFILL, Role.DECODE)
     }
     spec = ServingClusterSpec(
         model=ModelSource(name="a/model"),

@@ -22,8 +22,8 @@ from deploy.controller.manifests.ray_cluster import (
     worker_group,
 )
 from deploy.controller.manifests.worker_pool import worker_pool
-from deploy.controller.rollout import Record
-from deploy.controller.units import unit_of
+from deploy.controller.rollout.rollout import Record
+from deploy.controller.rollout.units import unit_of
 
 FOLDER = Path(__file__).parent
 MACHINES = ("h100_infiniband", "a100_roce", "one_gpu", "cpu")

@@ -8,8 +8,8 @@ import pytest
 
 from baton.config.engine import ENGINES, EngineConfig, FakeEngineConfig
 from baton.config.workers import DecodeConfig
+from baton.fleet import Role
 from baton.v1 import worker_pb2
-from cluster.pools.role_plan import Role
 from engine.request import SampledToken
 from engine.wire import read_spec
 from tests.cluster.conftest import (

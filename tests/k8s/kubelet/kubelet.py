@@ -9,12 +9,13 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from baton.pacing import Backoff
 from deploy.controller.kit.connection import Connection
 from deploy.controller.kit.errors import NotFoundError
 from deploy.controller.kit.informer import Informer, InformerSettings
 from deploy.controller.kit.objects import Key, Object, Resource, Selection
-from deploy.controller.kit.workqueue import Backoff, Workers, WorkQueue
-from deploy.controller.resources import CONFIG_MAPS, PODS, SERVICES
+from deploy.controller.kit.workqueue import Workers, WorkQueue
+from deploy.controller.manifests.resources import CONFIG_MAPS, PODS, SERVICES
 from tests.k8s.kubelet.container import ContainerRun, now_text
 from tests.k8s.kubelet.errors import KubeletError
 from tests.k8s.kubelet.hosts import service_hosts

@@ -21,14 +21,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from baton.pacing import Backoff
 from deploy.controller.kit.connection import Connection
 from deploy.controller.kit.errors import AlreadyExistsError, NotFoundError
 from deploy.controller.kit.informer import Informer, InformerSettings
 from deploy.controller.kit.kube import Kube
 from deploy.controller.kit.objects import Key, Object, Selection, key_of
-from deploy.controller.kit.workqueue import Backoff, Workers, WorkQueue
+from deploy.controller.kit.workqueue import Workers, WorkQueue
 from deploy.controller.manifests.common import CLUSTER_LABEL as SERVING_LABEL
-from deploy.controller.resources import PODS, RAY_CLUSTERS, SERVICE_ACCOUNTS, SERVICES
+from deploy.controller.manifests.resources import PODS, RAY_CLUSTERS, SERVICE_ACCOUNTS, SERVICES
 from tests.k8s.kubelet.errors import KubeletError
 from tests.k8s.kubelet.hosts import is_ready
 from tests.k8s.kubelet.ray_pods import (

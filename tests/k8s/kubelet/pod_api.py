@@ -11,7 +11,7 @@ from deploy.controller.kit.connection import USUAL, Call, Connection
 from deploy.controller.kit.errors import ConflictError, NotFoundError
 from deploy.controller.kit.kube import Kube
 from deploy.controller.kit.objects import Key, Object
-from deploy.controller.resources import CONFIG_MAPS, PODS, SECRETS
+from deploy.controller.manifests.resources import CONFIG_MAPS, PODS, SECRETS
 
 
 class PodApi:

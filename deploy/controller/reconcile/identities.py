@@ -29,7 +29,7 @@ from deploy.controller.kit.kube import Kube
 from deploy.controller.kit.objects import Key, Object, key_of
 from deploy.controller.manifests.common import Owner
 from deploy.controller.manifests.identity import identity_secret, keys_secret
-from deploy.controller.resources import SECRETS
+from deploy.controller.manifests.resources import SECRETS
 
 EPOCH = f"{GROUP}/identity-epoch"
 """A ServingCluster's annotation, a whole number. It grows by one at a time."""

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from baton.control.client import ControlClient
 from baton.errors import BatonError, DeadlineError
 from baton.identity.identity import Identity
-from deploy.controller.fleet import NOTHING_HEARD, Heard, fleet_of
 from deploy.controller.kit.objects import Key
+from deploy.controller.observed.fleet import NOTHING_HEARD, Heard, fleet_of
 
 log = logging.getLogger(__name__)
 

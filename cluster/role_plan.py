@@ -6,15 +6,10 @@ and needs no new process: running requests end where they are, new ones follow t
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-
-class Role(enum.Enum):
-    PREFILL = "prefill"
-    DECODE = "decode"
-    MIXED = "mixed"
+from baton.fleet import Role
 
 
 @dataclass(frozen=True)

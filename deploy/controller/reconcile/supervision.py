@@ -13,9 +13,9 @@ from functools import partial
 from baton.control.client import ControlClient
 from baton.errors import BatonError
 from baton.v1 import control_pb2
-from deploy.controller.kuberay import size_of
 from deploy.controller.manifests.ray_cluster import settings_in
-from deploy.controller.view import PoolView, UnitView
+from deploy.controller.observed.view import PoolView, UnitView
+from deploy.controller.reconcile.kuberay import size_of
 
 _Call = tuple[str, Callable[[], object]]
 """About which pool, or empty: about none that there is."""

@@ -4,21 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum, auto
 from itertools import count, islice
 
 from baton.control.client import NOTHING_SEEN, SeenByClients, seen_by_clients
+from baton.fleet import WorkerState
 from baton.v1 import control_pb2
+from baton.wire import STATE_OF, STATES
 
-
-class SlotState(Enum):
-    """Of one slot of a pool and the worker that fills it, if any does."""
-
-    PENDING = auto()  # no pod has room for it yet
-    STARTING = auto()
-    LIVE = auto()
-    SUSPECT = auto()
-    DRAINING = auto()
+_HERE = frozenset(STATE_OF) - {STATES[WorkerState.GONE]}
 
 
 @dataclass(frozen=True)
@@ -28,7 +21,8 @@ class Slot:
     worker_id: str
     pod: str
     """Where its worker runs or starts; empty while it has no pod."""
-    state: SlotState
+    state: WorkerState | None
+    """None: pending, no pod has room for it yet."""
     num_running: int = 0
     num_waiting: int = 0
     kv_use: float = 0.0
@@ -46,7 +40,7 @@ class FleetPool:
     """Workers that act as prefill alone and as decode alone."""
     seen: SeenByClients = NOTHING_SEEN
 
-    def of_state(self, state: SlotState) -> list[Slot]:
+    def of_state(self, state: WorkerState) -> list[Slot]:
         return [slot for slot in self.slots if slot.state is state]
 
 
@@ -87,24 +81,18 @@ class Heard:
 
 
 NOTHING_HEARD = Heard()
-_STATES = {
-    control_pb2.WORKER_STATE_STARTING: SlotState.STARTING,
-    control_pb2.WORKER_STATE_LIVE: SlotState.LIVE,
-    control_pb2.WORKER_STATE_SUSPECT: SlotState.SUSPECT,
-    control_pb2.WORKER_STATE_DRAINING: SlotState.DRAINING,
-}
 
 
 def fleet_of(answer: control_pb2.WatchFleetResponse) -> Fleet:
     """The supervisor's answer, as slots of pools. The wire calls a slot a place."""
     pools, seen = {}, seen_by_clients(answer.routers)
     for pool in answer.pools:
-        workers = [w for w in answer.workers if w.info.pool == pool.name and w.state in _STATES]
+        workers = [w for w in answer.workers if w.info.pool == pool.name and w.state in _HERE]
         slots = {worker.info.ref.worker_id: _slot(worker) for worker in workers}
         starting = {slot.worker_id: slot.pod_name for slot in pool.places}
         wanted = dict.fromkeys(_to_come(pool), "")
         for worker_id, pod in sorted((wanted | starting).items()):
-            state = SlotState.STARTING if pod else SlotState.PENDING
+            state = WorkerState.STARTING if pod else None
             slots.setdefault(worker_id, Slot(worker_id, pod, state))
         pools[pool.name] = FleetPool(
             pool.desired_replicas,
@@ -131,7 +119,7 @@ def _slot(worker: control_pb2.FleetWorker) -> Slot:
     return Slot(
         worker_id=worker.info.ref.worker_id,
         pod=worker.info.pod_name,
-        state=_STATES[worker.state],
+        state=STATE_OF[worker.state],
         num_running=load.num_running + load.num_reserved,
         num_waiting=load.num_waiting,
         kv_use=num_taken / load.num_blocks if load.num_blocks else 0.0,

@@ -17,7 +17,6 @@ from cluster.planner.planner import PoolPlan
 from deploy.api.checked import broken_by
 from deploy.api.serving_cluster import ServingClusterSpec
 from deploy.api.worker_pool import PoolTemplate, WorkerPoolSpec
-from deploy.controller.caches import Caches
 from deploy.controller.kit.applied import Applied
 from deploy.controller.kit.errors import (
     AlreadyExistsError,
@@ -31,10 +30,11 @@ from deploy.controller.kit.kube import Kube
 from deploy.controller.kit.objects import Key, Object, key_of
 from deploy.controller.manifests.common import Object as Manifest
 from deploy.controller.manifests.common import Owner
+from deploy.controller.manifests.resources import WORKER_POOLS
 from deploy.controller.manifests.worker_pool import kept, worker_pool
-from deploy.controller.resources import WORKER_POOLS
+from deploy.controller.observed.view import ClusterView, is_going
+from deploy.controller.reconcile.caches import Caches
 from deploy.controller.status.events import Record
-from deploy.controller.view import ClusterView, is_going
 
 log = logging.getLogger(__name__)
 

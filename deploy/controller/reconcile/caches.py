@@ -9,7 +9,7 @@ from deploy.controller.kit.informer import Informer, InformerSettings
 from deploy.controller.kit.kube import Kube
 from deploy.controller.kit.objects import Key, Object, Resource, Selection, key_of
 from deploy.controller.manifests.common import CLUSTER_LABEL, Owner
-from deploy.controller.resources import (
+from deploy.controller.manifests.resources import (
     DEPLOYMENTS,
     PODS,
     RAY_CLUSTERS,

@@ -33,44 +33,44 @@ from cluster.planner.planner import PoolPlan
 from deploy.api.checked import read_spec
 from deploy.api.serving_cluster import ServingClusterSpec
 from deploy.api.worker_pool import WorkerPoolSpec
-from deploy.controller.caches import Caches
-from deploy.controller.companions import Companions
-from deploy.controller.fleet_watch import FleetWatch
-from deploy.controller.identities import Identities
 from deploy.controller.kit.applied import Applied
 from deploy.controller.kit.errors import KubeError, StatusError, each
 from deploy.controller.kit.finalizers import drop_finalizer, keep_finalizer
 from deploy.controller.kit.kube import Discovery, Kube
 from deploy.controller.kit.objects import Key, Object, key_of
-from deploy.controller.kuberay import Groups, KubeRay, groups_of
 from deploy.controller.manifests.cluster_yaml import cluster_config, router_config_map, with_name
 from deploy.controller.manifests.common import Owner, Release
 from deploy.controller.manifests.pods import PodContext
 from deploy.controller.manifests.ray_cluster import image_in, unit_in
-from deploy.controller.manifests.routers import (
-    control_service,
-    first_routers,
-    router_deployment,
-    router_service,
-)
-from deploy.controller.planning import Planning
-from deploy.controller.pod import Pod
-from deploy.controller.pools import Pools, with_accepted_size
-from deploy.controller.resources import (
+from deploy.controller.manifests.resources import (
     CONFIG_MAPS,
     DEPLOYMENTS,
     SERVICES,
     SERVING_CLUSTERS,
     WORKER_POOLS,
 )
+from deploy.controller.manifests.routers import (
+    control_service,
+    first_routers,
+    router_deployment,
+    router_service,
+)
+from deploy.controller.observed.pod import Pod
+from deploy.controller.observed.view import ClusterView, Found, UnitView, is_going
+from deploy.controller.reconcile.caches import Caches
+from deploy.controller.reconcile.companions import Companions
+from deploy.controller.reconcile.fleet_watch import FleetWatch
+from deploy.controller.reconcile.identities import Identities
+from deploy.controller.reconcile.kuberay import Groups, KubeRay, groups_of
+from deploy.controller.reconcile.planning import Planning
+from deploy.controller.reconcile.pools import Pools, with_accepted_size
+from deploy.controller.reconcile.supervision import supervise
+from deploy.controller.rollout.units import Unit, unit_of
 from deploy.controller.status import conditions
 from deploy.controller.status.cluster_status import Refusals
 from deploy.controller.status.conditions import Verdict
 from deploy.controller.status.events import Record
 from deploy.controller.status.statuses import Statuses
-from deploy.controller.supervision import supervise
-from deploy.controller.units import Unit, unit_of
-from deploy.controller.view import ClusterView, Found, UnitView, is_going
 
 log = logging.getLogger(__name__)
 

@@ -46,7 +46,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from deploy.api.serving_cluster import UnitRollout
-from deploy.controller.units import Unit, difference
+from deploy.controller.rollout.units import Unit, difference
 
 _ROUTERS_HEAR_S = 10.0
 _MIN_REQUESTS = 10

@@ -26,7 +26,7 @@ from deploy.controller.manifests.companions import (
     ways_in,
 )
 from deploy.controller.manifests.identity import role_certificates
-from deploy.controller.resources import (
+from deploy.controller.manifests.resources import (
     BUDGETS,
     CERTIFICATES,
     GRPC_ROUTES,
@@ -35,7 +35,7 @@ from deploy.controller.resources import (
     NETWORK_POLICIES,
     POD_MONITORS,
 )
-from deploy.controller.view import ClusterView, PoolView
+from deploy.controller.observed.view import ClusterView, PoolView
 
 _NAMED_NAMESPACES_SINCE = (1, 21)
 _UNREADY_PODS_GO_SINCE = (1, 27)

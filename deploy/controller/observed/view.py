@@ -8,23 +8,23 @@ import datetime
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from baton.fleet import WorkerState
 from deploy.api.serving_cluster import ServingClusterSpec, UnitRollout
 from deploy.api.worker_pool import WorkerPoolSpec
-from deploy.controller.fleet import (
+from deploy.controller.kit.objects import Key, Object, key_of
+from deploy.controller.manifests.cluster_yaml import model_name
+from deploy.controller.manifests.common import Owner
+from deploy.controller.manifests.ray_cluster import name_in, record_in, unit_in
+from deploy.controller.observed.fleet import (
     NOTHING_HEARD,
     Fleet,
     FleetPool,
     Heard,
     Slot,
-    SlotState,
     merged,
 )
-from deploy.controller.kit.objects import Key, Object, key_of
-from deploy.controller.manifests.cluster_yaml import model_name
-from deploy.controller.manifests.common import Owner
-from deploy.controller.manifests.ray_cluster import name_in, record_in, unit_in
-from deploy.controller.pod import Pod
-from deploy.controller.rollout import (
+from deploy.controller.observed.pod import Pod
+from deploy.controller.rollout.rollout import (
     Figures,
     PoolSeen,
     Situation,
@@ -35,7 +35,7 @@ from deploy.controller.rollout import (
     next_step,
     total,
 )
-from deploy.controller.units import Unit, difference
+from deploy.controller.rollout.units import Unit, difference
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class PoolView:
             return not self.heard.is_settled
         if not self.heard.settles:
             return False
-        coming = (SlotState.PENDING, SlotState.STARTING)
+        coming = (None, WorkerState.STARTING)
         if any(slot.state in coming for slot in self.fleet.slots):
             return True
         return bool(self.counted_pods) and not self.fleet.slots
@@ -76,7 +76,7 @@ class PoolView:
     @property
     def live(self) -> Sequence[Slot]:
         """Those whose workers serve."""
-        return self._slots(SlotState.LIVE)
+        return self._slots(WorkerState.LIVE)
 
     @property
     def num_serving(self) -> int:
@@ -90,10 +90,10 @@ class PoolView:
     def draining(self) -> Sequence[Slot]:
         """Also one that drained at the last look and has hung since."""
         before = {each["worker"] for each in self.obj.get("status", {}).get("draining", ())}
-        hanging = [slot for slot in self._slots(SlotState.SUSPECT) if slot.worker_id in before]
-        return (*self._slots(SlotState.DRAINING), *hanging)
+        hanging = [slot for slot in self._slots(WorkerState.SUSPECT) if slot.worker_id in before]
+        return (*self._slots(WorkerState.DRAINING), *hanging)
 
-    def _slots(self, state: SlotState) -> Sequence[Slot]:
+    def _slots(self, state: WorkerState) -> Sequence[Slot]:
         """None while the supervisor is silent, or does not know the pool."""
         return () if self.fleet is None else self.fleet.of_state(state)
 

@@ -8,8 +8,6 @@ import contextlib
 import secrets
 from collections.abc import Mapping, Sequence, Set
 
-from deploy.controller.caches import Caches
-from deploy.controller.fleet import FleetPool, Slot
 from deploy.controller.kit.applied import Applied
 from deploy.controller.kit.errors import NotFoundError, UnreachableError
 from deploy.controller.kit.finalizers import drop_finalizer
@@ -26,9 +24,16 @@ from deploy.controller.manifests.ray_cluster import (
     sized,
     worker_group,
 )
-from deploy.controller.pod import Pod
-from deploy.controller.resources import CONFIG_MAPS, RAY_CLUSTERS, SECRETS, SERVICE_ACCOUNTS
-from deploy.controller.view import ClusterView, PoolView, UnitView
+from deploy.controller.manifests.resources import (
+    CONFIG_MAPS,
+    RAY_CLUSTERS,
+    SECRETS,
+    SERVICE_ACCOUNTS,
+)
+from deploy.controller.observed.fleet import FleetPool, Slot
+from deploy.controller.observed.pod import Pod
+from deploy.controller.observed.view import ClusterView, PoolView, UnitView
+from deploy.controller.reconcile.caches import Caches
 
 _EMPTIES_REDIS = "ray.io/gcs-ft-redis-cleanup-finalizer"
 """KubeRay's own. KubeRay drops it only while the RayCluster has a Redis (raycluster_controller.go;

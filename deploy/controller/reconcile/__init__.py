@@ -1,0 +1,1 @@
+"""Reconcilers: each reads a cluster's view, and writes what its objects lack."""
