@@ -27,7 +27,7 @@ from bench.report import Report
 from engine.api import LocalDeviceMemory
 from engine.kernels.native.native_kernels import pick_kernels
 from engine.kernels.paged_kv import PagedKv
-from engine.kernels.protocol import Kernels
+from engine.kernels.protocol import AttentionShape, Kernels
 from engine.kernels.step_batch import StepBatch, pack
 from engine.kernels.torch.torch_kernels import TorchKernels
 from engine.models.families.table import model_config
@@ -272,8 +272,12 @@ def _attention(
     batch = _batch(device, sequences, counts)
     width = (sum(new for _, new in sequences), shape.num_attention_heads, shape.head_dim)
     queries = torch.randn(width, device=device, dtype=_TORCH_DTYPE)
-    attend = partial(kernels.attend, queries)
-    works = [partial(attend, layer, batch, batch.groups[0], None) for layer in kv.layers]
+    heads, head_dim = (shape.num_attention_heads, shape.num_key_value_heads), shape.head_dim
+    attention = AttentionShape(*heads, head_dim, eps=1e-6, scale=head_dim**-0.5)
+    works = [
+        partial(kernels.attend, queries, layer, batch, batch.groups[0], attention, None)
+        for layer in kv.layers
+    ]
     return num_bytes, device_s(works, device)
 
 

@@ -23,6 +23,8 @@ from cluster.worker.config import RankPosition, WorkerConfig, worker_config
 from cluster.worker.rank import Rank, build_rank, free_port, with_agreed_dtype
 from cluster.worker.reports import worker_info
 from engine.api import EngineCapacity, ModelSpec
+from engine.engines import engine_builder
+from engine.run.torch_engine import TorchBuilder
 from kv_transfer.layout import KvLayout, LayerGroup, TensorSpec
 from kv_transfer.lease import RankAddress, WorkerIdentity
 from kv_transfer.process import own_identity
@@ -46,7 +48,9 @@ def registry_of(*pools: str) -> Registry:
 
 
 async def agreed(config: WorkerConfig) -> str:
-    reported = await asyncio.to_thread(with_agreed_dtype, config, config.model_path)
+    reported = await asyncio.to_thread(
+        with_agreed_dtype, config, config.model_path, engine_builder(config.engine)
+    )
     assert reported == dataclasses.replace(
         config, engine=dataclasses.replace(config.engine, dtype=reported.engine.dtype)
     )
@@ -110,21 +114,20 @@ def test_what_is_decided_or_computes_nothing_asks_nobody(
     change: dict[str, Any], tmp_path: Path
 ) -> None:
     config = dataclasses.replace(config_of(tmp_path, "127.0.0.1:1"), **change)
-    assert with_agreed_dtype(config, config.model_path) is config
+    builder = engine_builder(config.engine)
+    assert with_agreed_dtype(config, config.model_path, builder) is config
 
 
-@pytest.mark.parametrize(("backend", "reported"), [("torch", "bfloat16"), ("fake", "")])
-def test_a_worker_registers_the_dtype_that_it_computes_in(
-    backend: str, reported: str, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("dtype", ["bfloat16", ""])
+def test_a_worker_registers_the_dtype_that_it_computes_in(dtype: str, tmp_path: Path) -> None:
     config = config_of(tmp_path, "127.0.0.1:1")
-    config = dataclasses.replace(config, engine=EngineConfig(backend=backend))
     tensors = (TensorSpec("k", 1, 8, "bfloat16"),)
-    spec = ModelSpec("m", KvLayout(16, (LayerGroup(0, 1, tensors),)), b"", b"", 9, 64, frozenset())
+    layout = KvLayout(16, (LayerGroup(0, 1, tensors),))
+    spec = ModelSpec("m", layout, b"", b"", 9, 64, frozenset(), dtype)
     identity = WorkerIdentity("p-0", 1, (RankAddress(0, b"there", own_identity()),))
     loaded = SimpleNamespace(model=spec, identity=identity)
     capacity = EngineCapacity(4, 64, None, None)
-    assert worker_info(config, cast(Rank, loaded), capacity, "here:1").dtype == reported
+    assert worker_info(config, cast(Rank, loaded), capacity, "here:1").dtype == dtype
 
 
 async def test_a_rank_is_built_in_what_was_agreed(
@@ -133,10 +136,10 @@ async def test_a_rank_is_built_in_what_was_agreed(
     class DescribedError(Exception):
         pass
 
-    def describe(model: str, engine: EngineConfig, group: object) -> ModelSpec:
+    def describe(builder: TorchBuilder, model: str, engine: EngineConfig) -> ModelSpec:
         raise DescribedError(engine.dtype)
 
-    monkeypatch.setattr(rank, "load_model_spec", describe)
+    monkeypatch.setattr(TorchBuilder, "describe", describe)
     async with serve(
         registry := registry_of("p", "d"), Changes(), "127.0.0.1:0", OPERATOR
     ) as control:

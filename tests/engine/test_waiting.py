@@ -114,6 +114,7 @@ def test_an_engine_is_blocked_from_when_no_request_could_start_until_one_does() 
     assert core.health.blocked_since == 5.0
     for name in ("waits", "later"):
         core.abort(RequestId(name))
+    core.step()  # tells of their ends
     assert core.health.blocked_since is None
     now = 7.0
     core.add(spec_of("next", prompt(260, 3)))
@@ -121,6 +122,7 @@ def test_an_engine_is_blocked_from_when_no_request_could_start_until_one_does() 
     core.step()
     assert core.health.blocked_since == 7.0
     core.release(RequestId("held"))
+    core.step()  # tells of its end
     core.step()
     assert core.health.blocked_since is None
     core.abort(RequestId("next"))

@@ -50,7 +50,7 @@ def labels_in(expression: str) -> set[str]:
 
 def _metrics() -> Iterable[Metric]:
     load, progress = worker_pb2.WorkerLoad(), control_pb2.StepProgress()
-    collector = WorkerCollector("w", "p", lambda: load, lambda: progress, lambda: 0, lambda: 0)
+    collector = WorkerCollector("w", "p", lambda: load, lambda: progress, *[lambda: 0] * 3)
     status = {"conditions": [{"type": "t", "status": "True"}], "draining": [], "readyReplicas": 1}
     spec = {"cluster": "c", "pool": "p", "role": "decode"}
     pool = {"metadata": {}, "spec": spec, "status": status | {"unit": "u"}}
