@@ -103,7 +103,7 @@ def best_device(dtype: torch.dtype) -> Device:
     seconds = [_best(lambda: torch.nn.functional.linear(x, weight))]
     if can_pack([weight], dtype, is_gated=False):
         packed = PackedWeight([weight], None, dtype, is_gated=False)
-        seconds.append(_best(lambda: packed(x)))
+        seconds.append(_best(lambda: packed.apply(x)))
     memory = huge_pages.take(1 << 30).view(torch.int32)
     memory.fill_(1)
     read_s = _best(lambda: memory.sum(dtype=torch.int32))

@@ -224,8 +224,8 @@ def without(technique: str) -> None:
     elif technique == "huge pages":
         importlib.import_module("mmap").__dict__.pop("MADV_HUGEPAGE")
     elif technique == "packed weights":  # then oneDNN's own, and no fused layers
-        mlp: Any = importlib.import_module("engine.models.mlp")
-        mlp.can_pack = lambda *_, **__: False
+        linear: Any = importlib.import_module("engine.models.linear.packed")
+        linear.can_pack = lambda *_, **__: False
     elif technique in ("AMX", "AVX-512"):
         flags = {"AMX": ("-mno-amx-tile", "-mno-amx-bf16"), "AVX-512": ("-march=haswell",)}
         recipe = importlib.import_module("engine.kernels.native.recipe")

@@ -8,6 +8,8 @@ from typing import Any
 
 from engine.errors import UnsupportedModelError
 from engine.models.hf_config import HfConfig
+from engine.models.linear.floats import Floats
+from engine.models.linear.method import WeightFormat
 from engine.models.rope import RopeConfig, rope_from_hf
 from kv_transfer.layout import KvLayout, LayerGroup, TensorSpec
 
@@ -53,6 +55,8 @@ class ModelConfig:
     mlp_bias: bool = False
     qk_norm: bool = False
     moe: MoeConfig | None = None
+    weights: WeightFormat = Floats()
+    """How the matrices of products are kept."""
 
     @property
     def longest_context(self) -> int:

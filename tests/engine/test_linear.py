@@ -17,15 +17,10 @@ from engine.kernels.native.recipe import KERNELS
 from engine.kernels.protocol import Kernels
 from engine.kernels.torch.torch_kernels import TorchKernels
 from engine.models.config import MoeConfig
-from engine.models.mlp import (
-    DenseMlp,
-    ExpertLoop,
-    GroupedExperts,
-    GroupedLinear,
-    Linear,
-    MoeMlp,
-    experts_of,
-)
+from engine.models.linear.dense import GroupedLinear
+from engine.models.linear.floats import Floats
+from engine.models.linear.method import Linear, Target, load_linear
+from engine.models.mlp import DenseMlp, ExpertLoop, GroupedExperts, MoeMlp, experts_of
 
 BF16 = torch.bfloat16
 # bf16 has 8 bits: of each output, against the largest of its row.
@@ -42,6 +37,10 @@ def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
     assert found.isfinite().all()
     scale = expected.abs().amax(dim=-1, keepdim=True)
     return float(((found.float() - expected).abs() / scale).max())
+
+
+def linear_of(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
+    return load_linear(Floats(), [weight], bias, Target(weight.dtype, weight.device))
 
 
 class Random:
@@ -64,14 +63,14 @@ def test_linear_is_that_of_the_definition(shape: tuple[int, int], with_bias: boo
     random = Random(0)
     weight = random.weight(*shape)
     bias = random.values(shape[0]) if with_bias else None
-    linear = Linear(weight, bias)
-    assert (linear.packed is not None) == (shape[1] % 32 == 0)
+    linear = linear_of(weight, bias)
+    assert (linear.native is not None) == (shape[1] % 32 == 0)
     for num_rows in (1, 2, 3, 15, 16, 17, 64, 257):
         x = random.values(num_rows, shape[1])
         expected = torch.nn.functional.linear(
             x.float(), weight.float(), None if bias is None else bias.float()
         )
-        error = relative_error(linear(x), expected)
+        error = relative_error(linear.apply(x), expected)
         assert error < TOLERANCE, (num_rows, error)
 
 
@@ -111,7 +110,7 @@ def test_packed_products_are_those_of_the_definition(
             expected = torch.nn.functional.linear(x.float(), torch.cat(parts).float(), bias.float())
             scale = expected.abs().amax(dim=-1, keepdim=True)
             for out_dtype, limit in ((None, tolerance), (torch.float32, 1e-5)):
-                error = (packed(x, out_dtype).float() - expected).abs() / scale
+                error = (packed.apply(x, out_dtype).float() - expected).abs() / scale
                 assert error.max() < limit, (outputs, inputs, num_rows, out_dtype)
 
 
@@ -126,7 +125,7 @@ def test_a_gated_product_is_silu_of_its_first_half_times_the_second(dtype: torch
         wide, offset = x.float(), bias.float().chunk(2)
         expected = torch.nn.functional.silu(wide @ gate.float().T + offset[0])
         expected = expected * (wide @ up.float().T + offset[1])
-        error = (packed(x).float() - expected).abs().amax(-1) / expected.abs().amax(-1)
+        error = (packed.apply(x).float() - expected).abs().amax(-1) / expected.abs().amax(-1)
         assert error.max() < (TOLERANCE if dtype == BF16 else 1e-5), num_rows
 
 
@@ -136,7 +135,7 @@ def test_one_wrong_weight_row_is_far_above_the_tolerance() -> None:
     expected = x.float() @ weight.float().T
     wrong = weight.clone()
     wrong[77] = weight[78]
-    assert relative_error(Linear(wrong)(x), expected) > 4 * TOLERANCE
+    assert relative_error(linear_of(wrong).apply(x), expected) > 4 * TOLERANCE
 
 
 @pytest.fixture(params=["torch", "picked"])
@@ -156,7 +155,9 @@ class SparseMlp:
         self.down = self.random.weight(NUM_EXPERTS, hidden, width)
 
     def built(self) -> MoeMlp:
-        experts = [DenseMlp(Linear(up), Linear(down)) for up, down in zip(self.gate_up, self.down)]
+        experts = [
+            DenseMlp(linear_of(up), linear_of(down)) for up, down in zip(self.gate_up, self.down)
+        ]
         return MoeMlp(self.config, self.router, experts_of(experts))
 
     def tokens(self, num_rows: int) -> torch.Tensor:
@@ -217,7 +218,9 @@ def test_experts_in_one_product_give_what_they_give_one_by_one(num_tokens: int) 
     gate_up, down = random(NUM_EXPERTS, 2 * width, hidden), random(NUM_EXPERTS, hidden, width)
     router = random(NUM_EXPERTS, hidden)
     router[2] = -9 * random(hidden).abs()  # nobody's choice: a group without rows
-    one_by_one = ExpertLoop([DenseMlp(Linear(up), Linear(back)) for up, back in zip(gate_up, down)])
+    one_by_one = ExpertLoop(
+        [DenseMlp(linear_of(up), linear_of(back)) for up, back in zip(gate_up, down)]
+    )
     at_once = GroupedExperts(GroupedLinear(gate_up), GroupedLinear(down))
     x = random(num_tokens, hidden).abs()
     one, other = (

@@ -82,9 +82,10 @@ class PackedWeight:
             self.outputs,
             is_bf16,
         )
+        self.num_bytes = size
         self._product = native.baton_product
 
-    def __call__(self, x: torch.Tensor, out_dtype: torch.dtype | None = None) -> torch.Tensor:
+    def apply(self, x: torch.Tensor, out_dtype: torch.dtype | None = None) -> torch.Tensor:
         """[n, inputs] -> [n, outputs], or [n, outputs / 2] if gated; in x's dtype, or float32 if
         `out_dtype` says so."""
         assert x.dtype == self.dtype, (x.dtype, self.dtype)

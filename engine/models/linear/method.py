@@ -1,0 +1,124 @@
+"""The contracts: a format reads matrices of a checkpoint, a method holds one and multiplies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, Self
+
+import torch
+
+from engine.kernels.native.packed_weights import Weight
+
+Part = Any
+"""Rows of a matrix as a format reads them: what the methods of that format take."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a product's activations are and where they lie."""
+
+    dtype: torch.dtype
+    device: torch.device
+
+
+class Grouped(Protocol):
+    """x @ weight.T with a different weight for each group of x's rows. Only the device knows the
+    groups."""
+
+    @property
+    def host_waits(self) -> bool:
+        """Whether `apply` makes the host wait for the device."""
+
+    def apply(self, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        """[n, in] -> [n, out]; `ends` int32 [num_groups]: where each group's rows end."""
+
+
+class Linear(Protocol):
+    """A method: a weight [out, in] and a bias, and x @ weight.T + bias."""
+
+    @classmethod
+    def load(
+        cls, parts: Sequence[Part], bias: torch.Tensor | None, target: Target, *, is_gated: bool
+    ) -> Self | None:
+        """Hold parts whose rows follow each other; None where this method does not serve them.
+
+        `is_gated`: the first half of the rows are gates, the second what they gate; see `gates`.
+        """
+
+    @classmethod
+    def grouped(cls, linears: Sequence[Self]) -> Grouped | None:
+        """The same products as one; None where each is faster, or only possible, alone."""
+
+    @property
+    def gates(self) -> bool:
+        """Whether `apply` returns silu(gate) * up, [n, out / 2], of the product's halves."""
+
+    @property
+    def native(self) -> Weight | None:
+        """The weight as the C++ kernels take it, alive as long as this is; None: they cannot."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of memory that the weight takes."""
+
+    def apply(self, x: torch.Tensor, out_dtype: torch.dtype | None = None) -> torch.Tensor:
+        """[n, in] -> [n, out], in x's dtype, or in float32 if `out_dtype` says so."""
+
+
+class MatrixSource(Protocol):
+    """Where a format reads from. Both raise CheckpointError, also for values that are not finite.
+
+    `shape` is the whole tensor's; `parts` select rows and columns. On a CPU the result is mapped,
+    else it is on the device.
+    """
+
+    def floats(self, name: str, shape: tuple[int, ...], *parts: slice) -> torch.Tensor:
+        """In the type that the checkpoint has."""
+
+    def integers(
+        self, name: str, shape: tuple[int, ...], dtype: torch.dtype, *parts: slice
+    ) -> torch.Tensor: ...
+
+
+class WeightFormat(Protocol):
+    """How matrices are kept. A frozen dataclass of plain values: fingerprints hold them."""
+
+    @property
+    def methods(self) -> tuple[type[Linear], ...]:
+        """What serves its parts, fastest first; the last one serves everywhere."""
+
+    def of(self, module: str) -> WeightFormat:
+        """The format of one module: this one, or another if this one leaves the module out."""
+
+    def read(
+        self,
+        source: MatrixSource,
+        module: str,
+        shape: tuple[int, int],
+        rows: slice,
+        columns: slice,
+    ) -> Part:
+        """Rows and columns of a module's weight of this whole shape, [out, in].
+
+        Raises CheckpointError.
+        """
+
+    def num_bytes(self, outputs: int, inputs: int, item_bytes: int) -> int:
+        """Bytes of a weight of this size that computes in numbers of `item_bytes`."""
+
+
+def load_linear(
+    kept: WeightFormat,
+    parts: Sequence[Part],
+    bias: torch.Tensor | None,
+    target: Target,
+    *,
+    is_gated: bool = False,
+) -> Linear:
+    """By the fastest method that serves these parts."""
+    for method in kept.methods:
+        linear = method.load(parts, bias, target, is_gated=is_gated)
+        if linear is not None:
+            return linear
+    raise AssertionError(f"no method of {kept} serves {target}")
