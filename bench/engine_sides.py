@@ -45,9 +45,12 @@ class Side(Protocol):
 
 
 class Baton:
-    def __init__(self, folder: Path, dtype: str, num_threads: int) -> None:
+    def __init__(
+        self, folder: Path, dtype: str, num_threads: int, quantization: str = "none"
+    ) -> None:
         config = importlib.import_module("baton.config.engine").EngineConfig(
             dtype=dtype,
+            quantization=quantization,
             device="cpu",
             max_num_batched_tokens=LONGEST_PROMPT,
             max_num_seqs=LARGEST_BATCH,
@@ -248,6 +251,7 @@ def without(technique: str) -> None:
 
 SIDES: dict[str, Callable[[Path, str, int], Side]] = {
     "baton": Baton,
+    "baton int8": lambda *given: Baton(*given, quantization="int8"),
     "vllm": lambda *given: Vllm(*given, eager=True),
     "vllm compiled": lambda *given: Vllm(*given, eager=False),
     "openvino": Openvino,

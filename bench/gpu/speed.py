@@ -31,7 +31,7 @@ from engine.kernels.protocol import Kernels
 from engine.kernels.step_batch import StepBatch, pack
 from engine.kernels.torch.torch_kernels import TorchKernels
 from engine.models.config import model_config
-from engine.models.linear.floats import Floats
+from engine.models.linear.floats import FLOATS
 from engine.models.linear.method import Target, load_linear
 from engine.request import RequestId, RequestSpec, SampledToken, SamplingParams, ScheduledSeq
 from engine.run.build import lone_engine
@@ -241,7 +241,7 @@ def _product_s(device: torch.device, num_rows: int, width_in: int, width_out: in
     shape, x = (width_out, width_in), torch.randn(num_rows, width_in, device=device)
     target, x = Target(_TORCH_DTYPE, device), x.to(_TORCH_DTYPE)
     weights = [torch.randn(shape, device=device, dtype=_TORCH_DTYPE) for _ in range(copies)]
-    linears = [load_linear(Floats(), [weight], None, target) for weight in weights]
+    linears = [load_linear(FLOATS, [weight], None, target) for weight in weights]
     return device_s([partial(linear.apply, x) for linear in linears], device)
 
 

@@ -8,8 +8,9 @@ from typing import Any
 
 from engine.errors import UnsupportedModelError
 from engine.models.hf_config import HfConfig
-from engine.models.linear.floats import Floats
+from engine.models.linear.floats import FLOATS
 from engine.models.linear.method import WeightFormat
+from engine.models.linear.table import format_of
 from engine.models.rope import RopeConfig, rope_from_hf
 from kv_transfer.layout import KvLayout, LayerGroup, TensorSpec
 
@@ -55,7 +56,7 @@ class ModelConfig:
     mlp_bias: bool = False
     qk_norm: bool = False
     moe: MoeConfig | None = None
-    weights: WeightFormat = Floats()
+    weights: WeightFormat = FLOATS
     """How the matrices of products are kept."""
 
     @property
@@ -243,6 +244,7 @@ def model_config(raw: Mapping[str, Any], source: str = "config.json") -> ModelCo
         mlp_bias=hf.flag("mlp_bias", False),
         qk_norm=family.qk_norm,
         moe=family.moe(hf, num_layers) if family.moe else None,
+        weights=format_of(hf),
     )
 
 
@@ -266,7 +268,3 @@ def _refuse_unknown_arithmetic(hf: HfConfig) -> None:
     activation = hf.raw("hidden_act", "silu")
     if activation not in ("silu", "swish"):
         hf.wrong("hidden_act", f"{activation!r} is not supported")
-    quantised = hf.raw("quantization_config")
-    if quantised:
-        method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
-        hf.wrong("quantization_config", f"quantised weights ({method}) are not supported")

@@ -86,9 +86,8 @@ class GroupedExperts:
 def experts_of(experts: Sequence[DenseMlp]) -> Experts:
     """The faster computation for the device of the weights. On a CPU waiting for counts costs
     nothing."""
-    first = experts[0]
-    gate_up = first.gate_up.grouped([expert.gate_up for expert in experts])
-    down = first.down.grouped([expert.down for expert in experts])
+    gate_up = experts[0].gate_up.grouped([expert.gate_up for expert in experts])
+    down = experts[0].down.grouped([expert.down for expert in experts])
     if gate_up is None or down is None:
         return ExpertLoop(experts)
     return GroupedExperts(gate_up, down)

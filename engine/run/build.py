@@ -59,7 +59,7 @@ def load_model_spec(model_path: str, config: EngineConfig, tp: TpGroup | None = 
         # Alone: workers elsewhere that decided otherwise would exchange no KV with this one.
         log.info("%s: computing in %s: %s", model_path, dtype, choice.reason)
     num_threads = config.num_threads or compute_threads.share(1 if tp is None else tp.size)
-    return describe(model_path, config.block_size, dtype, config.max_model_len, num_threads, tp)
+    return describe(model_path, config, dtype, num_threads, tp)
 
 
 def load_decoder(

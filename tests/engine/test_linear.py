@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import ctypes
-import platform
-from collections.abc import Iterator
-
 import pytest
 import torch
 
-from baton.native_build import build, cpu_features, for_target
-from engine.kernels.native import packed_weights
-from engine.kernels.native.native_kernels import native_library, pick_kernels
+from engine.kernels.native.native_kernels import pick_kernels
 from engine.kernels.native.packed_weights import PackedWeight
-from engine.kernels.native.recipe import KERNELS
 from engine.kernels.protocol import Kernels
 from engine.kernels.torch.torch_kernels import TorchKernels
 from engine.models.config import MoeConfig
 from engine.models.linear.dense import GroupedLinear
-from engine.models.linear.floats import Floats
+from engine.models.linear.floats import FLOATS
 from engine.models.linear.method import Linear, Target, load_linear
 from engine.models.mlp import DenseMlp, ExpertLoop, GroupedExperts, MoeMlp, experts_of
 
@@ -40,7 +33,7 @@ def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def linear_of(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
-    return load_linear(Floats(), [weight], bias, Target(weight.dtype, weight.device))
+    return load_linear(FLOATS, [weight], bias, Target(weight.dtype, weight.device))
 
 
 class Random:
@@ -72,22 +65,6 @@ def test_linear_is_that_of_the_definition(shape: tuple[int, int], with_bias: boo
         )
         error = relative_error(linear.apply(x), expected)
         assert error < TOLERANCE, (num_rows, error)
-
-
-@pytest.fixture(params=[None, *KERNELS.targets], ids=lambda target: target and target.name)
-def machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The products as compiled for this CPU, and as images have them for others."""
-    library, target = native_library(), request.param
-    if library is None or (target is not None and platform.machine() != "x86_64"):
-        pytest.skip("no C++ compiler on this machine, or flags of x86-64's")
-    if target is not None:
-        if lacks := target.lacking(cpu_features()):
-            pytest.skip(f"this CPU lacks {lacks}")
-        library = ctypes.CDLL(str(build(for_target(KERNELS, target))))
-    monkeypatch.setattr(packed_weights, "native_library", lambda: library)
-    packed_weights.library.cache_clear()
-    yield
-    packed_weights.library.cache_clear()
 
 
 @pytest.mark.usefixtures("machine")

@@ -30,20 +30,22 @@ QUICK = ("mistral", "qwen2", "qwen3-moe")
 
 
 @contextmanager
-def replica(folder: Path, size: int) -> Iterator[tuple[Setup, list[BaseProcess]]]:
+def replica(
+    folder: Path, size: int, config: EngineConfig = CONFIG
+) -> Iterator[tuple[Setup, list[BaseProcess]]]:
     """Rank 0 here, the others as processes; all have ended at exit."""
     torch.set_num_threads(1)
     listening = socket.create_server(("127.0.0.1", 0))
     address = f"127.0.0.1:{listening.getsockname()[1]}"
     spawn = multiprocessing.get_context("spawn")
     others = [
-        spawn.Process(target=tp_rank.main, args=(str(folder), address, rank, size, CONFIG))
+        spawn.Process(target=tp_rank.main, args=(str(folder), address, rank, size, config))
         for rank in range(1, size)
     ]
     for other in others:
         other.start()
     try:
-        setup = set_up(folder, CONFIG, TpGroup.join(0, size, address, listening.detach()))
+        setup = set_up(folder, config, TpGroup.join(0, size, address, listening.detach()))
         try:
             yield setup, others
         finally:

@@ -7,16 +7,14 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from engine.models.linear.method import Grouped, Target
+from engine.models.linear.method import Grouped, Linear, Target
 
 
-class DenseLinear:
-    gates = False
-    native = None
-
+class DenseLinear(Linear):
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self._weight = weight
         self._bias = bias
+        self.num_bytes = weight.nbytes
 
     @classmethod
     def load(
@@ -29,20 +27,15 @@ class DenseLinear:
     ) -> DenseLinear | None:
         return cls(whole(parts, target), bias)
 
-    @classmethod
-    def grouped(cls, linears: Sequence[DenseLinear]) -> Grouped | None:
+    def grouped(self, linears: Sequence[DenseLinear]) -> Grouped | None:
         """None if torch has no such product (before 2.10, with biases, or with rows that are no
         multiple of 16 bytes) and on a CPU, where each product is faster alone."""
-        weight, bias = linears[0]._weight, linears[0]._bias
-        if weight.device.type == "cpu" or bias is not None or not hasattr(F, "grouped_mm"):
+        weight = self._weight
+        if weight.device.type == "cpu" or self._bias is not None or not hasattr(F, "grouped_mm"):
             return None
         if any(width * weight.element_size() % 16 for width in weight.shape):
             return None
         return GroupedLinear(torch.stack([linear._weight for linear in linears]))
-
-    @property
-    def num_bytes(self) -> int:
-        return self._weight.nbytes
 
     def apply(self, x: torch.Tensor, out_dtype: torch.dtype | None = None) -> torch.Tensor:
         return F.linear(x, self._weight, self._bias).to(out_dtype or x.dtype)

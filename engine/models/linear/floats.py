@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from engine.models.linear.dense import DenseLinear
-from engine.models.linear.method import Linear, MatrixSource
+from engine.models.linear.method import MatrixSource, Method
 from engine.models.linear.packed import PackedLinear, ReorderedLinear
 
 
@@ -16,7 +16,7 @@ class Floats:
     name: str = "floats"
 
     @property
-    def methods(self) -> tuple[type[Linear], ...]:
+    def methods(self) -> tuple[Method, ...]:
         return PackedLinear, ReorderedLinear, DenseLinear
 
     def of(self, module: str) -> Floats:
@@ -34,3 +34,6 @@ class Floats:
 
     def num_bytes(self, outputs: int, inputs: int, item_bytes: int) -> int:
         return outputs * inputs * item_bytes
+
+
+FLOATS = Floats()

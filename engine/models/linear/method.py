@@ -35,35 +35,39 @@ class Grouped(Protocol):
 
 
 class Linear(Protocol):
-    """A method: a weight [out, in] and a bias, and x @ weight.T + bias."""
+    """A weight [out, in] and a bias as one method holds them, and x @ weight.T + bias."""
 
-    @classmethod
-    def load(
-        cls, parts: Sequence[Part], bias: torch.Tensor | None, target: Target, *, is_gated: bool
-    ) -> Self | None:
-        """Hold parts whose rows follow each other; None where this method does not serve them.
-
-        `is_gated`: the first half of the rows are gates, the second what they gate; see `gates`.
-        """
-
-    @classmethod
-    def grouped(cls, linears: Sequence[Self]) -> Grouped | None:
-        """The same products as one; None where each is faster, or only possible, alone."""
-
-    @property
-    def gates(self) -> bool:
-        """Whether `apply` returns silu(gate) * up, [n, out / 2], of the product's halves."""
+    num_bytes: int
+    """Bytes of memory that the weight takes."""
 
     @property
     def native(self) -> Weight | None:
         """The weight as the C++ kernels take it, alive as long as this is; None: they cannot."""
+        return None
 
     @property
-    def num_bytes(self) -> int:
-        """Bytes of memory that the weight takes."""
+    def gates(self) -> bool:
+        """Whether `apply` returns silu(gate) * up, [n, out / 2], of the product's halves."""
+        return False
+
+    def grouped(self, linears: Sequence[Self]) -> Grouped | None:
+        """The products of these, this one first, as one; None where each has to be alone."""
+        return None
 
     def apply(self, x: torch.Tensor, out_dtype: torch.dtype | None = None) -> torch.Tensor:
         """[n, in] -> [n, out], in x's dtype, or in float32 if `out_dtype` says so."""
+
+
+class Method(Protocol):
+    """Makes a `Linear` of parts; usually its class."""
+
+    def load(
+        self, parts: Sequence[Part], bias: torch.Tensor | None, target: Target, *, is_gated: bool
+    ) -> Linear | None:
+        """Hold parts whose rows follow each other; None where this method does not serve them.
+
+        `is_gated`: the first half of the rows are gates, the second what they gate.
+        """
 
 
 class MatrixSource(Protocol):
@@ -85,7 +89,7 @@ class WeightFormat(Protocol):
     """How matrices are kept. A frozen dataclass of plain values: fingerprints hold them."""
 
     @property
-    def methods(self) -> tuple[type[Linear], ...]:
+    def methods(self) -> tuple[Method, ...]:
         """What serves its parts, fastest first; the last one serves everywhere."""
 
     def of(self, module: str) -> WeightFormat:

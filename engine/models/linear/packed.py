@@ -12,15 +12,15 @@ import torch
 
 from engine.kernels.native.packed_weights import PackedWeight, Weight, can_pack
 from engine.models.linear.dense import whole
-from engine.models.linear.method import Grouped, Target
+from engine.models.linear.method import Linear, Target
 
 
-class PackedLinear:
+class PackedLinear(Linear):
     """In the order of the C++ products."""
 
     def __init__(self, packed: PackedWeight) -> None:
         self._packed = packed
-        self.apply = packed.apply
+        self.num_bytes = packed.num_bytes
 
     @classmethod
     def load(
@@ -36,10 +36,6 @@ class PackedLinear:
             return None
         return cls(PackedWeight(parts, bias, target.dtype, is_gated=is_gated))
 
-    @classmethod
-    def grouped(cls, linears: Sequence[PackedLinear]) -> Grouped | None:
-        return None
-
     @property
     def gates(self) -> bool:
         return self._packed.is_gated
@@ -48,16 +44,12 @@ class PackedLinear:
     def native(self) -> Weight | None:
         return self._packed.native
 
-    @property
-    def num_bytes(self) -> int:
-        return self._packed.num_bytes
+    def apply(self, x: torch.Tensor, out_dtype: torch.dtype | None = None) -> torch.Tensor:
+        return self._packed.apply(x, out_dtype)
 
 
-class ReorderedLinear:
+class ReorderedLinear(Linear):
     """bf16 in oneDNN's order, where the CPU has bf16 instructions and no compiler made ours."""
-
-    gates = False
-    native = None
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight)
@@ -77,10 +69,6 @@ class ReorderedLinear:
         if not on_cpu or target.dtype != torch.bfloat16 or not _has_onednn_bf16():
             return None
         return cls(whole(parts, target), bias)
-
-    @classmethod
-    def grouped(cls, linears: Sequence[ReorderedLinear]) -> Grouped | None:
-        return None
 
     def apply(self, x: torch.Tensor, out_dtype: torch.dtype | None = None) -> torch.Tensor:
         out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(
