@@ -240,7 +240,8 @@ void vector_multiply(const X* x, const char* w, int64_t panel, int64_t k_tiles, 
       U16 columns[kColumns];
       for (int c = 0; c < kColumns; c++) {
         const char* at = w + c * panel + word * kBytes;
-        columns[c] = sizeof(X) == 2 ? load_bf16_words<W>(at) : load_words<W>(at);
+        if constexpr (sizeof(X) == 2) columns[c] = load_bf16_words<W>(at);
+        else columns[c] = load_words<W>(at);
         if (word * kBytes % 64 == 0) prefetch(at);
       }
       if constexpr (sizeof(X) == 2) {
