@@ -84,7 +84,7 @@ class PackedWeight:
         if scales is not None:
             group //= scales.shape[1]
             by_strips = _by_strips(scales.float(), is_gated)
-            self._scales = by_strips.unflatten(0, (-1, _STRIP_OUTPUTS)).mT.contiguous()
+            self._scales = by_strips.view(-1, _STRIP_OUTPUTS, scales.shape[1]).mT.contiguous()
         self.native = Weight(
             self._memory.data_ptr(),
             None if self._bias is None else self._bias.data_ptr(),
@@ -131,7 +131,7 @@ def can_pack(
 def _by_strips(of_outputs: torch.Tensor, is_gated: bool) -> torch.Tensor:
     """[outputs, ...] in the order of the strips, with zeros up to the last strip's end."""
     if is_gated:
-        halves = of_outputs.unflatten(0, (2, -1, _STRIP_OUTPUTS // 2))
+        halves = of_outputs.reshape(2, -1, _STRIP_OUTPUTS // 2, *of_outputs.shape[1:])
         of_outputs = halves.transpose(0, 1).flatten(0, 2)
     padding = of_outputs.new_zeros(-len(of_outputs) % _STRIP_OUTPUTS, *of_outputs.shape[1:])
     return torch.cat([of_outputs, padding])

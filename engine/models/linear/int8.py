@@ -30,15 +30,15 @@ class Int8Rows:
 
     def dequantised(self) -> torch.Tensor:
         """[n, in], rounded to the scales' type as compressed-tensors does."""
-        groups = self.values.unflatten(1, (self.scales.shape[1], -1)).to(self.scales.dtype)
-        return (groups * self.scales[:, :, None]).flatten(1)
+        groups = self.values.reshape(*self.scales.shape, -1).to(self.scales.dtype)
+        return groups.mul_(self.scales[:, :, None]).flatten(1)
 
 
 def quantise(weight: torch.Tensor, columns: slice = slice(None)) -> Int8Rows:
     """Columns of a weight, each row by its largest value: in all columns, so that the parts of
     tensor-parallel ranks are those of the whole."""
     values, scales = [], []
-    for rows in weight.split(_ROWS_AT_ONCE):
+    for rows in weight.chunk(-(-len(weight) // _ROWS_AT_ONCE)):
         wide = rows.float()
         scale = wide.abs().amax(dim=1, keepdim=True).div_(_MOST)
         scale.masked_fill_(scale == 0, 1.0)  # a row of zeros

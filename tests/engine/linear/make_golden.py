@@ -34,7 +34,7 @@ def made(layout: str, inputs: int, group: int | None, scales: str) -> dict[str, 
     weight = torch.randn(OUTPUTS, inputs, generator=generator)
     weight[0, 3] = -5.0  # the largest of its row and below 0: -128
     groups = weight.unflatten(1, (-1, group or inputs))
-    scale = (groups.abs().amax(-1) / 127.5).to(dtype)
+    scale = (groups.abs().amax(-1) / 129).to(dtype)  # the largest are cut off
     strategy = "channel" if group is None else "group"
     weights = QuantizationArgs(num_bits=8, symmetric=True, strategy=strategy, group_size=group)
     scheme = QuantizationScheme(targets=["Linear"], weights=weights)

@@ -44,7 +44,7 @@ def test_each_method_conforms(case: Case, check: str) -> None:
 
 
 @pytest.mark.usefixtures("machine")
-@pytest.mark.parametrize("shape", [(32, 32), (100, 160), (544, 3200)])
+@pytest.mark.parametrize("shape", [(32, 32), (100, 160), (96, 3200)])
 def test_products_of_other_sizes_conform(shape: tuple[int, int]) -> None:
     """Sums in parts, strips that are not full. Groups of 64 do not divide them all."""
     for case in CASES[:-1]:
