@@ -329,6 +329,7 @@ void widen_strip(const Weight& weight, int64_t strip, char* to) {
       const char* at = from + tile * kTileBytes<Int8> + panel * panel_bytes<Int8>(k_tiles);
       char* out = to + tile * kTileBytes<W> + panel * panel_bytes<W>(k_tiles);
       for (int64_t word = 0; word < kWords; word++, at += kBytes, out += 2 * kLanes * sizeof(W)) {
+        if (word * kBytes % 64 == 0) prefetch(at);
         if constexpr (!kScaled && sizeof(W) == 2) {
           store_raw(out, load_bf16_words<Int8>(at));
           continue;
