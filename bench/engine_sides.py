@@ -251,7 +251,7 @@ def without(technique: str) -> None:
 
 SIDES: dict[str, Callable[[Path, str, int], Side]] = {
     "baton": Baton,
-    "baton int8": lambda *given: Baton(*given, "int8"),
+    "baton int8": lambda folder, dtype, threads: Baton(folder, dtype, threads, "int8"),
     "vllm": lambda *given: Vllm(*given, eager=True),
     "vllm compiled": lambda *given: Vllm(*given, eager=False),
     "openvino": Openvino,
