@@ -21,16 +21,16 @@ AT_LOAD: Mapping[str, WeightFormat] = {"int8": Int8AtLoad()}
 
 def format_of(hf: HfConfig) -> WeightFormat:
     """The format of a config.json's checkpoint. Raises UnsupportedModelError."""
-    if not hf.raw("quantization_config"):
+    settings = hf.raw("quantization_config")
+    if not settings:
         return FLOATS
-    section = hf.section("quantization_config")
-    name = section.raw("quant_method")
+    name = str(settings.get("quant_method") if isinstance(settings, dict) else settings)
     if name not in FORMATS:
         hf.wrong(
             "quantization_config",
             f"quantised weights ({name}) are not supported; supported: {', '.join(FORMATS)}",
         )
-    return FORMATS[name](section)
+    return FORMATS[name](hf.section("quantization_config"))
 
 
 def quantised(stored: WeightFormat, name: str) -> WeightFormat:
