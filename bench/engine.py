@@ -5,7 +5,8 @@ bench-peers`). They take turns in each round, on the same weights, in the same p
 activations and KV. Medians are compared. Prefill is tokens a second of one prompt, to its first
 token. Decode is tokens a second of a batch that has computed its prompts. The roofline is the least
 time for the cell's operations and bytes, at this machine's product and read bandwidth, measured in
-the same run. `--ablations` sets Baton beside itself without one technique each, instead.
+the same run. `--ablations` sets Baton beside itself without one technique each, instead, and
+`--int8` its 8-bit weights beside the checkpoint's.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,7 @@ from bench.engine_sides import CONTEXT
 from bench.report import cpu_features, describe, markdown, progress, say
 from engine.kernels.native import huge_pages
 from engine.kernels.native.packed_weights import PackedWeight, can_pack
+from engine.models.linear.table import AT_LOAD
 from engine.models.roofline import Device, RankCost
 from engine.run import compute_threads
 
@@ -103,7 +106,7 @@ def best_device(dtype: torch.dtype) -> Device:
     seconds = [_best(lambda: torch.nn.functional.linear(x, weight))]
     if can_pack([weight], dtype, is_gated=False):
         packed = PackedWeight([weight], None, dtype, None)
-        seconds.append(_best(lambda: packed(x)))
+        seconds.append(_best(lambda: packed.apply(x)))
     memory = huge_pages.take(1 << 30).view(torch.int32)
     memory.fill_(1)
     read_s = _best(lambda: memory.sum(dtype=torch.int32))
@@ -154,6 +157,8 @@ def decode(sides: list[Process], batch: int, rounds: int, steps: int) -> list[fl
 def measure(model: str, sides: list[Process], dtype: str, options: argparse.Namespace) -> str:
     """All cells of one model, as a table."""
     device, cost = best_device(getattr(torch, dtype)), random_model.SHAPES[model].cost(dtype)
+    if options.int8:
+        cost = replace(cost, config=replace(cost.config, weights=AT_LOAD["int8"]))
     peers = [side.name for side in sides[1:]]
     rows = []
     for cell in options.cells:
@@ -170,7 +175,7 @@ def measure(model: str, sides: list[Process], dtype: str, options: argparse.Name
             row.append(f"{found[0] / max(found[1:]):.2f} (goal {_GOALS.get(cell, 1.2)})")
         rows.append([*row, f"{best:.0f}", f"{found[0] / best:.0%}"])
         say(f"  {' | '.join(rows[-1])}")
-    header = [f"{dtype}, tokens/s", "baton", *peers, *(["against the best"] if peers else [])]
+    header = [f"{dtype}, tokens/s", sides[0].name, *peers, *(["against the best"] if peers else [])]
     ready = ", ".join(f"{side.name} {side.ready_s:.1f} s" for side in sides)
     return (
         f"{markdown([*header, 'roofline', 'of it'], rows)}\n\nReady after: {ready}. Roofline: "
@@ -181,7 +186,9 @@ def measure(model: str, sides: list[Process], dtype: str, options: argparse.Name
 def sides_of(model: str, dtype: str, options: argparse.Namespace) -> list[Process]:
     folder, threads = random_model.saved(model), compute_threads.share(1)
     names: dict[str, Path] = {"baton": Path(sys.executable)}
-    if options.ablations:
+    if options.int8:
+        names = {"baton int8": Path(sys.executable), **names}
+    elif options.ablations:
         techniques = [name for name, needs in TECHNIQUES.items() if needs in ("", *cpu_features())]
         if dtype == "float32":
             techniques.append("bf16 weights")
@@ -209,6 +216,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--ablations", action="store_true")
+    parser.add_argument("--int8", action="store_true")
     options = parser.parse_args()
     dtype = options.dtype or random_model.usual_dtype()
     (_ROOT / "build").mkdir(exist_ok=True)

@@ -45,9 +45,12 @@ class Side(Protocol):
 
 
 class Baton:
-    def __init__(self, folder: Path, dtype: str, num_threads: int) -> None:
+    def __init__(
+        self, folder: Path, dtype: str, num_threads: int, quantization: str = "none"
+    ) -> None:
         config = importlib.import_module("baton.config.engine").EngineConfig(
             dtype=dtype,
+            quantization=quantization,
             device="cpu",
             max_num_batched_tokens=LONGEST_PROMPT,
             max_num_seqs=LARGEST_BATCH,
@@ -224,8 +227,8 @@ def without(technique: str) -> None:
     elif technique == "huge pages":
         importlib.import_module("mmap").__dict__.pop("MADV_HUGEPAGE")
     elif technique == "packed weights":  # then oneDNN's own, and no fused layers
-        mlp: Any = importlib.import_module("engine.models.mlp")
-        mlp.can_pack = lambda *_, **__: False
+        linear: Any = importlib.import_module("engine.models.linear.packed")
+        linear.can_pack = lambda *_, **__: False
     elif technique in ("AMX", "AVX-512"):
         flags = {"AMX": ("-mno-amx-tile", "-mno-amx-bf16"), "AVX-512": ("-march=haswell",)}
         recipe = importlib.import_module("engine.kernels.native.recipe")
@@ -248,6 +251,7 @@ def without(technique: str) -> None:
 
 SIDES: dict[str, Callable[[Path, str, int], Side]] = {
     "baton": Baton,
+    "baton int8": lambda folder, dtype, threads: Baton(folder, dtype, threads, "int8"),
     "vllm": lambda *given: Vllm(*given, eager=True),
     "vllm compiled": lambda *given: Vllm(*given, eager=False),
     "openvino": Openvino,

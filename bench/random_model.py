@@ -97,7 +97,10 @@ class RandomTensors:
         self._device = device
         self._weight_of = weight_of
 
-    def read(self, name: str, shape: tuple[int, ...], *parts: slice) -> torch.Tensor:
+    def read(
+        self, name: str, shape: tuple[int, ...], *parts: slice, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        assert dtype is None, "random weights are of floating-point numbers"
         generator = torch.Generator(self._device).manual_seed(zlib.crc32(name.encode()))
         return self._weight_of(name, shape, generator)[parts or (slice(None),)]
 

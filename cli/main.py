@@ -267,6 +267,7 @@ def _add_size_command(commands: Subparsers[argparse.ArgumentParser]) -> None:
         size.add_argument(option, type=_positive, metavar="TOKENS")
     for option, of in (("--tp", "GPUs a worker"), ("--rate", "requests/s")):
         size.add_argument(option, type=_positive, metavar="N", default=1, help=of)
+    size.add_argument("--quantization", choices=("none", "int8"), default="none")
     size.add_argument("--slo", nargs=2, type=_seconds, default=(), metavar=("TTFT_S", "ITL_S"))
     size.add_argument("--output", choices=("table", "json"), default="table")
     size.add_argument("--explain", action="store_true", help="each figure with its formula")

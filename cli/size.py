@@ -11,7 +11,7 @@ import argparse
 import bisect
 import json
 from collections.abc import Iterator
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,6 +23,7 @@ from baton.model_files import read_json
 from cluster.planner.needs import PrefillLoad
 from engine.errors import ModelError
 from engine.models.families.table import model_config
+from engine.models.linear.table import quantised
 from engine.models.roofline import GPUS, Device, RankCost
 
 _BLOCK, _SHARE = EngineConfig.block_size, EngineConfig.gpu_memory_utilization
@@ -69,7 +70,9 @@ def _cost(arguments: argparse.Namespace) -> RankCost:
     dtype = raw.get("dtype") or raw.get("torch_dtype") or "bfloat16"
     if dtype not in ("bfloat16", "float16"):
         raise ConfigError(f"MODEL {path}: dtype {dtype}: write bfloat16 into a copy of the file")
-    return RankCost(model_config(raw, str(path)), dtype, arguments.tp)
+    config = model_config(raw, str(path))
+    config = replace(config, weights=quantised(config.weights, arguments.quantization))
+    return RankCost(config, dtype, arguments.tp)
 
 
 def _gpu(arguments: argparse.Namespace) -> Device:
@@ -121,7 +124,8 @@ def _figures(arguments: argparse.Namespace, cost: RankCost, gpu: Device) -> Iter
 def _memory(cost: RankCost, held: int) -> Iterator[Figure]:
     config, whole = cost.config, RankCost(cost.config, cost.dtype)
     heads = f"2 * {config.num_layers} layers * {config.head_dim} * 2 bytes * KV heads"
-    count, token = f"{whole.weight_bytes / 2:,.0f} parameters * 2 bytes", whole.kv_token_bytes
+    each, token = whole.weight_bytes / whole.num_parameters, whole.kv_token_bytes
+    count = f"{whole.num_parameters:,.0f} parameters * {each:.3g} bytes"
     yield Figure("weights", "bytes", whole.weight_bytes, count)
     yield Figure("weights a GPU", "bytes", cost.weight_bytes, f"largest of {cost.tp_size} parts")
     yield Figure("KV a token", "bytes", token, f"{heads}: {config.num_kv_heads}")

@@ -9,6 +9,7 @@ from baton.config.ranges import Count, NotNegative, Ranged, Share, at_least
 
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]
 Device = Literal["auto", "cpu", "cuda"]
+Quantization = Literal["none", "int8"]
 
 ENGINES = {
     "torch": "engine.run.torch_engine:TorchBuilder",
@@ -74,6 +75,9 @@ class EngineSettings(Ranged):
     device: Device = "auto"
     """Where the engine computes: cpu or cuda. auto: a GPU where torch can use one, else the CPU; on
     Kubernetes a GPU where the pool's pod template asks for one."""
+    quantization: Quantization = "none"
+    """none: weights as the checkpoint has them; int8: 8-bit weights with a scale an output, made of
+    floating-point ones while they load. A model's pools must agree."""
     num_threads: Count | None = None
     """Compute threads of one rank; None: the machine's cores divided among its ranks."""
     prefix_cache: bool = True

@@ -31,7 +31,8 @@ from engine.kernels.protocol import AttentionShape, Kernels
 from engine.kernels.step_batch import StepBatch, pack
 from engine.kernels.torch.torch_kernels import TorchKernels
 from engine.models.families.table import model_config
-from engine.models.mlp import Linear
+from engine.models.linear.floats import FLOATS
+from engine.models.linear.method import Target, load_linear
 from engine.request import RequestId, RequestSpec, SampledToken, SamplingParams, ScheduledSeq
 from engine.run.build import lone_engine
 from engine.run.core import EngineCore
@@ -240,8 +241,10 @@ def _num_copies(device: torch.device, num_bytes: int) -> int:
 def _product_s(device: torch.device, num_rows: int, width_in: int, width_out: int) -> float:
     copies = _num_copies(device, width_in * width_out * _TORCH_DTYPE.itemsize)
     shape, x = (width_out, width_in), torch.randn(num_rows, width_in, device=device)
-    linears = [Linear(torch.randn(shape, device=device, dtype=_TORCH_DTYPE)) for _ in range(copies)]
-    return device_s([partial(linear, x.to(_TORCH_DTYPE)) for linear in linears], device)
+    target, x = Target(_TORCH_DTYPE, device), x.to(_TORCH_DTYPE)
+    weights = [torch.randn(shape, device=device, dtype=_TORCH_DTYPE) for _ in range(copies)]
+    linears = [load_linear(FLOATS, [weight], None, target) for weight in weights]
+    return device_s([partial(linear.apply, x) for linear in linears], device)
 
 
 def _products(shape: Shape) -> Iterator[tuple[str, int, int]]:

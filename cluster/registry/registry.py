@@ -314,7 +314,8 @@ class Registry:
         raise OtherModelError(
             f"worker {registration.worker_id} loaded {model}: its weights or configuration differ "
             f"from the model that serves here: fingerprint {its_own.hex()}, not {here.hex()}. Pin "
-            "`model_revision`, or start a new cluster for another model"
+            "`model_revision`, set one engine.quantization for all pools, or start a new cluster "
+            "for another model"
         )
 
     # --- states ---------------------------------------------------------------------------------

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from engine.kernels.protocol import Activation
+from engine.models.linear.floats import FLOATS
+from engine.models.linear.method import WeightFormat
 from engine.models.rope import RopeConfig
 from kv_transfer.layout import KvLayout, LayerGroup, TensorSpec
 
@@ -72,6 +74,8 @@ class ModelConfig:
     mlp_bias: bool = False
     qk_norm: bool = False
     moe: MoeConfig | None = None
+    weights: WeightFormat = FLOATS
+    """How the matrices of products are kept."""
     names: WeightNames = WeightNames()
 
     @property

@@ -101,13 +101,13 @@ class Decoder:
                 x = kernels.add_rms_norm(added, residual, layer.input_norm, eps)
             rotation = rotations[self._rotation_of[index]]
             queries = kernels.rotate_and_write(
-                layer.qkv(x), self._attention, layer.head_norms, rotation, layer_kv, group
+                layer.qkv.apply(x), self._attention, layer.head_norms, rotation, layer_kv, group
             )
             if layer_done is not None:
                 layer_done(index)
             window = self._config.windows[index]
             attended = kernels.attend(queries, layer_kv, batch, group, self._attention, window)
-            x = self._sum_ranks(layer.attention_out(attended.flatten(1)))
+            x = self._sum_ranks(layer.attention_out.apply(attended.flatten(1)))
             if layer.attention_out_norm is not None:
                 x = kernels.rms_norm(x, layer.attention_out_norm, eps)
             x = kernels.add_rms_norm(x, residual, layer.mlp_norm, eps)
@@ -119,7 +119,7 @@ class Decoder:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor | None:
         """float32 [n, vocab_size] for hidden states [n, hidden] of `forward`; None on ranks > 0."""
         x = self._kernels.rms_norm(hidden, self._weights.norm, self._config.rms_norm_eps)
-        logits = self._weights.head.in_float32(x)
+        logits = self._weights.head.apply(x, torch.float32)
         if self._collectives is None:
             return logits
         # Only the last ranks' parts of the vocabulary can be smaller: what pads them is at the end.

@@ -20,7 +20,7 @@ from engine.kernels.native.native_kernels import (
     native_library,
     pool_of,
 )
-from engine.kernels.native.packed_weights import PackedWeight, Weight
+from engine.kernels.native.packed_weights import Weight
 from engine.kernels.paged_kv import PagedKv
 from engine.kernels.protocol import AttentionShape, Rotation
 from engine.kernels.step_batch import StepBatch
@@ -89,7 +89,7 @@ class FusedLayers:
         self,
         library: ctypes.CDLL,
         weights: DecoderWeights,
-        packed: Sequence[tuple[PackedWeight, ...]],
+        native: Sequence[tuple[Weight, ...]],
         config: ModelConfig,
         shape: AttentionShape,
     ) -> None:
@@ -98,10 +98,10 @@ class FusedLayers:
         self._run.restype = None
         self._weights = weights  # whose memory the layers name
         self._shape = shape
-        self._layers = (_Layer * len(packed))()
+        self._layers = (_Layer * len(native))()
         self._gate = GATES[config.activation]
         for layer, (qkv, out, gate_up, down), of, window, rope in zip(
-            self._layers, packed, weights.layers, config.windows, config.ropes, strict=True
+            self._layers, native, weights.layers, config.windows, config.ropes, strict=True
         ):
             layer.input_norm, layer.mlp_norm = of.input_norm.data_ptr(), of.mlp_norm.data_ptr()
             layer.attention_out_norm = _address(of.attention_out_norm)
@@ -109,10 +109,9 @@ class FusedLayers:
             if of.head_norms is not None:
                 layer.query_norm = of.head_norms.query.data_ptr()
                 layer.key_norm = of.head_norms.key.data_ptr()
-            layer.qkv, layer.out = qkv.native, out.native
-            layer.gate_up, layer.down = gate_up.native, down.native
+            layer.qkv, layer.out, layer.gate_up, layer.down = qkv, out, gate_up, down
             layer.window, layer.rotation = window or 0, config.distinct_ropes.index(rope)
-        qkv, out, _, down = packed[0]
+        qkv, out, _, down = native[0]
         qkv_width = qkv.outputs + _QKV_PADDING
         self._widths = (max(qkv.inputs, out.inputs), down.inputs, qkv_width, out.inputs, qkv.inputs)
         self._room = huge_pages.take(0)
@@ -128,11 +127,11 @@ class FusedLayers:
     ) -> FusedLayers | None:
         """None if these layers have to run one kernel at a time."""
         library = native_library() if isinstance(kernels, NativeKernels) else None
-        packed = [_packed(layer) for layer in weights.layers]
-        if library is None or not packed or shape.head_dim % _HEAD_DIM_STEP:
+        native = [_native(layer) for layer in weights.layers]
+        if library is None or not native or shape.head_dim % _HEAD_DIM_STEP:
             return None
-        found = [layer for layer in packed if layer is not None]
-        if len(found) < len(packed) or len({tuple(w.inputs for w in p) for p in found}) > 1:
+        found = [layer for layer in native if layer is not None]
+        if len(found) < len(native) or len({tuple(w.inputs for w in p) for p in found}) > 1:
             return None
         return cls(library, weights, found, config, shape)
 
@@ -196,9 +195,9 @@ def _address(norm: torch.Tensor | None) -> int | None:
     return None if norm is None else norm.data_ptr()
 
 
-def _packed(layer: LayerWeights) -> tuple[PackedWeight, ...] | None:
+def _native(layer: LayerWeights) -> tuple[Weight, ...] | None:
     if not isinstance(layer.mlp, DenseMlp):
         return None
     linears = (layer.qkv, layer.attention_out, layer.mlp.gate_up, layer.mlp.down)
-    found = tuple(linear.packed for linear in linears if linear.packed is not None)
+    found = tuple(linear.native for linear in linears if linear.native is not None)
     return found if len(found) == len(linears) else None

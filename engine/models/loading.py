@@ -11,7 +11,8 @@ import torch
 from engine.errors import CheckpointError
 from engine.kernels.protocol import Activation, HeadNorms
 from engine.models.config import ModelConfig, MoeConfig
-from engine.models.mlp import DenseMlp, Linear, Mlp, MoeMlp, experts_of
+from engine.models.linear.method import Linear, Target, load_linear
+from engine.models.mlp import DenseMlp, Mlp, MoeMlp, experts_of
 from engine.models.sharding import Shard, part
 
 
@@ -39,9 +40,11 @@ class DecoderWeights:
 class TensorSource(Protocol):
     """Where weights come from: a `Checkpoint`, or what stands in for one."""
 
-    def read(self, name: str, shape: tuple[int, ...], *parts: slice) -> torch.Tensor:
+    def read(
+        self, name: str, shape: tuple[int, ...], *parts: slice, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
         """A tensor of this shape, or the part that `parts` select along its leading dimensions.
-        Raises CheckpointError."""
+        `dtype`: None is any floating-point type. Raises CheckpointError."""
 
     def source_of(self, name: str) -> str:
         """What holds the tensor, for errors."""
@@ -53,6 +56,10 @@ class TensorSource(Protocol):
         """Raise CheckpointError naming tensors that nothing asked for."""
 
 
+_ALL = slice(None)
+_Matrix = tuple[str, tuple[int, int], slice, slice]  # module, whole shape, rows and columns of it
+
+
 def _is_finite(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
     """Whether all values are, in `dtype`. NaN spreads to both ends. One pass, and no copy."""
     ends = torch.stack(torch.aminmax(tensor)).to(dtype)
@@ -60,7 +67,8 @@ def _is_finite(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
 
 
 class WeightLoader:
-    """Reads one rank's weights in the dtype and on the device they are used in."""
+    """Reads one rank's weights in the dtype and on the device they are used in. It is what formats
+    read matrices from (`linear.method.MatrixSource`)."""
 
     def __init__(
         self,
@@ -73,39 +81,60 @@ class WeightLoader:
         self._checkpoint = checkpoint
         self._config = config
         self._shard = shard
-        self._dtype = dtype
-        self._device = device
+        self._target = Target(dtype, device)
+        self._shared: torch.Tensor | None = (
+            None  # the embedding, where the head can be a view of it
+        )
 
     def load(self) -> DecoderWeights:
         """All weights. Raises CheckpointError for a missing, misshapen or unknown tensor, and for
         one with NaN or infinite values."""
-        config, names = self._config, self._config.names
-        stored = self._vocabulary(f"{names.embedding}.weight")
-        embedding = stored
-        if self._device.type == "cpu":
-            embedding = stored.to(self._embedding_dtype(stored), copy=True).contiguous()
+        config, on_cpu = self._config, self._target.device.type == "cpu"
+        names = config.names
+        shape, rows = (config.vocab_size, config.hidden_size), _slice(self._shard.vocab)
+        stored = self.floats(f"{names.embedding}.weight", shape, rows)
+        embedding = stored.to(self._embedding_dtype(stored), copy=on_cpu).contiguous()
         layers = tuple(self._layer(index) for index in range(config.num_layers))
         norm = self._norm(names.norm, config.hidden_size)
+        head = names.head
         if config.tie_word_embeddings:
             self._checkpoint.ignore(f"{names.head}.weight")
-            head = stored  # on a CPU packed, elsewhere shared
-        else:
-            head = self._vocabulary(f"{names.head}.weight")
+            head, self._shared = names.embedding, None if on_cpu else embedding
+        linear = self._linear([(head, shape, rows, _ALL)], None)
         self._checkpoint.check_all_read()
-        return DecoderWeights(embedding, layers, norm, self._linear([head], None), self._dtype)
+        return DecoderWeights(embedding, layers, norm, linear, self._target.dtype)
+
+    def floats(self, name: str, shape: tuple[int, ...], *parts: slice) -> torch.Tensor:
+        if self._shared is not None:
+            return self._shared
+        tensor = self._checkpoint.read(name, shape, *parts).to(self._target.device)
+        self._check_finite(name, tensor)
+        return tensor
+
+    def integers(
+        self, name: str, shape: tuple[int, ...], dtype: torch.dtype, *parts: slice
+    ) -> torch.Tensor:
+        tensor = self._checkpoint.read(name, shape, *parts, dtype=dtype)
+        return tensor.to(self._target.device)
 
     def _linear(
         self,
-        parts: Sequence[torch.Tensor],
+        matrices: Sequence[_Matrix],
         bias: torch.Tensor | None,
         gate: Activation | None = None,
     ) -> Linear:
-        return Linear(parts, bias, dtype=self._dtype, device=self._device, gate=gate)
+        """Of matrices whose rows follow each other."""
+        kept, *others = (self._config.weights.of(module) for module, *_ in matrices)
+        if any(other != kept for other in others):
+            modules = ", ".join(module for module, *_ in matrices)
+            raise CheckpointError(f"{modules} are one product and must be quantised alike")
+        parts = [kept.read(self, *matrix) for matrix in matrices]
+        return load_linear(kept, parts, bias, self._target, gate=gate)
 
     def _embedding_dtype(self, stored: torch.Tensor) -> torch.dtype:
-        """bf16 is widened when it is looked up, which is exact."""
-        narrow = self._dtype == torch.float32 and stored.dtype == torch.bfloat16
-        return stored.dtype if narrow else self._dtype
+        """On a CPU bf16 is widened when it is looked up, which is exact."""
+        narrow = self._target.dtype == torch.float32 and stored.dtype == torch.bfloat16
+        return stored.dtype if narrow and stored.device.type == "cpu" else self._target.dtype
 
     def _norm(self, name: str, width: int) -> torch.Tensor:
         """In float32: 1 + weight in bf16 would lose what the weight says."""
@@ -126,29 +155,16 @@ class WeightLoader:
         """`dtype`: None is that of activations."""
         tensor = self._checkpoint.read(name, shape, *parts)
         # clone: a part of a mapped file must not keep the file's pages in use
-        tensor = tensor.to(self._device, dtype or self._dtype, copy=True).contiguous()
-        self._check_finite(name, tensor)
-        return tensor
-
-    def _matrix(self, name: str, shape: tuple[int, ...], *parts: slice) -> torch.Tensor:
-        """For a product or an embedding. On a CPU as the checkpoint has it, mapped: it is packed
-        from there."""
-        if self._device.type != "cpu":
-            return self._read(name, shape, *parts)
-        tensor = self._checkpoint.read(name, shape, *parts)
+        tensor = tensor.to(self._target.device, dtype or self._target.dtype, copy=True).contiguous()
         self._check_finite(name, tensor)
         return tensor
 
     def _check_finite(self, name: str, tensor: torch.Tensor) -> None:
-        if self._device.type != "meta" and not _is_finite(tensor, self._dtype):
+        if self._target.device.type != "meta" and not _is_finite(tensor, self._target.dtype):
             raise CheckpointError(
                 f"{self._checkpoint.source_of(name)}: tensor {name} has values that are not finite"
-                f" in {self._dtype}: the file is damaged, or needs another engine.dtype"
+                f" in {self._target.dtype}: the file is damaged, or needs another engine.dtype"
             )
-
-    def _vocabulary(self, name: str) -> torch.Tensor:
-        rows = slice(self._shard.vocab.start, self._shard.vocab.stop)
-        return self._matrix(name, (self._config.vocab_size, self._config.hidden_size), rows)
 
     def _layer(self, index: int) -> LayerWeights:
         config = self._config
@@ -179,7 +195,8 @@ class WeightLoader:
     def _qkv(self, prefix: str) -> Linear:
         """Query, key and value projections of this rank's heads, as one."""
         config, shard = self._config, self._shard
-        weights, biases = [], []
+        matrices: list[_Matrix] = []
+        biases = []
         for name, all_heads, heads in (
             ("q_proj", config.num_heads, shard.heads),
             ("k_proj", config.num_kv_heads, shard.kv_heads),
@@ -187,34 +204,33 @@ class WeightLoader:
         ):
             rows = slice(heads.start * config.head_dim, heads.stop * config.head_dim)
             shape = (all_heads * config.head_dim, config.hidden_size)
-            weights.append(self._matrix(f"{prefix}{name}.weight", shape, rows))
+            matrices.append((f"{prefix}{name}", shape, rows, _ALL))
             if config.qkv_bias:
                 biases.append(self._read(f"{prefix}{name}.bias", shape[:1], rows))
-        return self._linear(weights, torch.cat(biases) if biases else None)
+        return self._linear(matrices, torch.cat(biases) if biases else None)
 
     def _columns(self, name: str, width: int, has_bias: bool) -> Linear:
         """A projection back to the hidden size, split by columns; its bias is added once."""
         hidden = self._config.hidden_size
-        weight = self._matrix(
-            f"{name}.weight", (hidden, width), slice(None), part(width, self._shard)
-        )
         bias = self._read(f"{name}.bias", (hidden,)) if has_bias else None
-        return self._linear([weight], bias if self._shard.rank == 0 else None)
+        matrix = name, (hidden, width), _ALL, part(width, self._shard)
+        return self._linear([matrix], bias if self._shard.rank == 0 else None)
 
     def _dense(self, prefix: str, width: int) -> DenseMlp:
         return self._gated(prefix, ("gate_proj", "up_proj", "down_proj"), width)
 
     def _gated(self, prefix: str, names: tuple[str, str, str], width: int) -> DenseMlp:
-        gate, up, down = names
+        gate, up, down = (f"{prefix}{name}" for name in names)
         hidden, bias = self._config.hidden_size, self._config.mlp_bias
         rows = part(width, self._shard)
-        weights = [
-            self._matrix(f"{prefix}{name}.weight", (width, hidden), rows) for name in (gate, up)
-        ]
-        biases = [self._read(f"{prefix}{name}.bias", (width,), rows) for name in (gate, up) if bias]
+        biases = [self._read(f"{name}.bias", (width,), rows) for name in (gate, up) if bias]
         return DenseMlp(
-            self._linear(weights, torch.cat(biases) if biases else None, self._config.activation),
-            self._columns(f"{prefix}{down}", width, bias),
+            self._linear(
+                [(name, (width, hidden), rows, _ALL) for name in (gate, up)],
+                torch.cat(biases) if biases else None,
+                self._config.activation,
+            ),
+            self._columns(down, width, bias),
             self._config.activation,
         )
 
@@ -226,3 +242,7 @@ class WeightLoader:
         ]
         router = self._read(f"{block}gate.weight", (moe.num_experts, self._config.hidden_size))
         return MoeMlp(moe, router, experts_of(experts))
+
+
+def _slice(of: range) -> slice:
+    return slice(of.start, of.stop)

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from engine.models.config import ModelConfig
+from engine.models.linear.floats import FLOATS
+from engine.models.linear.method import WeightFormat
 from engine.models.sharding import shard_of
 from kv_transfer.layout import DTYPE_BYTES
 
@@ -56,7 +58,11 @@ class RankCost:
 
     @property
     def weight_bytes(self) -> float:
-        return self._bytes(math.inf, 1 if self.config.tie_word_embeddings else 2)
+        return self._used(math.inf, 1)[0] + self._own_embedding * DTYPE_BYTES[self.dtype]
+
+    @property
+    def num_parameters(self) -> float:
+        return self._used(math.inf, 1)[1] + self._own_embedding
 
     @cached_property
     def kv_token_bytes(self) -> int:
@@ -68,20 +74,19 @@ class RankCost:
 
     def product_flops(self, num_tokens: int, num_sampled: int) -> float:
         """Of the layers' products for all tokens, and the head's for those that are sampled."""
-        parameters = self._bytes(1, num_sampled / num_tokens) / DTYPE_BYTES[self.dtype]
-        return 2 * num_tokens * parameters
+        return 2 * num_tokens * self._used(1, num_sampled / num_tokens)[1]
 
     def prefill(self, num_tokens: int) -> Work:
         """One prompt whose KV is not cached, as if in one step."""
         held = self.held_tokens(num_tokens)
         attention = self._pair_flops * held * (num_tokens - held / 2)
-        return self._bytes(num_tokens, 1), self.product_flops(num_tokens, 1) + attention
+        return self._used(num_tokens, 1)[0], self.product_flops(num_tokens, 1) + attention
 
     def decode(self, batch: int, context: int) -> Work:
         """A token for each of `batch` sequences that hold `context` tokens."""
         held = batch * self.held_tokens(context)
         flops = self.product_flops(batch, batch) + self._pair_flops * held
-        return self._bytes(batch, 1) + held * self.kv_token_bytes, flops
+        return self._used(batch, 1)[0] + held * self.kv_token_bytes, flops
 
     @property
     def _pair_flops(self) -> float:
@@ -89,16 +94,47 @@ class RankCost:
         config = self.config
         return 4 * config.num_layers * config.num_heads * config.head_dim / self.tp_size
 
-    def _bytes(self, num_tokens: float, tables: float) -> float:
-        """Of the matrices of all layers that `num_tokens` use, if they choose all experts equally
-        often, and of `tables` of the vocabulary. A step uses the head, next to no embedding."""
+    @property
+    def _own_embedding(self) -> int:
+        """Numbers of the embedding, unless a head of such numbers shares them."""
+        if self.config.tie_word_embeddings and self._kept("model.embed_tokens") == FLOATS:
+            return 0
+        return len(shard_of(self.config, 0, self.tp_size).vocab) * self.config.hidden_size
+
+    def _kept(self, module: str) -> WeightFormat:
+        return self.config.weights.of(module)
+
+    def _used(self, num_tokens: float, heads: float) -> tuple[float, float]:
+        """Bytes and parameters of the matrices of all layers that `num_tokens` use, if they choose
+        all experts equally often, and of so much of the head. A step uses next to no embedding."""
         config, moe, tp = self.config, self.config.moe, self.tp_size
-        shard = shard_of(config, 0, tp)
-        num_sparse = len(moe.layers) if moe else 0
-        rows = 2.0 * config.num_layers * config.head_dim * (len(shard.heads) + len(shard.kv_heads))
-        rows += (config.num_layers - num_sparse) * 3 * config.intermediate_size / tp
+        hidden, shard = config.hidden_size, shard_of(config, 0, tp)
+        layers, sparse = config.num_layers, len(moe.layers) if moe else 0
+        queries, keys = (len(each) * config.head_dim for each in (shard.heads, shard.kv_heads))
+        head = "model.embed_tokens" if config.tie_word_embeddings else "lm_head"
+        attention, mlp, width = "self_attn.", "mlp.", config.intermediate_size // tp
+        matrices = [  # how many, what one is called, outputs and inputs
+            (layers, f"{attention}q_proj", queries, hidden),
+            (2.0 * layers, f"{attention}k_proj", keys, hidden),
+            (layers, f"{attention}o_proj", hidden, queries),
+            (2.0 * (layers - sparse), f"{mlp}up_proj", width, hidden),
+            (layers - sparse, f"{mlp}down_proj", hidden, width),
+        ]
         if moe:
-            used = 1 - (1 - moe.num_experts_per_token / moe.num_experts) ** num_tokens
-            rows += num_sparse * moe.num_experts * (used * 3 * moe.intermediate_size / tp + 1)
-        parameters = config.hidden_size * (rows + tables * len(shard.vocab))
-        return parameters * DTYPE_BYTES[self.dtype]
+            experts = sparse * moe.num_experts
+            experts *= 1 - (1 - moe.num_experts_per_token / moe.num_experts) ** num_tokens
+            mlp, width = f"{moe.block_name}.experts.0.", moe.intermediate_size // tp
+            _, up, down = moe.projections
+            matrices += [
+                (2 * experts, f"{mlp}{up}", width, hidden),
+                (experts, f"{mlp}{down}", hidden, width),
+            ]
+        sizes = [
+            (count, self._kept(f"model.layers.0.{name}"), outputs, inputs)
+            for count, name, outputs, inputs in matrices
+        ]
+        sizes.append((heads, self._kept(head), len(shard.vocab), hidden))
+        sizes.append((sparse, FLOATS, moe.num_experts if moe else 0, hidden))  # of routers
+        item = DTYPE_BYTES[self.dtype]
+        num_bytes = sum(n * kept.num_bytes(rows, columns, item) for n, kept, rows, columns in sizes)
+        return num_bytes, sum(n * rows * columns for n, _, rows, columns in sizes)

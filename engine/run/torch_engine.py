@@ -98,6 +98,4 @@ def describe(folder: str, config: EngineConfig, tp: TpGroup | None = None) -> Mo
         # Alone: workers elsewhere that decided otherwise would exchange no KV with this one.
         log.info("%s: computing in %s: %s", folder, dtype, choice.reason)
     num_threads = config.num_threads or compute_threads.share(1 if tp is None else tp.size)
-    return model_folder.describe(
-        folder, config.block_size, dtype, config.max_model_len, num_threads, tp
-    )
+    return model_folder.describe(folder, config, dtype, num_threads, tp)

@@ -164,7 +164,7 @@ def load_torch_decoder(
     if device.type == "cpu":
         torch.set_num_threads(config.num_threads or compute_threads.share(size))
     folder = resolve(model_path)
-    model = read_config(folder)
+    model = read_config(folder, config.quantization)
     shard = shard_of(model, rank, size)
     dtype = TORCH_DTYPES[spec.layout.groups[0].tensors[0].dtype]  # computing in what KV is kept in
     log.info("weights, activations and KV are in %s on %s", dtype, device)

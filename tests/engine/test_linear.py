@@ -2,30 +2,18 @@
 
 from __future__ import annotations
 
-import ctypes
-import platform
-from collections.abc import Iterator
-
 import pytest
 import torch
 
-from baton.native_build import build, cpu_features, for_target
-from engine.kernels.native import packed_weights
-from engine.kernels.native.native_kernels import native_library, pick_kernels
+from engine.kernels.native.native_kernels import pick_kernels
 from engine.kernels.native.packed_weights import PackedWeight
-from engine.kernels.native.recipe import KERNELS
 from engine.kernels.protocol import Activation, Kernels
 from engine.kernels.torch.torch_kernels import TorchKernels
 from engine.models.config import MoeConfig
-from engine.models.mlp import (
-    DenseMlp,
-    ExpertLoop,
-    GroupedExperts,
-    GroupedLinear,
-    Linear,
-    MoeMlp,
-    experts_of,
-)
+from engine.models.linear.dense import GroupedLinear
+from engine.models.linear.floats import FLOATS
+from engine.models.linear.method import Linear, Target, load_linear
+from engine.models.mlp import DenseMlp, ExpertLoop, GroupedExperts, MoeMlp, experts_of
 
 BF16, SILU = torch.bfloat16, Activation.SILU
 # bf16 has 8 bits: of each output, against the largest of its row.
@@ -42,6 +30,10 @@ def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
     assert found.isfinite().all()
     scale = expected.abs().amax(dim=-1, keepdim=True)
     return float(((found.float() - expected).abs() / scale).max())
+
+
+def linear_of(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
+    return load_linear(FLOATS, [weight], bias, Target(weight.dtype, weight.device))
 
 
 class Random:
@@ -64,31 +56,15 @@ def test_linear_is_that_of_the_definition(shape: tuple[int, int], with_bias: boo
     random = Random(0)
     weight = random.weight(*shape)
     bias = random.values(shape[0]) if with_bias else None
-    linear = Linear(weight, bias)
-    assert (linear.packed is not None) == (shape[1] % 32 == 0)
+    linear = linear_of(weight, bias)
+    assert (linear.native is not None) == (shape[1] % 32 == 0)
     for num_rows in (1, 2, 3, 15, 16, 17, 64, 257):
         x = random.values(num_rows, shape[1])
         expected = torch.nn.functional.linear(
             x.float(), weight.float(), None if bias is None else bias.float()
         )
-        error = relative_error(linear(x), expected)
+        error = relative_error(linear.apply(x), expected)
         assert error < TOLERANCE, (num_rows, error)
-
-
-@pytest.fixture(params=[None, *KERNELS.targets], ids=lambda target: target and target.name)
-def machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The products as compiled for this CPU, and as images have them for others."""
-    library, target = native_library(), request.param
-    if library is None or (target is not None and platform.machine() != "x86_64"):
-        pytest.skip("no C++ compiler on this machine, or flags of x86-64's")
-    if target is not None:
-        if lacks := target.lacking(cpu_features()):
-            pytest.skip(f"this CPU lacks {lacks}")
-        library = ctypes.CDLL(str(build(for_target(KERNELS, target))))
-    monkeypatch.setattr(packed_weights, "native_library", lambda: library)
-    packed_weights.library.cache_clear()
-    yield
-    packed_weights.library.cache_clear()
 
 
 @pytest.mark.usefixtures("machine")
@@ -111,7 +87,7 @@ def test_packed_products_are_those_of_the_definition(
             expected = torch.nn.functional.linear(x.float(), torch.cat(parts).float(), bias.float())
             scale = expected.abs().amax(dim=-1, keepdim=True)
             for out_dtype, limit in ((None, tolerance), (torch.float32, 1e-5)):
-                error = (packed(x, out_dtype).float() - expected).abs() / scale
+                error = (packed.apply(x, out_dtype).float() - expected).abs() / scale
                 assert error.max() < limit, (outputs, inputs, num_rows, out_dtype)
 
 
@@ -129,7 +105,7 @@ def test_a_gated_product_is_that_of_its_first_half_times_the_second(
         wide, offset = x.float(), bias.float().chunk(2)
         gates = torch.cat((wide @ gate.float().T + offset[0], torch.ones(num_rows, 48)), dim=1)
         expected = TorchKernels().gate(gates, gate_with) * (wide @ up.float().T + offset[1])
-        error = (packed(x).float() - expected).abs().amax(-1) / expected.abs().amax(-1)
+        error = (packed.apply(x).float() - expected).abs().amax(-1) / expected.abs().amax(-1)
         assert error.max() < (TOLERANCE if dtype == BF16 else 1e-5), num_rows
 
 
@@ -139,7 +115,7 @@ def test_one_wrong_weight_row_is_far_above_the_tolerance() -> None:
     expected = x.float() @ weight.float().T
     wrong = weight.clone()
     wrong[77] = weight[78]
-    assert relative_error(Linear(wrong)(x), expected) > 4 * TOLERANCE
+    assert relative_error(linear_of(wrong).apply(x), expected) > 4 * TOLERANCE
 
 
 @pytest.fixture(params=["torch", "picked"])
@@ -160,7 +136,8 @@ class SparseMlp:
 
     def built(self) -> MoeMlp:
         experts = [
-            DenseMlp(Linear(up), Linear(down), SILU) for up, down in zip(self.gate_up, self.down)
+            DenseMlp(linear_of(up), linear_of(down), SILU)
+            for up, down in zip(self.gate_up, self.down)
         ]
         return MoeMlp(self.config, self.router, experts_of(experts))
 
@@ -223,7 +200,7 @@ def test_experts_in_one_product_give_what_they_give_one_by_one(num_tokens: int) 
     router = random(NUM_EXPERTS, hidden)
     router[2] = -9 * random(hidden).abs()  # nobody's choice: a group without rows
     one_by_one = ExpertLoop(
-        [DenseMlp(Linear(up), Linear(back), SILU) for up, back in zip(gate_up, down)]
+        [DenseMlp(linear_of(up), linear_of(back), SILU) for up, back in zip(gate_up, down)]
     )
     at_once = GroupedExperts(GroupedLinear(gate_up), GroupedLinear(down), SILU)
     x = random(num_tokens, hidden).abs()

@@ -20,6 +20,7 @@ PARTS = {
     "kernels": "not bfloat16 and not piece_by_piece",
     "graphs": "padded or buckets",
     "sampling": "plain and filters",
+    "int8": "not bfloat16",
 }
 
 

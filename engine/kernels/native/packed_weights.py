@@ -17,6 +17,7 @@ _TILE_INPUTS = 32
 _TILE_ROWS = 16  # of activations, at most
 _STRIP_OUTPUTS = 32
 _DTYPES = (torch.float32, torch.bfloat16)
+_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 
 
 class Weight(Structure):
@@ -27,7 +28,9 @@ class Weight(Structure):
         ("bias", c_void_p),
         ("inputs", c_int64),
         ("outputs", c_int64),
-        ("is_bf16", c_int64),
+        ("kind", c_int64),
+        ("scales", c_void_p),
+        ("group", c_int64),
     )
 
 
@@ -39,8 +42,9 @@ class PackedWeight:
     """A weight [outputs, inputs] for activations of `dtype`, and a bias.
 
     A bf16 weight of float32 activations stays in bf16, which is exact, and is widened in registers:
-    half the bytes to read. A gated one has gates in the first half of its outputs, values in the
-    second, and its product is gate(first) * second.
+    half the bytes to read. So is an int8 one, whose scales are applied to sums. A gated one has
+    gates in the first half of its outputs, values in the second, and its product is
+    gate(first) * second.
     """
 
     def __init__(
@@ -49,13 +53,16 @@ class PackedWeight:
         bias: torch.Tensor | None,
         dtype: torch.dtype,
         gate: Activation | None,
+        scales: torch.Tensor | None = None,
     ) -> None:
-        """`parts`: rows of the weight, one after the other, for which `can_pack` is true."""
-        if any(part.dtype != parts[0].dtype or part.dtype not in _DTYPES for part in parts):
-            parts = [part.to(dtype) for part in parts]
-        if dtype == torch.bfloat16:
-            parts = [part.bfloat16() for part in parts]
-        is_bf16 = parts[0].dtype == torch.bfloat16
+        """`parts`: rows of the weight, one after the other, for which `can_pack` is true.
+        `scales`: [outputs, groups], of int8 parts."""
+        if scales is None:
+            if any(part.dtype != parts[0].dtype or part.dtype not in _DTYPES for part in parts):
+                parts = [part.to(dtype) for part in parts]
+            if dtype == torch.bfloat16:
+                parts = [part.bfloat16() for part in parts]
+        kind = _KINDS[parts[0].dtype]
         self.dtype = dtype
         self.gate = gate
         self.inputs = parts[0].shape[1]
@@ -66,27 +73,31 @@ class PackedWeight:
             row.stride_bytes = part.stride(0) * part.element_size()
         native = library()
         assert native is not None
-        size = native.baton_packed_bytes(self.inputs, self.outputs, is_bf16)
+        size = native.baton_packed_bytes(self.inputs, self.outputs, kind)
         self._memory = huge_pages.take(size)
-        threads = torch.get_num_threads()
         native.baton_pack(
-            rows, len(parts), gate is not None, self.inputs, self.outputs, is_bf16,
-            self._memory.data_ptr(), threads,
+            rows, len(parts), gate is not None, self.inputs, self.outputs, kind,
+            self._memory.data_ptr(), torch.get_num_threads(),
         )  # fmt: skip
-        outputs = -(-self.outputs // _STRIP_OUTPUTS) * _STRIP_OUTPUTS
-        self._bias = (
-            None if bias is None else _interleaved(bias.to(dtype), gate is not None, outputs)
-        )
+        self._bias = None if bias is None else _by_strips(bias.to(dtype), gate is not None)
+        self._scales, group = None, self.inputs
+        if scales is not None:
+            group //= scales.shape[1]
+            by_strips = _by_strips(scales.float(), gate is not None)
+            self._scales = by_strips.view(-1, _STRIP_OUTPUTS, scales.shape[1]).mT.contiguous()
         self.native = Weight(
             self._memory.data_ptr(),
             None if self._bias is None else self._bias.data_ptr(),
             self.inputs,
             self.outputs,
-            is_bf16,
+            kind,
+            None if self._scales is None else self._scales.data_ptr(),
+            group,
         )
+        self.num_bytes = size + (0 if self._scales is None else self._scales.nbytes)
         self._product = native.baton_product
 
-    def __call__(self, x: torch.Tensor, out_dtype: torch.dtype | None = None) -> torch.Tensor:
+    def apply(self, x: torch.Tensor, out_dtype: torch.dtype | None = None) -> torch.Tensor:
         """[n, inputs] -> [n, outputs], or [n, outputs / 2] if gated; in x's dtype, or float32 if
         `out_dtype` says so."""
         assert x.dtype == self.dtype, (x.dtype, self.dtype)
@@ -102,11 +113,14 @@ class PackedWeight:
         return out
 
 
-def can_pack(parts: Sequence[torch.Tensor], dtype: torch.dtype, *, is_gated: bool) -> bool:
-    """Whether `PackedWeight` serves these rows, [n, inputs] each, on this machine."""
+def can_pack(
+    parts: Sequence[torch.Tensor], dtype: torch.dtype, *, is_gated: bool, num_groups: int = 1
+) -> bool:
+    """Whether `PackedWeight` serves these rows, [n, inputs] each, on this machine. `num_groups`: of
+    the inputs of int8 rows."""
     if dtype not in _DTYPES or any(part.device.type != "cpu" for part in parts):
         return False
-    if any(part.shape[1] % _TILE_INPUTS or part.stride(1) != 1 for part in parts):
+    if any(part.shape[1] % (_TILE_INPUTS * num_groups) or part.stride(1) != 1 for part in parts):
         return False
     outputs = sum(len(part) for part in parts)
     if is_gated and outputs % _STRIP_OUTPUTS:
@@ -114,11 +128,13 @@ def can_pack(parts: Sequence[torch.Tensor], dtype: torch.dtype, *, is_gated: boo
     return library() is not None
 
 
-def _interleaved(bias: torch.Tensor, is_gated: bool, outputs: int) -> torch.Tensor:
-    """Lay a weight out in the order of the strips, with zeros up to `outputs`."""
+def _by_strips(of_outputs: torch.Tensor, is_gated: bool) -> torch.Tensor:
+    """[outputs, ...] in the order of the strips, with zeros up to the last strip's end."""
     if is_gated:
-        bias = bias.view(2, -1, _STRIP_OUTPUTS // 2).transpose(0, 1).flatten()
-    return torch.nn.functional.pad(bias, (0, outputs - len(bias)))
+        halves = of_outputs.reshape(2, -1, _STRIP_OUTPUTS // 2, *of_outputs.shape[1:])
+        of_outputs = halves.transpose(0, 1).flatten(0, 2)
+    padding = of_outputs.new_zeros(-len(of_outputs) % _STRIP_OUTPUTS, *of_outputs.shape[1:])
+    return torch.cat([of_outputs, padding])
 
 
 @functools.cache
@@ -126,10 +142,10 @@ def library() -> ctypes.CDLL | None:
     """Load the library with the types of the functions used here; None if it cannot be built."""
     found = native_library()
     if found is not None:
-        found.baton_packed_bytes.argtypes = (c_int64, c_int64, c_int)
+        found.baton_packed_bytes.argtypes = (c_int64, c_int64, c_int64)
         found.baton_packed_bytes.restype = c_int64
         found.baton_pack.argtypes = (
-            POINTER(_Rows), c_int64, c_int, c_int64, c_int64, c_int, c_void_p, c_int,
+            POINTER(_Rows), c_int64, c_int, c_int64, c_int64, c_int64, c_void_p, c_int,
         )  # fmt: skip
         found.baton_product.argtypes = (
             c_void_p, c_int64, POINTER(Weight), c_int, c_void_p, c_void_p, c_int, c_int, c_int,

@@ -4,21 +4,30 @@
 namespace baton {
 namespace {
 
+template <typename W>
+void store_words(char* to, U16 words) {
+  if constexpr (sizeof(W) > 1) return store_raw(to, words);
+  store_raw(to, of_parts<H16>([&](int i) {
+    return __builtin_convertvector(words.parts[i], H16::Part);
+  }));
+}
+
 // One strip's words from rows of weights; rows that are null are zeros.
 template <typename W>
-void pack_strip(const W* const* rows, int64_t inputs, uint32_t* to) {
-  constexpr int64_t kWords = kTileK / kPerWord<W>;
+void pack_strip(const W* const* rows, int64_t inputs, char* to) {
+  constexpr int64_t kWords = kTileK / kPerWord<W>, kBytes = kLanes * kWordBytes<W>;
   for (int64_t k = 0; k < inputs; k += kTileK) {
     for (int64_t panel = 0; panel < 2; panel++) {
-      uint32_t* at = to + k / kTileK * kTileWords<W> + panel * panel_words<W>(inputs / kTileK);
-      for (int64_t word = 0; word < kWords; word += kLanes, at += kLanes * kLanes) {
+      char* at = to + k / kTileK * kTileBytes<W> + panel * panel_bytes<W>(inputs / kTileK);
+      for (int64_t word = 0; word < kWords; word += kLanes) {
         U16 tile[kLanes];
         for (int i = 0; i < kLanes; i++) {
           const W* row = rows[panel * kLanes + i];
-          tile[i] = row == nullptr ? U16{} : load_raw<U16>(row + k + word * kPerWord<W>);
+          if (row == nullptr) tile[i] = U16{};
+          else tile[i] = load_words<W>(reinterpret_cast<const char*>(row + k + word * kPerWord<W>));
         }
         transpose(tile);
-        for (int i = 0; i < kLanes; i++) store_raw(at + i * kLanes, tile[i]);
+        for (int i = 0; i < kLanes; i++, at += kBytes) store_words<W>(at, tile[i]);
       }
     }
   }
@@ -31,7 +40,7 @@ struct Rows {
 
 template <typename W>
 void pack(const Rows* parts, int64_t num_parts, bool is_gated, int64_t inputs, int64_t outputs,
-          uint32_t* to, int threads) {
+          char* to, int threads) {
   auto row = [&](int64_t output) -> const W* {
     if (output >= outputs) return nullptr;
     if (is_gated) {
@@ -50,7 +59,7 @@ void pack(const Rows* parts, int64_t num_parts, bool is_gated, int64_t inputs, i
   for (int64_t strip = 0; strip < strips; strip++) {
     const W* rows[kStrip];
     for (int64_t i = 0; i < kStrip; i++) rows[i] = row(strip * kStrip + i);
-    pack_strip(rows, inputs, to + strip * (inputs / kTileK) * kStripWords<W>);
+    pack_strip(rows, inputs, to + strip * (inputs / kTileK) * kStripBytes<W>);
   }
 }
 
@@ -61,7 +70,7 @@ void product(const X* x, int64_t rows, const Weight& weight, Gate gate, X* tiles
 #pragma omp parallel num_threads(threads)
   {
     Member member(team);
-    AmxTiles amx(weight.is_bf16 && sizeof(X) == 2);
+    AmxTiles amx(weight.kind != kFloat && sizeof(X) == 2);
     static thread_local ProductScratch s;
     team_tile_rows(x, rows, weight.inputs, tiles, member);
     const int64_t width = gate == Gate::kNone ? weight.outputs : weight.outputs / 2;
@@ -81,21 +90,23 @@ void product(const X* x, int64_t rows, const Weight& weight, Gate gate, X* tiles
 
 using baton::Bf16;
 
-// Bytes of a packed weight.
-extern "C" int64_t baton_packed_bytes(int64_t inputs, int64_t outputs, int is_bf16) {
-  return inputs * baton::round_up(outputs, baton::kStrip) * (is_bf16 ? 2 : 4);
+// Bytes of a packed weight, without scales.
+extern "C" int64_t baton_packed_bytes(int64_t inputs, int64_t outputs, int64_t kind) {
+  const int64_t count = inputs * baton::round_up(outputs, baton::kStrip);
+  return count * (kind == baton::kFloat ? 4 : kind == baton::kBf16 ? 2 : 1);
 }
 
 // Pack the rows of all parts, [outputs, inputs] together. `is_gated`: the first half are gates, the
 // second what they gate; outputs / 2 is a multiple of 16.
 extern "C" void baton_pack(const baton::Rows* parts, int64_t num_parts, int is_gated, int64_t inputs,
-                           int64_t outputs, int is_bf16, void* to, int threads) {
-  auto* words = static_cast<uint32_t*>(to);
-  if (is_bf16) {
-    baton::pack<Bf16>(parts, num_parts, is_gated, inputs, outputs, words, threads);
-  } else {
-    baton::pack<float>(parts, num_parts, is_gated, inputs, outputs, words, threads);
-  }
+                           int64_t outputs, int64_t kind, void* to, int threads) {
+  auto by = [&](auto number) {
+    baton::pack<decltype(number)>(parts, num_parts, is_gated, inputs, outputs,
+                                  static_cast<char*>(to), threads);
+  };
+  if (kind == baton::kInt8) by(baton::Int8{});
+  else if (kind == baton::kBf16) by(Bf16{});
+  else by(float{});
 }
 
 // x [rows, inputs] -> out [rows, outputs], or [rows, outputs / 2] if gated, of x's type, or float if

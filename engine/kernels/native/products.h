@@ -4,7 +4,12 @@
 //
 // Weights: strips of 32 outputs, each [k tile][2 panels][word][16 outputs], or, where registers hold
 // sums of one panel only, [2 panels][k tile][word][16 outputs]. A k tile is 32 inputs. A word is one
-// float or two neighbouring Bf16. So each kernel reads one stream of memory, or two for one row.
+// float, or two neighbouring Bf16 or Int8. So each kernel reads one stream of memory, or two for one
+// row.
+//
+// Int8 weights have a scale for each output and group of inputs. Few rows meet them in registers, where
+// they become Bf16 or float; a group's sums take its scales. For more rows a strip is widened once, into
+// a thread's room that its cache holds, and is multiplied from there as if it had been stored so.
 // Activations: tiles of kTileRows rows x 32 inputs, each contiguous, row tiles outermost.
 //
 // Functions that say "team" are called by all threads of a parallel region, and return when all of it
@@ -13,6 +18,8 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cstdlib>
+#include <type_traits>
 
 #include <omp.h>
 #include <sched.h>
@@ -47,23 +54,31 @@ inline int64_t tiled(int64_t row, int64_t k, int64_t width) {
 }
 
 template <typename W>
-constexpr int64_t kStripWords = kTileK / kPerWord<W> * kStrip;  // of a k tile
+constexpr int64_t kWordBytes = sizeof(W) * kPerWord<W>;
 template <typename W>
-constexpr int64_t kTileWords = kStripWords<W> / (kPanels == 2 ? 1 : 2);  // from a k tile to the next
+constexpr int64_t kStripBytes = kTileK * kStrip * sizeof(W);  // of a k tile
+template <typename W>
+constexpr int64_t kTileBytes = kStripBytes<W> / (kPanels == 2 ? 1 : 2);  // from a k tile to the next
 
 // From a panel of a strip to the other.
 template <typename W>
-inline int64_t panel_words(int64_t k_tiles) {
-  return kStripWords<W> / 2 * (kPanels == 2 ? 1 : k_tiles);
+inline int64_t panel_bytes(int64_t k_tiles) {
+  return kStripBytes<W> / 2 * (kPanels == 2 ? 1 : k_tiles);
 }
 
+enum Kind : int64_t { kFloat, kBf16, kInt8 };  // of a weight's numbers
+
 struct Weight {
-  const uint32_t* strips;
+  const char* strips;
   const void* bias;  // [outputs] of the activations' type, or null
   int64_t inputs, outputs;  // inputs: a multiple of 32
-  int64_t is_bf16;
+  int64_t kind;
+  const float* scales;  // [strip][inputs / group][32] of Int8
+  int64_t group;        // inputs, a multiple of 32
 
   int64_t num_strips() const { return (outputs + kStrip - 1) / kStrip; }
+  int64_t num_groups() const { return inputs / group; }
+  const float* scales_of(int64_t strip) const { return scales + strip * num_groups() * kStrip; }
 };
 
 // --- threads --------------------------------------------------------------------------------------
@@ -208,29 +223,31 @@ struct AmxTiles {
 
 // --- vectors --------------------------------------------------------------------------------------
 
-inline void prefetch(const uint32_t* words) {
-  constexpr int64_t kAhead = 1024;  // words: what memory needs to answer
+inline void prefetch(const char* words) {
+  constexpr int64_t kAhead = 4096;  // bytes: what memory needs to answer
   __builtin_prefetch(words + kAhead);
 }
 
-// to[row][32]: kRows rows of one activation tile row times kColumns panels of a strip, `panel` words
+// to[row][32]: kRows rows of one activation tile row times kColumns panels of a strip, `panel` bytes
 // apart.
 template <typename X, typename W, int kRows, int kColumns>
-void vector_multiply(const X* x, const uint32_t* w, int64_t panel, int64_t k_tiles, float* to) {
-  constexpr int64_t kWords = kTileK / kPerWord<W>;
+void vector_multiply(const X* x, const char* w, int64_t panel, int64_t k_tiles, float* to) {
+  constexpr int64_t kWords = kTileK / kPerWord<W>, kBytes = kLanes * kWordBytes<W>;
   F16 sums[kRows][kColumns] = {};
-  for (int64_t tile = 0; tile < k_tiles; tile++, x += kTile, w += kTileWords<W>) {
+  for (int64_t tile = 0; tile < k_tiles; tile++, x += kTile, w += kTileBytes<W>) {
 #pragma GCC unroll 4
     for (int64_t word = 0; word < kWords; word++) {
       U16 columns[kColumns];
       for (int c = 0; c < kColumns; c++) {
-        columns[c] = load_raw<U16>(w + c * panel + word * kLanes);
-        prefetch(w + c * panel + word * kLanes);
+        const char* at = w + c * panel + word * kBytes;
+        if constexpr (sizeof(X) == 2) columns[c] = load_bf16_words<W>(at);
+        else columns[c] = load_words<W>(at);
+        if (word * kBytes % 64 == 0) prefetch(at);
       }
       if constexpr (sizeof(X) == 2) {
         for (int r = 0; r < kRows; r++) {
           const U16 value = splat_raw(load_raw<uint32_t>(x + r * kTileK + word * kPerWord<W>));
-          for (int c = 0; c < kColumns; c++) sums[r][c] = dot<W>(sums[r][c], value, columns[c]);
+          for (int c = 0; c < kColumns; c++) sums[r][c] = dot<X>(sums[r][c], value, columns[c]);
         }
       } else {
         for (int i = 0; i < kPerWord<W>; i++) {
@@ -250,8 +267,7 @@ void vector_multiply(const X* x, const uint32_t* w, int64_t panel, int64_t k_til
 }
 
 template <typename X, typename W>
-void vector_rows(int64_t rows, const X* x, const uint32_t* w, int64_t k_tiles, float* to) {
-  const int64_t panel = panel_words<W>(k_tiles);
+void vector_rows(int64_t rows, const X* x, const char* w, int64_t panel, int64_t k_tiles, float* to) {
   auto run = [&](auto narrow, auto wide) {
     if (rows == 1 || kPanels == 2) return wide(x, w, panel, k_tiles, to);
     for (int64_t c = 0; c < 2; c++) narrow(x, w + c * panel, panel, k_tiles, to + c * kLanes);
@@ -270,20 +286,99 @@ void vector_rows(int64_t rows, const X* x, const uint32_t* w, int64_t k_tiles, f
 // What a thread works in: sums of a block of rows for a chunk of strips.
 struct ProductScratch {
   alignas(64) float sums[kChunk * 256 * kStrip];
+  alignas(64) float group_sums[kMostRows * kStrip];
+  char* widened = nullptr;  // a strip
+
+  ProductScratch() = default;
+  ProductScratch(const ProductScratch&) = delete;
+  ~ProductScratch() { std::free(widened); }
+
+  char* room(int64_t bytes) {
+    if (bytes > size_) {
+      std::free(widened);
+      widened = static_cast<char*>(std::aligned_alloc(64, bytes));
+      size_ = bytes;
+    }
+    return widened;
+  }
+
+ private:
+  int64_t size_ = 0;
 };
 
+// sums[32] (+)= from[32] * scales[32].
+template <bool kAdd>
+BATON_INLINE void scale_sums(const float* from, const float* scales, float* sums) {
+  for (int64_t i = 0; i < kStrip; i += kLanes) {
+    F16 value = load(from + i) * load(scales + i);
+    if constexpr (kAdd) value += load(sums + i);
+    store(sums + i, value);
+  }
+}
+
+// A strip of Int8 as if it had been stored as W, with its scales if kScaled.
+template <typename W, bool kScaled>
+void widen_strip(const Weight& weight, int64_t strip, char* to) {
+  constexpr int64_t kWords = kTileK / 2, kBytes = kLanes * kWordBytes<Int8>;
+  const int64_t k_tiles = weight.inputs / kTileK, group_tiles = weight.group / kTileK;
+  const char* from = weight.strips + strip * k_tiles * kStripBytes<Int8>;
+  for (int64_t tile = 0; tile < k_tiles; tile++) {
+    for (int64_t panel = 0; panel < 2; panel++) {
+      const float* of_group = weight.scales_of(strip) + tile / group_tiles * kStrip;
+      const F16 scale = kScaled ? load(of_group + panel * kLanes) : splat(1.0f);
+      const char* at = from + tile * kTileBytes<Int8> + panel * panel_bytes<Int8>(k_tiles);
+      char* out = to + tile * kTileBytes<W> + panel * panel_bytes<W>(k_tiles);
+      for (int64_t word = 0; word < kWords; word++, at += kBytes, out += 2 * kLanes * sizeof(W)) {
+        if (word * kBytes % 64 == 0) prefetch(at);
+        if constexpr (!kScaled && sizeof(W) == 2) {
+          store_raw(out, load_bf16_words<Int8>(at));
+          continue;
+        }
+        const U16 words = load_words<Int8>(at);
+        const F16 low = part<Int8>(words, 0) * scale, high = part<Int8>(words, 1) * scale;
+        if constexpr (sizeof(W) == 4) {
+          store_raw(out, low);
+          store_raw(out + kLanes * sizeof(W), high);
+        } else {
+          store_raw(out, widened(to_bf16(low)) | widened(to_bf16(high)) << 16);
+        }
+      }
+    }
+  }
+}
+
+// Do `multiply(W{}, a strip of W)` with a strip of Int8, then `done(row, sums)` with scaled sums. A
+// group's scales go into the wide numbers, which rounds Bf16 as if the checkpoint had them; scales of
+// whole outputs go into the sums.
+template <typename X, typename Multiply, typename Done>
+void with_wide_strip(const Weight& weight, int64_t strip, ProductScratch& s, Multiply multiply,
+                     Done done) {
+  if (weight.group < weight.inputs) {
+    char* to = s.room(weight.inputs * kStrip * sizeof(X));
+    widen_strip<X, true>(weight, strip, to);
+    return multiply(X{}, to, done);
+  }
+  char* to = s.room(weight.inputs * kStrip * sizeof(Bf16));
+  widen_strip<Bf16, false>(weight, strip, to);
+  multiply(Bf16{}, to, [&](int64_t row, float* sums) {
+    scale_sums<false>(sums, weight.scales_of(strip), sums);
+    done(row, sums);
+  });
+}
+
 #if defined(BATON_AMX)
-// Rows of a block times a chunk of strips; `done(row, strip, sums of its 32 outputs)` for each row.
+// Rows of a block times strips of Bf16, `strips` being the first; `done(row, strip, sums of its 32
+// outputs)` for each row.
 template <typename Done>
-void amx_block(const Bf16* x, int64_t rows, const Weight& weight, int64_t first, int64_t last,
-               ProductScratch& s, Done done) {
-  const int64_t k_tiles = weight.inputs / kTileK, tiles = (rows + kTileRows - 1) / kTileRows;
+void amx_strips(const Bf16* x, int64_t rows, const char* strips, int64_t k_tiles, int64_t first,
+                int64_t last, ProductScratch& s, Done done) {
+  const int64_t tiles = (rows + kTileRows - 1) / kTileRows;
   const char* left = reinterpret_cast<const char*>(x);
   const int64_t row_tile = k_tiles * kTile * 2, strip_bytes = k_tiles * 2048;
   for (int64_t k = 0; k < k_tiles; k += kLongK) {
     const int64_t steps = std::min(kLongK, k_tiles - k);
     for (int64_t strip = first; strip < last; strip++) {
-      const char* right = reinterpret_cast<const char*>(weight.strips) + strip * strip_bytes + k * 2048;
+      const char* right = strips + (strip - first) * strip_bytes + k * 2048;
       const char* ahead = right + (tiles <= 2 ? 8192 : strip_bytes);
       for (int64_t t = 0; t < tiles; t += 2) {
         auto multiply = t + 1 >= tiles ? amx_multiply<1, 32>
@@ -303,23 +398,79 @@ void amx_block(const Bf16* x, int64_t rows, const Weight& weight, int64_t first,
     }
   }
 }
+
+// Rows of a block times a chunk of strips; `done` as above.
+template <typename W, typename Done>
+void amx_block(const Bf16* x, int64_t rows, const Weight& weight, int64_t first, int64_t last,
+               ProductScratch& s, Done done) {
+  const int64_t k_tiles = weight.inputs / kTileK;
+  if constexpr (sizeof(W) == 2) {
+    const char* strips = weight.strips + first * k_tiles * kStripBytes<W>;
+    return amx_strips(x, rows, strips, k_tiles, first, last, s, done);
+  }
+  for (int64_t strip = first; strip < last; strip++) {
+    auto multiply = [&](auto, const char* wide, auto finish) {
+      amx_strips(x, rows, wide, k_tiles, strip, strip + 1, s,
+                 [&](int64_t row, int64_t, float* sums) { finish(row, sums); });
+    };
+    with_wide_strip<Bf16>(weight, strip, s, multiply,
+                          [&](int64_t row, const float* sums) { done(row, strip, sums); });
+  }
+}
 #endif
 
+// Rows times a strip of W; `done(row, sums of its 32 outputs)` for each row.
 template <typename X, typename W, typename Done>
-void vector_block(const X* x, int64_t rows, const Weight& weight, int64_t first_strip, int64_t last,
+void vector_strip(const X* x, int64_t rows, const char* w, int64_t k_tiles, ProductScratch& s,
+                  Done done) {
+  for (int64_t first = 0; first < rows; first += kTileRows) {
+    const int64_t inside = std::min(kTileRows, rows - first);
+    const int64_t groups = (inside + kMostRows - 1) / kMostRows;
+    for (int64_t g = 0, r = 0; g < groups; g++) {
+      const int64_t count = (inside - r) / (groups - g);
+      vector_rows<X, W>(count, x + first * k_tiles * kTileK + r * kTileK, w, panel_bytes<W>(k_tiles),
+                        k_tiles, s.sums);
+      for (int64_t i = 0; i < count; i++) done(first + r + i, s.sums + i * kStrip);
+      r += count;
+    }
+  }
+}
+
+// Few rows, at most kMostRows, times a strip of Int8.
+template <typename X, typename Done>
+void vector_int8_strip(const X* x, int64_t rows, const Weight& weight, int64_t strip,
+                       ProductScratch& s, Done done) {
+  const int64_t k_tiles = weight.inputs / kTileK, group_tiles = weight.group / kTileK;
+  const char* w = weight.strips + strip * k_tiles * kStripBytes<Int8>;
+  const float* scales = weight.scales_of(strip);
+  for (int64_t k = 0; k < k_tiles; k += group_tiles, scales += kStrip) {
+    vector_rows<X, Int8>(rows, x + k * kTile, w + k * kTileBytes<Int8>, panel_bytes<Int8>(k_tiles),
+                         group_tiles, s.group_sums);
+    for (int64_t r = 0; r < rows; r++) {
+      const float* from = s.group_sums + r * kStrip;
+      float* to = s.sums + r * kStrip;
+      k == 0 ? scale_sums<false>(from, scales, to) : scale_sums<true>(from, scales, to);
+    }
+  }
+  for (int64_t r = 0; r < rows; r++) done(r, s.sums + r * kStrip);
+}
+
+template <typename X, typename W, typename Done>
+void vector_block(const X* x, int64_t rows, const Weight& weight, int64_t first, int64_t last,
                   ProductScratch& s, Done done) {
   const int64_t k_tiles = weight.inputs / kTileK;
-  for (int64_t strip = first_strip; strip < last; strip++) {
-    const uint32_t* w = weight.strips + strip * k_tiles * kStripWords<W>;
-    for (int64_t first = 0; first < rows; first += kTileRows) {
-      const int64_t inside = std::min(kTileRows, rows - first);
-      const int64_t groups = (inside + kMostRows - 1) / kMostRows;
-      for (int64_t g = 0, r = 0; g < groups; g++) {
-        const int64_t count = (inside - r) / (groups - g);
-        vector_rows<X, W>(count, x + first * weight.inputs + r * kTileK, w, k_tiles, s.sums);
-        for (int64_t i = 0; i < count; i++) done(first + r + i, strip, s.sums + i * kStrip);
-        r += count;
-      }
+  for (int64_t strip = first; strip < last; strip++) {
+    auto finish = [&](int64_t row, const float* sums) { done(row, strip, sums); };
+    if constexpr (sizeof(W) > 1) {
+      const char* w = weight.strips + strip * k_tiles * kStripBytes<W>;
+      vector_strip<X, W>(x, rows, w, k_tiles, s, finish);
+    } else if (rows <= kMostRows) {
+      vector_int8_strip(x, rows, weight, strip, s, finish);
+    } else {
+      auto multiply = [&](auto kind, const char* wide, auto then) {
+        vector_strip<X, decltype(kind)>(x, rows, wide, k_tiles, s, then);
+      };
+      with_wide_strip<X>(weight, strip, s, multiply, finish);
     }
   }
 }
@@ -345,7 +496,8 @@ void team_product_of(const X* x, int64_t rows, const Weight& weight, const AmxTi
     };
 #if defined(BATON_AMX)
     if constexpr (sizeof(X) == 2) {
-      if (amx.on && rows > 2) return amx_block(from, count, weight, first, last, s, finish);
+      constexpr int64_t few = sizeof(W) == 1 ? kMostRows : 2;  // whose sums registers hold as fast
+      if (amx.on && rows > few) return amx_block<W>(from, count, weight, first, last, s, finish);
     }
 #endif
     vector_block<X, W>(from, count, weight, first, last, s, finish);
@@ -355,12 +507,14 @@ void team_product_of(const X* x, int64_t rows, const Weight& weight, const AmxTi
 template <typename X, typename Done>
 void team_product(const X* x, int64_t rows, const Weight& weight, const AmxTiles& amx,
                   ProductScratch& s, Member& member, Done done) {
+  auto by = [&](auto kind) {
+    team_product_of<X, decltype(kind)>(x, rows, weight, amx, s, member, done);
+  };
+  if (weight.kind == kInt8) return by(Int8{});
   if constexpr (sizeof(X) == 4) {
-    if (!weight.is_bf16) {
-      return team_product_of<X, float>(x, rows, weight, amx, s, member, done);
-    }
+    if (weight.kind == kFloat) return by(float{});
   }
-  team_product_of<X, Bf16>(x, rows, weight, amx, s, member, done);
+  by(Bf16{});
 }
 
 // --- what becomes of the sums ---------------------------------------------------------------------

@@ -1,5 +1,6 @@
 // Sixteen lanes: one AVX-512 register, two of AVX2, four of NEON. They are the compiler's own vectors,
-// as wide as a register, for GCC keeps wider ones in memory. Storage types: float, and Bf16.
+// as wide as a register, for GCC keeps wider ones in memory. Storage types: float, Bf16, and for weights
+// Int8.
 #pragma once
 
 #include <cmath>
@@ -18,6 +19,9 @@ namespace baton {
 
 struct Bf16 {
   uint16_t bits;
+};
+struct Int8 {
+  int8_t value;
 };
 
 #if defined(__AVX512F__)
@@ -253,13 +257,18 @@ BATON_INLINE F16 reciprocal(F16 x) {
   return 1.0f / x;
 }
 
-// Products are taken on 32-bit words: one float, or two neighbouring Bf16.
-template <typename T>
-constexpr int kPerWord = 4 / sizeof(T);
+BATON_INLINE F16 to_float(I16 from) {
+  return of_parts<F16>([&](int i) { return __builtin_convertvector(from.parts[i], F16::Part); });
+}
 
-// The i-th value of each word.
+// Products are taken on words: one float, or two neighbouring Bf16 or Int8.
+template <typename T>
+constexpr int kPerWord = sizeof(T) == 4 ? 1 : 2;
+
+// The i-th value of each word. Words of Int8 have 16 bits, which are a lane's lowest.
 template <typename T>
 BATON_INLINE F16 part(U16 words, int i) {
+  if (sizeof(T) == 1) return to_float(as<I16>(words << (i == 0 ? 24 : 16)) >> 24);
   if (sizeof(T) == 4) return as<F16>(words);
   return as<F16>(i == 0 ? words << 16 : words & 0xffff0000u);
 }
@@ -274,6 +283,29 @@ BATON_INLINE F16 dot(F16 sum, U16 a, U16 b) {
 #endif
   for (int i = 0; i < kPerWord<T>; i++) sum = part<T>(a, i) * part<T>(b, i) + sum;
   return sum;
+}
+
+// Sixteen words of weights T as `part` takes them.
+template <typename T>
+BATON_INLINE U16 load_words(const char* from) {
+  if constexpr (sizeof(T) == 1) return widened(load_raw<H16>(from));
+  return load_raw<U16>(from);
+}
+
+// The same as words of Bf16, which hold every Int8.
+template <typename T>
+BATON_INLINE U16 load_bf16_words(const char* from) {
+  if constexpr (sizeof(T) == 2) return load_raw<U16>(from);
+#if defined(__AVX512BF16__)
+  auto half = [&](int i) {
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(
+        _mm_loadu_si128(reinterpret_cast<const __m128i*>(from) + i)));
+  };
+  return {as<U16::Part>(_mm512_cvtne2ps_pbh(half(1), half(0)))};
+#else
+  const U16 words = load_words<T>(from);
+  return (as<U16>(part<T>(words, 0)) >> 16) | (as<U16>(part<T>(words, 1)) & 0xffff0000u);
+#endif
 }
 
 // For each lane of the result the number of one of a's, or, from kPartLanes on, of b's.

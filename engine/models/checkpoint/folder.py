@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
+from baton.config.engine import EngineConfig
 from engine.api import ModelSpec
 from engine.errors import CheckpointError
 from engine.models.checkpoint.hub import FILES, snapshot
 from engine.models.checkpoint.weights import Checkpoint, Ranks, read_json, weights_digest
 from engine.models.config import ModelConfig
 from engine.models.families.table import model_config
+from engine.models.linear.table import quantised
 from kv_transfer.layout import kv_fingerprint, model_fingerprint
 
 log = logging.getLogger(__name__)
@@ -28,24 +30,21 @@ def resolve(model_path: str, revision: str | None = None, files: Sequence[str] =
     return folder if folder.is_dir() else snapshot(model_path, revision, files=files)
 
 
-def read_config(folder: Path) -> ModelConfig:
+def read_config(folder: Path, quantization: str = "none") -> ModelConfig:
+    """`quantization`: `engine.quantization`. Raises ModelError."""
     path = folder / "config.json"
-    return model_config(read_json(path), str(path))
+    config = model_config(read_json(path), str(path))
+    return replace(config, weights=quantised(config.weights, quantization))
 
 
 def describe(
-    model_path: str,
-    block_size: int,
-    dtype: str,
-    max_model_len: int | None,
-    num_threads: int,
-    ranks: Ranks | None,
+    model_path: str, engine: EngineConfig, dtype: str, num_threads: int, ranks: Ranks | None
 ) -> ModelSpec:
     """Read the config and digest the weights, with the other `ranks`. Raises ModelError and what
     the ranks do."""
-    folder = resolve(model_path)
-    config = read_config(folder)
-    layout = config.kv_layout(block_size, dtype)
+    folder, max_model_len = resolve(model_path), engine.max_model_len
+    config = read_config(folder, engine.quantization)
+    layout = config.kv_layout(engine.block_size, dtype)
     with Checkpoint(folder) as checkpoint:
         digest = weights_digest(checkpoint, num_threads, ranks)
     longest = config.longest_context

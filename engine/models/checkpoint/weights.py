@@ -85,11 +85,13 @@ class Checkpoint:
     def __contains__(self, name: str) -> bool:
         return name in self._file_of
 
-    def read(self, name: str, shape: tuple[int, ...], *parts: slice) -> torch.Tensor:
+    def read(
+        self, name: str, shape: tuple[int, ...], *parts: slice, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
         """A tensor, or the part that `parts` select along its leading dimensions.
 
-        `shape` is the whole tensor's. Raises CheckpointError when it is missing or has another
-        shape.
+        `shape` is the whole tensor's. `dtype`: None is any floating-point type. Raises
+        CheckpointError when it is missing, or has another shape or type.
         """
         if name not in self._file_of:
             raise CheckpointError(f"{self._folder}: tensor {name} is missing")
@@ -105,7 +107,7 @@ class Checkpoint:
             part: torch.Tensor = view[parts or (slice(None),)]
         except SafetensorError as error:
             raise CheckpointError(f"{self._folder / self._file_of[name]}: {error}") from error
-        if not part.is_floating_point():
+        if not part.is_floating_point() if dtype is None else part.dtype != dtype:
             raise CheckpointError(
                 f"{self._folder / self._file_of[name]}: tensor {name} has dtype {part.dtype}"
             )

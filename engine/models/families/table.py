@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from engine.errors import UnsupportedModelError
@@ -17,6 +18,7 @@ from engine.models.families import (
     qwen3_moe,
 )
 from engine.models.hf_config import HfConfig
+from engine.models.linear.table import format_of
 
 Family = Callable[[HfConfig], ModelConfig]
 """Reads a config.json of the family. Raises UnsupportedModelError."""
@@ -43,12 +45,4 @@ def model_config(raw: Mapping[str, Any], source: str = "config.json") -> ModelCo
         raise UnsupportedModelError(
             f"{source}: architecture {name} is not supported; supported: {', '.join(FAMILIES)}"
         )
-    _refuse_quantised(hf)
-    return read(hf)
-
-
-def _refuse_quantised(hf: HfConfig) -> None:
-    quantised = hf.raw("quantization_config")
-    if quantised:
-        method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
-        hf.wrong("quantization_config", f"quantised weights ({method}) are not supported")
+    return replace(read(hf), weights=format_of(hf))
