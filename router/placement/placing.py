@@ -17,7 +17,7 @@ from router.index.prefix_index import PrefixIndex
 from router.placement.choice import choose, ranked, trusted_speeds
 from router.placement.placement import Placement, PlacementQuery
 from router.placement.sessions import Sessions
-from router.placement.terms import queue
+from router.placement.terms import TERMS
 from router.placement.ticket import Placed, Ticket
 
 
@@ -39,7 +39,9 @@ def earliest_first_token_s(
     if not learned[workers].any() or not learned[prefill].all():
         return None
     line_s = ahead_tokens / query.tokens_per_s[workers].sum()
-    waits_s = np.maximum(queue.of(fleet, query)[workers], line_s)
+    queue_s = TERMS["queue"].of(fleet, query)
+    assert queue_s is not None
+    waits_s = np.maximum(queue_s[workers], line_s)
     return float((waits_s + query.prefill_s[workers]).min())
 
 
