@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.models.hf_config import HfConfig
+from engine.hf_config import HfConfig
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ from router.placement.waiting import waiting_requests
 from router.report.figures import Counts, Figures, PoolFigures, RequestFigures, Waiting
 from router.report.metrics import Gauges, RouterMetrics
 from router.report.recent import Recent
-from router.report.stages import Trace
+from router.report.traces import Trace
 from router.request.client_request import ClientRequest, Key, key_of, wire_id
 from router.request.output import Finished, OutputReader
 from router.request.request_run import SHUTTING_DOWN, RequestRun

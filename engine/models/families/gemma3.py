@@ -9,10 +9,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from engine.hf_config import HfConfig
 from engine.models.config import ModelConfig, WeightNames
 from engine.models.families.layer_windows import FULL, SLIDING, layer_kinds
 from engine.models.families.llama_shaped import activation, heads, llama_shaped
-from engine.models.hf_config import HfConfig
 from engine.models.rope import RopeConfig, rope_of
 
 _DEFAULTS: dict[str, Any] = {

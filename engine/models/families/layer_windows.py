@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from engine.models.hf_config import HfConfig
+from engine.hf_config import HfConfig
 
 Windows = tuple[int | None, ...]
 

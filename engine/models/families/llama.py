@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from engine.hf_config import HfConfig
 from engine.models.config import ModelConfig
 from engine.models.families.llama_shaped import llama_shaped
-from engine.models.hf_config import HfConfig
 
 
 def read(hf: HfConfig) -> ModelConfig:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from engine.hf_config import HfConfig
 from engine.kernels.protocol import Activation
 from engine.models.config import ModelConfig
-from engine.models.hf_config import HfConfig
 from engine.models.rope import RopeConfig, rope_from_hf
 
 _MOST_LAYERS = 10_000

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from engine.hf_config import HfConfig
 from engine.models.config import ModelConfig, MoeConfig
 from engine.models.families.layer_windows import one_window
 from engine.models.families.llama_shaped import llama_shaped
-from engine.models.hf_config import HfConfig
 
 _DEFAULTS = {
     "num_key_value_heads": 8,

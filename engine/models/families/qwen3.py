@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from engine.hf_config import HfConfig
 from engine.models.config import ModelConfig
 from engine.models.families.layer_windows import windows_of_upper_layers
 from engine.models.families.llama_shaped import llama_shaped
-from engine.models.hf_config import HfConfig
 
 _DEFAULTS = {"sliding_window": 4096, "head_dim": 128, "num_key_value_heads": 32}
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from engine.errors import UnsupportedModelError
+from engine.hf_config import HfConfig
 from engine.models.config import ModelConfig
 from engine.models.families import (
     gemma3,
@@ -17,7 +18,6 @@ from engine.models.families import (
     qwen3,
     qwen3_moe,
 )
-from engine.models.hf_config import HfConfig
 from engine.models.linear.table import format_of
 
 Family = Callable[[HfConfig], ModelConfig]

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from engine.errors import CheckpointError, ShardingError
-from engine.models.hf_config import HfConfig
+from engine.hf_config import HfConfig
 from engine.models.linear import int8
 from engine.models.linear.floats import FLOATS
 from engine.models.linear.int8 import Int8Rows

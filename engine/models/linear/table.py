@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from engine.models.hf_config import HfConfig
+from engine.hf_config import HfConfig
 from engine.models.linear import compressed_tensors
 from engine.models.linear.floats import FLOATS
 from engine.models.linear.int8 import Int8AtLoad
