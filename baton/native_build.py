@@ -9,6 +9,7 @@ loaded as code, so it must be a folder that nobody else can write to. Standard l
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import logging
 import os
@@ -97,6 +98,17 @@ def build(recipe: Recipe, cache: Path | None = None, prebuilt: Path = PREBUILT) 
         said = f"{recipe.name} was built ahead for CPUs with {lacks}, which this one lacks; {error}"
         raise NativeBuildError(said) from error
     return library
+
+
+def load(recipe: Recipe) -> ctypes.PyDLL:
+    """Build and load what cannot be done without. Its calls keep the GIL: each must be quick.
+    Raises NativeBuildError, which says what is missing."""
+    try:
+        return ctypes.PyDLL(str(build(recipe)))
+    except (NativeBuildError, OSError) as error:
+        raise NativeBuildError(
+            f"{recipe.name} can neither be loaded nor compiled here: {error}"
+        ) from error
 
 
 def build_ahead(recipe: Recipe, folder: Path = PREBUILT) -> None:

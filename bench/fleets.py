@@ -16,7 +16,6 @@ from baton.v1 import common_pb2
 from kv_transfer.block_hash import SHARED_BY_ALL, BlockHash
 from router.fleet.fleet import Fleet, WorkerState
 from router.fleet.worker_facts import WorkerFacts
-from router.index.native_index import make_index
 from router.index.prefix_index import PrefixIndex
 from router.placement.admission import Admission
 from router.placement.ticket import Placed, PromptBlocks
@@ -57,7 +56,7 @@ def fleet_of(size: int, config: PlacementConfig, index: PrefixIndex) -> Fleet:
 
 async def placement_us(size: int) -> float:
     """Median microseconds from the queue to a booked placement, and back."""
-    config, index = RouterConfig(), make_index(200_000)
+    config, index = RouterConfig(), PrefixIndex()
     fleet = fleet_of(size, config.placement, index)
     admission = Admission(config, fleet, index, LoopClock(), random.Random(0))
     took = []

@@ -6,6 +6,7 @@ machine. Medians.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import random
@@ -25,13 +26,11 @@ from kv_transfer.block_hash import (
     TokenIds,
     chain_hashes,
     chain_root,
-    python_chain,
 )
 from router.fleet.fleet_arrays import FleetArrays
-from router.index.native_index import NativePrefixIndex, make_index, native_library
 from router.index.prefix_index import PrefixIndex
-from router.placement.choice import choose
-from router.placement.placement import PlacementQuery, evaluate, terms_of
+from router.placement.choice import choose, trusted_speeds
+from router.placement.placement import PlacementQuery
 from router.placement.placing import Placing
 from router.placement.ticket import PromptBlocks, Ticket
 from tests.router.scripted_worker import FINGERPRINT
@@ -57,17 +56,19 @@ def median_us(*ways: Callable[[], object]) -> list[float]:
 # --- the choice -----------------------------------------------------------------------------------
 
 
-def choice_us(fleet: FleetArrays, num_distinct: int) -> list[float]:
-    """The choice, and looking at every pair, for a prompt of which decode workers hold so many
-    different parts."""
-    config, rng = PlacementConfig(), random.Random(0)
+def choice_us(fleet: FleetArrays, num_distinct: int) -> float:
+    """The choice for a prompt of which decode workers hold so many different parts."""
+    rng = random.Random(0)
     parts = np.random.default_rng(0).integers(0, num_distinct, len(fleet.names))
-    query = PlacementQuery(6000, 64, 0, parts * 4096 // num_distinct)
+    speeds = trusted_speeds(fleet, 0, 0.0)
+    query = PlacementQuery(
+        6000, 64, 0, parts * 4096 // num_distinct, *speeds, PlacementConfig(), NOW_S
+    )
 
-    def every_pair() -> object:
-        return evaluate(terms_of(query, fleet, config, NOW_S), fleet, config).argmin()
+    def one_query() -> object:  # a query keeps what it has computed
+        return choose(dataclasses.replace(query), fleet, rng)
 
-    return median_us(lambda: choose(query, fleet, config, NOW_S, rng), every_pair)
+    return median_us(one_query)[0]
 
 
 def across_two_racks(fleet: FleetArrays) -> FleetArrays:
@@ -89,7 +90,7 @@ def prompt_of(num_tokens: int, seed: int = 0) -> TokenIds:
 def best_us(size: int) -> float:
     """`Placing.best`: look-up in the index and choice, for a prompt of 1,024 tokens that a decode
     worker holds in part."""
-    config, index = PlacementConfig(), make_index(200_000)
+    config, index = PlacementConfig(), PrefixIndex()
     fleet = fleet_of(size, config, index)
     placing = Placing(config, fleet, index, random.Random(0))
     prompt = PromptBlocks(prompt_of(1024), SHARED_BY_ALL)
@@ -104,12 +105,11 @@ def choices() -> list[list[str]]:
     for size in FLEETS:
         fleet = fleet_of(size, PlacementConfig(), PrefixIndex()).arrays
         for num_distinct in (1, 4, 16, size):
-            chosen, looked = choice_us(fleet, num_distinct)
             half = f"{size // 2} x {size // 2}, {num_distinct} parts held"
-            rows.append([half, f"{chosen:.0f}", f"{looked:.0f}"])
-        chosen, looked = choice_us(across_two_racks(fleet), 4)
-        rows.append([f"{size // 2} x {size // 2}, two racks", f"{chosen:.0f}", f"{looked:.0f}"])
-        rows.append([f"{size // 2} x {size // 2}, with look-up", f"{best_us(size):.0f}", ""])
+            rows.append([half, f"{choice_us(fleet, num_distinct):.0f}"])
+        racks_us = choice_us(across_two_racks(fleet), 4)
+        rows.append([f"{size // 2} x {size // 2}, two racks", f"{racks_us:.0f}"])
+        rows.append([f"{size // 2} x {size // 2}, with look-up", f"{best_us(size):.0f}"])
     return rows
 
 
@@ -176,11 +176,8 @@ def radix_tree() -> Contender | None:
 
 
 def contenders() -> list[Contender]:
-    library = native_library()
-    made = [ours("Python", PrefixIndex())]
-    if library is not None:
-        made.insert(0, ours("C++", NativePrefixIndex(library)))
     tree = radix_tree()
+    made = [ours("C++", PrefixIndex())]
     return made if tree is None else [*made, tree]
 
 
@@ -231,12 +228,11 @@ def indexes() -> list[list[str]]:
 
 def hashes() -> list[list[str]]:
     """From a prompt of 16,384 tokens to the blocks of it that 64 workers hold."""
-    tokens, library = prompt_of(16_384), native_library()
-    index = PrefixIndex() if library is None else NativePrefixIndex(library)
+    tokens, index = prompt_of(16_384), PrefixIndex()
     prompt = PromptBlocks(tokens, SHARED_BY_ALL).hashes(FINGERPRINT, 16)
     for slot in range(NUM_WORKERS):
         index.store(slot, None, prompt[: (slot % 4 + 1) * NUM_LOOKED_UP // 4 * HASH_BYTES])
-    data, root = tokens.tobytes(), chain_root(FINGERPRINT)
+    root = chain_root(FINGERPRINT)
 
     def to_scores() -> object:
         packed = PromptBlocks(tokens, SHARED_BY_ALL).hashes(FINGERPRINT, 16)
@@ -244,17 +240,16 @@ def hashes() -> list[list[str]]:
 
     took = median_us(
         lambda: chain_hashes(root, SHARED_BY_ALL, tokens, 16),
-        lambda: python_chain(root, data, 64, NUM_LOOKED_UP),
         to_scores,
     )
-    names = ("hashes, as they are computed here", "hashes in Python", "prompt to scores")
+    names = ("hashes", "prompt to scores")
     return [[name, f"{us:.0f}"] for name, us in zip(names, took)]
 
 
 def report() -> str:
     return "\n\n".join(
         (
-            markdown(("placement", "choice, us", "every pair, us"), choices()),
+            markdown(("placement", "us"), choices()),
             markdown(("16,384 tokens, blocks of 16", "us"), hashes()),
             markdown(
                 (

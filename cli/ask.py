@@ -6,7 +6,7 @@ import argparse
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 from rich.text import Text
@@ -209,24 +209,21 @@ def explain(arguments: argparse.Namespace) -> int:
     if not explained.candidates:
         render.out().print("no worker has room for this prompt now; see `baton top`")
         return 1
-    columns = (
-        "prefill at", "decode at", ">cost", ">queue", ">prefill", ">transfer", ">decode",
-        ">cached at prefill", ">at decode",
-    )  # fmt: skip
-    rows = [_candidate_row(candidate) for candidate in explained.candidates]
+    terms = list({term.name: None for one in explained.candidates for term in one.terms})
+    columns = ["prefill at", "decode at", ">cost", *(f">{name}" for name in terms)]
+    columns += [">cached at prefill", ">at decode"]
+    rows = [_candidate_row(candidate, terms) for candidate in explained.candidates]
     render.out().print(render.table("Candidates, cheapest first", columns, rows))
     return 0
 
 
-def _candidate_row(candidate: router_pb2.RouteCandidate) -> list[str]:
+def _candidate_row(candidate: router_pb2.RouteCandidate, terms: Sequence[str]) -> list[str]:
+    took_ms = {term.name: render.milliseconds(term.ms) for term in candidate.terms}
     return [
         candidate.prefill_worker or "(by itself)",
         candidate.decode_worker,
         render.milliseconds(candidate.cost_ms),
-        render.milliseconds(candidate.queue_ms),
-        render.milliseconds(candidate.prefill_ms),
-        render.milliseconds(candidate.transfer_ms),
-        render.milliseconds(candidate.decode_ms),
+        *(took_ms.get(name, "-") for name in terms),
         f"{candidate.num_cached_tokens_prefill} tok" if candidate.prefill_worker else "-",
         f"{candidate.num_cached_tokens_decode} tok",
     ]

@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
-import logging
 from collections.abc import Callable
 from ctypes import c_char_p, c_uint64, c_void_p
 from dataclasses import dataclass
@@ -20,9 +19,7 @@ from typing import NewType
 import numpy as np
 import numpy.typing as npt
 
-from baton.native_build import NATIVE_FLAG, NativeBuildError, Recipe, build
-
-log = logging.getLogger(__name__)
+from baton.native_build import NATIVE_FLAG, Recipe, load
 
 CHAIN = Recipe(
     "block_hash",
@@ -87,40 +84,17 @@ def chain_hashes(
 
 
 def _run(parent: BlockHash, data: bytes, step: int, num_blocks: int) -> bytes:
-    native = native_chain()
-    if native is None:
-        return python_chain(parent, data, step, num_blocks)
     hashes = ctypes.create_string_buffer(num_blocks * HASH_BYTES)
-    native(parent, data, step, num_blocks, hashes)
+    native_chain()(parent, data, step, num_blocks, hashes)
     return hashes.raw
 
 
-def python_chain(parent: BlockHash, data: bytes, step: int, num_blocks: int) -> bytes:
-    """Hashes of the leading blocks of `step` bytes: what the C code computes 8 times as fast."""
-    hashes = bytearray()
-    for start in range(0, num_blocks * step, step):
-        block = hashlib.blake2b(parent + data[start : start + step], digest_size=HASH_BYTES)
-        parent = BlockHash(block.digest())
-        hashes += parent
-    return bytes(hashes)
-
-
 @functools.cache
-def native_chain() -> Callable[[bytes, bytes, int, int, object], None] | None:
-    """The C code; None where it cannot be built, or does not agree with Python. The first call may
-    compile for a second."""
-    try:
-        chain = ctypes.PyDLL(str(build(CHAIN))).baton_chain_hashes  # keeps the GIL: it is quick
-    except (NativeBuildError, OSError) as error:
-        log.warning("no native block hashes, using Python's: %s", error)
-        return None
+def native_chain() -> Callable[[bytes, bytes, int, int, object], None]:
+    """Load the C code; the first call may compile it for a second. Raises NativeBuildError."""
+    chain = load(CHAIN).baton_chain_hashes
     chain.argtypes = [c_char_p, c_char_p, c_uint64, c_uint64, c_void_p]
     chain.restype = None
-    data, hashes = bytes(range(160)), ctypes.create_string_buffer(2 * HASH_BYTES)
-    chain(data, data, 80, 2, hashes)
-    if hashes.raw != python_chain(BlockHash(data[:HASH_BYTES]), data, 80, 2):
-        log.warning("native block hashes are wrong on this machine, using Python's")
-        return None
     return chain
 
 

@@ -17,6 +17,7 @@ from baton.config.router import RouterConfig
 from baton.config.settings import changed
 from baton.errors import ConfigError
 from baton.identity.identity import open_identity
+from baton.native_build import NativeBuildError
 from baton.process.interpreter import freeze_heap, share_interpreter
 from baton.process.log import LogSettings, set_up_logging
 from kv_transfer.block_hash import native_chain
@@ -24,7 +25,7 @@ from router.door.connections.acceptor import split_address
 from router.door.connections.credentials import Callers
 from router.door.operators.page import OperatorPort
 from router.door.server import RouterServer
-from router.index import native_index
+from router.index import prefix_index
 from router.placement import choice
 from router.units.units import Units
 
@@ -42,9 +43,10 @@ def _arguments() -> argparse.Namespace:
 
 
 def build_native() -> None:
-    """Compile what a router needs, if this machine never did: not while requests wait."""
+    """Compile what a router needs, if this machine never did: not while requests wait. Raises
+    NativeBuildError."""
     native_chain()
-    native_index.native_library()
+    prefix_index.native_library()
     choice.native_library()
 
 
@@ -108,8 +110,8 @@ def main() -> int:
         split_address(arguments.control)
         build_native()
         return uvloop.run(serve(config, arguments.control, listen))
-    except ConfigError as error:
-        print(f"router: {' '.join(error.message.split())}", file=sys.stderr)
+    except (ConfigError, NativeBuildError) as error:
+        print(f"router: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
 
 

@@ -976,41 +976,57 @@ class RouteCandidate(_message.Message):
     PREFILL_WORKER_FIELD_NUMBER: _builtins.int
     DECODE_WORKER_FIELD_NUMBER: _builtins.int
     COST_MS_FIELD_NUMBER: _builtins.int
-    QUEUE_MS_FIELD_NUMBER: _builtins.int
-    PREFILL_MS_FIELD_NUMBER: _builtins.int
-    TRANSFER_MS_FIELD_NUMBER: _builtins.int
-    DECODE_MS_FIELD_NUMBER: _builtins.int
+    TERMS_FIELD_NUMBER: _builtins.int
     NUM_CACHED_TOKENS_PREFILL_FIELD_NUMBER: _builtins.int
     NUM_CACHED_TOKENS_DECODE_FIELD_NUMBER: _builtins.int
     prefill_worker: _builtins.str
     decode_worker: _builtins.str
     cost_ms: _builtins.float
-    queue_ms: _builtins.float
-    prefill_ms: _builtins.float
-    transfer_ms: _builtins.float
-    decode_ms: _builtins.float
+    """The sum of the terms."""
     num_cached_tokens_prefill: _builtins.int
     num_cached_tokens_decode: _builtins.int
+    @_builtins.property
+    def terms(self) -> _containers.RepeatedCompositeFieldContainer[Global___CostTerm]: ...
     def __init__(
         self,
         *,
         prefill_worker: _builtins.str = ...,
         decode_worker: _builtins.str = ...,
         cost_ms: _builtins.float = ...,
-        queue_ms: _builtins.float = ...,
-        prefill_ms: _builtins.float = ...,
-        transfer_ms: _builtins.float = ...,
-        decode_ms: _builtins.float = ...,
+        terms: _abc.Iterable[Global___CostTerm] | None = ...,
         num_cached_tokens_prefill: _builtins.int = ...,
         num_cached_tokens_decode: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cost_ms", b"cost_ms", "decode_ms", b"decode_ms", "decode_worker", b"decode_worker", "num_cached_tokens_decode", b"num_cached_tokens_decode", "num_cached_tokens_prefill", b"num_cached_tokens_prefill", "prefill_ms", b"prefill_ms", "prefill_worker", b"prefill_worker", "queue_ms", b"queue_ms", "transfer_ms", b"transfer_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cost_ms", b"cost_ms", "decode_worker", b"decode_worker", "num_cached_tokens_decode", b"num_cached_tokens_decode", "num_cached_tokens_prefill", b"num_cached_tokens_prefill", "prefill_worker", b"prefill_worker", "terms", b"terms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RouteCandidate: _TypeAlias = RouteCandidate  # noqa: Y015
+
+@_typing.final
+class CostTerm(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    MS_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """A file of router/placement/terms, or "transfer"."""
+    ms: _builtins.float
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        ms: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ms", b"ms", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CostTerm: _TypeAlias = CostTerm  # noqa: Y015
 
 @_typing.final
 class ExplainRouteResponse(_message.Message):

@@ -13,7 +13,7 @@ RUN /opt/baton/bin/pip install --no-cache-dir '.[router,s3,traces]'
 # For common CPUs, beside what is installed: a pod has no compiler.
 WORKDIR /
 RUN /opt/baton/bin/python -m baton.native_build kv_transfer.block_hash:CHAIN \
-        router.placement.choice:CHOICE router.index.native_index:INDEX
+        router.placement.choice:CHOICE router.index.prefix_index:INDEX
 
 FROM ${BASE}
 RUN useradd --uid 1000 --user-group --no-create-home --shell /usr/sbin/nologin baton

@@ -82,32 +82,3 @@ class FleetArrays:
             else:
                 getattr(bigger, name)[:size] = column
         return bigger
-
-    def queue_s(self, rates: Floats, now_s: float) -> Floats:
-        """Predicted wait before a new prompt starts, of workers that prefill at `rates` tokens/s;
-        the prompt at the head has made progress."""
-        progress = np.minimum(self.head_tokens, rates * np.maximum(0.0, now_s - self.head_since_s))
-        return np.maximum(0.0, self.queued_tokens - progress) / rates
-
-    def queued_ahead(self, slot: int, now_s: float) -> float:
-        """Tokens in a worker's queue, less what its own rate has made of the first prompt."""
-        progress = self.prefill_tokens_per_s[slot] * max(0.0, now_s - self.head_since_s[slot])
-        return float(max(0.0, self.queued_tokens[slot] - min(self.head_tokens[slot], progress)))
-
-    def speeds(self, kv_class: int, since_s: float) -> tuple[Floats, Floats]:
-        """(prefill tokens/s, seconds a decode step) [slots] to reckon with.
-
-        A worker that was not measured since then counts as the best of its class. Else a worker
-        that looks slow is never chosen, and so never measured again.
-        """
-        here = self.usable & (self.kv_class == kv_class)
-        rates, steps = self.prefill_tokens_per_s, self.decode_step_s
-        measured = np.isfinite(self.prefill_measured_s) & here
-        if measured.any():
-            is_old = ~measured | (self.prefill_measured_s < since_s)
-            rates = np.where(is_old, rates[measured].max(), rates)
-        measured = np.isfinite(self.decode_measured_s) & here
-        if measured.any():
-            is_old = ~measured | (self.decode_measured_s < since_s)
-            steps = np.where(is_old, steps[measured].min(), steps)
-        return rates, steps

@@ -7,10 +7,6 @@ Most links are as fast as their writer: the writer is the bottleneck. Only a lin
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
-
-Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
 
 LEARNING_RATE = 0.2  # weight of the newest observation
 _MAX_STEPS = 30
@@ -40,10 +36,6 @@ class LinkRates:
     def are_plain(self) -> bool:
         """All links are as fast as their writers."""
         return not self._num_apart.any()
-
-    def rates(self, writers: Ints, readers: Ints, writers_rates: Floats) -> Floats:
-        """[writers, readers] Bytes a second of each link."""
-        return writers_rates[:, None] / self.slowness[writers[:, None], readers[None, :]]
 
     def observe(self, writer: int, reader: int, bytes_per_s: float, writers_rate: float) -> None:
         """A handoff took place. The first ones are not believed whole: `writers_rate` is what a

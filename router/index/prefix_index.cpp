@@ -1,4 +1,4 @@
-// The prefix index in C++. Its twin in prefix_index.py says what each function means.
+// The prefix index. prefix_index.py says what each function means.
 //
 // Blocks are nodes in one array, found by hash through a table of node numbers. Node 0 is none. A
 // node has two masks of slots: who holds the block, and for whom it is reachable. A block that nobody

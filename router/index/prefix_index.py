@@ -1,181 +1,120 @@
 """Which worker holds which leading blocks of a prompt.
 
-Every worker has a bit. Per block the index keeps two masks: who *holds* it and for whom it is
-*reachable*, that is, held with all its ancestors. A reachable block's parent is reachable too: so
-the number of leading blocks a worker holds is found by binary search, for all workers at once.
+The index is C++ (`prefix_index.cpp`). Every worker has a bit. Per block the index keeps two masks:
+who *holds* it and for whom it is *reachable*, that is, held with all its ancestors. A reachable
+block's parent is reachable too: so the number of leading blocks a worker holds is found by binary
+search, for all workers at once.
 
 Predictions (blocks that a placed prompt is about to leave) are kept apart: they expire, and never
 mix with what workers have reported. A chain is predicted from its start, so no block is believed
 longer than its ancestors, and the same search finds where a worker's prediction ends.
-
-`PrefixIndex` is plain Python, and serves where nothing can be compiled. `native_index` has the same
-in C++.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+import ctypes
+import functools
+import weakref
+from collections.abc import Collection, Iterable, Sequence
+from ctypes import c_char_p, c_double, c_int64, c_uint64, c_void_p
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
-from kv_transfer.block_hash import BlockHash, split_hashes
+from baton.native_build import Recipe, load
+from kv_transfer.block_hash import HASH_BYTES, BlockHash
 
 IntArray = npt.NDArray[np.int64]
-
 
 Hashes = bytes | Sequence[BlockHash]
 """A chain's hashes, parents first; concatenated if bytes."""
 
-
-def split(hashes: Hashes) -> Sequence[BlockHash]:
-    return split_hashes(hashes) if isinstance(hashes, bytes) else hashes
-
-
-@dataclass(slots=True)
-class _Node:
-    parent: BlockHash | None
-    held: int = 0
-    reachable: int = 0
+_NO_PARENT = bytes(HASH_BYTES)
+INDEX = Recipe(
+    "prefix_index",
+    (Path(__file__).with_suffix(".cpp"),),
+    ("-O2", "-std=c++17", "-shared", "-fPIC"),
+    ("c++", "g++", "clang++"),
+)
 
 
-def _bits(mask: int) -> Iterable[int]:
-    while mask:
-        low = mask & -mask
-        yield low.bit_length() - 1
-        mask ^= low
+@functools.cache
+def native_library() -> ctypes.PyDLL:
+    """Load the index's code; the first call may compile it for a few seconds. Raises
+    NativeBuildError."""
+    library = load(INDEX)
+    library.baton_index_new.restype = c_void_p
+    library.baton_index_fault.restype = c_char_p
+    library.baton_index_held.restype = c_int64
+    library.baton_index_size.restype = c_uint64
+    index, size, text = c_void_p, c_uint64, c_char_p
+    for name, arguments in {
+        "delete": [index],
+        "size": [index],
+        "held": [index, size],
+        "clear": [index, size],
+        "forget": [index, size],
+        "fault": [index],
+        "store": [index, size, size, text, text, text],
+        "remove": [index, size, text, size],
+        "predict": [index, text, size, text, size, c_double, c_double, size],
+        "lookup": [index, text, size, c_void_p, size],
+        "lookup_predicted": [index, text, size, c_void_p, size, c_double],
+    }.items():
+        getattr(library, f"baton_index_{name}").argtypes = arguments
+    for name in ("delete", "clear", "forget", "store", "remove", "predict"):
+        getattr(library, f"baton_index_{name}").restype = None
+    library.baton_index_lookup.restype = library.baton_index_lookup_predicted.restype = None
+    return library
 
 
-def _leading_blocks(
-    hashes: Sequence[BlockHash], num_slots: int, holders: Callable[[BlockHash], int]
-) -> IntArray:
-    """How far each worker holds the chain. A worker that holds a block holds its ancestors.
-
-    Binary search for all workers at once: a range splits where its workers part.
-    """
-    found = np.zeros(num_slots, dtype=np.int64)
-    ranges = [(0, len(hashes), (1 << num_slots) - 1)]  # they hold at least low, at most high
-    while ranges:
-        low, high, mask = ranges.pop()
-        if low == high:
-            if low:
-                for slot in _bits(mask):
-                    found[slot] = low
-            continue
-        middle = (low + high + 1) // 2
-        there = mask & holders(hashes[middle - 1])
-        if there:
-            ranges.append((middle, high, there))
-        if mask & ~there:
-            ranges.append((low, middle - 1, mask & ~there))
-    return found
+def _joined(hashes: Hashes) -> bytes:
+    return hashes if isinstance(hashes, bytes) else b"".join(hashes)
 
 
 class PrefixIndex:
     """Own the map from block hash to the workers that hold it. Workers are slots 0, 1, ..."""
 
     def __init__(self, max_predictions: int = 200_000) -> None:
-        self._nodes: dict[BlockHash, _Node] = {}
-        self._children: dict[BlockHash, set[BlockHash]] = {}
-        self._held_by: dict[int, set[BlockHash]] = {}
-        self._predicted: dict[BlockHash, dict[int, float]] = {}
-        self._expiries: deque[tuple[float, BlockHash, int]] = deque()
-        self._max_predictions = max_predictions
+        self._library, self._max_predictions = native_library(), max_predictions
+        self._index = self._library.baton_index_new()
+        weakref.finalize(self, self._library.baton_index_delete, self._index)
 
     def __len__(self) -> int:
-        return len(self._nodes)
+        return int(self._library.baton_index_size(self._index))
 
     def num_blocks(self, slot: int) -> int:
-        """Blocks the worker holds, reachable or not."""
-        return len(self._held_by.get(slot, ()))
+        """Count the blocks that the worker holds, reachable or not."""
+        return int(self._library.baton_index_held(self._index, slot))
 
     # --- what workers report -------------------------------------------------------------------
 
     def store(self, slot: int, parent: BlockHash | None, hashes: Hashes) -> None:
         """The worker holds a chain of blocks, each the child of the one before; parents first."""
-        held_by = self._held_by.setdefault(slot, set())
-        bit = 1 << slot
-        for block in split(hashes):
-            node = self._nodes.get(block)
-            if node is None:
-                node = self._nodes[block] = _Node(parent)
-                if parent is not None:
-                    self._children.setdefault(parent, set()).add(block)
-            if not node.held & bit:
-                node.held |= bit
-                held_by.add(block)
-                self._reach(block, node, bit)
-            parent = block
-
-    def _reach(self, block: BlockHash, node: _Node, bit: int) -> None:
-        """Mark a newly held block reachable if its parent is, and what it makes reachable."""
-        if node.parent is not None:
-            parent = self._nodes.get(node.parent)
-            if parent is None or not parent.reachable & bit:
-                return
-        stack = [(block, node)]
-        while stack:
-            block, node = stack.pop()
-            node.reachable |= bit
-            for child in self._children.get(block, ()):
-                below = self._nodes[child]
-                if below.held & bit and not below.reachable & bit:
-                    stack.append((child, below))
+        self.follow(slot, b"", [(parent or b"", _joined(hashes))])
 
     def remove(self, slot: int, hashes: Hashes) -> None:
         """The worker no longer holds these blocks; their descendants are out of its reach."""
-        held_by = self._held_by.get(slot)
-        if held_by is None:
-            return
-        for block in split(hashes):
-            if block in held_by:
-                held_by.discard(block)
-                self._drop(block, 1 << slot)
-
-    def _drop(self, block: BlockHash, bit: int) -> None:
-        node = self._nodes[block]
-        node.held &= ~bit
-        stack = [(block, node)] if node.reachable & bit else []
-        while stack:
-            below, below_node = stack.pop()
-            below_node.reachable &= ~bit
-            for child in self._children.get(below, ()):
-                child_node = self._nodes[child]
-                if child_node.reachable & bit:
-                    stack.append((child, child_node))
-        if not node.held:
-            self._forget(block, node)
-
-    def _forget(self, block: BlockHash, node: _Node) -> None:
-        del self._nodes[block]
-        if node.parent is not None:
-            siblings = self._children[node.parent]
-            siblings.discard(block)
-            if not siblings:
-                del self._children[node.parent]
-
-    def clear(self, slot: int) -> None:
-        """Forget everything about a worker: it is gone, or a snapshot replaces what was known."""
-        for block in self._held_by.pop(slot, set()):
-            node = self._nodes[block]
-            bit = 1 << slot
-            node.held &= ~bit
-            node.reachable &= ~bit
-            if not node.held:
-                self._forget(block, node)
-
-    def forget_predictions(self, slot: int) -> None:
-        for expiries in self._predicted.values():
-            expiries.pop(slot, None)
+        packed = _joined(hashes)
+        self._library.baton_index_remove(self._index, slot, packed, len(packed) // HASH_BYTES)
 
     def follow(self, slot: int, removed: bytes, stored: Iterable[tuple[bytes, bytes]]) -> None:
         """Take in one message of a worker: blocks removed, then chains stored, each with its parent
         (empty: none). Hashes are concatenated."""
-        self.remove(slot, removed)
-        for parent, hashes in stored:
-            self.store(slot, BlockHash(parent) if parent else None, hashes)
+        if removed:
+            self.remove(slot, removed)
+        chains = list(stored)
+        if chains:
+            parents = b"".join([parent or _NO_PARENT for parent, _ in chains])
+            lengths = np.array([len(hashes) for _, hashes in chains], np.uint64) // HASH_BYTES
+            hashes = b"".join([hashes for _, hashes in chains])
+            arguments = (slot, len(chains), parents, lengths.tobytes(), hashes)
+            self._library.baton_index_store(self._index, *arguments)
+
+    def clear(self, slot: int) -> None:
+        """Forget everything about a worker: it is gone, or a snapshot replaces what was known."""
+        self._library.baton_index_clear(self._index, slot)
 
     # --- predictions ---------------------------------------------------------------------------
 
@@ -184,66 +123,30 @@ class PrefixIndex:
     ) -> None:
         """Each of these workers will soon hold this chain from a prompt's start; believed until
         expiry."""
-        hashes = split(hashes)
-        self._purge(now_s)
-        room = (self._max_predictions - len(self._expiries)) // max(1, len(slots))
-        for block in hashes[: max(0, room)]:
-            expiries = self._predicted.setdefault(block, {})
-            for slot in slots:
-                if expiries.get(slot, 0.0) < expires_s:
-                    expiries[slot] = expires_s
-                    self._expiries.append((expires_s, block, slot))
+        packed, numbers = _joined(hashes), np.array(list(slots), np.int64).tobytes()
+        counts = len(packed) // HASH_BYTES, now_s, expires_s, self._max_predictions
+        self._library.baton_index_predict(self._index, numbers, len(slots), packed, *counts)
 
-    def _purge(self, now_s: float) -> None:
-        while self._expiries and self._expiries[0][0] <= now_s:
-            _, block, slot = self._expiries.popleft()
-            expiries = self._predicted.get(block)
-            if expiries is None:
-                continue
-            if expiries.get(slot, now_s + 1) <= now_s:
-                del expiries[slot]
-            if not expiries:
-                del self._predicted[block]
+    def forget_predictions(self, slot: int) -> None:
+        self._library.baton_index_forget(self._index, slot)
 
     # --- lookup --------------------------------------------------------------------------------
 
     def lookup(self, hashes: Hashes, num_slots: int) -> IntArray:
         """Leading blocks of the chain that each worker holds, int64 [num_slots]; exact."""
-        nodes = self._nodes
-
-        def holders(block: BlockHash) -> int:
-            node = nodes.get(block)
-            return node.reachable if node is not None else 0
-
-        return _leading_blocks(split(hashes), num_slots, holders)
+        packed, found = _joined(hashes), np.zeros(num_slots, np.int64)
+        count = len(packed) // HASH_BYTES
+        self._library.baton_index_lookup(self._index, packed, count, found.ctypes.data, num_slots)
+        return found
 
     def lookup_predicted(self, hashes: Hashes, num_slots: int, now_s: float) -> IntArray:
         """Leading blocks that each worker holds or is predicted to hold, int64 [num_slots]."""
-        hashes = split(hashes)
-        found, predicted = self.lookup(hashes, num_slots), self._predicted
-
-        def believed(block: BlockHash) -> int:
-            expiries = predicted.get(block, {})
-            return sum(1 << slot for slot, expires_s in expiries.items() if expires_s > now_s)
-
-        if predicted:
-            np.maximum(found, _leading_blocks(hashes, num_slots, believed), out=found)
+        packed, found = _joined(hashes), np.zeros(num_slots, np.int64)
+        count, at = len(packed) // HASH_BYTES, found.ctypes.data
+        self._library.baton_index_lookup_predicted(self._index, packed, count, at, num_slots, now_s)
         return found
 
     def check_integrity(self) -> None:
-        """Raise AssertionError when masks, sets and links disagree."""
-        for block, node in self._nodes.items():
-            assert node.held, f"block {block.hex()} is held by nobody"
-            assert node.reachable & ~node.held == 0, f"block {block.hex()} reachable, not held"
-            for slot in _bits(node.held):
-                assert block in self._held_by[slot], f"slot {slot} lacks block {block.hex()}"
-            if node.parent is not None:
-                assert block in self._children[node.parent], f"{block.hex()} is no child"
-                parent = self._nodes.get(node.parent)
-                above = parent.reachable if parent is not None else 0
-                assert node.reachable == node.held & above, f"{block.hex()}: wrong reachability"
-            else:
-                assert node.reachable == node.held, f"{block.hex()}: a root is always reachable"
-        assert sum(map(len, self._held_by.values())) == sum(
-            node.held.bit_count() for node in self._nodes.values()
-        )
+        """Raise AssertionError when masks, counts and links disagree."""
+        fault = self._library.baton_index_fault(self._index)
+        assert fault is None, fault.decode()

@@ -4,6 +4,7 @@ placement, its booking.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 
@@ -11,17 +12,35 @@ import numpy as np
 
 from baton.config.router import PlacementConfig
 from router.fleet.fleet import Fleet
-from router.fleet.fleet_arrays import Bools
+from router.fleet.fleet_arrays import Bools, FleetArrays
 from router.index.prefix_index import PrefixIndex
-from router.placement.choice import choose
-from router.placement.placement import (
-    Placement,
-    PlacementQuery,
-    earliest_first_token_s,
-    ranked,
-)
+from router.placement.choice import choose, ranked, trusted_speeds
+from router.placement.placement import Placement, PlacementQuery
 from router.placement.sessions import Sessions
+from router.placement.terms import queue
 from router.placement.ticket import Placed, Ticket
+
+
+def earliest_first_token_s(
+    query: PlacementQuery, fleet: FleetArrays, ahead_tokens: float
+) -> float | None:
+    """Predict the seconds until a first token if all goes well. None: unknown.
+
+    It takes the best worker for the prompt itself and, for `ahead_tokens` (prompt tokens of the
+    requests before it in line), all workers together. Held workers, decode room and transfers are
+    left out: they only add to it. None while a prefill worker's rate is unknown: it may be the
+    fastest. A decode worker that never prefilled counts as fast as the fastest.
+    """
+    here = fleet.usable & (fleet.kv_class == query.kv_class)
+    prefill = here & fleet.can_prefill & (query.policy.local_prefill != "always")
+    decode = here & fleet.can_decode & (query.policy.local_prefill != "never" or not prefill.any())
+    workers = np.flatnonzero(prefill | decode)
+    learned = np.isfinite(fleet.prefill_measured_s)
+    if not learned[workers].any() or not learned[prefill].all():
+        return None
+    line_s = ahead_tokens / query.tokens_per_s[workers].sum()
+    waits_s = np.maximum(queue.of(fleet, query)[workers], line_s)
+    return float((waits_s + query.prefill_s[workers]).min())
 
 
 class Placing:
@@ -36,7 +55,7 @@ class Placing:
     def best(self, ticket: Ticket, reserved: Bools, now: float) -> Placement | None:
         """The cheapest placement where there is room, over all classes of workers."""
         found = (
-            choose(query, self._fleet.arrays, self._config, now, self._rng)
+            choose(query, self._fleet.arrays, self._rng)
             for query in self.queries(ticket, now, reserved)
         )
         return min((p for p in found if p is not None), key=lambda p: p.cost_s, default=None)
@@ -45,14 +64,14 @@ class Placing:
         """Every placement, cheapest first."""
         found: list[Placement] = []
         for query in self.queries(ticket, now):
-            found.extend(ranked(query, self._fleet.arrays, self._config, now, limit))
+            found.extend(ranked(query, self._fleet.arrays, limit))
         return sorted(found, key=lambda p: p.cost_s)[:limit]
 
     def earliest_s(self, ticket: Ticket, ahead_tokens: int, now: float) -> float | None:
         """Seconds until the first token at the earliest, with this many prompt tokens before it in
         line. None: unknown."""
         expected = [
-            earliest_first_token_s(query, self._fleet.arrays, self._config, ahead_tokens, now)
+            earliest_first_token_s(query, self._fleet.arrays, ahead_tokens)
             for query in self.queries(ticket, now)
         ]
         known = [seconds for seconds in expected if seconds is not None]
@@ -80,17 +99,23 @@ class Placing:
         failed = self._fleet.slots_of(ticket.failed)
         last = None if ticket.session is None else self._sessions.last(ticket.session)
         preferred = None if last is None else next(iter(self._fleet.slots_of([last])), None)
+        since_s = now - self._config.trust_rates_s if ticket.explores else -math.inf
         queries = []
         for kv_class, number in self._fleet.kinds.classes:
             hashes = prompt.hashes(kv_class.kv_fingerprint, kv_class.block_size)
             blocks = self._index.lookup_predicted(hashes, num_slots, now)
             cached = np.minimum(blocks * kv_class.block_size, max(0, len(prompt) - 1))
+            rates, steps = trusted_speeds(self._fleet.arrays, number, since_s)
             queries.append(
                 PlacementQuery(
                     num_tokens=len(prompt),
                     max_new_tokens=growth,
                     kv_class=number,
                     cached_tokens=cached,
+                    tokens_per_s=rates,
+                    step_s=steps,
+                    policy=self._config,
+                    now_s=now,
                     least_new_tokens=ticket.least_new_tokens,
                     failed=failed,
                     reserved=reserved,

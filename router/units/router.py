@@ -27,7 +27,7 @@ from router.fleet.fleet_links import FleetLinks, FleetReport
 from router.fleet.registry import FleetWatch, RegistryAccess, keep_reporting
 from router.fleet.session import RouterIdentity
 from router.fleet.worker_facts import NO_BOUND
-from router.index.native_index import make_index
+from router.index.prefix_index import PrefixIndex
 from router.placement.admission import Admission
 from router.placement.fairness import FairLine, RetryBudget
 from router.placement.placement import Placement
@@ -72,7 +72,7 @@ class Router:
         self.metrics, self._trace = metrics, trace
         self.identity = RouterIdentity(f"router-{uuid.uuid4().hex[:12]}", time.time_ns())
         self._figures = Figures(self.identity.router_id, clock.now_s)
-        self.index = make_index(config.placement.max_predictions)
+        self.index = PrefixIndex(config.placement.max_predictions)
         self.fleet = Fleet(config.placement, clock.now_s, lambda: self.admission.kick())
         self.links = FleetLinks(
             config, self.identity, self.fleet, self.index, model.name, registry.own

@@ -53,6 +53,10 @@ def silent_address() -> Iterator[str]:
         yield f"127.0.0.1:{sock.getsockname()[1]}"
 
 
+def cost_terms(**took_ms: float) -> list[router_pb2.CostTerm]:
+    return [router_pb2.CostTerm(name=name, ms=ms) for name, ms in took_ms.items()]
+
+
 @dataclass
 class Book:
     """What the fleet knows of requests: seeds survive their router."""
@@ -176,12 +180,12 @@ class SmallRouter(router_pb2_grpc.RouterServiceServicer):
                 prefill_worker="prefill-0",
                 decode_worker="decode-0",
                 cost_ms=14.2,
-                prefill_ms=12.0,
-                transfer_ms=0.7,
-                decode_ms=1.5,
+                terms=cost_terms(prefill=12.0, transfer=0.7, decode=1.5),
                 num_cached_tokens_prefill=192,
             ),
-            router_pb2.RouteCandidate(decode_worker="decode-0", cost_ms=1400, prefill_ms=1400),
+            router_pb2.RouteCandidate(
+                decode_worker="decode-0", cost_ms=1400, terms=cost_terms(prefill=1400)
+            ),
         ]
         return router_pb2.ExplainRouteResponse(candidates=candidates, unit="a/0123")
 

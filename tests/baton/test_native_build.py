@@ -7,6 +7,8 @@ import dataclasses
 import os
 import platform
 import shutil
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -52,6 +54,20 @@ def test_without_a_compiler_it_says_which_were_looked_for(tmp_path: Path, recipe
     missing = dataclasses.replace(recipe, compilers=("no-such-cc", "nor-this"))
     with pytest.raises(NativeBuildError, match=r"no compiler \(no-such-cc or nor-this\)"):
         build(missing, tmp_path / "kept")
+
+
+def test_a_router_refuses_to_start_where_nothing_was_built_and_nothing_can_be(
+    tmp_path: Path,
+) -> None:
+    environment = {"PATH": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path)}
+    command = [sys.executable, "-m", "router", "--control", "127.0.0.1:1"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    refusal = (
+        "router: block_hash can neither be loaded nor compiled here: no compiler (cc or gcc or"
+    )
+    assert refusal in done.stderr
+    assert len(done.stderr.splitlines()) == 1
 
 
 def failing(folder: Path, name: str) -> str:

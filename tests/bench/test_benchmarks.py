@@ -105,7 +105,7 @@ def test_placement_hashes_and_index_are_measured(monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr(placement, name, value)
     choices, hashes, indexes = map(numbers_of, placement.report().split("\n\n"))
     assert len(choices) == 6
-    assert len(hashes) == 3
+    assert len(hashes) == 2
     assert all(len(row) == 3 for row in indexes)
     assert all(value > 0 for row in (*choices, *hashes, *indexes) for value in row)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import math
 import random
 from typing import Any
 
@@ -19,7 +20,7 @@ from router.fleet.fleet import Fleet, WorkerEntry, WorkerState
 from router.fleet.worker_facts import WorkerFacts
 from router.index.prefix_index import PrefixIndex
 from router.placement.admission import Admission
-from router.placement.choice import choose
+from router.placement.choice import choose, trusted_speeds
 from router.placement.placement import Placement, PlacementQuery
 from router.placement.ticket import Placed, PromptBlocks, Ticket
 
@@ -67,16 +68,21 @@ def two_and_two(clock: ManualClock | None = None) -> Fleet:
     )
 
 
-def query(fleet: Fleet, num_tokens: int, **cached: int) -> PlacementQuery:
+def query(
+    fleet: Fleet, num_tokens: int, *, explores: bool = False, now_s: float = 100.0, **cached: int
+) -> PlacementQuery:
     tokens = np.zeros(fleet.num_slots, dtype=np.int64)
     for worker_id, count in cached.items():
         entry = entry_of(fleet, worker_id)
         tokens[entry.slot] = count
-    return PlacementQuery(num_tokens, 16, 0, tokens)
+    since_s = now_s - POLICY.trust_rates_s if explores else -math.inf
+    speeds = trusted_speeds(fleet.arrays, 0, since_s)
+    return PlacementQuery(num_tokens, 16, 0, tokens, *speeds, POLICY, now_s, explores=explores)
 
 
 def cheapest(fleet: Fleet, wanted: PlacementQuery, policy: PlacementConfig = POLICY) -> Placement:
-    placement = choose(wanted, fleet.arrays, policy, 100.0, random.Random(0))
+    wanted = dataclasses.replace(wanted, policy=policy)
+    placement = choose(wanted, fleet.arrays, random.Random(0))
     assert placement is not None
     return placement
 

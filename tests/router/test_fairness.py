@@ -20,7 +20,7 @@ from baton.status import from_rpc_error
 from router.fleet.fleet import Fleet, ReportedLoad
 from router.placement.admission import Admission
 from router.placement.fairness import SWEEP_ABOVE, FairLine, FairShare
-from router.placement.placement import earliest_first_token_s
+from router.placement.placing import earliest_first_token_s
 from router.placement.ticket import Ticket
 from router.units import router
 from tests.router.answers import PROMPT, ask_for, assert_whole, error_reason, refusal
@@ -281,17 +281,15 @@ def learned(fleet: Fleet, rate: float, **queued: int) -> None:
 
 
 def earliest(fleet: Fleet, tokens: int, ahead: float = 0.0, **cached: int) -> float | None:
-    return earliest_first_token_s(
-        query(fleet, tokens, **cached), fleet.arrays, POLICY, ahead, 100.0
-    )
+    return earliest_first_token_s(query(fleet, tokens, **cached), fleet.arrays, ahead)
 
 
 def test_the_earliest_first_token_is_the_best_worker_s_queue_and_prefill() -> None:
     fleet = two_and_two()
     learned(fleet, 1000.0, p0=3000, p1=1000, d0=9000, d1=9000)
     never = dataclasses.replace(POLICY, local_prefill="never")
-    asked = query(fleet, 500)
-    assert earliest_first_token_s(asked, fleet.arrays, never, 0.0, 100.0) == pytest.approx(1.5)
+    asked = dataclasses.replace(query(fleet, 500), policy=never)
+    assert earliest_first_token_s(asked, fleet.arrays, 0.0) == pytest.approx(1.5)
     # A decode worker that may prefill is idle, and counts as the fastest.
     assert earliest(fleet, 500) == pytest.approx(0.5)
     assert earliest(fleet, 500, p1=400, d0=500) == pytest.approx(0.001)

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from baton.clock import ManualClock
 from router.fleet.fleet import Fleet, RecentPeak, ReportedLoad, WorkerState
-from router.placement.choice import choose
-from router.placement.placement import ranked
+from router.placement.choice import choose, ranked
+from router.placement.terms import queue
 from tests.router.fleets import (
     POLICY,
     cheapest,
@@ -49,7 +49,7 @@ def test_ties_are_broken_at_random() -> None:
     rng = random.Random(1)
     seen = set()
     for _ in range(64):
-        placement = choose(wanted, fleet.arrays, POLICY, 100.0, rng)
+        placement = choose(wanted, fleet.arrays, rng)
         assert placement is not None
         seen.add((placement.prefill_worker, placement.decode_worker))
     assert seen == {("p0", "d0"), ("p0", "d1"), ("p1", "d0"), ("p1", "d1")}
@@ -57,7 +57,7 @@ def test_ties_are_broken_at_random() -> None:
 
 def test_unequal_kv_never_pairs() -> None:
     fleet = fleet_of(facts("p0", True, False), facts("d0", False, True, kv_fingerprint=b"other"))
-    assert choose(query(fleet, 100), fleet.arrays, POLICY, 100.0, random.Random(0)) is None
+    assert choose(query(fleet, 100), fleet.arrays, random.Random(0)) is None
 
 
 def test_a_worker_without_room_a_suspect_and_a_disconnected_one_get_nothing() -> None:
@@ -106,15 +106,13 @@ def test_the_choice_is_the_cheapest_candidate_and_its_terms_add_up(
         fleet.report(entry, ReportedLoad(num_queued_tokens=tokens))
     held = {name: min(count, num_tokens - 1) for name, count in zip(names, cached)}
     wanted = query(fleet, num_tokens, **held)
-    chosen = choose(wanted, fleet.arrays, POLICY, 100.0, random.Random(0))
-    everything = ranked(wanted, fleet.arrays, POLICY, 100.0, 100)
+    chosen = choose(wanted, fleet.arrays, random.Random(0))
+    everything = ranked(wanted, fleet.arrays, 100)
     assert chosen is not None
     assert len(everything) == 6
     assert chosen.cost_s <= everything[0].cost_s + 1e-9
     for candidate in everything:
-        terms = candidate.queue_s + candidate.prefill_s
-        terms += candidate.transfer_s + candidate.decode_s
-        assert abs(terms - candidate.cost_s) < 1e-9
+        assert abs(sum(candidate.terms_s.values()) - candidate.cost_s) < 1e-9
 
 
 def reports(fleet: Fleet, worker_id: str, **figures: float) -> None:
@@ -128,7 +126,8 @@ def test_a_worker_that_was_never_measured_counts_as_the_best_of_its_class() -> N
     reports(fleet, "p0", prefill_tokens_per_s=90_000.0)
     reports(fleet, "d0", decode_step_s=0.001)
     rng, policy = random.Random(1), dataclasses.replace(POLICY, local_prefill="never")
-    chosen = [choose(query(fleet, 4000), fleet.arrays, policy, 100.0, rng) for _ in range(64)]
+    wanted = dataclasses.replace(query(fleet, 4000), policy=policy)
+    chosen = [choose(wanted, fleet.arrays, rng) for _ in range(64)]
     pairs = {
         (placement.prefill_worker, placement.decode_worker) for placement in chosen if placement
     }
@@ -143,10 +142,10 @@ def test_a_worker_that_looked_slow_once_is_tried_again_when_its_measure_is_old()
         reports(fleet, f"d{name}", decode_step_s=step_s)
 
     def chosen(explores: bool) -> set[str]:
-        wanted = dataclasses.replace(query(fleet, 1000), explores=explores)
+        wanted = query(fleet, 1000, explores=explores, now_s=clock.now_s())
         rng, names = random.Random(1), set()
         for _ in range(64):
-            placement = choose(wanted, fleet.arrays, POLICY, clock.now_s(), rng)
+            placement = choose(wanted, fleet.arrays, rng)
             assert placement is not None
             names |= {placement.prefill_worker, placement.decode_worker}
         return names
@@ -165,9 +164,10 @@ def test_patience_goes_by_a_worker_s_own_measure_also_where_it_is_not_trusted() 
     fleet = two_and_two()
     reports(fleet, "p0", prefill_tokens_per_s=10_000.0)
     reports(fleet, "p1", prefill_tokens_per_s=100.0)
-    wanted = dataclasses.replace(query(fleet, 6000), explores=True)
-    policy = dataclasses.replace(POLICY, trust_rates_s=0.0, local_prefill="never")
-    for placement in ranked(wanted, fleet.arrays, policy, 101.0, 4):
+    now_s = 100.0 + POLICY.trust_rates_s + 1
+    wanted = query(fleet, 6000, explores=True, now_s=now_s)
+    policy = dataclasses.replace(POLICY, local_prefill="never")
+    for placement in ranked(dataclasses.replace(wanted, policy=policy), fleet.arrays, 4):
         assert placement.prefill_s == 0.6
         entry = entry_of(fleet, placement.prefill_worker)
         expected_s = 60.0 if placement.prefill_worker == "p1" else 0.6
@@ -181,14 +181,17 @@ def test_a_booking_is_felt_at_once_and_released_exactly_once() -> None:
     booking = fleet.book(*placement.load(16))
     slot = placement.prefill_slot
     assert slot is not None
-    rates = fleet.arrays.prefill_tokens_per_s
-    assert fleet.arrays.queue_s(rates, clock.now_s())[slot] == 0.5
+
+    def queue_s() -> float:
+        return float(queue.of(fleet.arrays, query(fleet, 1, now_s=clock.now_s()))[slot])
+
+    assert queue_s() == 0.5
     clock.advance(0.3)  # the prompt at the head of the queue has made progress since
-    assert abs(fleet.arrays.queue_s(rates, clock.now_s())[slot] - 0.2) < 1e-9
+    assert abs(queue_s() - 0.2) < 1e-9
     fleet.check_integrity()
     fleet.release_prefill(booking)
     fleet.release_prefill(booking)
-    assert fleet.arrays.queue_s(rates, clock.now_s())[slot] == 0
+    assert queue_s() == 0
     assert fleet.arrays.running[placement.decode_slot] == 1
     fleet.release(booking)
     assert fleet.arrays.running[placement.decode_slot] == 0

@@ -1,9 +1,12 @@
-"""The prefix index against a naive model that knows every worker's blocks one by one."""
+"""The prefix index against a naive one that knows every worker's blocks one by one."""
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import random
+from collections import deque
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
@@ -12,7 +15,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kv_transfer.block_hash import BlockHash
-from router.index.native_index import NativePrefixIndex, native_library
 from router.index.prefix_index import PrefixIndex
 
 NUM_WORKERS = 3
@@ -31,43 +33,84 @@ PATHS = st.lists(st.integers(0, 1), min_size=1, max_size=6)
 WORKERS = st.integers(0, NUM_WORKERS - 1)
 
 
+class NaiveIndex:
+    """The oracle: every worker's blocks one by one."""
+
+    def __init__(self, num_slots: int, max_predictions: int = 200_000) -> None:
+        self.held: list[set[BlockHash]] = [set() for _ in range(num_slots)]
+        self.predicted: list[dict[BlockHash, float]] = [{} for _ in range(num_slots)]
+        self._expiries: deque[float] = deque()
+        self._max_predictions = max_predictions
+
+    def __len__(self) -> int:
+        return len(set[BlockHash]().union(*self.held))
+
+    def store(self, slot: int, hashes: Sequence[BlockHash]) -> None:
+        self.held[slot].update(hashes)
+
+    def remove(self, slot: int, hashes: Sequence[BlockHash]) -> None:
+        self.held[slot].difference_update(hashes)
+
+    def clear(self, slot: int) -> None:
+        self.held[slot].clear()
+
+    def predict(
+        self, slots: Sequence[int], hashes: Sequence[BlockHash], now_s: float, expires_s: float
+    ) -> None:
+        while self._expiries and self._expiries[0] <= now_s:
+            self._expiries.popleft()
+        room = (self._max_predictions - len(self._expiries)) // len(slots)
+        for block, slot in itertools.product(hashes[: max(0, room)], slots):
+            if self.predicted[slot].get(block, 0.0) < expires_s:
+                self.predicted[slot][block] = expires_s
+                self._expiries.append(expires_s)
+
+    def forget_predictions(self, slot: int) -> None:
+        self.predicted[slot].clear()
+
+    def lookup(self, hashes: Sequence[BlockHash]) -> list[int]:
+        return [leading(hashes, held.__contains__) for held in self.held]
+
+    def lookup_predicted(self, hashes: Sequence[BlockHash], now_s: float) -> list[int]:
+        expected = [
+            leading(hashes, lambda block: until_s.get(block, 0.0) > now_s)  # noqa: B023
+            for until_s in self.predicted
+        ]
+        return list(map(max, self.lookup(hashes), expected))
+
+
+def leading(hashes: Sequence[BlockHash], holds: Callable[[BlockHash], bool]) -> int:
+    return len(list(itertools.takewhile(holds, hashes)))
+
+
 class IndexAgainstNaiveModel(RuleBasedStateMachine):
     """Stores, removals in any order, snapshots; and every prompt's answer after each."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.index = self.new_index()
-        self.held: list[set[BlockHash]] = [set() for _ in range(NUM_WORKERS)]
-        self.predicted: list[dict[BlockHash, float]] = [{} for _ in range(NUM_WORKERS)]
-        self.now_s = 0.0
-
-    def new_index(self) -> PrefixIndex:
-        return PrefixIndex()
+        self.index, self.naive, self.now_s = PrefixIndex(), NaiveIndex(NUM_WORKERS), 0.0
 
     @rule(worker=WORKERS, path=PATHS, start=st.integers(0, 5))
     def store(self, worker: int, path: list[int], start: int) -> None:
         hashes = chain(*path)
         start = min(start, len(hashes) - 1)
         self.index.store(worker, hashes[start - 1] if start else None, hashes[start:])
-        self.held[worker].update(hashes[start:])
+        self.naive.store(worker, hashes[start:])
 
     @rule(worker=WORKERS, path=PATHS)
     def remove(self, worker: int, path: list[int]) -> None:
         self.index.remove(worker, chain(*path)[-1:])
-        self.held[worker].discard(chain(*path)[-1])
+        self.naive.remove(worker, chain(*path)[-1:])
 
     @rule(worker=WORKERS)
     def clear(self, worker: int) -> None:
         self.index.clear(worker)
-        self.held[worker].clear()
+        self.naive.clear(worker)
 
     @rule(worker=WORKERS, path=PATHS, ttl_s=st.integers(1, 5))
     def predict(self, worker: int, path: list[int], ttl_s: int) -> None:
-        expires_s = self.now_s + ttl_s
-        self.index.predict((worker,), chain(*path), self.now_s, expires_s)
-        for block in chain(*path):
-            known_s = self.predicted[worker].get(block, 0.0)
-            self.predicted[worker][block] = max(known_s, expires_s)
+        self.index.predict((worker,), chain(*path), self.now_s, self.now_s + ttl_s)
+        self.naive.predict((worker,), chain(*path), self.now_s, self.now_s + ttl_s)
 
     @rule(seconds=st.integers(1, 3))
     def wait(self, seconds: int) -> None:
@@ -76,108 +119,73 @@ class IndexAgainstNaiveModel(RuleBasedStateMachine):
     @rule(worker=WORKERS)
     def forget_predictions(self, worker: int) -> None:
         self.index.forget_predictions(worker)
-        self.predicted[worker].clear()
-
-    @rule(path=PATHS)
-    def look_up_predicted(self, path: list[int]) -> None:
-        hashes = chain(*path)
-        expected = self.index.lookup(hashes, NUM_WORKERS).tolist()
-        for worker, predicted in enumerate(self.predicted):
-            length = 0
-            while length < len(hashes) and predicted.get(hashes[length], 0.0) > self.now_s:
-                length += 1
-            expected[worker] = max(expected[worker], length)
-        found = self.index.lookup_predicted(hashes, NUM_WORKERS, self.now_s)
-        assert found.tolist() == expected
+        self.naive.forget_predictions(worker)
 
     @rule(path=PATHS)
     def look_up(self, path: list[int]) -> None:
         hashes = chain(*path)
-        expected = []
-        for held in self.held:
-            length = 0
-            while length < len(hashes) and hashes[length] in held:
-                length += 1
-            expected.append(length)
-        assert self.index.lookup(hashes, NUM_WORKERS).tolist() == expected
+        assert self.index.lookup(hashes, NUM_WORKERS).tolist() == self.naive.lookup(hashes)
+        found = self.index.lookup_predicted(hashes, NUM_WORKERS, self.now_s).tolist()
+        assert found == self.naive.lookup_predicted(hashes, self.now_s)
 
     @invariant()
     def agrees(self) -> None:
         self.index.check_integrity()
-        for worker, held in enumerate(self.held):
-            assert self.index.num_blocks(worker) == len(held)
-
-
-class NativeIndexAgainstNaiveModel(IndexAgainstNaiveModel):
-    def new_index(self) -> PrefixIndex:
-        return native_index()
+        held = [self.index.num_blocks(worker) for worker in range(NUM_WORKERS)]
+        assert held == list(map(len, self.naive.held))
 
 
 TestIndexAgainstNaiveModel = IndexAgainstNaiveModel.TestCase
-TestNativeIndexAgainstNaiveModel = NativeIndexAgainstNaiveModel.TestCase
-TestIndexAgainstNaiveModel.settings = TestNativeIndexAgainstNaiveModel.settings = settings(
+TestIndexAgainstNaiveModel.settings = settings(
     max_examples=60, stateful_step_count=40, deadline=None
 )
 
 
-def native_index(max_predictions: int = 200_000) -> PrefixIndex:
-    library = native_library()
-    if library is None:
-        pytest.skip("no C++ compiler")
-    return NativePrefixIndex(library, max_predictions)
-
-
 @pytest.mark.parametrize("seed", range(6))
-def test_the_index_in_cpp_does_what_the_one_in_python_does(seed: int) -> None:
-    """Over more workers than a word has bits, with blocks that come and go in any order."""
+def test_more_workers_than_a_word_has_bits_and_blocks_that_come_and_go_in_any_order(
+    seed: int,
+) -> None:
     rng = random.Random(seed)
     num_slots = rng.choice([3, 64, 65, 200])
-    both = PrefixIndex(500), native_index(500)
+    index, naive = PrefixIndex(500), NaiveIndex(num_slots, 500)
     chains = [chain(*(rng.randrange(2) for _ in range(rng.randrange(1, 40)))) for _ in range(60)]
-
     for step in range(600):
         slot, hashes = rng.randrange(num_slots), rng.choice(chains)
         begin = rng.randrange(len(hashes))
-        end = rng.randrange(begin, len(hashes)) + 1
-        some = list(
-            zip(
-                [hashes[begin - 1] if begin else b"", b"?" * 16],
-                [b"".join(hashes[begin:end]), b"!" * 16],
-            )
-        )
-        slots = rng.sample(range(num_slots), rng.randrange(1, 3))
+        some = hashes[begin : rng.randrange(begin, len(hashes)) + 1]
         action = rng.random()
-        for index in both:
-            if action < 0.6:
-                index.follow(slot, b"".join(rng_hashes(step, hashes)), some)
-            elif action < 0.75:
-                index.remove(slot, hashes[begin:end])
-            elif action < 0.77:
-                index.clear(slot)
-            elif action < 0.8:
-                index.forget_predictions(slot)
-            else:
-                index.predict(slots, hashes, float(step), step + 40.0 + step % 7)
-        python, native = both
-        assert len(python) == len(native)
-        assert python.num_blocks(slot) == native.num_blocks(slot)
+        if action < 0.6:
+            removed = rng.sample(hashes, min(len(hashes), 3)) if step % 3 == 0 else []
+            parents = hashes[begin - 1] if begin else b"", b"?" * 16
+            stored = zip(parents, (b"".join(some), b"!" * 16))
+            index.follow(slot, b"".join(removed), stored)
+            naive.remove(slot, removed)
+            naive.store(slot, [*some, BlockHash(b"!" * 16)])
+        elif action < 0.75:
+            index.remove(slot, some)
+            naive.remove(slot, some)
+        elif action < 0.77:
+            index.clear(slot)
+            naive.clear(slot)
+        elif action < 0.8:
+            index.forget_predictions(slot)
+            naive.forget_predictions(slot)
+        else:
+            slots = rng.sample(range(num_slots), rng.randrange(1, 3))
+            for each in (index, naive):
+                each.predict(slots, hashes, float(step), step + 40.0 + step % 7)
+        assert len(index) == len(naive)
+        assert index.num_blocks(slot) == len(naive.held[slot])
         for wanted in rng.sample(chains, 3):
-            found = python.lookup(wanted, num_slots).tolist()
-            assert native.lookup(b"".join(wanted), num_slots).tolist() == found
-            found = python.lookup_predicted(wanted, num_slots, step + 1.0).tolist()
-            assert native.lookup_predicted(wanted, num_slots, step + 1.0).tolist() == found
+            assert index.lookup(b"".join(wanted), num_slots).tolist() == naive.lookup(wanted)
+            found = index.lookup_predicted(b"".join(wanted), num_slots, step + 1.0).tolist()
+            assert found == naive.lookup_predicted(wanted, step + 1.0)
         if step % 20 == 0:
-            python.check_integrity()
-            native.check_integrity()
-
-
-def rng_hashes(step: int, hashes: list[BlockHash]) -> list[BlockHash]:
-    """Some blocks of a chain, not always."""
-    return random.Random(step).sample(hashes, min(len(hashes), 3)) if step % 3 == 0 else []
+            index.check_integrity()
 
 
 def test_a_removed_block_that_others_follow_is_found_again_and_nothing_of_it_stays() -> None:
-    index, hashes = native_index(), chain(1, 2, 3)
+    index, hashes = PrefixIndex(), chain(1, 2, 3)
     for slot in (0, 100):
         index.store(slot, None, hashes)
     for slot in (0, 100):
@@ -213,31 +221,12 @@ def test_predictions_expire_and_never_mix_with_what_workers_report() -> None:
     index.check_integrity()
 
 
-def test_a_long_prompt_over_many_workers_needs_few_probes() -> None:
-    index = PrefixIndex()
+def test_a_long_prompt_is_held_or_predicted_to_many_different_lengths() -> None:
+    index, expected = PrefixIndex(), PrefixIndex()
     hashes = chain(*([1] * 4000))
     lengths = np.random.default_rng(0).integers(0, 4001, size=64)
     for slot, length in enumerate(lengths):
         index.store(slot, None, hashes[:length])
+        expected.predict((slot,), hashes[:length], now_s=0.0, expires_s=5.0)
     assert index.lookup(hashes, 64).tolist() == lengths.tolist()
-
-
-class CountedHash(bytes):
-    """A block's hash that counts how often it is looked up."""
-
-    num_lookups = 0
-
-    def __hash__(self) -> int:
-        CountedHash.num_lookups += 1
-        return super().__hash__()
-
-
-def test_the_end_of_a_long_prediction_takes_few_probes_too() -> None:
-    index, num_slots = PrefixIndex(), 16
-    hashes = chain(*([1] * 4000))
-    lengths = np.random.default_rng(0).integers(0, 4001, size=num_slots)
-    for slot, length in enumerate(lengths):
-        index.predict((slot,), hashes[:length], now_s=0.0, expires_s=5.0)
-    counted = [BlockHash(CountedHash(each)) for each in hashes]
-    assert index.lookup_predicted(counted, num_slots, 1.0).tolist() == lengths.tolist()
-    assert CountedHash.num_lookups <= num_slots * 13  # 2 ** 12 > 4000
+    assert expected.lookup_predicted(hashes, 64, 1.0).tolist() == lengths.tolist()

@@ -166,6 +166,8 @@ async def test_explain_route_lists_what_generate_chooses() -> None:
         assert costs == sorted(costs)
         best = explained.candidates[0]
         assert best.num_cached_tokens_decode > 0
+        assert {term.name for term in best.terms} >= {"queue", "prefill", "decode"}
+        assert sum(term.ms for term in best.terms) == pytest.approx(best.cost_ms, rel=1e-3)
         answer = await d.client.ask(ask_for(prompt + "two"))
         assert answer.routed[0].prefill_worker == best.prefill_worker
         assert answer.routed[0].decode_worker == best.decode_worker

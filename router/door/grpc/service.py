@@ -190,10 +190,10 @@ def _candidate(placement: Placement) -> router_pb2.RouteCandidate:
         prefill_worker=placement.prefill_worker,
         decode_worker=placement.decode_worker,
         cost_ms=placement.cost_s * 1e3,
-        queue_ms=placement.queue_s * 1e3,
-        prefill_ms=placement.prefill_s * 1e3,
-        transfer_ms=placement.transfer_s * 1e3,
-        decode_ms=placement.decode_s * 1e3,
+        terms=[
+            router_pb2.CostTerm(name=name, ms=seconds * 1e3)
+            for name, seconds in placement.terms_s.items()
+        ],
         num_cached_tokens_prefill=placement.num_cached_tokens_prefill,
         num_cached_tokens_decode=placement.num_cached_tokens_decode,
     )
