@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.clock import ManualClock
-from router.fleet.fleet import Fleet, RecentPeak, ReportedLoad, WorkerState
+from baton.fleet import WorkerState
+from router.fleet.fleet import Fleet, RecentPeak, ReportedLoad
 from router.placement.choice import choose, ranked
 from router.placement.terms import queue
 from tests.router.fleets import (
