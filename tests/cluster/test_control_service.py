@@ -211,7 +211,8 @@ async def test_a_worker_of_another_model_is_refused_by_name_and_gives_up(
     code = cast(grpc.aio.AioRpcError, caught.value.__cause__).code()
     assert code is grpc.StatusCode.FAILED_PRECONDITION
     assert caught.value.message.endswith(
-        "Pin `model_revision`, or start a new cluster for another model"
+        "Pin `model_revision`, set one engine.quantization for all pools, or start a new cluster "
+        "for another model"
     )
     assert caught.value.message in caplog.messages  # the registry's own log
 

@@ -243,7 +243,8 @@ def test_the_first_worker_s_model_binds_the_registry_while_any_worker_is_left() 
     assert caught.value.message == (
         f"worker decode-2 loaded {Path('models/demo').resolve()}: its weights or configuration "
         f"differ from the model that serves here: fingerprint {b'two'.hex()}, not {b'one'.hex()}. "
-        "Pin `model_revision`, or start a new cluster for another model"
+        "Pin `model_revision`, set one engine.quantization for all pools, or start a new cluster "
+        "for another model"
     )
     assert registry.register(of_model(b"one", "decode-2")) is not None
     assert registry.register(of_model(b"", "decode-3")) is not None

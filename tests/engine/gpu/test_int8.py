@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 
@@ -26,7 +28,7 @@ def test_products_are_those_of_the_definition(
     parts = [Int8Rows(values[:30], scales[:30]), Int8Rows(values[30:], scales[30:])]
     linear = Int8Linear.load(parts, bias.to(device), Target(kind, device), None)
     assert linear is not None
-    assert linear.by_triton
+    assert linear.by_triton or (device.type == "cpu" and "TRITON_INTERPRET" not in os.environ)
     weight = (values.double().unflatten(1, (groups, -1)) * scales.double()[:, :, None]).flatten(1)
     for num_rows in (1, 16, 17, 130):
         x = torch.randn(num_rows, inputs, generator=generator).to(kind)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import torch
 
 from engine.kernels.protocol import Activation
+from engine.kernels.torch.torch_kernels import TorchKernels
 from engine.models.linear.compressed_tensors import CompressedInt8
 from engine.models.linear.floats import FLOATS
 from engine.models.linear.int8 import Int8AtLoad, quantise
@@ -206,19 +207,20 @@ class Tried:
         self.check(total, expected, "columns")
 
     def check_gates(self, outputs: int, inputs: int) -> None:
-        """With gates the product is silu(gate) * up, or as without them."""
-        gate, up = weight_of(outputs, inputs, 1), weight_of(outputs, inputs, 2)
-        linear = self.load([self.read(gate), self.read(up)], gate=Activation.SILU)
-        assert linear is not None
-        for num_rows in (1, 33):
-            x = activations(num_rows, inputs, self.dtype)
-            left, right = (x.float() @ self.case.meant(each).T for each in (gate, up))
-            expected = torch.cat([left, right], dim=1)
-            if linear.gates:
-                expected = torch.nn.functional.silu(left) * right
-            found = linear.apply(x).float()
-            scale = expected.abs().amax()
-            assert (found - expected).abs().max() / scale < self.case.errors[self.dtype]
+        """With gates the product is gate(first half) * second, or as without them."""
+        first, second = weight_of(outputs, inputs, 1), weight_of(outputs, inputs, 2)
+        for gate in Activation:
+            linear = self.load([self.read(first), self.read(second)], gate=gate)
+            assert linear is not None
+            for num_rows in (1, 33):
+                x = activations(num_rows, inputs, self.dtype)
+                halves = [x.float() @ self.case.meant(each).T for each in (first, second)]
+                expected = torch.cat(halves, dim=1)
+                if linear.gates:
+                    expected = TorchKernels().gate(expected, gate)
+                found = linear.apply(x).float()
+                scale = expected.abs().amax()
+                assert (found - expected).abs().max() / scale < self.case.errors[self.dtype], gate
 
     def check_bytes(self, outputs: int, inputs: int) -> None:
         """The format's count is what the method takes, where no strip is padded."""

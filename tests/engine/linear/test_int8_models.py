@@ -48,7 +48,7 @@ def test_tokens_are_those_of_the_dequantised_checkpoint(
     check(tmp_path / "m", CONFIG, quantised.save(family, tmp_path / "m", layout, group, ignore))
 
 
-@pytest.mark.parametrize("family", ["llama", "mixtral"])
+@pytest.mark.parametrize("family", ["llama", "mixtral", "gemma3"])
 def test_tokens_of_weights_quantised_at_load_are_those_of_what_they_mean(
     tmp_path: Path, family: str
 ) -> None:
