@@ -273,7 +273,7 @@ def test_calls_are_remembered_for_as_long_as_they_could_come_again() -> None:
         now_s += WINDOW_S / 10
         guard._remember(int(now_s * 1e9), b"%d" % count)
     assert len(guard._nonces) <= 2 * 10 + 1
-    with pytest.raises(UnauthenticatedError, match="made before"):
+    with pytest.raises(UnauthenticatedError, match="taken before"):
         guard._remember(int(now_s * 1e9), b"99")
 
 
