@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import signal
 import sys
+import threading
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
@@ -125,6 +127,36 @@ def stream_answer(events: Generator[Event, None, None]) -> tuple[str, Text]:
     return text, cost_of(of_kind.get(Routed), of_kind.get(HandedOff), finished)
 
 
+def _asked(client: Client, request: router_pb2.GenerateRequest) -> tuple[str, Text]:
+    """Stream the answer of a request. Ctrl-C aborts it, then raises KeyboardInterrupt.
+
+    It is not raised where the signal comes: within gRPC it may leave a lock of the channel held, so
+    that whoever asks next waits for ever. A second ctrl-C interrupts at once.
+    """
+    stopped = threading.Event()
+
+    def abort() -> None:
+        with contextlib.suppress(BatonError):  # a router that cannot be reached knows by itself
+            client.abort(request.request_id, request.tenant)
+
+    def stop(number: int, frame: object) -> None:
+        signal.signal(signal.SIGINT, former)
+        stopped.set()
+        threading.Thread(target=abort, daemon=True).start()
+
+    former = signal.signal(signal.SIGINT, stop)
+    try:
+        answer = stream_answer(client.run(request))
+    except BatonError:
+        if not stopped.is_set():
+            raise
+    finally:
+        signal.signal(signal.SIGINT, former)
+    if stopped.is_set():
+        raise KeyboardInterrupt
+    return answer
+
+
 def _read(read: Callable[[], str]) -> str:
     """Read standard input. Raises InvalidRequestError for what is not text."""
     try:
@@ -136,7 +168,7 @@ def _read(read: Callable[[], str]) -> str:
 def generate(arguments: argparse.Namespace) -> int:
     prompt = _read(sys.stdin.read) if arguments.prompt == "-" else arguments.prompt
     with client_of(arguments) as client:
-        _, cost = stream_answer(client.run(_request(prompt, arguments)))
+        _, cost = _asked(client, _request(prompt, arguments))
     if arguments.stats or render.err().is_terminal:
         render.err().print(cost, no_wrap=True)
     return 0
@@ -176,7 +208,7 @@ def _exchange(
     options = sampling_options(arguments)
     options["chat"] = turns
     try:
-        text, cost = stream_answer(client.generate(**options))
+        text, cost = _asked(client, build_request(**options))
     except BatonError as error:
         if isinstance(error, UnavailableError) and not sys.stdin.isatty():
             raise
