@@ -168,7 +168,7 @@ def _read(read: Callable[[], str]) -> str:
 def generate(arguments: argparse.Namespace) -> int:
     prompt = _read(sys.stdin.read) if arguments.prompt == "-" else arguments.prompt
     with client_of(arguments) as client:
-        _, cost = _asked(client, _request(prompt, arguments))
+        _, cost = stream_answer(client.run(_request(prompt, arguments)))
     if arguments.stats or render.err().is_terminal:
         render.err().print(cost, no_wrap=True)
     return 0
