@@ -25,7 +25,8 @@ def oracle_model(family: str, **overrides: Any) -> transformers.PreTrainedModel:
     generator = torch.Generator().manual_seed(99)
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
-            parameter.copy_(random_weight(parameter_name, tuple(parameter.shape), generator))
+            shape = tuple(parameter.shape)
+            parameter.copy_(random_weight(family, parameter_name, shape, generator))
     return model
 
 

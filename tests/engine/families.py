@@ -85,7 +85,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "Gemma3",
         {
             "head_dim": 32,
-            "query_pre_attn_scalar": 24,
+            "query_pre_attn_scalar": 48,
             "sliding_window": 24,
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
             "rope_parameters": {
@@ -103,16 +103,19 @@ def hf_config(family: str) -> dict[str, Any]:
     return {"architectures": [f"{name}ForCausalLM"], **COMMON, **settings}
 
 
-def random_weight(name: str, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+def random_weight(
+    family: str, name: str, shape: tuple[int, ...], generator: torch.Generator
+) -> torch.Tensor:
     """float32, of the tensor of this name."""
     noise = torch.randn(shape, generator=generator)
+    gemma = family == "gemma3"  # its norms add 1 to their weights, its embeddings are scaled
     if "norm" in name:
         centre = 1.8 if "q_norm" in name or "k_norm" in name else 1.0
-        return centre + 0.1 * noise
+        return centre - gemma + 0.1 * noise
     if name.endswith("bias"):
         return 0.2 * noise
     if "embed" in name:
-        return 0.3 * noise
+        return (0.3 / shape[-1] ** 0.5 if gemma else 0.3) * noise
     peaky = "q_proj" in name or "k_proj" in name
     scale = 1.8 if peaky else 1.2 if "o_proj" in name else 1.0
     return scale * noise * shape[-1] ** -0.5

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -35,7 +36,7 @@ def engine_on(device: torch.device, family: str, config: EngineConfig) -> Engine
         config.dtype,
         device,
         block_size=config.block_size,
-        weight_of=random_weight,
+        weight_of=partial(random_weight, family),
         drawn_on=CPU,
         kernels=kernels,
     )
@@ -49,7 +50,7 @@ def reference_engine(family: str, config: EngineConfig) -> Engine:
         "float32",
         CPU,
         block_size=config.block_size,
-        weight_of=random_weight,
+        weight_of=partial(random_weight, family),
     )
     config = config_on(CPU, block_size=config.block_size)
     return lone_engine(TorchModel.sized(spec, config, decoder))
