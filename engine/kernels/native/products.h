@@ -224,45 +224,61 @@ struct AmxTiles {
 // --- vectors --------------------------------------------------------------------------------------
 
 inline void prefetch(const char* words) {
-  constexpr int64_t kAhead = 4096;  // bytes: what memory needs to answer
+  constexpr int64_t kAhead = 6144;  // bytes: what memory needs to answer
   __builtin_prefetch(words + kAhead);
 }
 
 // to[row][32]: kRows rows of one activation tile row times kColumns panels of a strip, `panel` bytes
-// apart.
+// apart. Few rows times Int8, which memory brings fast, would wait for the latency of their sums: words
+// take turns at kTurns of them.
 template <typename X, typename W, int kRows, int kColumns>
 void vector_multiply(const X* x, const char* w, int64_t panel, int64_t k_tiles, float* to) {
   constexpr int64_t kWords = kTileK / kPerWord<W>, kBytes = kLanes * kWordBytes<W>;
-  F16 sums[kRows][kColumns] = {};
+  constexpr int kTurns = kRegisters == 32 && sizeof(W) == 1 && kRows <= 2 ? 4 / kRows : 1;
+  F16 sums[kRows][kColumns][kTurns] = {};
   for (int64_t tile = 0; tile < k_tiles; tile++, x += kTile, w += kTileBytes<W>) {
-#pragma GCC unroll 4
-    for (int64_t word = 0; word < kWords; word++) {
-      U16 columns[kColumns];
+#pragma GCC unroll 2
+    for (int64_t pair = 0; pair < kWords; pair += 2) {
+      U16 columns[kColumns][2];
       for (int c = 0; c < kColumns; c++) {
-        const char* at = w + c * panel + word * kBytes;
-        if constexpr (sizeof(X) == 2) columns[c] = load_bf16_words<W>(at);
-        else columns[c] = load_words<W>(at);
-        if (word * kBytes % 64 == 0) prefetch(at);
+        const char* at = w + c * panel + pair * kBytes;
+        if constexpr (sizeof(X) == 2) load_bf16_words<W>(at, columns[c]);
+        else for (int i = 0; i < 2; i++) columns[c][i] = load_words<W>(at + i * kBytes);
+        for (int64_t line = 0; line < 2 * kBytes; line += 64) prefetch(at + line);
       }
-      if constexpr (sizeof(X) == 2) {
-        for (int r = 0; r < kRows; r++) {
-          const U16 value = splat_raw(load_raw<uint32_t>(x + r * kTileK + word * kPerWord<W>));
-          for (int c = 0; c < kColumns; c++) sums[r][c] = dot<X>(sums[r][c], value, columns[c]);
-        }
-      } else {
-        for (int i = 0; i < kPerWord<W>; i++) {
-          F16 wide[kColumns];
-          for (int c = 0; c < kColumns; c++) wide[c] = part<W>(columns[c], i);
+#pragma GCC unroll 2
+      for (int64_t word = pair; word < pair + 2; word++) {
+        if constexpr (sizeof(X) == 2) {
           for (int r = 0; r < kRows; r++) {
-            const F16 value = splat(x[r * kTileK + word * kPerWord<W> + i]);
-            for (int c = 0; c < kColumns; c++) sums[r][c] = wide[c] * value + sums[r][c];
+            const U16 value = splat_raw(load_raw<uint32_t>(x + r * kTileK + word * kPerWord<W>));
+            for (int c = 0; c < kColumns; c++) {
+              F16& sum = sums[r][c][word % kTurns];
+              sum = dot<X>(sum, value, columns[c][word - pair]);
+            }
+          }
+        } else {
+          for (int i = 0; i < kPerWord<W>; i++) {
+            F16 wide[kColumns];
+            for (int c = 0; c < kColumns; c++) wide[c] = part<W>(columns[c][word - pair], i);
+            for (int r = 0; r < kRows; r++) {
+              const F16 value = splat(x[r * kTileK + word * kPerWord<W> + i]);
+              for (int c = 0; c < kColumns; c++) {
+                F16& sum = sums[r][c][word % kTurns];
+                sum = wide[c] * value + sum;
+              }
+            }
           }
         }
       }
     }
   }
   for (int r = 0; r < kRows; r++) {
-    for (int c = 0; c < kColumns; c++) store(to + r * kStrip + c * kLanes, sums[r][c]);
+    for (int c = 0; c < kColumns; c++) {
+      for (int turns = kTurns / 2; turns > 0; turns /= 2) {
+        for (int t = 0; t < turns; t++) sums[r][c][t] += sums[r][c][t + turns];
+      }
+      store(to + r * kStrip + c * kLanes, sums[r][c][0]);
+    }
   }
 }
 
@@ -328,12 +344,17 @@ void widen_strip(const Weight& weight, int64_t strip, char* to) {
       const F16 scale = kScaled ? load(of_group + panel * kLanes) : splat(1.0f);
       const char* at = from + tile * kTileBytes<Int8> + panel * panel_bytes<Int8>(k_tiles);
       char* out = to + tile * kTileBytes<W> + panel * panel_bytes<W>(k_tiles);
+      if constexpr (!kScaled && sizeof(W) == 2) {
+        for (int64_t pair = 0; pair < kWords; pair += 2, at += 2 * kBytes, out += 128) {
+          U16 words[2];
+          prefetch(at);
+          load_bf16_words<Int8>(at, words);
+          for (int i = 0; i < 2; i++) store_raw(out + i * 64, words[i]);
+        }
+        continue;
+      }
       for (int64_t word = 0; word < kWords; word++, at += kBytes, out += 2 * kLanes * sizeof(W)) {
         if (word * kBytes % 64 == 0) prefetch(at);
-        if constexpr (!kScaled && sizeof(W) == 2) {
-          store_raw(out, load_bf16_words<Int8>(at));
-          continue;
-        }
         const U16 words = load_words<Int8>(at);
         const F16 low = part<Int8>(words, 0) * scale, high = part<Int8>(words, 1) * scale;
         if constexpr (sizeof(W) == 4) {

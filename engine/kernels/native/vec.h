@@ -292,20 +292,52 @@ BATON_INLINE U16 load_words(const char* from) {
   return load_raw<U16>(from);
 }
 
-// The same as words of Bf16, which hold every Int8.
-template <typename T>
-BATON_INLINE U16 load_bf16_words(const char* from) {
-  if constexpr (sizeof(T) == 2) return load_raw<U16>(from);
-#if defined(__AVX512BF16__)
-  auto half = [&](int i) {
-    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(
-        _mm_loadu_si128(reinterpret_cast<const __m128i*>(from) + i)));
-  };
-  return {as<U16::Part>(_mm512_cvtne2ps_pbh(half(1), half(0)))};
-#else
-  const U16 words = load_words<T>(from);
-  return (as<U16>(part<T>(words, 0)) >> 16) | (as<U16>(part<T>(words, 1)) & 0xffff0000u);
+#if defined(__AVX512VBMI__)
+// Bf16's upper and lower byte of 0 to 127, and, in place of 0, of 128.
+struct Bf16OfBytes {
+  alignas(64) uint8_t upper[128], lower[128];
+};
+constexpr Bf16OfBytes kBf16OfBytes = [] {
+  Bf16OfBytes table{};
+  for (int i = 0; i < 128; i++) {
+    int value = i == 0 ? 128 : i, exponent = 127;
+    while (value >> (exponent - 126)) exponent++;
+    const int bits = exponent << 7 | ((value << (134 - exponent)) & 127);
+    table.upper[i] = bits >> 8;
+    table.lower[i] = bits & 255;
+  }
+  return table;
+}();
 #endif
+
+// Thirty-two words of weights T as words of Bf16, which hold every Int8.
+template <typename T>
+BATON_INLINE void load_bf16_words(const char* from, U16* to) {
+#if defined(__AVX512VBMI__)
+  if constexpr (sizeof(T) == 1) {  // by looking magnitudes up; 0 and -128 share one
+    auto table = [](const uint8_t* at) { return _mm512_load_si512(at); };
+    const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);  // undone by the interleaving
+    const __m512i x = _mm512_permutexvar_epi64(order, _mm512_loadu_si512(from));
+    const __m512i size = _mm512_abs_epi8(x);
+    const uint8_t *up = kBf16OfBytes.upper, *low = kBf16OfBytes.lower;
+    const __m512i bare = _mm512_maskz_permutex2var_epi8(_mm512_test_epi8_mask(x, x), table(up), size,
+                                                        table(up + 64));
+    const __m512i sign = _mm512_set1_epi8(-128);
+    const __m512i upper = _mm512_ternarylogic_epi64(bare, x, sign, 0xf8);  // bare | (x & sign)
+    const __m512i lower = _mm512_permutex2var_epi8(table(low), size, table(low + 64));
+    to[0] = {as<U16::Part>(_mm512_unpacklo_epi8(lower, upper))};
+    to[1] = {as<U16::Part>(_mm512_unpackhi_epi8(lower, upper))};
+    return;
+  }
+#endif
+  for (int i = 0; i < 2; i++) {
+    if constexpr (sizeof(T) == 2) {
+      to[i] = load_raw<U16>(from + i * 64);
+    } else {
+      const U16 words = load_words<T>(from + i * 32);
+      to[i] = (as<U16>(part<T>(words, 0)) >> 16) | (as<U16>(part<T>(words, 1)) & 0xffff0000u);
+    }
+  }
 }
 
 // For each lane of the result the number of one of a's, or, from kPartLanes on, of b's.
