@@ -13,11 +13,13 @@ from baton.native_build import build, cpu_features, for_target
 from engine.kernels.native import packed_weights
 from engine.kernels.native.native_kernels import native_library
 from engine.kernels.native.recipe import KERNELS
+from kv_transfer.block_hash import native_chain
 
 
 @pytest.fixture
 def no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """For the processes that a test starts, too: torch's kernels serve."""
+    native_chain()  # kept: nothing stands in for it
     (empty := tmp_path / "no-programs").mkdir()
     monkeypatch.setenv("PATH", str(empty))
     native_library.cache_clear()
