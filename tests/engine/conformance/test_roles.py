@@ -10,7 +10,7 @@ from baton.config.engine import ENGINES, EngineConfig, FakeEngineConfig
 from baton.config.workers import DecodeConfig
 from baton.fleet import Role
 from baton.v1 import worker_pb2
-from engine.request import SampledToken
+from engine.request import EngineEvent, SampledToken, TokenEvent
 from engine.wire import read_spec
 from tests.cluster.conftest import (
     DecodeLink,
@@ -64,12 +64,14 @@ async def test_either_role_is_served_by_either_engine(
 async def test_a_first_token_that_is_computed_otherwise_is_counted_and_not_sent(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    admit = SecondEngine.admit
-    monkeypatch.setattr(
-        SecondEngine,
-        "admit",
-        lambda engine, key, first: admit(engine, key, SampledToken(first.token_id ^ 1)),
-    )
+    tell = SecondEngine._tell
+
+    def tell_another(engine: SecondEngine, event: EngineEvent) -> None:
+        if isinstance(event, TokenEvent) and event.index == 0:
+            event = replace(event, token=SampledToken(event.token.token_id ^ 1))
+        tell(engine, event)
+
+    monkeypatch.setattr(SecondEngine, "_tell", tell_another)
     async with (
         running_worker("prefill-0", Role.PREFILL, SECOND) as prefill,
         running_worker("decode-0", Role.DECODE, SECOND) as decode,
@@ -77,9 +79,8 @@ async def test_a_first_token_that_is_computed_otherwise_is_counted_and_not_sent(
         link = await DecodeLink(decode.address, "router-a").open()
         router, writer = MiniRouter(prefill.address, link), prefill.info().ref
         spec = make_spec("x", kv_fingerprint=decode.rank.model.kv_fingerprint)
-        tokens = await router.generate(spec, writer)
-        assert tokens[0] == engine_tokens(OURS, read_spec(spec))[0]
-        assert len(tokens) == spec.sampling.max_tokens
+        assert await router.generate(spec, writer) == engine_tokens(OURS, read_spec(spec))
+        assert decode.decode.num_other_first_tokens == 1
         await nothing_held(prefill, decode)
         await router.close()
         await link.close()
