@@ -19,7 +19,7 @@ from engine.models.linear.method import Linear, MatrixSource, Method, Target
 from engine.models.linear.packed import PackedLinear
 
 _MOST = 127  # symmetric: -128 would have no counterpart
-_ROWS_AT_ONCE = 4096  # while quantising: wide copies of a vocabulary would take gigabytes
+_ROWS_AT_ONCE = 256  # while quantising: larger wide copies leave holes that are kept
 
 
 @dataclass(frozen=True)
@@ -38,14 +38,15 @@ class Int8Rows:
 def quantise(weight: torch.Tensor, columns: slice = slice(None)) -> Int8Rows:
     """Columns of a weight, each row by its largest value: in all columns, so that the parts of
     tensor-parallel ranks are those of the whole."""
-    values, scales = [], []
-    for rows in weight.chunk(-(-len(weight) // _ROWS_AT_ONCE)):
-        wide = rows.float()
-        scale = wide.abs().amax(dim=1, keepdim=True).div_(_MOST)
-        scale.masked_fill_(scale == 0, 1.0)  # a row of zeros
-        values.append((wide[:, columns] / scale).round_().to(torch.int8))
-        scales.append(scale)
-    return Int8Rows(torch.cat(values), torch.cat(scales))
+    part = weight[:, columns]
+    values = torch.empty(part.shape, dtype=torch.int8)
+    scales = torch.empty(len(weight), 1)
+    for first in range(0, len(weight), _ROWS_AT_ONCE):
+        rows = slice(first, first + _ROWS_AT_ONCE)
+        scale = weight[rows].float().abs().amax(dim=1, keepdim=True).div_(_MOST)
+        scales[rows] = scale.masked_fill_(scale == 0, 1.0)  # a row of zeros
+        values[rows] = (part[rows].float() / scales[rows]).round_()
+    return Int8Rows(values, scales)
 
 
 class PackedInt8:
