@@ -14,7 +14,7 @@ from baton.config.router import PlacementConfig, RouterConfig
 from baton.errors import BatonError
 from baton.fleet import WorkerState
 from baton.v1 import common_pb2
-from kv_transfer.block_hash import SHARED_BY_ALL, BlockHash
+from kv_transfer.block_hash import HASH_BYTES, SHARED_BY_ALL
 from router.fleet.fleet import Fleet
 from router.fleet.worker_facts import WorkerFacts
 from router.index.prefix_index import PrefixIndex
@@ -51,7 +51,7 @@ def fleet_of(size: int, config: PlacementConfig, index: PrefixIndex) -> Fleet:
         entry = fleet.add(facts)
         fleet.set_state(entry, WorkerState.LIVE)
         fleet.set_connected(entry, True)
-        index.store(entry.slot, None, [BlockHash(rng.randbytes(16)) for _ in range(1000)])
+        index.follow(entry.slot, b"", [(b"", rng.randbytes(1000 * HASH_BYTES))])
     return fleet
 
 

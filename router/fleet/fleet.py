@@ -129,7 +129,7 @@ class Fleet:
         self._kinds: WorkerKinds | None = None  # of the workers that are here; None: not known
         self._booking_ids = itertools.count(1)
         self._bookings: dict[int, Booking] = {}
-        self.arrays = FleetArrays.empty(8)
+        self.arrays = FleetArrays(8)
         self.away = RolesAway()
         self.is_leaving = False
         """Its unit has left: no worker comes any more, whatever the registry last said."""

@@ -44,6 +44,7 @@ from router.placement.placement import (
 from router.placement.placing import Placing
 from router.placement.public_prefix import NO_PREFIX, PublicPrefix
 from router.placement.ticket import Placed, PromptBlocks, Ticket
+from router.report.figures import Waiting
 
 
 def too_large(ticket: Ticket, fleet: Fleet, policy: PlacementConfig) -> NoCapacityError | None:
@@ -146,6 +147,25 @@ class Admission:
     def waiting(self) -> Sequence[Ticket]:
         """Requests in line, oldest first."""
         return self._waiting
+
+    def waits(self) -> list[Waiting]:
+        """Report who waits, and for what: a prefill is useless without room at a decode worker."""
+        arrays, now_s = self._fleet.arrays, self._clock.now_s()
+        decodes = arrays.usable & arrays.can_decode
+        prefills = arrays.usable & arrays.can_prefill
+        never_local = self._config.placement.local_prefill == "never"
+        has_roles = decodes.any() and (not never_local or prefills.any())
+        open_ = decodes & (arrays.running < arrays.max_running)
+        room = float(arrays.free_tokens[open_].max(initial=0.0))
+        return [
+            Waiting(
+                num_uncached_tokens=ticket.uncached_tokens,
+                wait_s=max(0.0, now_s - ticket.since_s),
+                for_decode=room < ticket.num_tokens,
+                is_held=not has_roles,
+            )
+            for ticket in self._waiting
+        ]
 
     def prompt(self, token_ids: TokenIds, tenant: str, cache_salt: str) -> PromptBlocks:
         """Its tenant shares its blocks with nobody, but for the public prefix."""

@@ -24,7 +24,7 @@ from baton.finish_reason import FinishReason
 from baton.v1 import control_pb2
 from router.fleet.fleet import Fleet
 from router.fleet.fleet_links import FleetLinks, FleetReport
-from router.fleet.registry import FleetWatch, RegistryAccess, keep_reporting
+from router.fleet.registry import RegistryAccess, keep_reporting, watch_fleet
 from router.fleet.session import RouterIdentity
 from router.fleet.worker_facts import NO_BOUND
 from router.index.prefix_index import PrefixIndex
@@ -33,8 +33,7 @@ from router.placement.fairness import FairLine, RetryBudget
 from router.placement.placement import Placement
 from router.placement.public_prefix import PublicPrefix
 from router.placement.ticket import Ticket
-from router.placement.waiting import waiting_requests
-from router.report.figures import Counts, Figures, PoolFigures, RequestFigures, Waiting
+from router.report.figures import Counts, Figures, PoolFigures, RequestFigures
 from router.report.metrics import Gauges, RouterMetrics
 from router.report.recent import Recent
 from router.report.traces import Trace
@@ -79,9 +78,11 @@ class Router:
             config, self.identity, self.fleet, self.index, model.name, registry.own
         )
         self.links.end_request = self._end_request
-        public = PublicPrefix.of(config.placement.public_prefix, model.text)
+        public = PublicPrefix.of(
+            config.placement.public_prefix, model.text.encode, model.text.encode_chat
+        )
         self.admission = Admission(config, self.fleet, self.index, clock, random.Random(), public)
-        self.watch = FleetWatch(registry, self._take_fleet, self.fleet.forget_others)
+        self.watch = watch_fleet(registry, self._take_fleet, self.fleet.forget_others)
         self.parts = self._make_parts()
         self._runs: dict[Key, RequestRun] = {}
         self._timers: dict[RequestRun, Timer] = {}
@@ -310,12 +311,8 @@ class Router:
             close_objects=self.config.answers.close_objects,
         )
 
-    def waiting(self) -> list[Waiting]:
-        now_s = self.clock.now_s()
-        return waiting_requests(self.admission.waiting, self.fleet, self.config.placement, now_s)
-
     def report(self) -> control_pb2.ReportRouterRequest:
-        report = self._figures.report(self.parts.counts, self.waiting())
+        report = self._figures.report(self.parts.counts, self.admission.waits())
         pools = self.parts.pool_figures
         requests = self.parts.request_figures.report(self.num_active, pools.median_gap_s())
         report.requests.CopyFrom(requests)

@@ -298,7 +298,7 @@ class Units:
 
     # --- the list of units ---------------------------------------------------------------------
 
-    async def _take_units(self, message: control_pb2.WatchUnitsResponse) -> None:
+    def _take_units(self, message: control_pb2.WatchUnitsResponse) -> None:
         known = {unit.key: unit for unit in self.listed}
         units = []
         for listed in message.units:

@@ -20,7 +20,7 @@ Pair = tuple[int | None, int]
 
 def random_fleet(rng: np.random.Generator, num_slots: int) -> FleetArrays:
     """Few distinct values in every column, so that groups, ties and shortages all occur."""
-    fleet = FleetArrays.empty(num_slots)
+    fleet = FleetArrays(num_slots)
     fleet.names = [f"w{slot}" for slot in range(num_slots)]
 
     def column(*values: float) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
