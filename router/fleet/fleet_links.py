@@ -18,7 +18,7 @@ from baton.identity.identity import Identity
 from router.fleet.fleet import Fleet, ReportedLoad, RolesAway, WorkerEntry
 from router.fleet.session import RouterIdentity
 from router.fleet.worker_facts import WorkerFacts
-from router.fleet.worker_link import IndexState, WorkerLink
+from router.fleet.worker_link import WorkerLink
 from router.index.prefix_index import PrefixIndex
 
 log = logging.getLogger(__name__)
@@ -102,7 +102,7 @@ class FleetLinks:
         return any(await asyncio.gather(*asked))
 
     def num_degraded(self) -> int:
-        return sum(link.index_state is IndexState.DEGRADED for link in self._links.values())
+        return sum(not link.kv.is_exact for link in self._links.values())
 
     @property
     def are_all_known(self) -> bool:
