@@ -21,6 +21,8 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from router.text.partial import num_begun
+
 ToolFormat = Literal["hermes", "llama3", "mistral"]
 
 MARKERS: dict[ToolFormat, tuple[str, ...]] = {
@@ -234,7 +236,7 @@ class ToolParser(ABC):
     def _outside(self) -> bool:
         """Text up to the marker. White space before a marker, and after a call, is nobody's."""
         before, found, after = self._text.partition(self._marker)
-        shown = before if found else before[: -_begun(before, self._marker) or None]
+        shown = before if found else before[: len(before) - num_begun(before, self._marker)]
         stripped = shown.rstrip()
         held = "" if found else before[len(stripped) :]
         self._put(stripped)
@@ -315,14 +317,6 @@ class ToolParser(ABC):
             self._out[-1] += text
         elif text:
             self._out.append(text)
-
-
-def _begun(text: str, marker: str) -> int:
-    """How many characters at the end of `text` may begin the marker."""
-    for length in range(min(len(marker) - 1, len(text)), 0, -1):
-        if marker.startswith(text[-length:]):
-            return length
-    return 0
 
 
 class HermesParser(ToolParser):
