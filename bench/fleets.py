@@ -10,7 +10,7 @@ import time
 import numpy as np
 
 from baton.clock import LoopClock
-from baton.config.router import PlacementConfig, RouterConfig
+from baton.config.router import RouterConfig
 from baton.errors import BatonError
 from baton.fleet import WorkerState
 from baton.v1 import common_pb2
@@ -25,9 +25,9 @@ from tests.router.scripted_worker import FINGERPRINT, MODEL
 NUM_PLACEMENTS = 300
 
 
-def fleet_of(size: int, config: PlacementConfig, index: PrefixIndex) -> Fleet:
+def fleet_of(size: int, index: PrefixIndex) -> Fleet:
     """Half prefill and half decode workers, each holding a thousand blocks of its own."""
-    fleet = Fleet(config, time.monotonic, lambda: None)
+    fleet = Fleet(time.monotonic, lambda: None)
     rng = random.Random(0)
     for number in range(size):
         facts = WorkerFacts(
@@ -58,7 +58,7 @@ def fleet_of(size: int, config: PlacementConfig, index: PrefixIndex) -> Fleet:
 async def placement_us(size: int) -> float:
     """Median microseconds from the queue to a booked placement, and back."""
     config, index = RouterConfig(), PrefixIndex()
-    fleet = fleet_of(size, config.placement, index)
+    fleet = fleet_of(size, index)
     admission = Admission(config, fleet, index, LoopClock(), random.Random(0))
     took = []
     rng = np.random.default_rng(0)

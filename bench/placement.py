@@ -91,7 +91,7 @@ def best_us(size: int) -> float:
     """`Placing.best`: look-up in the index and choice, for a prompt of 1,024 tokens that a decode
     worker holds in part."""
     config, index = PlacementConfig(), PrefixIndex()
-    fleet = fleet_of(size, config, index)
+    fleet = fleet_of(size, index)
     placing = Placing(config, fleet, index, random.Random(0))
     prompt = PromptBlocks(prompt_of(1024), SHARED_BY_ALL)
     index.follow(1, b"", [(b"", prompt.hashes(FINGERPRINT, 16)[: 32 * HASH_BYTES])])
@@ -103,7 +103,7 @@ def best_us(size: int) -> float:
 def choices() -> list[list[str]]:
     rows = []
     for size in FLEETS:
-        fleet = fleet_of(size, PlacementConfig(), PrefixIndex()).arrays
+        fleet = fleet_of(size, PrefixIndex()).arrays
         for num_distinct in (1, 4, 16, size):
             half = f"{size // 2} x {size // 2}, {num_distinct} parts held"
             rows.append([half, f"{choice_us(fleet, num_distinct):.0f}"])

@@ -263,26 +263,15 @@ class PlacementConfig(Ranged):
     local_prefill_weight: NotNegative = 2.0
     """A second of prefill on a decode worker costs this many seconds, since streams stall behind
     it."""
-    default_prefill_tokens_per_s: Positive = 2000.0
-    """Prefill rate of every worker until the first one of a model reports its own."""
-    default_decode_step_s: Positive = 0.02
-    default_handoff_bytes_per_s: Positive = 2e9
     explore_share: _Fraction = 1 / 64
     """Share of placements that do not trust old measures of a worker's speed."""
     trust_rates_s: NotNegative = 30.0
     """How long these trust a measure. A worker with an older one counts as the best."""
-    handoff_overhead_s: NotNegative = 0.002
-    """Fixed cost of a handoff: a reservation and an acknowledgement."""
-    handoff_overlap: _Fraction = 0.9
-    """Share of a move that can hide behind the prefill, and of the prefill it can hide behind."""
-    decode_horizon_tokens: Whole = 32
-    """Tokens over which a decode worker's load counts when workers are compared."""
     decode_growth_tokens: Whole = 128
     """Output tokens for which room is set aside on a decode worker, at most the request's own
     limit."""
     prediction_ttl_s: NotNegative = 5.0
     """How long a placed prompt's blocks count as cached before the worker's events say so."""
-    max_predictions: Whole = 200_000
     public_prefix: str = ""
     """Text that prompts of all tenants may begin with, such as a common system message. Its whole
     blocks are cached once for all tenants. All else is cached for each tenant apart: a tenant could

@@ -16,7 +16,7 @@ from typing import NewType
 import numpy as np
 
 from baton.clock import NowS
-from baton.config.router import LocalPrefill, PlacementConfig
+from baton.config.router import LocalPrefill
 from baton.fleet import WorkerState
 from router.fleet.fleet_arrays import FleetArrays
 from router.fleet.link_rates import LEARNING_RATE
@@ -58,6 +58,10 @@ class RecentPeak:
 
 Slot = NewType("Slot", int)
 
+# What a worker is taken for until the first report of its own.
+DEFAULT_PREFILL_TOKENS_PER_S = 2000.0
+DEFAULT_DECODE_STEP_S = 0.02
+DEFAULT_HANDOFF_BYTES_PER_S = 2e9
 REPORT_AGE_S = 2.0  # of a worker's figures at most: its heartbeat's and the registry's pace
 
 
@@ -119,8 +123,7 @@ class Booking:
 class Fleet:
     """Own worker rows and bookings; everything here runs on the event loop."""
 
-    def __init__(self, config: PlacementConfig, clock: NowS, on_change: Callable[[], None]) -> None:
-        self._config = config
+    def __init__(self, clock: NowS, on_change: Callable[[], None]) -> None:
         self._clock = clock
         self._on_change = on_change
         self._entries: dict[str, WorkerEntry] = {}
@@ -173,7 +176,7 @@ class Fleet:
             self.arrays = self.arrays.grown()
         entry = WorkerEntry(slot, facts)
         self._entries[facts.worker_id] = self._by_slot[slot] = entry
-        a, config = self.arrays, self._config
+        a = self.arrays
         a.names[slot] = facts.worker_id
         a.kv_class[slot] = self._class_numbers.setdefault(facts.kv_class, len(self._class_numbers))
         self._kinds = None
@@ -183,10 +186,10 @@ class Fleet:
         a.max_running[slot] = max(1, facts.max_num_seqs)
         a.longest_request[slot] = facts.longest_request
         a.max_held_tokens[slot] = facts.max_held_tokens or np.inf
-        a.prefill_tokens_per_s[slot] = config.default_prefill_tokens_per_s
-        a.decode_step_s[slot] = config.default_decode_step_s
+        a.prefill_tokens_per_s[slot] = DEFAULT_PREFILL_TOKENS_PER_S
+        a.decode_step_s[slot] = DEFAULT_DECODE_STEP_S
         a.prefill_measured_s[slot] = a.decode_measured_s[slot] = -np.inf
-        a.handoff_bytes_per_s[slot] = config.default_handoff_bytes_per_s
+        a.handoff_bytes_per_s[slot] = DEFAULT_HANDOFF_BYTES_PER_S
         a.hold_until_s[slot] = 0.0
         a.links.forget(slot)
         self._recount(entry)
@@ -287,7 +290,7 @@ class Fleet:
     def prefill_tokens_per_s(self, entry: WorkerEntry) -> float:
         """The worker's last report; the default before the first."""
         if not self._is_here(entry):  # its slot may have been given away
-            return self._config.default_prefill_tokens_per_s
+            return DEFAULT_PREFILL_TOKENS_PER_S
         return float(self.arrays.prefill_tokens_per_s[entry.slot])
 
     def observe_handoff(self, booking: Booking, num_bytes: int, seconds: float) -> None:

@@ -72,8 +72,8 @@ class Router:
         self.metrics, self._trace = metrics, trace
         self.identity = RouterIdentity(f"router-{uuid.uuid4().hex[:12]}", time.time_ns())
         self._figures = Figures(self.identity.router_id, clock.now_s)
-        self.index = PrefixIndex(config.placement.max_predictions)
-        self.fleet = Fleet(config.placement, clock.now_s, lambda: self.admission.kick())
+        self.index = PrefixIndex()
+        self.fleet = Fleet(clock.now_s, lambda: self.admission.kick())
         self.links = FleetLinks(
             config, self.identity, self.fleet, self.index, model.name, registry.own
         )

@@ -51,7 +51,7 @@ def facts(worker_id: str, prefill: bool, decode: bool, **changes: object) -> Wor
 
 
 def fleet_of(*members: WorkerFacts, clock: ManualClock | None = None) -> Fleet:
-    fleet = Fleet(POLICY, (clock or ManualClock(100.0)).now_s, lambda: None)
+    fleet = Fleet((clock or ManualClock(100.0)).now_s, lambda: None)
     for member in members:
         entry = fleet.add(member)
         fleet.set_state(entry, WorkerState.LIVE)
