@@ -44,7 +44,6 @@ def fleet_of(size: int, index: PrefixIndex) -> Fleet:
             max_request_tokens=0,
             max_held_tokens=0,
             max_num_seqs=256,
-            vocab_size=257,
             kv_bytes_per_token=1 << 17,
             ref=common_pb2.WorkerRef(worker_id=f"w{number}"),
         )

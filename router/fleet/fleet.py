@@ -142,9 +142,6 @@ class Fleet:
     def __iter__(self) -> Iterator[WorkerEntry]:
         return iter(list(self._entries.values()))
 
-    def __len__(self) -> int:
-        return len(self._entries)
-
     def get(self, worker_id: str) -> WorkerEntry | None:
         return self._entries.get(worker_id)
 

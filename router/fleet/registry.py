@@ -162,7 +162,6 @@ def read_facts(info: control_pb2.WorkerInfo) -> WorkerFacts:
         max_request_tokens=info.max_request_tokens,
         max_held_tokens=info.max_held_tokens_per_request,
         max_num_seqs=info.max_num_seqs,
-        vocab_size=info.vocab_size,
         kv_bytes_per_token=info.kv_bytes_per_token,
         ref=info.ref,
         pool=info.pool,

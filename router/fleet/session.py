@@ -74,7 +74,6 @@ class Session:
         """Ends a request that its client aborts at another router. False: it is not here."""
         self._cancels: deque[tuple[float, worker_pb2.Cancel]] = deque(maxlen=MAX_KEPT_CANCELS)
         """Each with its time, oldest first."""
-        self.num_stale_messages = 0
 
     @property
     def is_open(self) -> bool:
@@ -208,7 +207,5 @@ class Session:
 
     def _handler(self, wire_id: str, attempt: int) -> AttemptHandler | None:
         handler = self._handlers.get(wire_id)
-        if handler is not None and handler.number in (None, attempt):
-            return handler
-        self.num_stale_messages += 1
-        return None
+        is_current = handler is not None and handler.number in (None, attempt)
+        return handler if is_current else None

@@ -50,7 +50,6 @@ class KvFollower:
         self._sequence: int | None = None
         self.is_exact = False
         """Whether the index says what the worker holds. False: events were missed, or none came."""
-        self.num_gaps = 0
 
     def follow(self, link: Link) -> None:
         self._link, self._sequence = link, None
@@ -68,7 +67,6 @@ class KvFollower:
         if message.snapshot:
             self._index.clear(self._slot)
         elif self._sequence is None or message.sequence != self._sequence + 1:
-            self.num_gaps += 1
             self.is_exact = False
             if self._call is not None and self._link is not None:
                 self._call.cancel()

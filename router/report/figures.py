@@ -11,7 +11,7 @@ import itertools
 import math
 import random
 import statistics
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
@@ -66,31 +66,24 @@ class _Samples:
             self.kept[index] = sample
 
 
-class Recent:
+class RecentSamples(Spans[_Samples]):
     """Own samples of the last `window_s`. Each second keeps a few, and each kept sample is weighted
     by how many that second had."""
 
     def __init__(self, window_s: float) -> None:
-        self._spans = Spans(window_s, _Samples)
+        super().__init__(window_s, _Samples)
         self._rng = random.Random(0)
 
-    def add(self, sample: float, now_s: float) -> None:
-        self.add_all((sample,), now_s)
-
-    def add_all(self, samples: Sequence[float], now_s: float) -> None:
-        span = self._spans.at(now_s)
+    def add(self, now_s: float, *samples: float) -> None:
+        span = self.at(now_s)
         for sample in samples:
             span.add(sample, self._rng)
 
     def count(self, now_s: float, last_s: float = math.inf) -> int:
         return sum(span.num_seen for span in self.within(now_s, last_s))
 
-    def within(self, now_s: float, last_s: float = math.inf) -> Iterator[_Samples]:
-        """Of each second of the whole window, or of its `last_s`."""
-        return self._spans.within(now_s, last_s)
-
     def quantile(self, share: float, now_s: float, last_s: float = math.inf) -> float | None:
-        """`quantile` over these seconds."""
+        """Return `quantile` over the window, or over its `last_s`."""
         return quantile(share, self.within(now_s, last_s))
 
 
@@ -115,8 +108,8 @@ _SHARE = 0.95
 
 @dataclass
 class _Pool:
-    ttft_s: Recent = field(default_factory=lambda: Recent(WINDOW_S))
-    gaps_s: Recent = field(default_factory=lambda: Recent(WINDOW_S))
+    ttft_s: RecentSamples = field(default_factory=lambda: RecentSamples(WINDOW_S))
+    gaps_s: RecentSamples = field(default_factory=lambda: RecentSamples(WINDOW_S))
 
 
 class PoolFigures:
@@ -124,15 +117,15 @@ class PoolFigures:
 
     def __init__(self, clock: NowS) -> None:
         self._clock = clock
-        self._pools: dict[str, _Pool] = {}
+        self._pools: defaultdict[str, _Pool] = defaultdict(_Pool)
 
     def saw_first_token(self, pool: str, ttft_s: float) -> None:
         """Of a request whose prompt a worker of the pool prefilled; since its arrival."""
-        self._of(pool).ttft_s.add(ttft_s, self._clock())
+        self._pools[pool].ttft_s.add(self._clock(), ttft_s)
 
     def saw_gaps(self, pool: str, gaps_s: Sequence[float]) -> None:
         """Between tokens of a stream that a worker of the pool decodes."""
-        self._of(pool).gaps_s.add_all(gaps_s, self._clock())
+        self._pools[pool].gaps_s.add(self._clock(), *gaps_s)
 
     def median_gap_s(self) -> float | None:
         """Of all pools; None: there was none."""
@@ -159,12 +152,6 @@ class PoolFigures:
                     )
                 )
         return reported
-
-    def _of(self, pool: str) -> _Pool:
-        found = self._pools.get(pool)
-        if found is None:
-            found = self._pools[pool] = _Pool()
-        return found
 
 
 _STILL_FACTOR = 10.0
@@ -193,7 +180,7 @@ class RequestFigures:
     def __init__(self, clock: NowS) -> None:
         self._clock = clock
         self._ended = Spans(WINDOW_S, _Ended)
-        self._first_waits_s = Recent(WINDOW_S)
+        self._first_waits_s = RecentSamples(WINDOW_S)
         self._usual_s = 0.0  # median wait for a first token, when some came last
 
     def ended(self, failed: bool) -> None:
@@ -207,7 +194,7 @@ class RequestFigures:
 
     def saw_first_token(self, wait_s: float) -> None:
         """So long after its attempt began."""
-        self._first_waits_s.add(wait_s, self._clock())
+        self._first_waits_s.add(self._clock(), wait_s)
 
     def too_long_s(self, least_s: float) -> float:
         """How long a request may stand still that the fastest worker could prefill in `least_s`."""

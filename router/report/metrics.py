@@ -77,7 +77,8 @@ class RouterMetrics(Collector):
         config = config or MetricsConfig()
         self._model, self._has_vllm_names = model, config.vllm_names
         self._tenants, self._ignored_names = Names(config.tenants), Names(64)
-        self._gauges: Sequence[Gauges] = ()
+        self.gauges: Sequence[Gauges] = ()
+        """The units' routers' parts, as they were measured last."""
         self._families: list[Family[Count] | Family[Buckets]] = []
         self.registry = CollectorRegistry()
         traffic, by_end, by_pool = ((*_OF_ALL, *more) for more in ((), ("end",), ("pool",)))
@@ -186,10 +187,6 @@ class RouterMetrics(Collector):
         for name in fields:
             self._ignored.labels(self._ignored_names.of(name)).inc()
 
-    def measure(self, gauges: Sequence[Gauges]) -> None:
-        """Take in the units' routers' parts."""
-        self._gauges = gauges
-
     def totals(self) -> dict[str, list[float]]:
         """Over all labels but results and places; a histogram's are its counts, then its sum."""
         found: dict[str, list[float]] = {"arrivals": [0.0]}
@@ -207,7 +204,7 @@ class RouterMetrics(Collector):
     def collect(self) -> Iterator[Metric]:
         for family in self._families:
             yield family.collect()
-        units = self._gauges
+        units = self.gauges
         num_queued = sum(each.num_queued for each in units)
         num_active = sum(each.num_active for each in units)
         yield _gauge("baton_queue_length", "Requests waiting for a placement", num_queued)
@@ -241,7 +238,7 @@ class RouterMetrics(Collector):
         for name, value in (("running", num_running), ("waiting", num_waiting)):
             figure = {(self._model,): value}
             yield _gauge(f"vllm:num_requests_{name}", f"Requests {name}", figure, of_model)
-        use = {(self._model, id_): use for unit in self._gauges for id_, use in unit.kv_use.items()}
+        use = {(self._model, id_): use for unit in self.gauges for id_, use in unit.kv_use.items()}
         labels = (*of_model, "engine")
         yield _gauge("vllm:kv_cache_usage_perc", "Share of a worker's KV in use", use, labels)
 

@@ -12,8 +12,8 @@ FLOWS_S = 10.0
 _MAX_FLOWS = 10_000
 
 
-class Recent:
-    """Own both. Bounded."""
+class RecentTraffic:
+    """Own both; bounded."""
 
     def __init__(self, clock: NowS) -> None:
         self._clock = clock

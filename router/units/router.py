@@ -14,7 +14,6 @@ import random
 import time
 import uuid
 from collections.abc import Callable, Collection
-from contextlib import AsyncExitStack
 from functools import partial
 
 from baton.clock import Clock, Timer
@@ -35,8 +34,8 @@ from router.placement.public_prefix import PublicPrefix
 from router.placement.ticket import Ticket
 from router.report.figures import Counts, Figures, PoolFigures, RequestFigures
 from router.report.metrics import Gauges, RouterMetrics
-from router.report.recent import Recent
-from router.report.traces import Trace
+from router.report.recent import RecentTraffic
+from router.report.stages import Trace
 from router.request.client_request import ClientRequest, Key, key_of, wire_id
 from router.request.output import Finished, OutputReader
 from router.request.request_run import SHUTTING_DOWN, RequestRun
@@ -88,7 +87,7 @@ class Router:
         self._timers: dict[RequestRun, Timer] = {}
         self._remembered: dict[RequestRun, int] = {}  # ended, oldest first: bytes of its output
         self._remembered_bytes = 0
-        self._stack = AsyncExitStack()
+        self._tasks: list[asyncio.Task[None]] = []
         self.is_closing = False
         self._emptied = asyncio.Event()  # set when no request is known here any more
         self.replaced = asyncio.Event()
@@ -114,18 +113,17 @@ class Router:
             counts=Counts(),
             request_figures=RequestFigures(self.clock.now_s),
             pool_figures=PoolFigures(self.clock.now_s),
-            recent=Recent(self.clock.now_s),
+            recent=RecentTraffic(self.clock.now_s),
             clock=self.clock,
             rng=self._rng,
         )
 
     async def start(self) -> None:
         """Begin to follow the fleet."""
-        reporting = keep_reporting(self._registry, self.report)
-        for work in (self.watch.run(), reporting):
+        for work in (self.watch.run(), keep_reporting(self._registry, self.report)):
             task = asyncio.create_task(work)
             task.add_done_callback(self._ended_task)
-            self._stack.push_async_callback(_stop, task)
+            self._tasks.append(task)
 
     def _ended_task(self, task: asyncio.Task[None]) -> None:
         if not self.is_closing:
@@ -154,7 +152,9 @@ class Router:
         self._timers.clear()
         self._runs.clear()
         self._remembered.clear()
-        await self._stack.aclose()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.links.close()
 
     def leave_requests(self) -> None:
@@ -359,8 +359,3 @@ class Router:
         assert listening <= self.num_active + searching, (listening, self.num_active, searching)
         waiting = sum(len(link.waiting) for link in self.links)
         assert waiting <= 2 * self.num_active, (waiting, self.num_active)
-
-
-async def _stop(task: asyncio.Task[None]) -> None:
-    task.cancel()
-    await asyncio.wait({task})

@@ -35,15 +35,9 @@ _FLEET_WITHIN_S = 5.0
 _FAULTS = (grpc.aio.AioRpcError, LinkError, UnavailableError, ConfigError, OSError, TimeoutError)
 
 
-@dataclass(frozen=True)
-class ReadTokenizer:
-    text: TextModel
-    model_fingerprint: bytes
-    """Of the worker that it was read from."""
-
-
-async def read_tokenizer(registry: RegistryAccess) -> ReadTokenizer:
-    """Read it from any live worker. Tries again until one has it."""
+async def read_tokenizer(registry: RegistryAccess) -> tuple[TextModel, bytes]:
+    """Read a unit's tokenizer from any live worker; try again until one has it. Returns it with the
+    worker's `model_fingerprint`."""
     links = registry.config.links
     backoff = Backoff(links.reconnect_min_s, links.reconnect_max_s)
     last_why = ""
@@ -61,14 +55,14 @@ async def read_tokenizer(registry: RegistryAccess) -> ReadTokenizer:
         await asyncio.sleep(backoff.next_s())
 
 
-async def _read_once(registry: RegistryAccess) -> ReadTokenizer:
+async def _read_once(registry: RegistryAccess) -> tuple[TextModel, bytes]:
     """Raises one of `_FAULTS`."""
     info, answers = await _live_worker(registry), registry.config.answers
     with tempfile.TemporaryDirectory(prefix="baton-tokenizer-") as folder:
         files = await _fetched(info, registry, Path(folder))
         text = await asyncio.to_thread(TextModel, files, answers.tool_calls, answers.reasoning)
     log.info("tokenizer read from %s at %s", info.ref.worker_id, info.address)
-    return ReadTokenizer(text, info.model_fingerprint)
+    return text, info.model_fingerprint
 
 
 async def _live_worker(registry: RegistryAccess) -> control_pb2.WorkerInfo:

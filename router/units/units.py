@@ -32,13 +32,14 @@ from baton.identity.identity import Identity
 from baton.v1 import control_pb2
 from router.fleet.registry import Followed, RegistryAccess, keep_reporting
 from router.report.metrics import METRICS_EVERY_S, RouterMetrics
-from router.report.traces import open_traces
+from router.report.stages import open_traces
 from router.request.client_request import ClientRequest, RequestHead, wire_id
 from router.request.request_run import SHUTTING_DOWN
 from router.request.run_parts import ServedModel, not_resumable
+from router.text import TextModel
 from router.units.router import Router
 from router.units.snapshots import Snapshots
-from router.units.unit_router import ReadTokenizer, UnitKey, UnitRouter, drawn, read_tokenizer
+from router.units.unit_router import UnitKey, UnitRouter, drawn, read_tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +58,7 @@ class Units:
         model_names: tuple[str, ...],
         own: Identity,
         *,
-        read: Callable[[RegistryAccess], Awaitable[ReadTokenizer]] = read_tokenizer,
+        read: Callable[[RegistryAccess], Awaitable[tuple[TextModel, bytes]]] = read_tokenizer,
         clock: Clock | None = None,
         rng: random.Random | None = None,
     ) -> None:
@@ -330,12 +331,12 @@ class Units:
         registry = self._registry_at(key.control_address)
         reports = asyncio.create_task(keep_reporting(registry, lambda: self._held(key)))
         try:
-            tokenizer = await self._read(registry)
+            text, fingerprint = await self._read(registry)
         finally:
             reports.cancel()
             await asyncio.wait({reports})
-        read = tokenizer.text, tokenizer.model_fingerprint
-        model = ServedModel(self.model_names[0], *read, key.code, self.model_names)
+        names = self.model_names
+        model = ServedModel(names[0], text, fingerprint, key.code, names)
         return Router(
             registry,
             model,
@@ -360,5 +361,5 @@ class Units:
         """Bring the gauges up to date, once a second."""
         while True:
             self.snapshots.look(self.clock.now_s(), self.metrics, self.routers)
-            self.metrics.measure([router.gauges() for router in self.routers])
+            self.metrics.gauges = [router.gauges() for router in self.routers]
             await asyncio.sleep(METRICS_EVERY_S)
