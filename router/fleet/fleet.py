@@ -50,7 +50,7 @@ class RecentPeak:
         self._fell_from.append((now_s, value))
 
     def over(self, value: int, now_s: float) -> int:
-        """The highest it has been, `value` being what it is now."""
+        """Return the highest that the figure has been; `value` is what it is now."""
         while self._fell_from and self._fell_from[0][0] < now_s - self._window_s:
             self._fell_from.popleft()
         return max(value, self._fell_from[0][1]) if self._fell_from else value
@@ -149,7 +149,7 @@ class Fleet:
         return self._by_slot[Slot(slot)]
 
     def slots_of(self, identities: Collection[tuple[str, int]]) -> frozenset[int]:
-        """The slots of those that are still here."""
+        """Return the slots of those workers that are still here."""
         here = (self._entries.get(worker_id) for worker_id, _ in identities)
         return frozenset(e.slot for e in here if e is not None and e.facts.identity in identities)
 
@@ -211,7 +211,7 @@ class Fleet:
         self._recount(entry)
 
     def set_roles(self, entry: WorkerEntry, prefills: bool, decodes: bool) -> None:
-        """Which new requests the worker gets, of those that it can serve. Running ones stay."""
+        """Set which new requests the worker gets, of those that it can serve. Others stay."""
         a, slot, facts = self.arrays, entry.slot, entry.facts
         roles = (prefills and facts.can_prefill, decodes and facts.can_decode)
         if (bool(a.can_prefill[slot]), bool(a.can_decode[slot])) != roles:
@@ -285,7 +285,7 @@ class Fleet:
             self._recount(entry)
 
     def prefill_tokens_per_s(self, entry: WorkerEntry) -> float:
-        """The worker's last report; the default before the first."""
+        """Return the rate that the worker reported last; the default before its first."""
         if not self._is_here(entry):  # its slot may have been given away
             return DEFAULT_PREFILL_TOKENS_PER_S
         return float(self.arrays.prefill_tokens_per_s[entry.slot])
@@ -323,7 +323,7 @@ class Fleet:
         return self._by_slot.get(entry.slot) is entry
 
     def kv_use(self, entry: WorkerEntry) -> float:
-        """Share of a worker's KV that this router's bookings and quarantine take."""
+        """Return the share of a worker's KV that this router's bookings and quarantine take."""
         total = entry.facts.num_blocks * entry.facts.block_size
         free = max(0.0, float(self.arrays.free_tokens[entry.slot]))
         return 1 - min(free, total) / total if total else 0.0

@@ -1,4 +1,4 @@
-"""Brings the registry's view of the fleet and this router's connections together.
+"""Bring the registry's view of the fleet and this router's connections together.
 
 The registry reports who exists; the connection shows who answers. A worker that the registry no
 longer names is kept as long as it answers: a restarted registry fills up again. A worker that it
@@ -78,11 +78,11 @@ class FleetLinks:
         return link if link is not None and link.entry is entry else None
 
     def at(self, entry: WorkerEntry) -> WorkerLink:
-        """The link to a worker of the fleet."""
+        """Return the link to a worker of the fleet."""
         return self._links[entry.facts.worker_id]
 
     def find(self, worker_id: str, incarnation: int) -> WorkerLink | None:
-        """The link to this start of a worker, while it is connected."""
+        """Return the link to this start of a worker, while it is connected."""
         link = self._links.get(worker_id)
         if link is None or link.entry.facts.incarnation != incarnation:
             return None
@@ -97,7 +97,7 @@ class FleetLinks:
             link.session.cancel_every_attempt(wire_id)
 
     async def cancel_anywhere(self, wire_id: str, timeout_s: float) -> bool:
-        """The same; whether it ran anywhere."""
+        """Abort it likewise, and return whether it ran anywhere."""
         asked = (link.cancel(wire_id, timeout_s) for link in self.with_open_session())
         return any(await asyncio.gather(*asked))
 

@@ -41,7 +41,7 @@ class RegistryAccess:
 
     @contextlib.asynccontextmanager
     async def stub(self) -> AsyncIterator[control_pb2_grpc.ControlServiceStub]:
-        """Connect to it.
+        """Connect to the registry.
 
         A registry that answers no ping for twice `keepalive_s` is lost, as is one whose host
         vanished silently. It is tried again soon and often. Message sizes are the router's.
@@ -115,7 +115,7 @@ class Followed(Generic[M]):
             await asyncio.sleep(backoff.next_s())
 
     async def _follow(self, stub: control_pb2_grpc.ControlServiceStub, backoff: Backoff) -> None:
-        """One stream, until it ends or falls silent."""
+        """Follow one stream until it ends or falls silent."""
         call = self._call(stub)
         messages = aiter(call)
         try:

@@ -99,7 +99,7 @@ class Session:
             self._waiting.discard(waiter)
 
     def refuse_waiting(self) -> None:
-        """The worker cannot be reached now."""
+        """Disappoint those that wait for a session: the worker cannot be reached now."""
         for waiter in self._waiting:
             if not waiter.done():
                 waiter.set_exception(SessionLostError(f"{self._worker_id} cannot be reached"))
@@ -121,7 +121,7 @@ class Session:
             del self._handlers[handler.wire_id]
 
     def reserve(self, reserve: worker_pb2.Reserve) -> None:
-        """Raises SessionLostError."""
+        """Ask the worker for room. Raises SessionLostError."""
         self._send(worker_pb2.SessionRequest(reserve=reserve))
 
     def cancel(self, wire_id: str, attempt: int) -> None:
@@ -166,7 +166,7 @@ class Session:
                 waiter.set_result(None)
 
     def on_end(self, error: LinkError | None) -> None:
-        """A session lives as long as its link."""
+        """Close the link as well: a session lives as long as its link."""
         why = "the worker closed its session" if error is None else f"session lost: {error}"
         link = self._link
         self._lose(f"{self._worker_id}: {why}")

@@ -186,7 +186,7 @@ class WorkerLink:
         return self.entry.connected and lasts_s >= min(STABLE_S, self._patience_s)
 
     def prefill(self, request: worker_pb2.PrefillRequest, caller: Caller) -> Call | None:
-        """None: it is not connected, and the caller has been told."""
+        """Begin a prefill. None: the worker is not connected, and the caller has been told."""
         if self._link is not None:
             return self._link.call(Method.PREFILL, request, caller)
         caller.on_end(LinkError(grpc.StatusCode.UNAVAILABLE, "it is not connected"))
@@ -229,7 +229,7 @@ class WorkerLink:
     # --- keeping it up -------------------------------------------------------------------------
 
     async def _hold(self) -> None:
-        """Attempts of a lost session wait for the next one, so the first try comes at once."""
+        """Keep the link up. Attempts of a lost one wait for the next, so it is tried at once."""
         links, loop = self._config.links, asyncio.get_running_loop()
         backoff = Backoff(links.reconnect_min_s, links.reconnect_max_s)
         while True:

@@ -58,7 +58,7 @@ class Placing:
         self._ran_on: OrderedDict[tuple[str, str], tuple[str, int]] = OrderedDict()
 
     def best(self, ticket: Ticket, reserved: Bools, now: float) -> Placement | None:
-        """The cheapest placement where there is room, over all classes of workers."""
+        """Return the cheapest placement where there is room, over all classes of workers."""
         found = (
             choose(query, self._fleet.arrays, self._rng)
             for query in self.queries(ticket, now, reserved)
@@ -66,15 +66,15 @@ class Placing:
         return min((p for p in found if p is not None), key=lambda p: p.cost_s, default=None)
 
     def candidates(self, ticket: Ticket, now: float, limit: int) -> list[Placement]:
-        """Every placement, cheapest first."""
+        """Return the placements, cheapest first, at most `limit`."""
         found: list[Placement] = []
         for query in self.queries(ticket, now):
             found.extend(ranked(query, self._fleet.arrays, limit))
         return sorted(found, key=lambda p: p.cost_s)[:limit]
 
     def earliest_s(self, ticket: Ticket, ahead_tokens: int, now: float) -> float | None:
-        """Seconds until the first token at the earliest, with this many prompt tokens before it in
-        line. None: unknown."""
+        """Return the seconds until the first token at the earliest, with this many prompt tokens
+        before it in line. None: unknown."""
         expected = [
             earliest_first_token_s(query, self._fleet.arrays, ahead_tokens)
             for query in self.queries(ticket, now)
@@ -100,8 +100,8 @@ class Placing:
     def queries(
         self, ticket: Ticket, now: float, reserved: Bools | None = None
     ) -> Sequence[PlacementQuery]:
-        """One per class of workers that exchange KV; notes on the ticket what of its prompt is left
-        to compute."""
+        """Make a query for each class of workers that exchange KV; note on the ticket what of its
+        prompt is left to compute."""
         prompt, num_slots = ticket.prompt, self._fleet.num_slots
         growth = min(ticket.max_new_tokens, self._config.decode_growth_tokens)
         failed = self._fleet.slots_of(ticket.failed)

@@ -159,18 +159,18 @@ class RouterMetrics(Collector):
         return family
 
     def of(self, tenant: str) -> tuple[str, str]:
-        """Values of the labels model and tenant."""
+        """Return the values of the labels model and tenant."""
         return self._model, self._tenants.of(tenant)
 
     def refused(self, tenant: str, end: str) -> None:
-        """A request that no unit's router took in."""
+        """Count a request that no unit's router took in."""
         own = self.of(tenant)
         self.requests.labels(*own, end).inc()
         if end in _REFUSALS:
             self.goodput.labels(*own, MISSED).inc()
 
     def ended(self, ended: EndedRequest, prefill_pool: str, decode_pool: str) -> None:
-        """Every request once, however it ended; a stage that did not happen is left out."""
+        """Count a request at its end, once; a stage that did not happen is left out."""
         own = self.of(ended.tenant)
         self.requests.labels(*own, ended.outcome).inc()
         for name, family in self._of_end.items():
@@ -183,12 +183,13 @@ class RouterMetrics(Collector):
             self.tpot.labels(*own, decode_pool).observe(ended.tpot_s)
 
     def saw_ignored(self, fields: Sequence[str]) -> None:
-        """Count the first 64 names each."""
+        """Count fields that were ignored, the first 64 names apart."""
         for name in fields:
             self._ignored.labels(self._ignored_names.of(name)).inc()
 
     def totals(self) -> dict[str, list[float]]:
-        """Over all labels but results and places; a histogram's are its counts, then its sum."""
+        """Return sums over all labels but results and places; of a histogram its counts, then its
+        sum."""
         found: dict[str, list[float]] = {"arrivals": [0.0]}
         for family in self._families:
             for labels, child in family.children.items():

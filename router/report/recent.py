@@ -24,7 +24,7 @@ class RecentTraffic:
         self._flows.append((self._clock(), prefill, decode, num_bytes))
 
     def bytes_per_s(self) -> dict[tuple[str, str], float]:
-        """Between a prefill and a decode worker, over the last `FLOWS_S`."""
+        """Return the rate from each prefill to each decode worker, over the last `FLOWS_S`."""
         since_s = self._clock() - FLOWS_S
         while self._flows and self._flows[0][0] < since_s:
             self._flows.popleft()

@@ -20,7 +20,7 @@ from router.text.token_bytes import TokenBytes
 @dataclass(frozen=True)
 class Scanned:
     text: str
-    """It may be shown: it is certainly no part of a stop string."""
+    """What may be shown: certainly no part of a stop string."""
     stop: str | None
     """The stop string that ended the text; None while it continues."""
 
@@ -36,8 +36,8 @@ class StopScanner:
         self._stopped: str | None = None
 
     def push(self, text: str, *, may_stop: bool = True) -> Scanned:
-        """With `may_stop` False, a stop string that ends in this text is ignored. One that begins
-        here and ends later still counts."""
+        """Take in text. With `may_stop` False, a stop string that ends in it is ignored; one that
+        begins here and ends later still counts."""
         if self._stopped is not None:
             return Scanned("", self._stopped)
         if not self._stop:
@@ -119,19 +119,19 @@ class Detokenizer:
         self._min_tokens, self._num_tokens = min_tokens, 0
 
     def push(self, token_id: int) -> Scanned:
-        """The text that the token makes readable. After a stop string, there is no more."""
+        """Return the text that the token makes readable. After a stop string, there is no more."""
         self._num_tokens += 1
         return self._scan(self._decoder.push(token_id))
 
     def finish(self) -> str:
-        """What was held back. Called once, when no token follows."""
+        """Return what was held back. Called once, when no token follows."""
         shown = self._scan(self._decoder.finish()).text
         if self._thoughts is not None:
             shown += self._scan_answer(self._thoughts.finish().content).text
         return shown + self._scanner.finish()
 
     def _scan(self, text: str) -> Scanned:
-        """Thoughts, with what marks their ends, are shown as they are."""
+        """Scan the answer. Thoughts, with what marks their ends, are shown as they are."""
         if self._thoughts is None:
             return self._scan_answer(text)
         answer = self._thoughts.push(text).content

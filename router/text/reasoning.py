@@ -52,7 +52,7 @@ class ReasoningSplitter:
         return Split(reasoning, text)
 
     def finish(self) -> Split:
-        """What was held back, once it is certain that nothing follows."""
+        """Return what was held back, once it is certain that nothing follows."""
         held, self._held = self._held, ""
         return Split(held, "") if self._state is _State.THINKS else Split("", held)
 
@@ -68,7 +68,7 @@ class ReasoningSplitter:
         return text
 
     def _think(self, text: str) -> tuple[str, str]:
-        """Reasoning, and what comes after it. White space around the reasoning is kept."""
+        """Return reasoning, and what comes after it. White space around reasoning is kept."""
         reasoning, found, rest = text.partition(CLOSE)
         if found:
             self._state = _State.BETWEEN

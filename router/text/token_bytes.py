@@ -47,7 +47,7 @@ class DecodeRules:
 
     @classmethod
     def read(cls, tokenizer: Tokenizer) -> DecodeRules:
-        """Raises ConfigError when the decoder is more than that."""
+        """Read a tokenizer's decoder. Raises ConfigError when it is more than that."""
         decoder = json.loads(tokenizer.to_str()).get("decoder") or {"type": "none"}
         steps = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
         if [step["type"] for step in steps] == ["ByteLevel"]:

@@ -60,7 +60,7 @@ Piece = str | CallDelta
 
 
 def _whole(text: str) -> str:
-    """With U+FFFD for each half of a surrogate pair, which JSON can spell and UTF-8 cannot."""
+    """Put U+FFFD for each half of a surrogate pair, which JSON can spell and UTF-8 cannot."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
@@ -70,7 +70,7 @@ _MAY_BE_HALF = re.compile(r"\\(u\w{0,3}|u[dD][89abAB]\w\w(\\(u([dD]([c-fC-F]\w?)
 
 
 def _whole_escapes(json_text: str) -> str:
-    """JSON with U+FFFD for each half of a surrogate pair that it spells as an escape."""
+    """Put U+FFFD for each half of a surrogate pair that JSON spells as an escape."""
     return _UNITS.sub(lambda unit: r"\ufffd" if unit[1] else unit[0], json_text)
 
 
@@ -205,7 +205,7 @@ class ToolParser(ABC):
         return self._out
 
     def finish(self) -> list[Piece]:
-        """What was held back, once it is certain that nothing follows."""
+        """Return what was held back, once it is certain that nothing follows."""
         self._out = []
         rest = self._raw + self._text
         is_between = self._num_calls and self._state in self._between
@@ -221,7 +221,7 @@ class ToolParser(ABC):
     # States take from `_text`, and return whether the next one has something to do.
 
     def _outside(self) -> bool:
-        """Text up to the marker. White space before a marker, and after a call, is nobody's."""
+        """Put out text up to the marker. White space before it, and after a call, is nobody's."""
         before, found, after = self._text.partition(self._marker)
         shown = before if found else before[: len(before) - num_begun(before, self._marker)]
         stripped = shown.rstrip()
@@ -241,14 +241,14 @@ class ToolParser(ABC):
     def _after_call(self) -> bool: ...
 
     def _skip(self, chars: str) -> str:
-        """Step over what stands before the next part; the character that follows, or none."""
+        """Step over what stands before the next part. Return the character after it, or none."""
         rest = self._text.lstrip(chars)
         self._raw += self._text[: len(self._text) - len(rest)]
         self._text = rest
         return rest[:1]
 
     def _begin(self, head: str = "") -> bool:
-        """A call begins; `head` is read before the model's own text."""
+        """Begin a call; `head` is read before the model's own text."""
         self._call, self.is_in_call = _Call(is_bare=self._is_bare), False
         for char in head:
             self._call.push(char)
@@ -270,7 +270,7 @@ class ToolParser(ABC):
         return call.is_over
 
     _is_bare = False
-    """The model writes the arguments alone."""
+    """Whether the model writes the arguments alone."""
 
     def _is_call(self, name: str) -> bool:
         return True
@@ -312,7 +312,7 @@ class HermesParser(ToolParser):
         return bool(self._skip(" \t\r\n")) and self._begin()
 
     def _after_call(self) -> bool:
-        """Up to the closing marker, or another call's; what a broken call leaves is dropped."""
+        """Skip up to the closing marker, or another call's, with what a broken call leaves."""
         found = _HERMES_MARKER.search(self._text)
         if found is None:
             self._text = self._text[1 - len("</tool_call>") :]
@@ -419,7 +419,7 @@ class Llama3Parser(ToolParser):
 
 
 def _call_in_code(code: str) -> CallDelta | None:
-    """The call in `f.call(key="value")`; None: it is none, with literals alone."""
+    """Return the call in `f.call(key="value")`; None: it is no call with literals alone."""
     if not _CALL.fullmatch(code.strip()):
         return None
     try:

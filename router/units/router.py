@@ -94,7 +94,7 @@ class Router:
         """Set once the registry reports another model: the router is to be closed."""
 
     def _make_parts(self) -> RunParts:
-        """What requests share."""
+        """Make what requests share."""
         return RunParts(
             config=self.config,
             model=self.model,
@@ -222,14 +222,14 @@ class Router:
             return await is_kept(request, self.links, self.config.timeouts.attach_s)
 
     def abort(self, tenant: str, request_id: str) -> None:
-        """Raises NotFoundError."""
+        """Abort a request that runs here. Raises NotFoundError."""
         run = self._runs.get((tenant, request_id))
         if run is None or run.log.end is not None:
             raise NotFoundError(f"no request {request_id!r} runs here", field="request_id")
         run.abort()
 
     def _end_request(self, named: str) -> bool:
-        """An abort that came to another router."""
+        """Abort a request for another router. False: it does not run here."""
         try:
             self.abort(*key_of(named))
         except NotFoundError:
@@ -243,14 +243,14 @@ class Router:
             self.abort(tenant, request_id)
 
     def candidates(self, parsed: ParsedRequest, limit: int) -> list[Placement]:
-        """Where a request could go, cheapest first. Books nothing."""
+        """Return where a request could go, cheapest first. Books nothing."""
         head = parsed.head
         prompt = self.admission.prompt(parsed.token_ids, head.tenant, head.cache_salt)
         ticket = Ticket((0, 0.0, 0), prompt, parsed.sampling.max_tokens, parsed.least_tokens)
         return self.admission.candidates(ticket, limit)
 
     def _ended(self, run: RequestRun) -> None:
-        """A finished request that its client may ask for again is remembered for a while."""
+        """Remember a finished request for a while, if its client may ask for it again."""
         self._forget_timer(run)
         end = run.log.end
         useful = isinstance(end, Finished) and end.reason is not FinishReason.ABORTED
@@ -296,7 +296,7 @@ class Router:
             self.replaced.set()
 
     def max_model_len(self) -> int | None:
-        """The longest prompt plus output that some decode worker takes; None: not known yet."""
+        """Return the longest prompt plus output that a decode worker takes; None: not known yet."""
         longest = self.fleet.kinds.longest_request
         return self.text.max_model_len if longest in (None, NO_BOUND) else longest
 

@@ -131,7 +131,7 @@ class Units:
 
     @property
     def routers(self) -> list[Router]:
-        """Over all units, also those that have left the list and still run requests."""
+        """The routers of all units, also of those that have left the list and run requests."""
         units = (*self.listed, *self.leaving)
         return [unit.router for unit in units if unit.router is not None]
 
@@ -143,7 +143,7 @@ class Units:
 
     @property
     def max_request_bytes(self) -> int:
-        """Over HTTP as over gRPC. While the model is not known, what it may be at most."""
+        """Bytes that a request may have, over gRPC or HTTP; the most while no model is known."""
         if self.config.clients.max_request_bytes is not None:
             return self.config.clients.max_request_bytes
         contexts = [router.text.max_model_len for router in self.routers]
@@ -208,7 +208,7 @@ class Units:
             router.abort_everywhere(tenant, request_id)
 
     def _unit_for(self, head: RequestHead) -> UnitRouter | None:
-        """None: the list is not known yet. Raises NotResumableError."""
+        """Return the unit of a request. None: no list is known yet. Raises NotResumableError."""
         if not self.listed:
             return None
         if head.unit:
@@ -223,7 +223,7 @@ class Units:
     async def _router_that_keeps(
         self, request: ClientRequest, routers: list[Router]
     ) -> Router | None:
-        """The router of the unit whose decode workers keep the request; None: no unit's do.
+        """Return the router of the unit whose decode workers keep the request; None: no unit's do.
 
         Raises what a search does when no unit's decode workers are known to keep it.
         """
@@ -239,7 +239,7 @@ class Units:
 
     @property
     def _shares(self) -> list[float]:
-        """Of the units, as listed. A unit without a router leaves its share to the other."""
+        """The units' shares, as listed. A unit without a router leaves its share to the other."""
         ready = [unit.share if unit.router is not None else 0.0 for unit in self.listed]
         return ready if any(ready) else [unit.share for unit in self.listed]
 
@@ -254,8 +254,8 @@ class Units:
     async def _until_there(
         self, found: Callable[[], Router | None], named_s: float | None
     ) -> Router:
-        """`named_s`: the timeout that the request names. Raises OverloadedError, DeadlineError,
-        UnavailableError, and what `found` does."""
+        """Wait for a router. `named_s`: the timeout that the request names. Raises OverloadedError,
+        DeadlineError, UnavailableError, and what `found` does."""
         if (router := found()) is not None:
             return router
         async with self._waiting(named_s):
