@@ -142,6 +142,7 @@ class ClientsConfig(Ranged):
     without a request; if there is none it is closed at once. Never more than the process may have
     open files."""
     max_message_bytes: _MessageBytes = 32 << 20
+    """Longest message over gRPC, clients' and the registry's."""
     max_request_bytes: _MessageBytes | None = None
     """Of one request as it comes in. None: 4 MiB, or 48 for each token of the model's context where
     that is more (8 for its text, times 6 if JSON escapes every character), and at most
