@@ -172,9 +172,7 @@ async def test_a_session_that_does_not_come_back_in_time_is_left() -> None:
 # --- a session's own backlog and faults ----------------------------------------------------------
 
 
-async def test_a_worker_that_reads_nothing_loses_its_session_and_gets_the_cancels_in_the_next() -> (
-    None
-):
+async def test_a_worker_that_reads_nothing_loses_its_session_and_hears_the_cancels_later() -> None:
     async with deployment() as d:
         proxy = await Proxy.to(d.worker("d0").address)
         link = await Link.connect(proxy.address, ROUTER, keepalive_s=60.0, timeout_s=5.0)
