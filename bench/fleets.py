@@ -10,11 +10,11 @@ import time
 import numpy as np
 
 from baton.clock import LoopClock
-from baton.config.router import PlacementConfig, RouterConfig
+from baton.config.router import RouterConfig
 from baton.errors import BatonError
 from baton.fleet import WorkerState
 from baton.v1 import common_pb2
-from kv_transfer.block_hash import SHARED_BY_ALL, BlockHash
+from kv_transfer.block_hash import HASH_BYTES, SHARED_BY_ALL
 from router.fleet.fleet import Fleet
 from router.fleet.worker_facts import WorkerFacts
 from router.index.prefix_index import PrefixIndex
@@ -25,9 +25,9 @@ from tests.router.scripted_worker import FINGERPRINT, MODEL
 NUM_PLACEMENTS = 300
 
 
-def fleet_of(size: int, config: PlacementConfig, index: PrefixIndex) -> Fleet:
+def fleet_of(size: int, index: PrefixIndex) -> Fleet:
     """Half prefill and half decode workers, each holding a thousand blocks of its own."""
-    fleet = Fleet(config, time.monotonic, lambda: None)
+    fleet = Fleet(time.monotonic, lambda: None)
     rng = random.Random(0)
     for number in range(size):
         facts = WorkerFacts(
@@ -44,21 +44,20 @@ def fleet_of(size: int, config: PlacementConfig, index: PrefixIndex) -> Fleet:
             max_request_tokens=0,
             max_held_tokens=0,
             max_num_seqs=256,
-            vocab_size=257,
             kv_bytes_per_token=1 << 17,
             ref=common_pb2.WorkerRef(worker_id=f"w{number}"),
         )
         entry = fleet.add(facts)
         fleet.set_state(entry, WorkerState.LIVE)
         fleet.set_connected(entry, True)
-        index.store(entry.slot, None, [BlockHash(rng.randbytes(16)) for _ in range(1000)])
+        index.follow(entry.slot, b"", [(b"", rng.randbytes(1000 * HASH_BYTES))])
     return fleet
 
 
 async def placement_us(size: int) -> float:
     """Median microseconds from the queue to a booked placement, and back."""
     config, index = RouterConfig(), PrefixIndex()
-    fleet = fleet_of(size, config.placement, index)
+    fleet = fleet_of(size, index)
     admission = Admission(config, fleet, index, LoopClock(), random.Random(0))
     took = []
     rng = np.random.default_rng(0)

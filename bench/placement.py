@@ -91,10 +91,10 @@ def best_us(size: int) -> float:
     """`Placing.best`: look-up in the index and choice, for a prompt of 1,024 tokens that a decode
     worker holds in part."""
     config, index = PlacementConfig(), PrefixIndex()
-    fleet = fleet_of(size, config, index)
+    fleet = fleet_of(size, index)
     placing = Placing(config, fleet, index, random.Random(0))
     prompt = PromptBlocks(prompt_of(1024), SHARED_BY_ALL)
-    index.store(1, None, prompt.hashes(FINGERPRINT, 16)[: 32 * HASH_BYTES])
+    index.follow(1, b"", [(b"", prompt.hashes(FINGERPRINT, 16)[: 32 * HASH_BYTES])])
     ticket = Ticket((0, 0.0, 0), prompt, 64, 64)
     reserved = np.zeros(fleet.num_slots, dtype=np.bool_)
     return median_us(lambda: placing.best(ticket, reserved, NOW_S))[0]
@@ -103,7 +103,7 @@ def best_us(size: int) -> float:
 def choices() -> list[list[str]]:
     rows = []
     for size in FLEETS:
-        fleet = fleet_of(size, PlacementConfig(), PrefixIndex()).arrays
+        fleet = fleet_of(size, PrefixIndex()).arrays
         for num_distinct in (1, 4, 16, size):
             half = f"{size // 2} x {size // 2}, {num_distinct} parts held"
             rows.append([half, f"{choice_us(fleet, num_distinct):.0f}"])
@@ -139,7 +139,7 @@ def ours(name: str, index: PrefixIndex) -> Contender:
     def events(slot: int, stored: list[tuple[bytes, bytes]]) -> None:
         index.follow(slot, b"", stored)
 
-    return Contender(name, store, events, lambda chain: index.lookup(chain, NUM_WORKERS))
+    return Contender(name, store, events, lambda chain: index.lookup(chain, NUM_WORKERS, NOW_S))
 
 
 def radix_tree() -> Contender | None:
@@ -231,12 +231,13 @@ def hashes() -> list[list[str]]:
     tokens, index = prompt_of(16_384), PrefixIndex()
     prompt = PromptBlocks(tokens, SHARED_BY_ALL).hashes(FINGERPRINT, 16)
     for slot in range(NUM_WORKERS):
-        index.store(slot, None, prompt[: (slot % 4 + 1) * NUM_LOOKED_UP // 4 * HASH_BYTES])
+        held = prompt[: (slot % 4 + 1) * NUM_LOOKED_UP // 4 * HASH_BYTES]
+        index.follow(slot, b"", [(b"", held)])
     root = chain_root(FINGERPRINT)
 
     def to_scores() -> object:
         packed = PromptBlocks(tokens, SHARED_BY_ALL).hashes(FINGERPRINT, 16)
-        return index.lookup_predicted(packed, NUM_WORKERS, NOW_S)
+        return index.lookup(packed, NUM_WORKERS, NOW_S)
 
     took = median_us(
         lambda: chain_hashes(root, SHARED_BY_ALL, tokens, 16),

@@ -94,7 +94,7 @@ async def serve(config: ClusterConfig, control: str, listen: str) -> int:
 def operator_port(
     config: RouterConfig, units: Units, callers: Callers | None = None
 ) -> OperatorPort | None:
-    """None: not wanted. Raises ConfigError if the port is taken."""
+    """Return operators' port; None where none is wanted. Raises ConfigError if it is taken."""
     if config.metrics.port is None:
         return None
     return OperatorPort(units, config, config.metrics.port, callers)

@@ -61,7 +61,7 @@ class TenantLimits(Ranged):
 
 
 def _beside(part: Any, folder: Path) -> Any:
-    """The files that a part names, with relative ones in `folder`."""
+    """Return a part with the relative files that it names put into `folder`."""
     if part is None:
         return None
     files = {name: file for name, file in vars(part).items() if isinstance(file, str)}
@@ -99,7 +99,7 @@ class MetricsConfig(Ranged):
     """When the first token of a good request has come, where it names no target itself. It is
     counted as met or missed, and changes nothing."""
     itl_target_s: Positive = 0.1
-    """The same for the mean gap between its tokens."""
+    """The target of the mean gap between its tokens, likewise."""
 
 
 @dataclass(frozen=True)
@@ -142,8 +142,9 @@ class ClientsConfig(Ranged):
     without a request; if there is none it is closed at once. Never more than the process may have
     open files."""
     max_message_bytes: _MessageBytes = 32 << 20
+    """Longest message over gRPC, clients' and the registry's."""
     max_request_bytes: _MessageBytes | None = None
-    """Of a request as it comes in. None: 4 MiB, or 48 for each token of the model's context where
+    """Of one request as it comes in. None: 4 MiB, or 48 for each token of the model's context where
     that is more (8 for its text, times 6 if JSON escapes every character), and at most
     `max_message_bytes`."""
     max_unfinished_bytes: Count = 256 << 20
@@ -168,7 +169,7 @@ class AdmissionConfig(Ranged):
     max_tokenizing: Count = 4096
     """Requests that may wait to be tokenized, which comes before the wait for a placement."""
     max_tokenizing_bytes: Count = 128 << 20
-    """The same in bytes of their messages. A larger one is taken when it is alone."""
+    """Bytes of the messages that may wait so. A larger message is taken when it is alone."""
     lease_lead_s: NotNegative = 0.05
     """A prompt leaves the queue only when its prefill is predicted to start within this time."""
     max_bypass_s: NotNegative = 1.0
@@ -206,7 +207,7 @@ class TimeoutsConfig(Ranged):
     default_s: Positive = 600.0
     """Deadline of a request that names none."""
     max_s: Positive = 3600.0
-    """A request's longest deadline."""
+    """Longest deadline of any request."""
     reserve_s: Positive = 5.0
     """Longest wait for a decode worker's answer to `Reserve`."""
     first_token_s: Positive = 150.0
@@ -217,7 +218,7 @@ class TimeoutsConfig(Ranged):
     """Longest gap between tokens before a request is moved. It stays if its worker is not SUSPECT
     and serves others meanwhile: it was preempted there, or its prompt waits its turn."""
     suspect_silence_s: NotNegative = 1.5
-    """The same on a worker that the registry calls SUSPECT: stuck or silent itself."""
+    """Longest silence of a worker that the registry calls SUSPECT: stuck or silent itself."""
     reattach_s: NotNegative = 1.0
     """How long a lost session may take to come back before its requests go elsewhere."""
     attach_s: NotNegative = 3.0
@@ -243,7 +244,7 @@ class LinksConfig(Ranged):
     reconnect_min_s: Positive = 0.1
     reconnect_max_s: Positive = 2.0
     max_unsent_bytes: Count = 64 << 20
-    """To one worker, that it has not read, before it counts as hung."""
+    """Bytes that a worker may leave unread before it counts as hung."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -263,26 +264,15 @@ class PlacementConfig(Ranged):
     local_prefill_weight: NotNegative = 2.0
     """A second of prefill on a decode worker costs this many seconds, since streams stall behind
     it."""
-    default_prefill_tokens_per_s: Positive = 2000.0
-    """Prefill rate of every worker until the first one of a model reports its own."""
-    default_decode_step_s: Positive = 0.02
-    default_handoff_bytes_per_s: Positive = 2e9
     explore_share: _Fraction = 1 / 64
     """Share of placements that do not trust old measures of a worker's speed."""
     trust_rates_s: NotNegative = 30.0
     """How long these trust a measure. A worker with an older one counts as the best."""
-    handoff_overhead_s: NotNegative = 0.002
-    """Fixed cost of a handoff: a reservation and an acknowledgement."""
-    handoff_overlap: _Fraction = 0.9
-    """Share of a move that can hide behind the prefill, and of the prefill it can hide behind."""
-    decode_horizon_tokens: Whole = 32
-    """Tokens over which a decode worker's load counts when workers are compared."""
     decode_growth_tokens: Whole = 128
     """Output tokens for which room is set aside on a decode worker, at most the request's own
     limit."""
     prediction_ttl_s: NotNegative = 5.0
     """How long a placed prompt's blocks count as cached before the worker's events say so."""
-    max_predictions: Whole = 200_000
     public_prefix: str = ""
     """Text that prompts of all tenants may begin with, such as a common system message. Its whole
     blocks are cached once for all tenants. All else is cached for each tenant apart: a tenant could
@@ -295,7 +285,7 @@ class RouterConfig(Ranged):
 
     host: str = "127.0.0.1"
     port: Port = 7100
-    """Of gRPC. 0: any free port."""
+    """The port for gRPC. 0: any free port."""
     health_port: Port | None = None
     """A further port for the health service, in plain text and open to all: probes have no
     certificate. The router's own port serves health in any case. None: only there."""
@@ -308,7 +298,7 @@ class RouterConfig(Ranged):
     auth: AuthConfig | None = None
     """None: everyone may call, in any tenant's name."""
     limits: TenantLimits = field(default_factory=TenantLimits)
-    """Of each tenant, where `auth.tokens` says nothing else."""
+    """What a tenant may ask for, where `auth.tokens` says nothing else."""
     http: HttpConfig = field(default_factory=HttpConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
     traces: TracesConfig = field(default_factory=TracesConfig)
@@ -328,6 +318,6 @@ class RouterConfig(Ranged):
         return [Path(name) for name in (key, tokens) if name is not None]
 
     def beside(self, folder: Path) -> RouterConfig:
-        """Relative files are those in `folder`."""
+        """Return the settings with relative files put into `folder`."""
         tls, auth = _beside(self.tls, folder), _beside(self.auth, folder)
         return dataclasses.replace(self, tls=tls, auth=auth)

@@ -16,7 +16,7 @@ from typing import NewType
 import numpy as np
 
 from baton.clock import NowS
-from baton.config.router import LocalPrefill, PlacementConfig
+from baton.config.router import LocalPrefill
 from baton.fleet import WorkerState
 from router.fleet.fleet_arrays import FleetArrays
 from router.fleet.link_rates import LEARNING_RATE
@@ -50,7 +50,7 @@ class RecentPeak:
         self._fell_from.append((now_s, value))
 
     def over(self, value: int, now_s: float) -> int:
-        """The highest it has been, `value` being what it is now."""
+        """Return the highest that the figure has been; `value` is what it is now."""
         while self._fell_from and self._fell_from[0][0] < now_s - self._window_s:
             self._fell_from.popleft()
         return max(value, self._fell_from[0][1]) if self._fell_from else value
@@ -58,6 +58,10 @@ class RecentPeak:
 
 Slot = NewType("Slot", int)
 
+# What a worker is taken for until the first report of its own.
+DEFAULT_PREFILL_TOKENS_PER_S = 2000.0
+DEFAULT_DECODE_STEP_S = 0.02
+DEFAULT_HANDOFF_BYTES_PER_S = 2e9
 REPORT_AGE_S = 2.0  # of a worker's figures at most: its heartbeat's and the registry's pace
 
 
@@ -119,8 +123,7 @@ class Booking:
 class Fleet:
     """Own worker rows and bookings; everything here runs on the event loop."""
 
-    def __init__(self, config: PlacementConfig, clock: NowS, on_change: Callable[[], None]) -> None:
-        self._config = config
+    def __init__(self, clock: NowS, on_change: Callable[[], None]) -> None:
         self._clock = clock
         self._on_change = on_change
         self._entries: dict[str, WorkerEntry] = {}
@@ -129,7 +132,7 @@ class Fleet:
         self._kinds: WorkerKinds | None = None  # of the workers that are here; None: not known
         self._booking_ids = itertools.count(1)
         self._bookings: dict[int, Booking] = {}
-        self.arrays = FleetArrays.empty(8)
+        self.arrays = FleetArrays(8)
         self.away = RolesAway()
         self.is_leaving = False
         """Its unit has left: no worker comes any more, whatever the registry last said."""
@@ -139,9 +142,6 @@ class Fleet:
     def __iter__(self) -> Iterator[WorkerEntry]:
         return iter(list(self._entries.values()))
 
-    def __len__(self) -> int:
-        return len(self._entries)
-
     def get(self, worker_id: str) -> WorkerEntry | None:
         return self._entries.get(worker_id)
 
@@ -149,7 +149,7 @@ class Fleet:
         return self._by_slot[Slot(slot)]
 
     def slots_of(self, identities: Collection[tuple[str, int]]) -> frozenset[int]:
-        """The slots of those that are still here."""
+        """Return the slots of those workers that are still here."""
         here = (self._entries.get(worker_id) for worker_id, _ in identities)
         return frozenset(e.slot for e in here if e is not None and e.facts.identity in identities)
 
@@ -173,7 +173,7 @@ class Fleet:
             self.arrays = self.arrays.grown()
         entry = WorkerEntry(slot, facts)
         self._entries[facts.worker_id] = self._by_slot[slot] = entry
-        a, config = self.arrays, self._config
+        a = self.arrays
         a.names[slot] = facts.worker_id
         a.kv_class[slot] = self._class_numbers.setdefault(facts.kv_class, len(self._class_numbers))
         self._kinds = None
@@ -183,10 +183,10 @@ class Fleet:
         a.max_running[slot] = max(1, facts.max_num_seqs)
         a.longest_request[slot] = facts.longest_request
         a.max_held_tokens[slot] = facts.max_held_tokens or np.inf
-        a.prefill_tokens_per_s[slot] = config.default_prefill_tokens_per_s
-        a.decode_step_s[slot] = config.default_decode_step_s
+        a.prefill_tokens_per_s[slot] = DEFAULT_PREFILL_TOKENS_PER_S
+        a.decode_step_s[slot] = DEFAULT_DECODE_STEP_S
         a.prefill_measured_s[slot] = a.decode_measured_s[slot] = -np.inf
-        a.handoff_bytes_per_s[slot] = config.default_handoff_bytes_per_s
+        a.handoff_bytes_per_s[slot] = DEFAULT_HANDOFF_BYTES_PER_S
         a.hold_until_s[slot] = 0.0
         a.links.forget(slot)
         self._recount(entry)
@@ -211,7 +211,7 @@ class Fleet:
         self._recount(entry)
 
     def set_roles(self, entry: WorkerEntry, prefills: bool, decodes: bool) -> None:
-        """Which new requests the worker gets, of those that it can serve. Running ones stay."""
+        """Set which new requests the worker gets, of those that it can serve. Others stay."""
         a, slot, facts = self.arrays, entry.slot, entry.facts
         roles = (prefills and facts.can_prefill, decodes and facts.can_decode)
         if (bool(a.can_prefill[slot]), bool(a.can_decode[slot])) != roles:
@@ -285,9 +285,9 @@ class Fleet:
             self._recount(entry)
 
     def prefill_tokens_per_s(self, entry: WorkerEntry) -> float:
-        """The worker's last report; the default before the first."""
+        """Return the rate that the worker reported last; the default before its first."""
         if not self._is_here(entry):  # its slot may have been given away
-            return self._config.default_prefill_tokens_per_s
+            return DEFAULT_PREFILL_TOKENS_PER_S
         return float(self.arrays.prefill_tokens_per_s[entry.slot])
 
     def observe_handoff(self, booking: Booking, num_bytes: int, seconds: float) -> None:
@@ -323,7 +323,7 @@ class Fleet:
         return self._by_slot.get(entry.slot) is entry
 
     def kv_use(self, entry: WorkerEntry) -> float:
-        """Share of a worker's KV that this router's bookings and quarantine take."""
+        """Return the share of a worker's KV that this router's bookings and quarantine take."""
         total = entry.facts.num_blocks * entry.facts.block_size
         free = max(0.0, float(self.arrays.free_tokens[entry.slot]))
         return 1 - min(free, total) / total if total else 0.0

@@ -1,4 +1,4 @@
-"""Brings the registry's view of the fleet and this router's connections together.
+"""Bring the registry's view of the fleet and this router's connections together.
 
 The registry reports who exists; the connection shows who answers. A worker that the registry no
 longer names is kept as long as it answers: a restarted registry fills up again. A worker that it
@@ -18,7 +18,7 @@ from baton.identity.identity import Identity
 from router.fleet.fleet import Fleet, ReportedLoad, RolesAway, WorkerEntry
 from router.fleet.session import RouterIdentity
 from router.fleet.worker_facts import WorkerFacts
-from router.fleet.worker_link import IndexState, WorkerLink
+from router.fleet.worker_link import WorkerLink
 from router.index.prefix_index import PrefixIndex
 
 log = logging.getLogger(__name__)
@@ -78,11 +78,11 @@ class FleetLinks:
         return link if link is not None and link.entry is entry else None
 
     def at(self, entry: WorkerEntry) -> WorkerLink:
-        """The link to a worker of the fleet."""
+        """Return the link to a worker of the fleet."""
         return self._links[entry.facts.worker_id]
 
     def find(self, worker_id: str, incarnation: int) -> WorkerLink | None:
-        """The link to this start of a worker, while it is connected."""
+        """Return the link to this start of a worker, while it is connected."""
         link = self._links.get(worker_id)
         if link is None or link.entry.facts.incarnation != incarnation:
             return None
@@ -97,12 +97,12 @@ class FleetLinks:
             link.session.cancel_every_attempt(wire_id)
 
     async def cancel_anywhere(self, wire_id: str, timeout_s: float) -> bool:
-        """The same; whether it ran anywhere."""
+        """Abort it likewise, and return whether it ran anywhere."""
         asked = (link.cancel(wire_id, timeout_s) for link in self.with_open_session())
         return any(await asyncio.gather(*asked))
 
     def num_degraded(self) -> int:
-        return sum(link.index_state is IndexState.DEGRADED for link in self._links.values())
+        return sum(not link.kv.is_exact for link in self._links.values())
 
     @property
     def are_all_known(self) -> bool:

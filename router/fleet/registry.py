@@ -8,9 +8,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from collections.abc import AsyncIterator, Callable, Collection
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import grpc.aio
 
@@ -28,7 +28,6 @@ from router.fleet.worker_facts import WorkerFacts
 
 log = logging.getLogger(__name__)
 
-M_co = TypeVar("M_co", covariant=True)
 M = TypeVar("M")
 
 
@@ -42,7 +41,7 @@ class RegistryAccess:
 
     @contextlib.asynccontextmanager
     async def stub(self) -> AsyncIterator[control_pb2_grpc.ControlServiceStub]:
-        """Connect to it.
+        """Connect to the registry.
 
         A registry that answers no ping for twice `keepalive_s` is lost, as is one whose host
         vanished silently. It is tried again soon and often. Message sizes are the router's.
@@ -62,31 +61,45 @@ class RegistryAccess:
             yield control_stub(channel, self.own)
 
 
-class Call(Protocol[M_co]):
-    def __aiter__(self) -> AsyncIterator[M_co]: ...
-    def cancel(self) -> bool: ...
-
-
 class Followed(Generic[M]):
-    """Own a stream from the registry. `take` gets each message, `on_lost` is called once when no
-    more come."""
+    """Own a stream from the registry and the last message on it. `take` gets each message,
+    `on_lost` is called once when no more come."""
 
     def __init__(
         self,
         registry: RegistryAccess,
         silence_s: float,
-        call: Callable[[control_pb2_grpc.ControlServiceStub], Call[M]],
-        take: Callable[[M], Awaitable[None]],
+        call: Callable[[control_pb2_grpc.ControlServiceStub], grpc.aio.UnaryStreamCall[Any, M]],
+        take: Callable[[M], None],
         on_lost: Callable[[], None] = lambda: None,
     ) -> None:
         """`silence_s`: the registry is asked again after this long without a message."""
         self._registry, self._silence_s = registry, silence_s
         self._call, self._take, self._on_lost = call, take, on_lost
+        self.last: M | None = None
         self.is_connected = False
         self._is_loss_logged = False  # once, until it is back
+        self._has_ended, self._news = False, asyncio.Event()
 
     async def run(self) -> None:
         """Follow the registry until cancelled, through any number of its restarts."""
+        try:
+            await self._follow_always()
+        finally:
+            self._has_ended = True
+            self._announce()
+
+    async def next_after(self, seen: M | None) -> M | None:
+        """Return the newest message once it is not `seen`; None when none comes any more."""
+        while not self._has_ended and (self.last is None or self.last is seen):
+            await self._news.wait()
+        return None if self._has_ended else self.last
+
+    def _announce(self) -> None:
+        self._news.set()
+        self._news = asyncio.Event()
+
+    async def _follow_always(self) -> None:
         links = self._registry.config.links
         backoff = Backoff(links.reconnect_min_s, links.reconnect_max_s)
         while True:
@@ -102,7 +115,7 @@ class Followed(Generic[M]):
             await asyncio.sleep(backoff.next_s())
 
     async def _follow(self, stub: control_pb2_grpc.ControlServiceStub, backoff: Backoff) -> None:
-        """One stream, until it ends or falls silent."""
+        """Follow one stream until it ends or falls silent."""
         call = self._call(stub)
         messages = aiter(call)
         try:
@@ -115,8 +128,9 @@ class Followed(Generic[M]):
                 if self._is_loss_logged:
                     self._is_loss_logged = False
                     log.info("registry %s: connected", self._registry.address)
-                self.is_connected = True
-                await self._take(message)
+                self.is_connected, self.last = True, message
+                self._take(message)
+                self._announce()
         finally:
             call.cancel()
 
@@ -148,7 +162,6 @@ def read_facts(info: control_pb2.WorkerInfo) -> WorkerFacts:
         max_request_tokens=info.max_request_tokens,
         max_held_tokens=info.max_held_tokens_per_request,
         max_num_seqs=info.max_num_seqs,
-        vocab_size=info.vocab_size,
         kv_bytes_per_token=info.kv_bytes_per_token,
         ref=info.ref,
         pool=info.pool,
@@ -208,55 +221,19 @@ def _is_away(
     return bool(pools) and (not is_wanted or any(role in pool.comes_back_for for pool in pools))
 
 
-class FleetWatch:
-    """Own the stream from the registry and the last answer it gave."""
-
-    def __init__(
-        self,
-        registry: RegistryAccess,
-        on_fleet: Callable[[FleetReport], None],
-        on_lost: Callable[[], None],
-    ) -> None:
-        self._on_fleet = on_fleet
-        self.last: control_pb2.WatchFleetResponse | None = None
-        self._has_ended = False
-        self._news = asyncio.Condition()
-        self._stream = Followed(
-            registry,
-            registry.config.links.registry_silence_s,
-            lambda stub: stub.WatchFleet(control_pb2.WatchFleetRequest()),
-            self._take,
-            on_lost,
-        )
-
-    @property
-    def is_connected(self) -> bool:
-        return self._stream.is_connected
-
-    async def run(self) -> None:
-        """Follow the registry until cancelled, through any number of its restarts."""
-        try:
-            await self._stream.run()
-        finally:
-            self._has_ended = True
-            async with self._news:
-                self._news.notify_all()
-
-    async def _take(self, message: control_pb2.WatchFleetResponse) -> None:
-        self.last = message
-        self._on_fleet(read_fleet(message))
-        async with self._news:
-            self._news.notify_all()
-
-    async def next_after(
-        self, seen: control_pb2.WatchFleetResponse | None
-    ) -> control_pb2.WatchFleetResponse | None:
-        """The registry's newest answer that is not `seen`; None: none comes any more."""
-        async with self._news:
-            await self._news.wait_for(
-                lambda: self._has_ended or (self.last is not None and self.last is not seen)
-            )
-        return None if self._has_ended else self.last
+def watch_fleet(
+    registry: RegistryAccess,
+    on_fleet: Callable[[FleetReport], None],
+    on_lost: Callable[[], None],
+) -> Followed[control_pb2.WatchFleetResponse]:
+    """Make the stream of the registry's fleet."""
+    return Followed(
+        registry,
+        registry.config.links.registry_silence_s,
+        lambda stub: stub.WatchFleet(control_pb2.WatchFleetRequest()),
+        lambda message: on_fleet(read_fleet(message)),
+        on_lost,
+    )
 
 
 EVERY_S = 1.0
@@ -266,7 +243,7 @@ _LEAVE_WITHIN_S = 1.0
 async def keep_reporting(
     registry: RegistryAccess, report: Callable[[], control_pb2.ReportRouterRequest]
 ) -> None:
-    """Report a router's figures to the registry until cancelled. `FleetWatch` logs a lost
+    """Report a router's figures to the registry until cancelled. `Followed` logs a lost
     registry."""
     links = registry.config.links
     backoff = Backoff(links.reconnect_min_s, links.reconnect_max_s)

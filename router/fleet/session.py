@@ -3,8 +3,8 @@
 1. It is opened on each new link to the worker. 2. Reservations and cancels go out in order; what
 comes in is handed to the attempt it names. 3. When the link is lost every attempt is informed once,
 and forgotten here. It may wait for the next session with the same worker (`wait_open`) and attach
-there. Cancels that were not sent, or may have been lost, go first in the next session: an abandoned
-attempt may still run there.
+there. The cancels of the last `KEPT_S` go first in the next session, since some may have been lost:
+an abandoned attempt may still run there.
 
 Every session has an id of its own. The worker may learn of the lost session after the next one, and
 must not attach a request to the lost one.
@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
-from collections import OrderedDict
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
@@ -25,10 +24,8 @@ from baton.link.router_end import Call, Link
 from baton.v1 import worker_pb2
 from baton.wire import ANY_ATTEMPT
 
-log = logging.getLogger(__name__)
-
 MAX_KEPT_CANCELS = 10_000
-SURELY_RECEIVED_S = 10.0  # a session that lived this long after a cancel has carried it
+KEPT_S = 30.0  # workers keep what no router attaches to about as long (`orphan_ttl_s`)
 
 
 @dataclass(frozen=True)
@@ -75,9 +72,8 @@ class Session:
         self._is_over = False
         self.end_request: Callable[[str], bool] = lambda wire_id: False
         """Ends a request that its client aborts at another router. False: it is not here."""
-        # (request, attempt) -> when it was sent, None: not yet; oldest first
-        self._cancels: OrderedDict[tuple[str, int], float | None] = OrderedDict()
-        self.num_stale_messages = 0
+        self._cancels: deque[tuple[float, worker_pb2.Cancel]] = deque(maxlen=MAX_KEPT_CANCELS)
+        """Each with its time, oldest first."""
 
     @property
     def is_open(self) -> bool:
@@ -103,7 +99,7 @@ class Session:
             self._waiting.discard(waiter)
 
     def refuse_waiting(self) -> None:
-        """The worker cannot be reached now."""
+        """Disappoint those that wait for a session: the worker cannot be reached now."""
         for waiter in self._waiting:
             if not waiter.done():
                 waiter.set_exception(SessionLostError(f"{self._worker_id} cannot be reached"))
@@ -125,21 +121,15 @@ class Session:
             del self._handlers[handler.wire_id]
 
     def reserve(self, reserve: worker_pb2.Reserve) -> None:
-        """Raises SessionLostError."""
+        """Ask the worker for room. Raises SessionLostError."""
         self._send(worker_pb2.SessionRequest(reserve=reserve))
 
     def cancel(self, wire_id: str, attempt: int) -> None:
         """Abort an attempt, now or when the worker is connected again."""
-        now = asyncio.get_running_loop().time()
-        sent_s: float | None = None
         cancel = worker_pb2.Cancel(request_id=wire_id, attempt=attempt)
-        try:
+        self._cancels.append((asyncio.get_running_loop().time(), cancel))
+        with contextlib.suppress(SessionLostError):
             self._send(worker_pb2.SessionRequest(cancel=cancel))
-            sent_s = now
-        except SessionLostError as error:
-            log.debug("cancel of %s is kept: %s", wire_id, error)
-        self._cancels[(wire_id, attempt)] = sent_s
-        self._forget_received(now)
 
     def cancel_every_attempt(self, wire_id: str) -> None:
         """Abort what runs under the id. The cancel is not kept when the session is lost: nobody
@@ -147,19 +137,6 @@ class Session:
         cancel = worker_pb2.Cancel(request_id=wire_id, attempt=ANY_ATTEMPT)
         with contextlib.suppress(SessionLostError):
             self._send(worker_pb2.SessionRequest(cancel=cancel))
-
-    def _forget_received(self, now: float) -> None:
-        while self._cancels:
-            oldest, sent_s = next(iter(self._cancels.items()))
-            received = sent_s is not None and now - sent_s > SURELY_RECEIVED_S
-            if not received and len(self._cancels) <= MAX_KEPT_CANCELS:
-                return
-            del self._cancels[oldest]
-
-    @property
-    def unconfirmed_cancels(self) -> list[tuple[str, int]]:
-        """(request, attempt) of cancels that the worker may not know of."""
-        return list(self._cancels)
 
     def _send(self, message: worker_pb2.SessionRequest) -> None:
         """Raises SessionLostError."""
@@ -174,24 +151,22 @@ class Session:
 
     def open(self, link: Link) -> None:
         """Begin the next session, on this link."""
-        now = asyncio.get_running_loop().time()
-        self._forget_received(now)
+        since_s = asyncio.get_running_loop().time() - KEPT_S
         self._num_sessions += 1
         opening = worker_pb2.OpenSession(
             router_id=self.session_id, incarnation=self._identity.incarnation
         )
         self._link = link
         self._call = link.call(Method.SESSION, worker_pb2.SessionRequest(open=opening), self)
-        for wire_id, attempt in self.unconfirmed_cancels:
-            cancel = worker_pb2.Cancel(request_id=wire_id, attempt=attempt)
-            self._call.send(worker_pb2.SessionRequest(cancel=cancel))
-            self._cancels[(wire_id, attempt)] = now
+        for at_s, cancel in self._cancels:
+            if at_s > since_s:
+                self._call.send(worker_pb2.SessionRequest(cancel=cancel))
         for waiter in self._waiting:
             if not waiter.done():
                 waiter.set_result(None)
 
     def on_end(self, error: LinkError | None) -> None:
-        """A session lives as long as its link."""
+        """Close the link as well: a session lives as long as its link."""
         why = "the worker closed its session" if error is None else f"session lost: {error}"
         link = self._link
         self._lose(f"{self._worker_id}: {why}")
@@ -232,7 +207,5 @@ class Session:
 
     def _handler(self, wire_id: str, attempt: int) -> AttemptHandler | None:
         handler = self._handlers.get(wire_id)
-        if handler is not None and handler.number in (None, attempt):
-            return handler
-        self.num_stale_messages += 1
-        return None
+        is_current = handler is not None and handler.number in (None, attempt)
+        return handler if is_current else None

@@ -36,7 +36,6 @@ class WorkerFacts:
     max_held_tokens: int
     """Tokens that one request holds at once where windows free blocks; 0: its whole length."""
     max_num_seqs: int
-    vocab_size: int
     kv_bytes_per_token: int
     ref: common_pb2.WorkerRef = field(compare=False)
     """Passed on unread: it names the writer of a lease."""

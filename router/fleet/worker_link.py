@@ -9,7 +9,6 @@ the worker belongs to the fleet.
 from __future__ import annotations
 
 import asyncio
-import enum
 import logging
 import math
 import ssl
@@ -19,7 +18,6 @@ from typing import Protocol
 
 import grpc
 
-from baton.clock import NowS
 from baton.config.router import RouterConfig
 from baton.fleet import WorkerState
 from baton.identity.identity import Identity
@@ -37,72 +35,21 @@ STABLE_S = 1.0
 """A connection counts only after it has lasted this long."""
 
 
-class Contact:
-    """How long to wait for a worker that does not answer: it may keep what nobody else has.
-
-    Owns the time since which the worker seems out of reach. If its connections all end as soon as
-    they begin, that is the start of the first one.
-    """
-
-    def __init__(self, patience_s: float, clock: NowS) -> None:
-        self._patience_s, self._clock = patience_s, clock
-        self._stable_s = min(STABLE_S, patience_s)
-        self._in_doubt_since_s = clock()
-        self._began_s = math.inf  # the connection that there is
-        self._was_none_at_s = -math.inf  # when the last one ended, if it did too soon
-
-    def begin(self) -> None:
-        """A connection."""
-        now = self._began_s = self._clock()
-        if now - self._was_none_at_s >= self._patience_s:
-            self._in_doubt_since_s = now
-
-    def end(self) -> None:
-        now = self._clock()
-        if self._is_stable(now):
-            self._in_doubt_since_s, self._was_none_at_s = now, -math.inf
-        else:
-            self._was_none_at_s = now
-        self._began_s = math.inf
-
-    @property
-    def may_be_heard(self) -> bool:
-        """The worker may answer now or in a moment."""
-        now = self._clock()
-        return self._is_stable(now) or now - self._in_doubt_since_s < self._patience_s
-
-    def _is_stable(self, now: float) -> bool:
-        return now - self._began_s >= self._stable_s
-
-
-class IndexState(enum.Enum):
-    """EXACT: the index says what the worker holds. DEGRADED: events were missed, or none came."""
-
-    EXACT = "exact"
-    DEGRADED = "degraded"
-
-
 class KvFollower:
     """Own what the index knows of one worker: its snapshot, then every change, without a gap. The
     link's `Caller`."""
 
     def __init__(
-        self,
-        index: PrefixIndex,
-        slot: int,
-        incarnation: int,
-        on_first: Callable[[], None],
-        again_s: float,
+        self, index: PrefixIndex, slot: int, on_first: Callable[[], None], again_s: float
     ) -> None:
         """`on_first` is called with a link's first message. `again_s`: when to ask again after the
         worker ended it."""
-        self._index, self._slot, self._incarnation = index, slot, incarnation
-        self._on_first, self._again_s = on_first, again_s
+        self._index, self._slot, self._on_first, self._again_s = index, slot, on_first, again_s
         self._link: Link | None = None
         self._call: Call | None = None
         self._sequence: int | None = None
-        self.state = IndexState.DEGRADED
-        self.num_gaps = 0
+        self.is_exact = False
+        """Whether the index says what the worker holds. False: events were missed, or none came."""
 
     def follow(self, link: Link) -> None:
         self._link, self._sequence = link, None
@@ -110,24 +57,30 @@ class KvFollower:
 
     def stop(self) -> None:
         """Take in nothing more."""
-        self.state, self._link = IndexState.DEGRADED, None
+        self.is_exact, self._link = False, None
         if self._call is not None:
             self._call.cancel()
 
     def on_message(self, message: worker_pb2.SubscribeKvResponse) -> None:
+        """Take in one message, or ask for a snapshot if some were missed before it."""
         is_first = self._sequence is None
-        if self.apply(message):
-            if is_first:
-                self._on_first()
-        elif self._call is not None and self._link is not None:
-            self._call.cancel()
-            if message.incarnation == self._incarnation:  # some were missed
+        if message.snapshot:
+            self._index.clear(self._slot)
+        elif self._sequence is None or message.sequence != self._sequence + 1:
+            self.is_exact = False
+            if self._call is not None and self._link is not None:
+                self._call.cancel()
                 self.follow(self._link)
-            else:
-                self.on_end(None)
+            return
+        self._sequence = message.sequence
+        stored = [(chain.parent_hash, chain.hashes) for chain in message.stored]
+        self._index.follow(self._slot, message.removed, stored)
+        self.is_exact = True
+        if is_first:
+            self._on_first()
 
     def on_end(self, error: LinkError | None) -> None:
-        self.state = IndexState.DEGRADED
+        self.is_exact = False
         if (link := self._link) is not None and link.is_open:
             loop = asyncio.get_running_loop()
             loop.call_later(self._again_s, lambda: self._follow_again(link))
@@ -135,23 +88,6 @@ class KvFollower:
     def _follow_again(self, link: Link) -> None:
         if self._link is link and link.is_open:
             self.follow(link)
-
-    def apply(self, message: worker_pb2.SubscribeKvResponse) -> bool:
-        """Take in one message; False when it does not follow the one before: subscribe again."""
-        if message.incarnation != self._incarnation:
-            log.warning("slot %d answers as another incarnation", self._slot)
-            return False
-        if message.snapshot:
-            self._index.clear(self._slot)
-        elif self._sequence is None or message.sequence != self._sequence + 1:
-            self.num_gaps += 1
-            self.state = IndexState.DEGRADED
-            return False
-        self._sequence = message.sequence
-        stored = [(chain.parent_hash, chain.hashes) for chain in message.stored]
-        self._index.follow(self._slot, message.removed, stored)
-        self.state = IndexState.EXACT
-        return True
 
 
 LOST_FOR = 2.0  # times `timeouts.attach_s`: what a worker kept is waited for no longer
@@ -191,23 +127,15 @@ class WorkerLink:
         self.waiting: set[Waiting] = set()
         self.first_token_s = -math.inf  # when it last sent one, as a prefill worker
         self._link: Link | None = None
-        self._kv = KvFollower(
-            index, entry.slot, facts.incarnation, self._on_first_kv, config.links.reconnect_max_s
-        )
+        again_s = config.links.reconnect_max_s
+        self.kv = KvFollower(index, entry.slot, self._on_first_kv, again_s)
         self._task: asyncio.Task[None] | None = None
         self._is_stopped = False
         self._last_why = ""
-        self._contact = Contact(LOST_FOR * config.timeouts.attach_s, time.monotonic)
+        self._patience_s = LOST_FOR * config.timeouts.attach_s
+        self._connected_s, self._away_since_s = math.inf, time.monotonic()
         self.tried = asyncio.Event()
         """Set when the first try to connect has ended, well or not."""
-
-    @property
-    def index_state(self) -> IndexState:
-        return self._kv.state
-
-    @property
-    def num_gaps(self) -> int:
-        return self._kv.num_gaps
 
     def start(self) -> None:
         """Connect, again and again. If a fault ends that, it is started again, so the worker is not
@@ -230,7 +158,7 @@ class WorkerLink:
         """Take in nothing more from the worker, since its slot may go to another."""
         self._is_stopped = True
         self.tried.set()
-        self._kv.stop()
+        self.kv.stop()
         self.session.end(why)
         if self._task is not None:
             self._task.cancel()
@@ -245,14 +173,20 @@ class WorkerLink:
     @property
     def may_be_heard_again(self) -> bool:
         """Whether a silent decode worker may answer in a moment with all that it kept: the registry
-        calls it healthy, and it has not been out of reach for long."""
+        calls it healthy, and it has not been out of reach for long. Connections that end as they
+        begin do not reach it."""
         entry = self.entry
         if not entry.facts.can_decode or entry.state in (WorkerState.STARTING, WorkerState.SUSPECT):
             return False
-        return self._contact.may_be_heard
+        return self._is_stable or time.monotonic() - self._away_since_s < self._patience_s
+
+    @property
+    def _is_stable(self) -> bool:
+        lasts_s = time.monotonic() - self._connected_s
+        return self.entry.connected and lasts_s >= min(STABLE_S, self._patience_s)
 
     def prefill(self, request: worker_pb2.PrefillRequest, caller: Caller) -> Call | None:
-        """None: it is not connected, and the caller has been told."""
+        """Begin a prefill. None: the worker is not connected, and the caller has been told."""
         if self._link is not None:
             return self._link.call(Method.PREFILL, request, caller)
         caller.on_end(LinkError(grpc.StatusCode.UNAVAILABLE, "it is not connected"))
@@ -295,7 +229,7 @@ class WorkerLink:
     # --- keeping it up -------------------------------------------------------------------------
 
     async def _hold(self) -> None:
-        """Attempts of a lost session wait for the next one, so the first try comes at once."""
+        """Keep the link up. Attempts of a lost one wait for the next, so it is tried at once."""
         links, loop = self._config.links, asyncio.get_running_loop()
         backoff = Backoff(links.reconnect_min_s, links.reconnect_max_s)
         while True:
@@ -334,13 +268,13 @@ class WorkerLink:
             if self.entry.facts.can_decode:
                 self.session.open(link)
                 self._set_connected(True)
-            self._kv.follow(link)
+            self.kv.follow(link)
             why = await link.lost
             log.info("link to %s: %s", self.entry.facts.worker_id, why)
         finally:
             link.close("it was given up")
             self._link = None
-            self._kv.stop()
+            self.kv.stop()
             self._set_connected(False)
 
     def _on_first_kv(self) -> None:
@@ -351,9 +285,9 @@ class WorkerLink:
         self.tried.set()
         if connected != self.entry.connected:
             if connected:
-                self._contact.begin()
-            else:
-                self._contact.end()
+                self._connected_s = time.monotonic()
+            elif self._is_stable:
+                self._away_since_s = time.monotonic()
             log.info(
                 "%s %s", self.entry.facts.worker_id, "connected" if connected else "disconnected"
             )

@@ -483,12 +483,7 @@ void baton_index_predict(Index *index, const int64_t *slots, uint64_t num_slots,
 
 // `found` is zeros.
 void baton_index_lookup(Index *index, const uint8_t *hashes, uint64_t count, int64_t *found,
-                        uint64_t num_slots) {
-  index->blocks.lookup(hashes, count, found, num_slots);
-}
-
-void baton_index_lookup_predicted(Index *index, const uint8_t *hashes, uint64_t count,
-                                  int64_t *found, uint64_t num_slots, double now_s) {
+                        uint64_t num_slots, double now_s) {
   index->blocks.lookup(hashes, count, found, num_slots);
   if (!index->predictions.empty())
     index->predictions.lookup(hashes, count, found, num_slots, now_s);

@@ -15,7 +15,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import weakref
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from ctypes import c_char_p, c_double, c_int64, c_uint64, c_void_p
 from pathlib import Path
 
@@ -23,12 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from baton.native_build import Recipe, load
-from kv_transfer.block_hash import HASH_BYTES, BlockHash
-
-IntArray = npt.NDArray[np.int64]
-
-Hashes = bytes | Sequence[BlockHash]
-"""A chain's hashes, parents first; concatenated if bytes."""
+from kv_transfer.block_hash import HASH_BYTES
 
 _NO_PARENT = bytes(HASH_BYTES)
 INDEX = Recipe(
@@ -59,22 +54,19 @@ def native_library() -> ctypes.PyDLL:
         "store": [index, size, size, text, text, text],
         "remove": [index, size, text, size],
         "predict": [index, text, size, text, size, c_double, c_double, size],
-        "lookup": [index, text, size, c_void_p, size],
-        "lookup_predicted": [index, text, size, c_void_p, size, c_double],
+        "lookup": [index, text, size, c_void_p, size, c_double],
     }.items():
         getattr(library, f"baton_index_{name}").argtypes = arguments
-    for name in ("delete", "clear", "forget", "store", "remove", "predict"):
+    for name in ("delete", "clear", "forget", "store", "remove", "predict", "lookup"):
         getattr(library, f"baton_index_{name}").restype = None
-    library.baton_index_lookup.restype = library.baton_index_lookup_predicted.restype = None
     return library
 
 
-def _joined(hashes: Hashes) -> bytes:
-    return hashes if isinstance(hashes, bytes) else b"".join(hashes)
-
-
 class PrefixIndex:
-    """Own the map from block hash to the workers that hold it. Workers are slots 0, 1, ..."""
+    """Own the map from block hash to the workers that hold it. Workers are slots 0, 1, ...
+
+    A chain of hashes is concatenated, parents first.
+    """
 
     def __init__(self, max_predictions: int = 200_000) -> None:
         self._library, self._max_predictions = native_library(), max_predictions
@@ -90,20 +82,11 @@ class PrefixIndex:
 
     # --- what workers report -------------------------------------------------------------------
 
-    def store(self, slot: int, parent: BlockHash | None, hashes: Hashes) -> None:
-        """The worker holds a chain of blocks, each the child of the one before; parents first."""
-        self.follow(slot, b"", [(parent or b"", _joined(hashes))])
-
-    def remove(self, slot: int, hashes: Hashes) -> None:
-        """The worker no longer holds these blocks; their descendants are out of its reach."""
-        packed = _joined(hashes)
-        self._library.baton_index_remove(self._index, slot, packed, len(packed) // HASH_BYTES)
-
     def follow(self, slot: int, removed: bytes, stored: Iterable[tuple[bytes, bytes]]) -> None:
-        """Take in one message of a worker: blocks removed, then chains stored, each with its parent
-        (empty: none). Hashes are concatenated."""
+        """Take in one message of a worker: blocks removed, which puts their descendants out of its
+        reach; then chains stored, each with its parent (empty: none)."""
         if removed:
-            self.remove(slot, removed)
+            self._library.baton_index_remove(self._index, slot, removed, len(removed) // HASH_BYTES)
         chains = list(stored)
         if chains:
             parents = b"".join([parent or _NO_PARENT for parent, _ in chains])
@@ -119,31 +102,25 @@ class PrefixIndex:
     # --- predictions ---------------------------------------------------------------------------
 
     def predict(
-        self, slots: Collection[int], hashes: Hashes, now_s: float, expires_s: float
+        self, slots: Collection[int], hashes: bytes, now_s: float, expires_s: float
     ) -> None:
         """Each of these workers will soon hold this chain from a prompt's start; believed until
         expiry."""
-        packed, numbers = _joined(hashes), np.array(list(slots), np.int64).tobytes()
-        counts = len(packed) // HASH_BYTES, now_s, expires_s, self._max_predictions
-        self._library.baton_index_predict(self._index, numbers, len(slots), packed, *counts)
+        numbers = np.array(list(slots), np.int64).tobytes()
+        counts = len(hashes) // HASH_BYTES, now_s, expires_s, self._max_predictions
+        self._library.baton_index_predict(self._index, numbers, len(slots), hashes, *counts)
 
     def forget_predictions(self, slot: int) -> None:
         self._library.baton_index_forget(self._index, slot)
 
     # --- lookup --------------------------------------------------------------------------------
 
-    def lookup(self, hashes: Hashes, num_slots: int) -> IntArray:
-        """Leading blocks of the chain that each worker holds, int64 [num_slots]; exact."""
-        packed, found = _joined(hashes), np.zeros(num_slots, np.int64)
-        count = len(packed) // HASH_BYTES
-        self._library.baton_index_lookup(self._index, packed, count, found.ctypes.data, num_slots)
-        return found
-
-    def lookup_predicted(self, hashes: Hashes, num_slots: int, now_s: float) -> IntArray:
-        """Leading blocks that each worker holds or is predicted to hold, int64 [num_slots]."""
-        packed, found = _joined(hashes), np.zeros(num_slots, np.int64)
-        count, at = len(packed) // HASH_BYTES, found.ctypes.data
-        self._library.baton_index_lookup_predicted(self._index, packed, count, at, num_slots, now_s)
+    def lookup(self, hashes: bytes, num_slots: int, now_s: float) -> npt.NDArray[np.int64]:
+        """Count the leading blocks of a chain that each worker holds or is predicted to hold, int64
+        [num_slots]. No prediction lasts until infinity."""
+        found = np.zeros(num_slots, np.int64)
+        count, at = len(hashes) // HASH_BYTES, found.ctypes.data
+        self._library.baton_index_lookup(self._index, hashes, count, at, num_slots, now_s)
         return found
 
     def check_integrity(self) -> None:

@@ -44,10 +44,11 @@ from router.placement.placement import (
 from router.placement.placing import Placing
 from router.placement.public_prefix import NO_PREFIX, PublicPrefix
 from router.placement.ticket import Placed, PromptBlocks, Ticket
+from router.report.figures import Waiting
 
 
 def too_large(ticket: Ticket, fleet: Fleet, policy: PlacementConfig) -> NoCapacityError | None:
-    """Why no worker of the fleet takes the request, usable now or not; None: one does."""
+    """Return why no worker of the fleet takes the request, usable now or not; None: one does."""
     num_tokens, least_new_tokens = len(ticket.prompt), ticket.least_new_tokens
     longest = fleet.kinds.longest_request
     if longest is not None and num_tokens + least_new_tokens > longest:
@@ -64,7 +65,7 @@ def too_large(ticket: Ticket, fleet: Fleet, policy: PlacementConfig) -> NoCapaci
 
 
 def stranded(ticket: Ticket, within_reach: Reach) -> UnavailableError:
-    """Why a request ends that no usable worker took for `fleet_wait_s`."""
+    """Return the error for a request that no usable worker took for `fleet_wait_s`."""
     total_tokens, num_tokens = ticket.num_tokens, len(ticket.prompt)
     longest = int(within_reach.request_tokens.max(initial=0.0))
     if not longest:
@@ -147,8 +148,27 @@ class Admission:
         """Requests in line, oldest first."""
         return self._waiting
 
+    def waits(self) -> list[Waiting]:
+        """Report who waits, and for what: a prefill is useless without room at a decode worker."""
+        arrays, now_s = self._fleet.arrays, self._clock.now_s()
+        decodes = arrays.usable & arrays.can_decode
+        prefills = arrays.usable & arrays.can_prefill
+        never_local = self._config.placement.local_prefill == "never"
+        has_roles = decodes.any() and (not never_local or prefills.any())
+        open_ = decodes & (arrays.running < arrays.max_running)
+        room = float(arrays.free_tokens[open_].max(initial=0.0))
+        return [
+            Waiting(
+                num_uncached_tokens=ticket.uncached_tokens,
+                wait_s=max(0.0, now_s - ticket.since_s),
+                for_decode=room < ticket.num_tokens,
+                is_held=not has_roles,
+            )
+            for ticket in self._waiting
+        ]
+
     def prompt(self, token_ids: TokenIds, tenant: str, cache_salt: str) -> PromptBlocks:
-        """Its tenant shares its blocks with nobody, but for the public prefix."""
+        """Make a request's tokens, of which its tenant shares the public prefix alone."""
         num_public = self._public.num_tokens(token_ids)
         return PromptBlocks(token_ids, CacheScope(tenant, cache_salt, num_public))
 
@@ -162,8 +182,8 @@ class Admission:
         session_id: str = "",
         urgency: int = 0,
     ) -> Ticket:
-        """`priority` orders the tenant's own requests, `urgency` all. Raises OverloadedError when
-        the queue is full of requests that go first."""
+        """Charge for a place in line. `priority` orders the tenant's own requests, `urgency` all.
+        Raises OverloadedError when the queue is full of requests that go first."""
         overtaken = self._overtaken(tenant, priority)
         stamp = min((t.rank[1] for t in overtaken), default=self._shares.stamp(tenant))
         rank = (urgency, stamp, next(self._arrivals))
@@ -180,15 +200,15 @@ class Admission:
         return ticket
 
     def _overtaken(self, tenant: str, priority: int, before: float = math.inf) -> list[Ticket]:
-        """A tenant's requests in line, of those that arrived `before`, that one of this priority
-        goes before."""
+        """Return a tenant's requests in line that one of this priority goes before, of those that
+        arrived `before`."""
         if priority >= self._least_urgent:
             return []
         own = (t for t in self._waiting if t.tenant == tenant and t.rank[2] < before)
         return [t for t in own if t.priority > priority and not t.was_placed]
 
     def _put_back(self, tickets: Sequence[Ticket], work: int) -> None:
-        """Let them wait for so much more work."""
+        """Let the requests wait for so much more work."""
         for ticket in tickets:
             urgency, stamp, arrival = ticket.rank
             ticket.rank = (urgency, stamp + work, arrival)
@@ -276,7 +296,7 @@ class Admission:
         self._answers.append((ticket, error))
 
     def _give_answers(self) -> None:
-        """Last of all: whoever gets one may enter again."""
+        """Answer those that were placed or refused. It comes last: they may enter again."""
         answers, self._answers = self._answers, []
         for ticket, result in answers:
             answer, ticket.answer = ticket.answer, None
@@ -296,7 +316,7 @@ class Admission:
             self._schedule(0.0)
 
     def candidates(self, ticket: Ticket, limit: int) -> list[Placement]:
-        """Every placement of a request that is not in line, cheapest first. Books nothing."""
+        """Return the placements of a request that is not in line, cheapest first. Books nothing."""
         return self._placing.candidates(ticket, self._clock.now_s(), limit)
 
     # --- rounds --------------------------------------------------------------------------------

@@ -20,13 +20,16 @@ struct Fleet {  // columns, one row a slot
   const float *link_slowness;  // [writer, reader]
 };
 
+constexpr double OVERHEAD_S = 0.002;  // of a handoff: a reservation and an acknowledgement
+constexpr double OVERLAP = 0.9;  // share of a move that can hide behind the prefill, and of that
+
 struct Query {
   int64_t num_tokens, max_new_tokens, kv_class, least_new_tokens;
   const int64_t *cached_tokens;
   const bool *reserved;
   const double *sums_s;  // [AT_PREFILL and so on, slots], and behind them the prefill itself
   bool trusts_links, may_be_local, must_be_local;
-  double now_s, handoff_overhead_s, handoff_overlap, tie_tolerance_s;
+  double now_s, tie_tolerance_s;
   double decode_draw, prefill_draw;  // from 0 to 1, for ties
 };
 
@@ -59,7 +62,7 @@ struct Readers {
 
 // What moving a prompt's KV adds to its prefill, beside the overhead.
 double exposed_s(const Query &query, double num_bytes, double s_per_byte, double prefill_s) {
-  double move = num_bytes * s_per_byte, overlap = query.handoff_overlap;
+  double move = num_bytes * s_per_byte, overlap = OVERLAP;
   return std::max((1 - overlap) * move, move - overlap * prefill_s);  // the last layers never hide
 }
 
@@ -81,7 +84,7 @@ void find_candidates(const Fleet &fleet, const Query &query, Writers &writers, R
     double each_s = sum_s(AT_EACH, slot), alone_s = sum_s(AT_PREFILL, slot) + each_s;
     if (fleet.can_prefill[slot] && fleet.longest_request[slot] > num_tokens && alone_s < INFINITE) {
       writers.slot.push_back(slot);
-      writers.alone_s.push_back(alone_s + query.handoff_overhead_s);
+      writers.alone_s.push_back(alone_s + OVERHEAD_S);
       writers.prefill_s.push_back(sum_s(PREFILL, slot));
     }
     double running = fleet.running[slot], decode_s = sum_s(AT_DECODE, slot);
@@ -151,7 +154,7 @@ std::vector<Found> ways(const Fleet &fleet, const Query &query, const Writers &w
     double added = exposed_s(query, readers.lacks_bytes[at],
                              s_per_byte(fleet, query, writer, reader), writers.prefill_s[row]);
     found.push_back({writer, reader, writers.alone_s[row] + added + readers.decode_s[at],
-                     query.handoff_overhead_s + added, false});
+                     OVERHEAD_S + added, false});
   }
   found.push_back({-1, reader, readers.local_s[at], 0.0, !writers.slot.empty()});
   return found;

@@ -128,8 +128,7 @@ class _Query(ctypes.Structure):
         ("least_new_tokens", c_int64),
         *((name, c_void_p) for name in ("cached_tokens", "reserved", "sums_s")),
         *((name, c_bool) for name in ("trusts_links", "may_be_local", "must_be_local")),
-        *((name, c_double) for name in ("now_s", "handoff_overhead_s", "handoff_overlap")),
-        *((name, c_double) for name in ("tie_tolerance_s", "decode_draw", "prefill_draw")),
+        *((name, c_double) for name in ("now_s", "tie_tolerance_s", "decode_draw", "prefill_draw")),
     )
 
 
@@ -183,8 +182,6 @@ def _query(
         policy.local_prefill != "never",
         policy.local_prefill == "always",
         query.now_s,
-        policy.handoff_overhead_s,
-        policy.handoff_overlap,
         TIE_TOLERANCE_S,
         decode_draw,
         prefill_draw,

@@ -32,7 +32,7 @@ class FairShare:
         self._sweep_at = SWEEP_ABOVE
 
     def stamp(self, tenant: str) -> float:
-        """The position of the tenant's next request, lowest first."""
+        """Return the position of the tenant's next request, lowest first."""
         return max(self._served, self._next.get(tenant, 0.0))
 
     def charge(self, tenant: str, work: float) -> None:
@@ -179,8 +179,8 @@ class FairLine:
                 turn.begins.set_result(None)
 
     def _to_shed(self, tenant: str, num_bytes: int) -> list[Turn]:
-        """The requests that make room for a new one. Raises OverloadedError if that is the new one
-        itself."""
+        """Return the requests that must go to make room for a new one. Raises OverloadedError if it
+        is the new one itself."""
         has_room = self.num_requests < self._max_requests
         if not self.num_requests or (has_room and self.num_bytes + num_bytes <= self._max_bytes):
             return []
@@ -206,7 +206,7 @@ class FairLine:
         return shed
 
     def _share(self, num_requests: int, num_bytes: int) -> float:
-        """Of the line, by whichever bound is nearer."""
+        """Return the share of the line that these take, by whichever bound is nearer."""
         return max(num_requests / self._max_requests, num_bytes / self._max_bytes)
 
     def _overloaded(self) -> OverloadedError:
@@ -229,7 +229,7 @@ class RetryBudget:
         self._tenants: OrderedDict[str, TokenBucket] = OrderedDict()
 
     def take(self, tenant: str) -> bool:
-        """True when the retry may go ahead."""
+        """Draw a retry. False: there is none left."""
         now = self._clock()
         bucket = self._tenants.get(tenant)
         if bucket is None:

@@ -75,7 +75,7 @@ class Placement:
         return self.terms_s["prefill"]
 
     def first_token_s(self, tokens_per_s: float) -> float:
-        """How long to be patient: queue and prefill as predicted here, or by the rate that the
+        """Return how long to wait: queue and prefill as predicted here, or by the rate that the
         worker itself reported last, if that is longer."""
         return max(self.queue_s + self.prefill_s, self.num_tokens_ahead / tokens_per_s)
 
@@ -90,13 +90,13 @@ class Placement:
         return max(1, self.num_tokens - cached)
 
     def load(self, max_new_tokens: int) -> tuple[int | None, int, int, int]:
-        """What `Fleet.book` takes: both slots, tokens to prefill, tokens that will need KV."""
+        """Return what `Fleet.book` takes: slots, tokens to prefill, tokens that will need KV."""
         new = max(0, self.num_tokens - self.num_cached_tokens_decode) + max_new_tokens
         return self.prefill_slot, self.decode_slot, self.num_uncached_tokens, new
 
     @property
     def reason(self) -> str:
-        """One line a person can read."""
+        """Where it runs and why, in a line for people."""
         terms = " + ".join(
             f"{seconds * 1e3:.1f} ms {name}" for name, seconds in self.terms_s.items()
         )
@@ -141,7 +141,7 @@ class Reach:
 
 
 def reach(fleet: FleetArrays, policy: PlacementConfig) -> Reach:
-    """Reach over the workers that are usable now, held or not. Pure."""
+    """Return the reach of the workers that are usable now, held or not. Pure."""
     request = np.where(fleet.usable & fleet.can_decode, fleet.longest_request, 0.0)
     beside = _longest_beside_quarantine(fleet)
     if policy.local_prefill != "never":  # a partner has the prompt held here as well
@@ -159,14 +159,14 @@ def reach(fleet: FleetArrays, policy: PlacementConfig) -> Reach:
 
 
 def longest_open(fleet: FleetArrays, reserved: Bools, now_s: float) -> float:
-    """The longest request that some decode worker with a free slot takes; 0: none has one."""
+    """Return the longest request that a decode worker with a place takes; 0: none has one."""
     is_open = fleet.usable & fleet.can_decode & (fleet.hold_until_s <= now_s) & ~reserved
     is_open &= fleet.running < fleet.max_running
     return float(fleet.longest_request[is_open].max(initial=0.0))
 
 
 def least_prefill_s(num_tokens: int, fleet: FleetArrays) -> float:
-    """Seconds that the fastest measured worker takes to prefill this many tokens; 0: none was
+    """Return the seconds in which the fastest measured worker prefills so many tokens; 0: none was
     measured."""
     learned = fleet.usable & np.isfinite(fleet.prefill_measured_s)
     if not learned.any():

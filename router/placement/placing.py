@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections import OrderedDict
 from collections.abc import Sequence
 
 import numpy as np
@@ -16,9 +17,10 @@ from router.fleet.fleet_arrays import Bools, FleetArrays
 from router.index.prefix_index import PrefixIndex
 from router.placement.choice import choose, ranked, trusted_speeds
 from router.placement.placement import Placement, PlacementQuery
-from router.placement.sessions import Sessions
 from router.placement.terms import TERMS
 from router.placement.ticket import Placed, Ticket
+
+MAX_SESSIONS = 1 << 16
 
 
 def earliest_first_token_s(
@@ -46,16 +48,17 @@ def earliest_first_token_s(
 
 
 class Placing:
-    """Look up, choose and book; the line is `Admission`'s."""
+    """Look up, choose and book; the line is `Admission`'s. Owns the last decode worker of each
+    session; the session that was quiet for longest is forgotten first."""
 
     def __init__(
         self, config: PlacementConfig, fleet: Fleet, index: PrefixIndex, rng: random.Random
     ) -> None:
         self._config, self._fleet, self._index, self._rng = config, fleet, index, rng
-        self._sessions = Sessions()
+        self._ran_on: OrderedDict[tuple[str, str], tuple[str, int]] = OrderedDict()
 
     def best(self, ticket: Ticket, reserved: Bools, now: float) -> Placement | None:
-        """The cheapest placement where there is room, over all classes of workers."""
+        """Return the cheapest placement where there is room, over all classes of workers."""
         found = (
             choose(query, self._fleet.arrays, self._rng)
             for query in self.queries(ticket, now, reserved)
@@ -63,15 +66,15 @@ class Placing:
         return min((p for p in found if p is not None), key=lambda p: p.cost_s, default=None)
 
     def candidates(self, ticket: Ticket, now: float, limit: int) -> list[Placement]:
-        """Every placement, cheapest first."""
+        """Return the placements, cheapest first, at most `limit`."""
         found: list[Placement] = []
         for query in self.queries(ticket, now):
             found.extend(ranked(query, self._fleet.arrays, limit))
         return sorted(found, key=lambda p: p.cost_s)[:limit]
 
     def earliest_s(self, ticket: Ticket, ahead_tokens: int, now: float) -> float | None:
-        """Seconds until the first token at the earliest, with this many prompt tokens before it in
-        line. None: unknown."""
+        """Return the seconds until the first token at the earliest, with this many prompt tokens
+        before it in line. None: unknown."""
         expected = [
             earliest_first_token_s(query, self._fleet.arrays, ahead_tokens)
             for query in self.queries(ticket, now)
@@ -88,24 +91,27 @@ class Placing:
         slots = {booking.prefill.slot, booking.decode.slot}
         self._index.predict(slots, hashes, now, expires_s)
         if ticket.session is not None:
-            self._sessions.ran_on(ticket.session, facts.identity)
+            self._ran_on[ticket.session] = facts.identity
+            self._ran_on.move_to_end(ticket.session)
+            if len(self._ran_on) > MAX_SESSIONS:
+                self._ran_on.popitem(last=False)
         return Placed(placement, booking)
 
     def queries(
         self, ticket: Ticket, now: float, reserved: Bools | None = None
     ) -> Sequence[PlacementQuery]:
-        """One per class of workers that exchange KV; notes on the ticket what of its prompt is left
-        to compute."""
+        """Make a query for each class of workers that exchange KV; note on the ticket what of its
+        prompt is left to compute."""
         prompt, num_slots = ticket.prompt, self._fleet.num_slots
         growth = min(ticket.max_new_tokens, self._config.decode_growth_tokens)
         failed = self._fleet.slots_of(ticket.failed)
-        last = None if ticket.session is None else self._sessions.last(ticket.session)
+        last = None if ticket.session is None else self._ran_on.get(ticket.session)
         preferred = None if last is None else next(iter(self._fleet.slots_of([last])), None)
         since_s = now - self._config.trust_rates_s if ticket.explores else -math.inf
         queries = []
         for kv_class, number in self._fleet.kinds.classes:
             hashes = prompt.hashes(kv_class.kv_fingerprint, kv_class.block_size)
-            blocks = self._index.lookup_predicted(hashes, num_slots, now)
+            blocks = self._index.lookup(hashes, num_slots, now)
             cached = np.minimum(blocks * kv_class.block_size, max(0, len(prompt) - 1))
             rates, steps = trusted_speeds(self._fleet.arrays, number, since_s)
             queries.append(

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
@@ -15,34 +15,30 @@ from router.text import Conversation
 log = logging.getLogger(__name__)
 
 
-class _Encoder(Protocol):
-    """The part of a model's tokenizer that is needed here."""
-
-    def encode(self, text: str) -> list[int]: ...
-    def encode_chat(self, conversation: Conversation) -> list[int]: ...
-
-
 @dataclass(frozen=True)
 class PublicPrefix:
     beginnings: tuple[TokenIds, ...] = ()
-    """The same text as tokens, as each kind of prompt begins with it."""
+    """The text as token ids, once for each kind of prompt that can begin with it."""
 
     @classmethod
-    def of(cls, text: str, encoder: _Encoder) -> PublicPrefix:
-        """The text as a plain prompt, and as the system message of a chat."""
+    def of(
+        cls,
+        text: str,
+        encode: Callable[[str], list[int]],
+        encode_chat: Callable[[Conversation], list[int]],
+    ) -> PublicPrefix:
+        """Encode the text as a plain prompt, and as the system message of a chat."""
         if not text:
             return cls()
-        beginnings = [encoder.encode(text)]
+        beginnings = [encode(text)]
         try:
-            beginnings.append(
-                encoder.encode_chat(Conversation([{"role": "system", "content": text}]))
-            )
+            beginnings.append(encode_chat(Conversation([{"role": "system", "content": text}])))
         except InvalidRequestError as error:
             log.info("public_prefix begins no chat: %s", error)
         return cls(tuple(np.array(ids, dtype=np.uint32) for ids in beginnings))
 
     def num_tokens(self, prompt: TokenIds) -> int:
-        """Leading tokens of the prompt that are public."""
+        """Count the prompt's leading tokens that are public."""
         return max((_num_equal(prompt, each) for each in self.beginnings), default=0)
 
 

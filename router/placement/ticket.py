@@ -97,7 +97,7 @@ class Ticket:
 
     @property
     def num_tokens(self) -> int:
-        """Of prompt and output, all that must fit where it runs."""
+        """Tokens of prompt and output that must fit where it runs."""
         return len(self.prompt) + self.least_new_tokens
 
     def may_fit(self, longest: float) -> bool:

@@ -44,7 +44,7 @@ Found = tuple[str, float, str, str]  # cause, score, what shows it, pool
 
 
 def diagnose(before: Snapshot, after: Snapshot, ttft_s: float, itl_s: float) -> Diagnosis:
-    """`ttft_s`, `itl_s`: targets of the 95th percentiles of times to first tokens and of gaps."""
+    """Find what is wrong. `ttft_s`, `itl_s`: targets of 95th percentiles (first tokens, gaps)."""
     w, told = _Window(before, after, ttft_s, itl_s), []
     rules = (_late_first_tokens, _long_gaps, _slow_workers, _memory_and_cache)
     for cause, _, says, pool in sorted((f for rule in rules for f in rule(w)), key=lambda f: -f[1]):
@@ -91,7 +91,7 @@ class _Window:
         return _share(self.total(name), self.num(name))
 
     def p(self, name: str, bounds: Sequence[float], share: float = 0.95) -> float:
-        """The percentile, evenly within its bucket; 0: there is none."""
+        """Return a histogram's percentile, evenly within its bucket; 0: it is empty."""
         left, least = share * self.num(name), 0.0
         for bound, count in zip(bounds, self.of(name)):
             if count and left <= count:
@@ -100,14 +100,14 @@ class _Window:
         return least if left else 0.0
 
     def fullest(self, what: str) -> tuple[float, str]:
-        """The mean of a pool over its workers and the looks, where it is highest, and its name."""
+        """Return the highest mean of a pool, over its workers and the looks, and its name."""
         pools = [name.partition("/")[2] for name in self.after if name.startswith(f"{what}/")]
         means = (_share(self.total(f"{what}/{it}"), self.total(f"workers/{it}")) for it in pools)
         return max(zip(means, pools), default=(0.0, ""))
 
     def enough(self, cause: str, num: int) -> int:
-        """Workers instead of `num`, for those in line beside those at work (Little's law); at most
-        four times as many, since a line can grow without end."""
+        """Return how many workers `num` should be, for those in line beside those at work (Little's
+        law); at most four times as many, since a line can grow without end."""
         wait_s, work_s = {
             "decode full": (self.for_decode_s, self.mean("decode_seconds")),
             "prefill behind": (self.for_prefill_s, self.prefill_s),

@@ -31,13 +31,13 @@ class EndedRequest:
     session_id: str = ""
     trace_id: str = ""
     reason: str = ""
-    """Why it went where it went."""
+    """Why it was placed where it ran."""
     prefill_worker: str = ""
-    """Of the newest attempt, as decode worker and lease; none where the decode worker prefills."""
+    """The newest attempt's, as decode worker and lease are; empty where that prefills itself."""
     decode_worker: str = ""
     lease_id: str = ""
     num_attempts: int = 0
-    """At this router."""
+    """Of this router alone."""
     num_prompt_tokens: int | None = None
     num_cached_tokens: int | None = None
     num_output_tokens: int = 0
@@ -49,13 +49,14 @@ class EndedRequest:
     second_token_s: float = 0.0
     """From the first token to the second."""
     decode_s: float = 0.0
-    """From the first token to the last; the mean gap is:"""
+    """From the first token to the last."""
     tpot_s: float = 0.0
+    """The mean gap between tokens."""
     ttft_s: float = 0.0
     itl_s: float = 0.0
-    """The median gap."""
+    """The median gap between tokens."""
     ttft_target: str = ""
-    """`MET` or `MISSED`."""
+    """`MET`, `MISSED` or empty (see `judged`)."""
     itl_target: str = ""
 
     def write_line(self) -> None:
@@ -72,14 +73,14 @@ class EndedRequest:
 
 
 def judged(target_s: float | None, took_s: float, *, is_over: bool) -> str:
-    """Whether a time met its target. `is_over`: the time is final. Empty: no target was named, or
-    it ended before that was known."""
+    """Say whether a time met its target. `is_over`: the time is final. Empty: no target was named,
+    or the request ended before that was known."""
     if target_s is None or (took_s <= target_s and not is_over):
         return ""
     return MET if took_s <= target_s else MISSED
 
 
 def trace_id(traceparent: str) -> str:
-    """Of a W3C traceparent; empty where it is none."""
+    """Return the trace id of a W3C traceparent; empty where it is none."""
     found = _TRACEPARENT.fullmatch(traceparent)
     return "" if found is None else found["trace"]

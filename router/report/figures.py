@@ -11,7 +11,7 @@ import itertools
 import math
 import random
 import statistics
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
@@ -34,7 +34,7 @@ class Spans(Generic[T]):
         self._spans: deque[tuple[float, T]] = deque()
 
     def at(self, now_s: float) -> T:
-        """This second's."""
+        """Return this second's."""
         spans = self._spans
         if not spans or now_s - spans[-1][0] >= SPAN_S:
             self._forget(now_s)
@@ -42,7 +42,7 @@ class Spans(Generic[T]):
         return spans[-1][1]
 
     def within(self, now_s: float, last_s: float = math.inf) -> Iterator[T]:
-        """Those of the whole window, or of its `last_s`; oldest first."""
+        """Return those of the whole window, or of its `last_s`; oldest first."""
         self._forget(now_s)
         return (each for at_s, each in self._spans if now_s - at_s < last_s)
 
@@ -66,36 +66,29 @@ class _Samples:
             self.kept[index] = sample
 
 
-class Recent:
+class RecentSamples(Spans[_Samples]):
     """Own samples of the last `window_s`. Each second keeps a few, and each kept sample is weighted
     by how many that second had."""
 
     def __init__(self, window_s: float) -> None:
-        self._spans = Spans(window_s, _Samples)
+        super().__init__(window_s, _Samples)
         self._rng = random.Random(0)
 
-    def add(self, sample: float, now_s: float) -> None:
-        self.add_all((sample,), now_s)
-
-    def add_all(self, samples: Sequence[float], now_s: float) -> None:
-        span = self._spans.at(now_s)
+    def add(self, now_s: float, *samples: float) -> None:
+        span = self.at(now_s)
         for sample in samples:
             span.add(sample, self._rng)
 
     def count(self, now_s: float, last_s: float = math.inf) -> int:
         return sum(span.num_seen for span in self.within(now_s, last_s))
 
-    def within(self, now_s: float, last_s: float = math.inf) -> Iterator[_Samples]:
-        """Of each second of the whole window, or of its `last_s`."""
-        return self._spans.within(now_s, last_s)
-
     def quantile(self, share: float, now_s: float, last_s: float = math.inf) -> float | None:
-        """`quantile` over these seconds."""
+        """Return `quantile` over the window, or over its `last_s`."""
         return quantile(share, self.within(now_s, last_s))
 
 
 def quantile(share: float, of: Iterable[_Samples]) -> float | None:
-    """The least sample that `share` (0 to 1) of all are not above; None: there is none."""
+    """Return the least sample that `share` (0 to 1) of all are not above; None: there is none."""
     spans = list(of)
     if not spans:
         return None
@@ -115,8 +108,8 @@ _SHARE = 0.95
 
 @dataclass
 class _Pool:
-    ttft_s: Recent = field(default_factory=lambda: Recent(WINDOW_S))
-    gaps_s: Recent = field(default_factory=lambda: Recent(WINDOW_S))
+    ttft_s: RecentSamples = field(default_factory=lambda: RecentSamples(WINDOW_S))
+    gaps_s: RecentSamples = field(default_factory=lambda: RecentSamples(WINDOW_S))
 
 
 class PoolFigures:
@@ -124,18 +117,18 @@ class PoolFigures:
 
     def __init__(self, clock: NowS) -> None:
         self._clock = clock
-        self._pools: dict[str, _Pool] = {}
+        self._pools: defaultdict[str, _Pool] = defaultdict(_Pool)
 
     def saw_first_token(self, pool: str, ttft_s: float) -> None:
-        """Of a request whose prompt a worker of the pool prefilled; since its arrival."""
-        self._of(pool).ttft_s.add(ttft_s, self._clock())
+        """Note the time from arrival to first token of a request that the pool prefilled."""
+        self._pools[pool].ttft_s.add(self._clock(), ttft_s)
 
     def saw_gaps(self, pool: str, gaps_s: Sequence[float]) -> None:
-        """Between tokens of a stream that a worker of the pool decodes."""
-        self._of(pool).gaps_s.add_all(gaps_s, self._clock())
+        """Note gaps between tokens of a stream that a worker of the pool decodes."""
+        self._pools[pool].gaps_s.add(self._clock(), *gaps_s)
 
     def median_gap_s(self) -> float | None:
-        """Of all pools; None: there was none."""
+        """Return the median gap over all pools; None: there was none."""
         now_s = self._clock()
         within = (pool.gaps_s.within(now_s) for pool in self._pools.values())
         return quantile(0.5, itertools.chain.from_iterable(within))
@@ -160,12 +153,6 @@ class PoolFigures:
                 )
         return reported
 
-    def _of(self, pool: str) -> _Pool:
-        found = self._pools.get(pool)
-        if found is None:
-            found = self._pools[pool] = _Pool()
-        return found
-
 
 _STILL_FACTOR = 10.0
 _LEAST_STILL_S = 5.0
@@ -178,7 +165,7 @@ class _Ended:
     num_all: int = 0
     num_failed: int = 0
     num_abandoned: int = 0
-    """None of the above."""
+    """Not counted above."""
 
 
 class RequestFigures:
@@ -193,7 +180,7 @@ class RequestFigures:
     def __init__(self, clock: NowS) -> None:
         self._clock = clock
         self._ended = Spans(WINDOW_S, _Ended)
-        self._first_waits_s = Recent(WINDOW_S)
+        self._first_waits_s = RecentSamples(WINDOW_S)
         self._usual_s = 0.0  # median wait for a first token, when some came last
 
     def ended(self, failed: bool) -> None:
@@ -206,15 +193,15 @@ class RequestFigures:
         self._ended.at(self._clock()).num_abandoned += 1
 
     def saw_first_token(self, wait_s: float) -> None:
-        """So long after its attempt began."""
-        self._first_waits_s.add(wait_s, self._clock())
+        """Note how long after its attempt's beginning a first token came."""
+        self._first_waits_s.add(self._clock(), wait_s)
 
     def too_long_s(self, least_s: float) -> float:
-        """How long a request may stand still that the fastest worker could prefill in `least_s`."""
+        """Return how long a request may stand still. `least_s`: its prefill at the fastest."""
         return max(_LEAST_STILL_S, _STILL_FACTOR * max(self._usual_s, least_s))
 
     def report(self, num_active: int, gap_s: float | None) -> control_pb2.RequestFigures:
-        """`num_active`: requests that run now. `gap_s`: the median between two tokens."""
+        """Report them. `num_active`: requests that run now. `gap_s`: the median between tokens."""
         now = self._clock()
         if (wait_s := self._first_waits_s.quantile(0.5, now)) is not None:
             self._usual_s = wait_s
@@ -239,10 +226,10 @@ class Counts:
     num_arrivals: int = 0
     prompt_tokens: int = 0
     prefilled_tokens: int = 0
-    """Prompt tokens of requests that have been prefilled; of these were cached:"""
+    """Prompt tokens of requests that have been prefilled, those that were cached included."""
     cached_tokens: int = 0
     num_ended: int = 0
-    """Requests that ended with all their output, of which:"""
+    """Requests that ended with all their output: `output_tokens`."""
     output_tokens: int = 0
 
 
@@ -266,7 +253,7 @@ class Figures:
         self._seen: deque[tuple[float, Counts]] = deque([(clock(), Counts())])
 
     def report(self, counts: Counts, waiting: Sequence[Waiting]) -> control_pb2.ReportRouterRequest:
-        """Rates since about `RATES_WINDOW_S` ago, or since the start."""
+        """Report rates since about `RATES_WINDOW_S` ago, or since the start."""
         now = self._clock()
         while len(self._seen) > 1 and self._seen[1][0] <= now - RATES_WINDOW_S:
             self._seen.popleft()
@@ -288,7 +275,7 @@ class Figures:
 
 
 def _uncached(now: Counts, before: Counts) -> float:
-    """Of the tokens that arrived, the share that recent prefills did not find cached."""
+    """Estimate how many of the tokens that arrived are not cached, by what prefills found."""
     arrived = now.prompt_tokens - before.prompt_tokens
     prefilled = now.prefilled_tokens - before.prefilled_tokens
     cached = now.cached_tokens - before.cached_tokens

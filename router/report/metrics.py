@@ -77,7 +77,8 @@ class RouterMetrics(Collector):
         config = config or MetricsConfig()
         self._model, self._has_vllm_names = model, config.vllm_names
         self._tenants, self._ignored_names = Names(config.tenants), Names(64)
-        self._gauges: Sequence[Gauges] = ()
+        self.gauges: Sequence[Gauges] = ()
+        """The units' routers' parts, as they were measured last."""
         self._families: list[Family[Count] | Family[Buckets]] = []
         self.registry = CollectorRegistry()
         traffic, by_end, by_pool = ((*_OF_ALL, *more) for more in ((), ("end",), ("pool",)))
@@ -158,18 +159,18 @@ class RouterMetrics(Collector):
         return family
 
     def of(self, tenant: str) -> tuple[str, str]:
-        """Values of the labels model and tenant."""
+        """Return the values of the labels model and tenant."""
         return self._model, self._tenants.of(tenant)
 
     def refused(self, tenant: str, end: str) -> None:
-        """A request that no unit's router took in."""
+        """Count a request that no unit's router took in."""
         own = self.of(tenant)
         self.requests.labels(*own, end).inc()
         if end in _REFUSALS:
             self.goodput.labels(*own, MISSED).inc()
 
     def ended(self, ended: EndedRequest, prefill_pool: str, decode_pool: str) -> None:
-        """Every request once, however it ended; a stage that did not happen is left out."""
+        """Count a request at its end, once; a stage that did not happen is left out."""
         own = self.of(ended.tenant)
         self.requests.labels(*own, ended.outcome).inc()
         for name, family in self._of_end.items():
@@ -182,16 +183,13 @@ class RouterMetrics(Collector):
             self.tpot.labels(*own, decode_pool).observe(ended.tpot_s)
 
     def saw_ignored(self, fields: Sequence[str]) -> None:
-        """Count the first 64 names each."""
+        """Count fields that were ignored, the first 64 names apart."""
         for name in fields:
             self._ignored.labels(self._ignored_names.of(name)).inc()
 
-    def measure(self, gauges: Sequence[Gauges]) -> None:
-        """Take in the units' routers' parts."""
-        self._gauges = gauges
-
     def totals(self) -> dict[str, list[float]]:
-        """Over all labels but results and places; a histogram's are its counts, then its sum."""
+        """Return sums over all labels but results and places; of a histogram its counts, then its
+        sum."""
         found: dict[str, list[float]] = {"arrivals": [0.0]}
         for family in self._families:
             for labels, child in family.children.items():
@@ -207,7 +205,7 @@ class RouterMetrics(Collector):
     def collect(self) -> Iterator[Metric]:
         for family in self._families:
             yield family.collect()
-        units = self._gauges
+        units = self.gauges
         num_queued = sum(each.num_queued for each in units)
         num_active = sum(each.num_active for each in units)
         yield _gauge("baton_queue_length", "Requests waiting for a placement", num_queued)
@@ -241,7 +239,7 @@ class RouterMetrics(Collector):
         for name, value in (("running", num_running), ("waiting", num_waiting)):
             figure = {(self._model,): value}
             yield _gauge(f"vllm:num_requests_{name}", f"Requests {name}", figure, of_model)
-        use = {(self._model, id_): use for unit in self._gauges for id_, use in unit.kv_use.items()}
+        use = {(self._model, id_): use for unit in self.gauges for id_, use in unit.kv_use.items()}
         labels = (*of_model, "engine")
         yield _gauge("vllm:kv_cache_usage_perc", "Share of a worker's KV in use", use, labels)
 

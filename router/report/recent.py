@@ -12,8 +12,8 @@ FLOWS_S = 10.0
 _MAX_FLOWS = 10_000
 
 
-class Recent:
-    """Own both. Bounded."""
+class RecentTraffic:
+    """Own both; bounded."""
 
     def __init__(self, clock: NowS) -> None:
         self._clock = clock
@@ -24,7 +24,7 @@ class Recent:
         self._flows.append((self._clock(), prefill, decode, num_bytes))
 
     def bytes_per_s(self) -> dict[tuple[str, str], float]:
-        """Between a prefill and a decode worker, over the last `FLOWS_S`."""
+        """Return the rate from each prefill to each decode worker, over the last `FLOWS_S`."""
         since_s = self._clock() - FLOWS_S
         while self._flows and self._flows[0][0] < since_s:
             self._flows.popleft()

@@ -1,4 +1,4 @@
-"""The stages of a request, of which its trace is made when it ends.
+"""The stages of a request, of which its trace is made when it ends: for nobody, or a collector.
 
 Times are of the router's clock: what a worker measured is counted back from its message, so no two
 machines' clocks are compared. Nothing is noted for a token.
@@ -7,11 +7,14 @@ machines' clocks are compared. Nothing is noted for a token.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from baton.clock import Clock
+from baton.errors import ConfigError
 from baton.v1 import worker_pb2
+from router.report.ended_request import EndedRequest
 
 _MAX_STAGES = 512  # of a request: the oldest are forgotten
 
@@ -39,12 +42,12 @@ class Stages:
         self._first_step_s = 0.0
 
     def enter(self, name: str, worker: str = "") -> None:
-        """It follows the one before, and lasts until another is entered."""
+        """Begin a stage that follows the one before, and lasts until another is entered."""
         self._entered = Stage(name, self.leave(), None, self._again, {"worker": worker})
         self.all.append(self._entered)
 
     def leave(self) -> float:
-        """Returns when."""
+        """End the stage that was entered, and return the time."""
         now_s = self.clock.now_s()
         if self._entered is not None:
             self._entered.ended_s = now_s
@@ -58,7 +61,7 @@ class Stages:
             self.all.append(self._again)
 
     def first_token(self, first: worker_pb2.FirstToken | None, decode: str) -> None:
-        """`first` None: the prefill's worker says nothing of it. `decode`: the next stage's."""
+        """End the prefill. `first` None: its worker reported no times. `decode`: who goes on."""
         prefill, now_s = self._entered, self.leave()
         if self._again is not None:
             self._again.ended_s, self._again = now_s, None
@@ -72,8 +75,24 @@ class Stages:
             self.all.append(Stage("chunk", step_s, ended_s, prefill, {"num_tokens": tokens}))
 
     def handed_off(self, done: worker_pb2.HandoffDone, link: str) -> None:
-        """A layer's KV is put once it is computed, the first in the prompt's first step."""
+        """Note a handoff. Each layer's KV is put once computed, from the prompt's first step on."""
         rate = done.num_bytes / done.put_ms * 1e3 if done.put_ms else 0.0
         fields = {"link": link, "num_bytes": done.num_bytes, "bytes_per_s": rate}
         now_s = self.clock.now_s()
         self.all.append(Stage("handoff", self._first_step_s or now_s, now_s, None, fields))
+
+
+Trace = Callable[[EndedRequest, str, Stages], str]
+"""Traces a request that has ended now, given its `traceparent`. Returns the trace's id; empty: it
+is not traced."""
+
+
+def open_traces(endpoint: str | None, ratio: float) -> Trace:
+    """Return what traces requests. Raises ConfigError where OpenTelemetry's SDK is missing."""
+    if endpoint is None:
+        return lambda *_: ""
+    try:
+        from router.report.otlp import OtlpTraces
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"traces need the extra baton-serve[traces]: {error}") from error
+    return OtlpTraces(endpoint, ratio).trace

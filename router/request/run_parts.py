@@ -14,8 +14,8 @@ from router.placement.admission import Admission
 from router.placement.fairness import FairLine, RetryBudget
 from router.report.figures import Counts, PoolFigures, RequestFigures
 from router.report.metrics import RouterMetrics
-from router.report.recent import Recent
-from router.report.traces import Trace
+from router.report.recent import RecentTraffic
+from router.report.stages import Trace
 from router.text import TextModel
 
 
@@ -61,6 +61,6 @@ class RunParts:
     counts: Counts
     request_figures: RequestFigures
     pool_figures: PoolFigures
-    recent: Recent
+    recent: RecentTraffic
     clock: Clock
     rng: random.Random

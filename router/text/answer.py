@@ -35,7 +35,7 @@ class AnswerReader:
         self._splitter = model.new_splitter(prompt)
         self._parser = new_parser(self._format, tools) if tools and self._format else None
         self.is_plain = self._splitter is None and self._parser is None
-        """The answer is all that the model writes."""
+        """Whether the answer is all that the model writes."""
 
     @property
     def has_called(self) -> bool:
@@ -46,7 +46,7 @@ class AnswerReader:
         return self._said(Split("", text) if self._splitter is None else self._splitter.push(text))
 
     def finish(self) -> list[Said]:
-        """What was held back, once it is certain that nothing follows."""
+        """Return what was held back, once it is certain that nothing follows."""
         said = [] if self._splitter is None else self._said(self._splitter.finish())
         held = [] if self._parser is None else self._parser.finish()
         return said + self._named(held)

@@ -105,7 +105,7 @@ class ChatTemplate:
         self._guarded = TokenSearch([token for token in guarded_tokens if len(token) > 1])
 
     def render(self, conversation: Conversation) -> tuple[str, str | None]:
-        """The text up to where the assistant goes on, and the mark in it (None: none was needed).
+        """Return the text up to where the assistant goes on, and the mark in it, if one was needed.
 
         Raises InvalidRequestError when the template refuses the messages.
         """
@@ -149,7 +149,7 @@ class ChatTemplate:
         )
 
     def _guard_all(self, value: Any, mark: str) -> Any:
-        """The same with every text guarded."""
+        """Return a value with every text in it guarded."""
         match value:
             case str():
                 return self._guard(value, mark)
@@ -174,7 +174,7 @@ class ChatTemplate:
 
 
 def _up_to_cut(text: str) -> str:
-    """As transformers does: where the template strips the last message, its end is stripped."""
+    """Cut after the final message, and strip it if the template does, as transformers does."""
     before, found, after = text.rpartition(_CUT.strip())
     if not found:
         raise jinja2.TemplateError("it does not show the final message, which is to be continued")
@@ -191,7 +191,7 @@ def _bounded(pieces: Iterator[str]) -> Iterator[str]:
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """Every text in it."""
+    """Yield every text within a value."""
     match value:
         case str():
             yield value

@@ -24,7 +24,8 @@ _SHORT_CHARS = 4096  # of a text whose reading is not worth another thread
 
 
 class _SegmentCache:
-    """Least recently used segments go first; bounded by the memory they take. Thread-safe."""
+    """Own encoded segments, bounded by the memory they take: the least recently used go first.
+    Thread-safe."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -83,14 +84,14 @@ class _StandIns:
                 self._ids[stand_in] = token_id
 
     def encode(self, pieces: list[str]) -> list[int]:
-        """Of a text cut at its special tokens; every second piece is one."""
+        """Encode a text that was cut at its special tokens; every second piece is one."""
         names = [self._names[piece] if i % 2 else piece for i, piece in enumerate(pieces)]
         ids = _encoded(self._tokenizer, "".join(names))
         return [self._ids.get(token_id, token_id) for token_id in ids]
 
 
 def _stand_in(token: AddedToken, name: str) -> AddedToken:
-    """It takes the spaces that the token takes."""
+    """Make a stand-in, which takes the spaces that the token takes."""
     lstrip, rstrip = token.lstrip, token.rstrip
     return AddedToken(name, lstrip=lstrip, rstrip=rstrip, normalized=False, special=False)
 
@@ -117,14 +118,14 @@ class SegmentEncoder:
         return list(self._ids)
 
     def encode(self, text: str) -> list[int]:
-        """A plain prompt, with the special tokens the tokenizer adds around one. Special tokens
+        """Encode a plain prompt, with the special tokens that the tokenizer adds around one. Those
         written in `text` are parsed: the caller's text is the prompt as it stands."""
         if not self._segmentable or self._prefix is None or self._suffix is None:
             return _encoded(self._tokenizer, text, add_special_tokens=True)
         return [*self._prefix, *self._encode_segments(text, None), *self._suffix]
 
     def encode_rendered(self, text: str, mark: str | None) -> list[int]:
-        """A rendered chat: nothing is added; what `mark` breaks is encoded as ordinary text."""
+        """Encode a rendered chat. Nothing is added; what `mark` breaks is ordinary text."""
         if mark is None and not self._segmentable:
             return _encoded(self._tokenizer, text)
         if self._segmentable or STAND_IN in text:  # nobody means a stand-in
@@ -161,7 +162,7 @@ class SegmentEncoder:
         return ids
 
     def _surroundings(self) -> tuple[list[int] | None, list[int] | None]:
-        """Ids that the tokenizer's post-processor puts before and after a single text."""
+        """Return the ids that the tokenizer's post-processor puts around a single text."""
         bare = self._tokenizer.encode("a", add_special_tokens=False).ids
         full = self._tokenizer.encode("a").ids
         for start in range(len(full) - len(bare) + 1):

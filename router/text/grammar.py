@@ -44,8 +44,8 @@ class GrammarError(ValueError):
 
 
 def of_schema(schema: str, *, close: bool = True) -> Part:
-    """A JSON value. `close`: its objects have the properties that it lists and no others. What
-    would not be kept is refused. Raises GrammarError, as do the next ones."""
+    """Make a JSON schema's part. `close`: objects have only the properties listed. What would not
+    be kept is refused. Raises GrammarError, as do the next ones."""
     part, problem = _of_schema(schema, close)
     if part is None:
         raise GrammarError(problem)
@@ -54,7 +54,7 @@ def of_schema(schema: str, *, close: bool = True) -> Part:
 
 @functools.lru_cache(_NUM_KEPT)  # clients send the same one again and again
 def _of_schema(schema: str, close: bool) -> tuple[Part | None, str]:
-    """The part, or why there is none."""
+    """Return the part, or why there is none."""
     if len(schema) > MAX_GRAMMAR_BYTES:
         return None, f"it has {len(schema)} characters; at most {MAX_GRAMMAR_BYTES} are taken"
     try:
@@ -84,7 +84,7 @@ def _schema_part(schema: Any) -> Part:
 
 
 def _problem_at_first(part: Part) -> str:
-    """What the library finds wrong with how a schema's values begin."""
+    """Return what the library finds wrong with how a schema's values begin."""
     import llguidance
 
     tokens = llguidance.LLTokenizer("byte")  # a vocabulary of single bytes
@@ -111,14 +111,14 @@ def of_lark(grammar: str) -> Part:
 
 
 def _in_ascii(regex: str) -> str:
-    r"""With `\d`, `\w` and `\s` of ASCII, as vLLM has them: digits of any script are no numbers."""
+    r"""Keep `\d`, `\w` and `\s` to ASCII, as vLLM does: digits of any script are no numbers."""
     from llguidance import regex_to_lark
 
     return str(regex_to_lark(regex, "dws"))
 
 
 def in_lark(grammar: str) -> str:
-    """From GBNF; what is none, as it is."""
+    """Translate a grammar from GBNF to Lark; return any other as it is."""
     if not re.search(r"^[ \t]*[\w-]+[ \t]*::=", grammar, re.MULTILINE):
         return grammar
     from llguidance.gbnf_to_lark import gbnf_to_lark
@@ -143,7 +143,7 @@ def _checked(part: Part) -> Part:
 
 
 def check(grammar: str) -> None:
-    """Raises GrammarError."""
+    """Check that a grammar can be compiled. Raises GrammarError."""
     _check_size(grammar)
     if problem := _problem(grammar):
         raise GrammarError(problem)
@@ -183,7 +183,7 @@ class Calls:
     has_marked_arguments: bool = False
     """Mistral's newer format: `[TOOL_CALLS]f[ARGS]{...}`, in place of a list."""
     has_marked_id: bool = False
-    """And `[CALL_ID]` with an id before `[ARGS]`."""
+    """These calls also have `[CALL_ID]` and an id before `[ARGS]`."""
 
 
 @dataclass(frozen=True)
@@ -197,7 +197,7 @@ class Answer:
     """The prompt ends within its thoughts."""
 
     def grammar(self, model: TextModel) -> str:
-        """Raises GrammarError."""
+        """Return the whole grammar. Raises GrammarError."""
         if self.body is not None and self.calls is None and not self.thinks:
             return json.dumps({"grammars": _spelt([self.body], model.added_tokens)})
 
@@ -278,5 +278,5 @@ def _call_rules(calls: Calls, marker: Callable[[str], str]) -> list[str]:
 
 
 def _text(text: str) -> str:
-    """As Lark writes a text."""
+    """Return a text as Lark writes it."""
     return json.dumps(text)

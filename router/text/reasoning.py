@@ -5,6 +5,8 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
+from router.text.partial import num_begun
+
 OPEN, CLOSE = "<think>", "</think>"
 
 
@@ -50,7 +52,7 @@ class ReasoningSplitter:
         return Split(reasoning, text)
 
     def finish(self) -> Split:
-        """What was held back, once it is certain that nothing follows."""
+        """Return what was held back, once it is certain that nothing follows."""
         held, self._held = self._held, ""
         return Split(held, "") if self._state is _State.THINKS else Split("", held)
 
@@ -66,13 +68,11 @@ class ReasoningSplitter:
         return text
 
     def _think(self, text: str) -> tuple[str, str]:
-        """Reasoning, and what comes after it. White space around the reasoning is kept."""
+        """Return reasoning, and what comes after it. White space around reasoning is kept."""
         reasoning, found, rest = text.partition(CLOSE)
         if found:
             self._state = _State.BETWEEN
             return reasoning, rest
-        for length in range(min(len(CLOSE) - 1, len(text)), 0, -1):
-            if CLOSE.startswith(text[-length:]):
-                self._held = text[-length:]
-                return text[:-length], ""
-        return text, ""
+        cut = len(text) - num_begun(text, CLOSE)
+        self._held = text[cut:]
+        return text[:cut], ""

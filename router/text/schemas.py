@@ -49,7 +49,7 @@ class SchemaError(ValueError):
 
 
 def pointer(place: Place) -> str:
-    """As JSON pointers are written."""
+    """Write a place as a JSON pointer."""
     keys = []
     while place:
         place, key = place
@@ -77,7 +77,7 @@ def rewrite(schema: Any, *, close: bool) -> None:
 
 
 def within(node: Schema, place: Place) -> Iterator[tuple[Any, Place]]:
-    """The schemas directly within one."""
+    """Yield the schemas directly within one, each with its place."""
     for key, value in node.items():
         if key in _MAPS:
             yield from ((each, ((place, key), name)) for name, each in value.items())
@@ -118,13 +118,13 @@ class _Walked:
             todo += within(node, place)
 
     def members(self, node: Schema, keys: Iterable[str] = _JOINED) -> list[Schema]:
-        """Schemas of the same value as `node`, directly within it."""
+        """Return the schemas of the same value as `node`, directly within it."""
         members = [self._targets[node["$ref"]]] if "$ref" in node and "$ref" in keys else []
         members += [each for key in keys if key != "$ref" for each in node.get(key, ())]
         return [each for each in members if isinstance(each, dict)]
 
     def parts(self, node: Any) -> list[Schema]:
-        """What a value must fit at once: a schema, what it refers to, those of its `allOf`."""
+        """Return what a value must fit at once: a schema, what it refers to, its `allOf`."""
         parts, todo = list[Schema](), [node]
         while todo and len(parts) < 64:
             at = todo.pop()
@@ -178,7 +178,7 @@ class _Walked:
 
 
 def _property(parts: Iterable[Schema], name: str) -> Iterator[tuple[Schema, Any]]:
-    """The schemas that an object's property must fit, each with the part that says so."""
+    """Yield the schemas that an object's property must fit, each with the part that says so."""
     for part in parts:
         if name in part.get("properties", ()):
             yield part, part["properties"][name]
@@ -187,7 +187,7 @@ def _property(parts: Iterable[Schema], name: str) -> Iterator[tuple[Schema, Any]
 
 
 def _kinds(parts: Iterable[Schema]) -> set[str]:
-    """The types of JSON that parts leave possible."""
+    """Return the types of JSON that parts leave possible."""
     kinds = set(_TYPES) - {"integer"}
     for part in parts:
         if "type" in part:
@@ -209,7 +209,7 @@ def _kind(value: Any) -> str:
 
 
 def _literals(part: Schema) -> list[Any] | None:
-    """None: anything may come."""
+    """Return the values that a schema lists. None: anything may come."""
     values: list[Any] | None = part.get("enum")
     return [part["const"]] if "const" in part else values
 
@@ -251,7 +251,7 @@ def _check(node: Schema, place: Place) -> None:
 
 
 def _inward(limit: int, sign: int) -> int:
-    """The nearest whole float from there on (sign 1), or up to there (-1)."""
+    """Return the nearest whole float from a limit on (sign 1), or up to it (-1)."""
     limit = max(-_LARGEST, min(limit, _LARGEST))
     near = float(limit)
     return int(near if (int(near) - limit) * sign >= 0 else math.nextafter(near, sign * math.inf))
@@ -288,7 +288,7 @@ _ANNOTATIONS = re.compile(
 
 
 def _spell_format(node: Schema, place: Place) -> None:
-    """Formats that the library does not know. Raises SchemaError."""
+    """Spell out a format that the library does not know. Raises SchemaError."""
     if _KEPT.fullmatch(name := node.get("format", "date")):
         return
     del node["format"]
@@ -313,7 +313,7 @@ _SAYS_NOTHING = {"type", "title", "description", "$ref", "allOf", "default", "ex
 
 
 def _name_properties(node: Schema, place: Place, walked: _Walked) -> None:
-    """Names are listed, or follow a pattern. Raises SchemaError."""
+    """Turn `propertyNames` into properties, or a pattern of them. Raises SchemaError."""
     parts = walked.parts(names := node.pop("propertyNames"))
     for part in parts:
         _spell_format(part, place)
@@ -343,7 +343,7 @@ def _name_properties(node: Schema, place: Place, walked: _Walked) -> None:
 
 
 def _close(walked: _Walked) -> None:
-    """Objects that list properties and say nothing of others have no others.
+    """Close objects that list properties and say nothing of others.
 
     Where several schemas speak of one object (`allOf`, or beside `$ref`) all of them stay open:
     each would exclude the others' properties.

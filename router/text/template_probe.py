@@ -48,7 +48,7 @@ _SAMPLES = (
 
 
 def check_template(**template: Any) -> None:
-    """`template`: the arguments of `ChatTemplate`. Raises ConfigError."""
+    """Try a template in a child. `template`: arguments of `ChatTemplate`. Raises ConfigError."""
     if problem := _problem(json.dumps(template)):
         raise ConfigError(f"chat template: {problem} for a short chat", field="model")
 

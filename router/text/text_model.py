@@ -15,7 +15,7 @@ from tokenizers import AddedToken, Tokenizer
 from baton.errors import ConfigError, InvalidRequestError
 from baton.model_files import read_json
 from router.text.chat_template import ChatTemplate, Conversation
-from router.text.detokenizer import BytesDecoder, TextDecoder, WindowDecoder
+from router.text.detokenizer import BytesDecoder
 from router.text.encoder import SegmentEncoder
 from router.text.reasoning import CLOSE, OPEN, ReasoningSplitter
 from router.text.template_probe import check_template
@@ -79,15 +79,13 @@ class TextModel:
         if tool_calls != "auto":
             self.tool_format = next((name for name in MARKERS if name == tool_calls), None)
         self.reasons = OPEN in (template or "") if reasoning == "auto" else reasoning == "think"
-        """It thinks between `<think>` and `</think>`, and not all it writes is its answer."""
+        """Whether the model thinks between `<think>` and `</think>` before it answers."""
         added: dict[int, AddedToken] = tokenizer.get_added_tokens_decoder()
         self.added_tokens = {token.content: token_id for token_id, token in added.items()}
         """Ids of what the tokenizer reads as one token wherever it stands. Any other text is spelt.
         """
         rules = DecodeRules.read(tokenizer)
-        self._token_bytes = (
-            None if rules is None else TokenBytes(tokenizer, rules, shown=self._markers)
-        )
+        self._token_bytes = TokenBytes(tokenizer, rules, shown=self._markers)
         self.vocab_size: int = _size(config, "vocab_size") or tokenizer.get_vocab_size()
         self.max_model_len = _size(config, "max_position_embeddings")
         self.sampling_defaults = _sampling_defaults(generation)
@@ -99,24 +97,24 @@ class TextModel:
         self.eos_token_ids = _token_ids(eos) | (frozenset() if own is None else {own})
 
     def encode(self, text: str, *, is_bare: bool = False) -> list[int]:
-        """A plain prompt as the model's tokenizer encodes it; its own special tokens are included,
-        unless `is_bare`. Special tokens written in the text are parsed as such."""
+        """Encode a plain prompt as the model's tokenizer does, with its own special tokens unless
+        `is_bare`. Special tokens written in the text are parsed as such."""
         return self._encoder.encode_rendered(text, None) if is_bare else self._encoder.encode(text)
 
     def encode_within(self, text: str) -> list[int]:
-        """A part of a text, without the special tokens that begin or end one."""
+        """Encode a part of a text, without the special tokens that begin or end one."""
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         return ids
 
     @property
     def _markers(self) -> frozenset[str]:
-        """Special tokens that an answer's text keeps, since they say what it is."""
+        """The special tokens that an answer's text keeps, since they say what it is."""
         tools = MARKERS[self.tool_format] if self.tool_format else ()
         return frozenset((*tools, *((OPEN, CLOSE) if self.reasons else ())))
 
     def encode_chat(self, conversation: Conversation) -> list[int]:
-        """A chat through the template, up to where the assistant begins. Special tokens written in
-        it are encoded as ordinary text.
+        """Encode a chat by the template, up to where the assistant begins. Special tokens written
+        in it are encoded as ordinary text.
 
         Raises InvalidRequestError when there is no template, or it refuses the chat.
         """
@@ -127,8 +125,8 @@ class TextModel:
         return self._encoder.encode_rendered(*self._template.render(conversation))
 
     def token_text(self, token_id: int) -> bytes:
-        """What a token is by itself; a special token is its name."""
-        if self._token_bytes is not None and (shown := self._token_bytes[token_id]):
+        """Return what a token is by itself; a special token is its name."""
+        if shown := self._token_bytes[token_id]:
             return shown
         name: str | None = self._tokenizer.id_to_token(token_id)
         return (name or "").encode()
@@ -150,20 +148,18 @@ class TextModel:
         return tail.rstrip()
 
     def new_splitter(self, prompt: Sequence[int]) -> ReasoningSplitter | None:
-        """Of the answer to a chat's prompt; None: the model does not think."""
+        """Make a splitter for the answer to a chat's prompt; None: the model does not think."""
         return ReasoningSplitter(is_open=self.thinks_after(prompt)) if self.reasons else None
 
     def decode(self, token_ids: Sequence[int], *, shows_special: bool = False) -> str:
-        """The text of a whole answer. Token by token: one call of the library's for all would hold
-        the interpreter's lock."""
+        """Return the text of a whole answer, made token by token: one call of the library's for all
+        would hold the interpreter's lock."""
         decoder = self.new_decoder(shows_special=shows_special)
         return "".join(map(decoder.push, token_ids)) + decoder.finish()
 
-    def new_decoder(self, *, after_text: bool = False, shows_special: bool = False) -> TextDecoder:
-        """`after_text=True` where the answer continues a text: tokenizers of the SentencePiece kind
-        otherwise drop the space at its beginning. `shows_special`: special tokens are text."""
-        if self._token_bytes is None:
-            return WindowDecoder(self._tokenizer, shows_special)
+    def new_decoder(self, *, after_text: bool = False, shows_special: bool = False) -> BytesDecoder:
+        """Make an answer's decoder. `after_text`: it continues a text, so a space at its beginning
+        is kept by tokenizers of the SentencePiece kind. `shows_special`: they are text too."""
         token_bytes = self._token_bytes
         if shows_special:
             names = self._encoder.special_tokens
@@ -179,7 +175,7 @@ def _read_tokenizer(path: Path) -> Tokenizer:
 
 
 def _read_text(named: _Named, name: str) -> str | None:
-    """None where there is no such file."""
+    """Read a text; None where there is no such file."""
     path = named.get(name)
     try:
         return None if path is None else path.read_text(encoding="utf-8")
@@ -188,7 +184,7 @@ def _read_text(named: _Named, name: str) -> str | None:
 
 
 def _read_json(named: _Named, name: str) -> dict[str, Any]:
-    """Empty where there is no such file."""
+    """Read a JSON object; empty where there is no such file."""
     return read_json(named[name]) if name in named else {}
 
 

@@ -31,7 +31,7 @@ class TokenSearch:
         self._longest = max(map(len, tokens), default=0)
 
     def first(self, text: str, start: int = 0) -> re.Match[str] | None:
-        """The first one from `start` on."""
+        """Find the first one from `start` on."""
         for at in range(start, len(text), _CHARS_AT_ONCE):
             end = at + _CHARS_AT_ONCE
             found = self._pattern.search(text, at, end + self._longest)
@@ -40,7 +40,7 @@ class TokenSearch:
         return None
 
     def split(self, text: str) -> list[str]:
-        """Every second piece is one of them."""
+        """Cut a text at its special tokens: every second piece is one."""
         pieces, start = list[str](), 0
         while found := self.first(text, start):
             pieces += (text[start : found.start()], found[0])

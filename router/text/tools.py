@@ -13,13 +13,14 @@ writes them. What turns out to be no call is text.
 from __future__ import annotations
 
 import ast
-import enum
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Generator
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, TypeVar
+
+from router.text.partial import num_begun
 
 ToolFormat = Literal["hermes", "llama3", "mistral"]
 
@@ -59,7 +60,7 @@ Piece = str | CallDelta
 
 
 def _whole(text: str) -> str:
-    """With U+FFFD for each half of a surrogate pair, which JSON can spell and UTF-8 cannot."""
+    """Put U+FFFD for each half of a surrogate pair, which JSON can spell and UTF-8 cannot."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
@@ -69,130 +70,118 @@ _MAY_BE_HALF = re.compile(r"\\(u\w{0,3}|u[dD][89abAB]\w\w(\\(u([dD]([c-fC-F]\w?)
 
 
 def _whole_escapes(json_text: str) -> str:
-    """JSON with U+FFFD for each half of a surrogate pair that it spells as an escape."""
+    """Put U+FFFD for each half of a surrogate pair that JSON spells as an escape."""
     return _UNITS.sub(lambda unit: r"\ufffd" if unit[1] else unit[0], json_text)
 
 
-class _At(enum.Enum):
-    """Where the reader of a call is in its JSON object."""
-
-    OPENING = enum.auto()
-    KEY = enum.auto()
-    IN_KEY = enum.auto()
-    COLON = enum.auto()
-    VALUE = enum.auto()
-    IN_TEXT = enum.auto()
-    NESTED = enum.auto()  # an object or a list
-    IN_SCALAR = enum.auto()
-    AFTER = enum.auto()  # a value: a comma or the end follows
-    DONE = enum.auto()
-    BROKEN = enum.auto()
+T = TypeVar("T")
+_Reader = Generator[None, str, T]
+"""Is sent character after character, and returns what they are."""
 
 
-_NEXT = {
-    (_At.OPENING, "{"): _At.KEY,
-    (_At.KEY, '"'): _At.IN_KEY,
-    (_At.KEY, "}"): _At.DONE,
-    (_At.COLON, ":"): _At.VALUE,
-    (_At.VALUE, '"'): _At.IN_TEXT,
-    (_At.VALUE, "{"): _At.NESTED,
-    (_At.VALUE, "["): _At.NESTED,
-    (_At.AFTER, ","): _At.KEY,
-    (_At.AFTER, "}"): _At.DONE,
-}
+def _mark() -> _Reader[str]:
+    """Return the next character that is no white space."""
+    while (char := (yield)) in " \t\r\n":
+        pass
+    return char
 
 
 class _Call:
     """Read `{"name": "f", "arguments": {...}}` character by character."""
 
-    def __init__(self) -> None:
-        self.at = _At.OPENING
+    def __init__(self, *, is_bare: bool = False) -> None:
+        """`is_bare`: the call ends with its arguments, without a bracket of its own."""
         self.name: str | None = None
-        self._key = ""
-        self._token: list[str] = []  # of the key or value that is read
-        self._depth = 0  # of brackets in a nested value
-        self._in_quotes = self._escaped = False
+        self.is_over = self._is_whole = False
+        self._is_bare = is_bare
         self._arguments: list[str] | None = None  # not taken yet; None: none have come
-        self._is_argument = False  # the nested value: of two, the first is
+        self._shows = False  # what is read belongs to the arguments
         self._escape = ""  # of the arguments, until it is known whether it is half of a pair
-
-    @property
-    def is_over(self) -> bool:
-        return self.at in (_At.DONE, _At.BROKEN)
+        self._reader = self._read()
+        next(self._reader)
 
     def take(self) -> str:
-        """Arguments since the last time. A call without any has an empty object."""
+        """Return the arguments since the last time. A call without any has an empty object."""
         if self._arguments is None:
-            return "{}" if self.at is _At.DONE else ""
+            return "{}" if self._is_whole else ""
         taken, self._arguments = "".join(self._arguments), []
         return taken
 
     def push(self, char: str) -> None:
-        match self.at:
-            case _At.IN_KEY | _At.IN_TEXT:
-                self._token.append(char)
-                if self._closes_quotes(char):
-                    self._end_text()
-            case _At.NESTED:
-                self._push_nested(char)
-            case _At.IN_SCALAR if char in ",}":
-                self.at = _NEXT[_At.AFTER, char]
-            case _At.IN_SCALAR:
+        try:
+            self._reader.send(char)
+        except StopIteration as end:
+            self.is_over, self._is_whole = True, end.value
+        except ValueError:  # a text that is no JSON
+            self.is_over = True
+
+    def _read(self) -> _Reader[bool]:
+        """Return whether it is an object."""
+        if (yield from _mark()) != "{":
+            return False
+        while (mark := (yield from _mark())) == '"':
+            key = yield from self._text()
+            if (yield from _mark()) != ":":
+                return False
+            if (mark := (yield from self._value(key))) != ",":
+                break
+        return mark == "}"
+
+    def _value(self, key: str) -> _Reader[str]:
+        """Return what follows the value. Of two names or arguments, the first is the call's."""
+        first = yield from _mark()
+        is_argument = key in _ARGUMENTS and self._arguments is None
+        if first == '"':
+            text = yield from self._text()
+            if key == "name" and self.name is None:
+                self.name = text
+            elif is_argument and text:
+                self._arguments = [_whole_escapes(text)]  # JSON within a text
+        elif first in "{[":
+            if is_argument:
+                self._arguments, self._shows = [first], True
+            yield from self._nested()
+            self._shows = False
+            if self._is_bare:
+                return "}"
+        else:
+            while (char := (yield)) not in ",}":
                 pass
-            case _ if char not in " \t\r\n":
-                self._push_mark(char)
+            return char
+        return (yield from _mark())
 
-    def _push_mark(self, char: str) -> None:
-        """What stands between texts and values."""
-        other = _At.IN_SCALAR if self.at is _At.VALUE else _At.BROKEN
-        self.at = _NEXT.get((self.at, char), other)
-        self._in_quotes = self.at in (_At.IN_KEY, _At.IN_TEXT)
-        self._token = [char]
-        if self.at is _At.NESTED:
-            self._depth = 1
-            self._is_argument = self._key in _ARGUMENTS and self._arguments is None
-            if self._is_argument:
-                self._arguments = self._token
+    def _nested(self) -> _Reader[None]:
+        """Read an object or a list whose first bracket has been read."""
+        depth = 1
+        while depth:
+            char = yield from self._char()
+            if char == '"':
+                yield from self._quoted()
+            depth += (char in "{[") - (char in "}]")
 
-    def _push_nested(self, char: str) -> None:
-        if self._is_argument and self._arguments is not None:
+    def _text(self) -> _Reader[str]:
+        """Return a text whose first quote has been read. Raises ValueError if it is no JSON."""
+        quoted = yield from self._quoted()
+        return _whole(json.loads(f'"{quoted}'))
+
+    def _quoted(self) -> _Reader[str]:
+        chars = list[str]()
+        while chars[-1:] != ['"']:
+            chars.append((yield from self._char()))
+            if chars[-1] == "\\":
+                chars[-1] += yield from self._char()
+        return "".join(chars)
+
+    def _char(self) -> _Reader[str]:
+        char = yield
+        if self._shows and self._arguments is not None:
             self._escape += char
             while self._escape and not _MAY_BE_HALF.fullmatch(self._escape):
                 unit = _UNITS.match(self._escape)
                 assert unit is not None, "any character is one"
                 self._arguments.append(r"\ufffd" if unit[1] else unit[0])
                 self._escape = self._escape[unit.end() :]
-        if self._in_quotes:
-            self._closes_quotes(char)
-            return
-        self._in_quotes = char == '"'
-        self._depth += (char in "{[") - (char in "}]")
-        if self._depth == 0:
-            self.at = _At.AFTER
-
-    def _closes_quotes(self, char: str) -> bool:
-        if self._escaped:
-            self._escaped = False
-        elif char == "\\":
-            self._escaped = True
-        elif char == '"':
-            self._in_quotes = False
-        return not self._in_quotes
-
-    def _end_text(self) -> None:
-        try:
-            text: str = _whole(json.loads("".join(self._token)))
-        except ValueError:
-            self.at = _At.BROKEN
-            return
-        if self.at is _At.IN_KEY:
-            self._key, self.at = text, _At.COLON
-            return
-        self.at = _At.AFTER
-        if self._key == "name" and self.name is None:
-            self.name = text
-        elif self._key in _ARGUMENTS and self._arguments is None and text:
-            self._arguments = [_whole_escapes(text)]  # JSON within a text
+        return char
 
 
 class ToolParser(ABC):
@@ -216,7 +205,7 @@ class ToolParser(ABC):
         return self._out
 
     def finish(self) -> list[Piece]:
-        """What was held back, once it is certain that nothing follows."""
+        """Return what was held back, once it is certain that nothing follows."""
         self._out = []
         rest = self._raw + self._text
         is_between = self._num_calls and self._state in self._between
@@ -232,9 +221,9 @@ class ToolParser(ABC):
     # States take from `_text`, and return whether the next one has something to do.
 
     def _outside(self) -> bool:
-        """Text up to the marker. White space before a marker, and after a call, is nobody's."""
+        """Put out text up to the marker. White space before it, and after a call, is nobody's."""
         before, found, after = self._text.partition(self._marker)
-        shown = before if found else before[: -_begun(before, self._marker) or None]
+        shown = before if found else before[: len(before) - num_begun(before, self._marker)]
         stripped = shown.rstrip()
         held = "" if found else before[len(stripped) :]
         self._put(stripped)
@@ -252,15 +241,15 @@ class ToolParser(ABC):
     def _after_call(self) -> bool: ...
 
     def _skip(self, chars: str) -> str:
-        """Step over what stands before the next part; the character that follows, or none."""
+        """Step over what stands before the next part. Return the character after it, or none."""
         rest = self._text.lstrip(chars)
         self._raw += self._text[: len(self._text) - len(rest)]
         self._text = rest
         return rest[:1]
 
     def _begin(self, head: str = "") -> bool:
-        """A call begins; `head` is read before the model's own text."""
-        self._call, self.is_in_call = _Call(), False
+        """Begin a call; `head` is read before the model's own text."""
+        self._call, self.is_in_call = _Call(is_bare=self._is_bare), False
         for char in head:
             self._call.push(char)
         self._state = self._in_call
@@ -271,8 +260,6 @@ class ToolParser(ABC):
         for char in self._text:
             call.push(char)
             position += 1
-            if self._is_bare and call.at is _At.AFTER:
-                call.push("}")
             if call.is_over:
                 break
         self._raw += self._text[:position]
@@ -283,7 +270,7 @@ class ToolParser(ABC):
         return call.is_over
 
     _is_bare = False
-    """The model writes the arguments alone."""
+    """Whether the model writes the arguments alone."""
 
     def _is_call(self, name: str) -> bool:
         return True
@@ -293,7 +280,7 @@ class ToolParser(ABC):
         if call.name is None:
             return
         if not self.is_in_call and not self._is_call(call.name):
-            call.at = _At.BROKEN
+            call.is_over = True
             return
         arguments = call.take()
         if not self.is_in_call or arguments:
@@ -317,14 +304,6 @@ class ToolParser(ABC):
             self._out.append(text)
 
 
-def _begun(text: str, marker: str) -> int:
-    """How many characters at the end of `text` may begin the marker."""
-    for length in range(min(len(marker) - 1, len(text)), 0, -1):
-        if marker.startswith(text[-length:]):
-            return length
-    return 0
-
-
 class HermesParser(ToolParser):
     def __init__(self, names: Collection[str]) -> None:
         super().__init__("<tool_call>", names)
@@ -333,7 +312,7 @@ class HermesParser(ToolParser):
         return bool(self._skip(" \t\r\n")) and self._begin()
 
     def _after_call(self) -> bool:
-        """Up to the closing marker, or another call's; what a broken call leaves is dropped."""
+        """Skip up to the closing marker, or another call's, with what a broken call leaves."""
         found = _HERMES_MARKER.search(self._text)
         if found is None:
             self._text = self._text[1 - len("</tool_call>") :]
@@ -440,7 +419,7 @@ class Llama3Parser(ToolParser):
 
 
 def _call_in_code(code: str) -> CallDelta | None:
-    """The call in `f.call(key="value")`; None: it is none, with literals alone."""
+    """Return the call in `f.call(key="value")`; None: it is no call with literals alone."""
     if not _CALL.fullmatch(code.strip()):
         return None
     try:

@@ -14,7 +14,6 @@ import random
 import time
 import uuid
 from collections.abc import Callable, Collection
-from contextlib import AsyncExitStack
 from functools import partial
 
 from baton.clock import Clock, Timer
@@ -24,7 +23,7 @@ from baton.finish_reason import FinishReason
 from baton.v1 import control_pb2
 from router.fleet.fleet import Fleet
 from router.fleet.fleet_links import FleetLinks, FleetReport
-from router.fleet.registry import FleetWatch, RegistryAccess, keep_reporting
+from router.fleet.registry import RegistryAccess, keep_reporting, watch_fleet
 from router.fleet.session import RouterIdentity
 from router.fleet.worker_facts import NO_BOUND
 from router.index.prefix_index import PrefixIndex
@@ -33,11 +32,10 @@ from router.placement.fairness import FairLine, RetryBudget
 from router.placement.placement import Placement
 from router.placement.public_prefix import PublicPrefix
 from router.placement.ticket import Ticket
-from router.placement.waiting import waiting_requests
-from router.report.figures import Counts, Figures, PoolFigures, RequestFigures, Waiting
+from router.report.figures import Counts, Figures, PoolFigures, RequestFigures
 from router.report.metrics import Gauges, RouterMetrics
-from router.report.recent import Recent
-from router.report.traces import Trace
+from router.report.recent import RecentTraffic
+from router.report.stages import Trace
 from router.request.client_request import ClientRequest, Key, key_of, wire_id
 from router.request.output import Finished, OutputReader
 from router.request.request_run import SHUTTING_DOWN, RequestRun
@@ -73,28 +71,30 @@ class Router:
         self.metrics, self._trace = metrics, trace
         self.identity = RouterIdentity(f"router-{uuid.uuid4().hex[:12]}", time.time_ns())
         self._figures = Figures(self.identity.router_id, clock.now_s)
-        self.index = PrefixIndex(config.placement.max_predictions)
-        self.fleet = Fleet(config.placement, clock.now_s, lambda: self.admission.kick())
+        self.index = PrefixIndex()
+        self.fleet = Fleet(clock.now_s, lambda: self.admission.kick())
         self.links = FleetLinks(
             config, self.identity, self.fleet, self.index, model.name, registry.own
         )
         self.links.end_request = self._end_request
-        public = PublicPrefix.of(config.placement.public_prefix, model.text)
+        public = PublicPrefix.of(
+            config.placement.public_prefix, model.text.encode, model.text.encode_chat
+        )
         self.admission = Admission(config, self.fleet, self.index, clock, random.Random(), public)
-        self.watch = FleetWatch(registry, self._take_fleet, self.fleet.forget_others)
+        self.watch = watch_fleet(registry, self._take_fleet, self.fleet.forget_others)
         self.parts = self._make_parts()
         self._runs: dict[Key, RequestRun] = {}
         self._timers: dict[RequestRun, Timer] = {}
         self._remembered: dict[RequestRun, int] = {}  # ended, oldest first: bytes of its output
         self._remembered_bytes = 0
-        self._stack = AsyncExitStack()
+        self._tasks: list[asyncio.Task[None]] = []
         self.is_closing = False
         self._emptied = asyncio.Event()  # set when no request is known here any more
         self.replaced = asyncio.Event()
         """Set once the registry reports another model: the router is to be closed."""
 
     def _make_parts(self) -> RunParts:
-        """What requests share."""
+        """Make what requests share."""
         return RunParts(
             config=self.config,
             model=self.model,
@@ -113,18 +113,17 @@ class Router:
             counts=Counts(),
             request_figures=RequestFigures(self.clock.now_s),
             pool_figures=PoolFigures(self.clock.now_s),
-            recent=Recent(self.clock.now_s),
+            recent=RecentTraffic(self.clock.now_s),
             clock=self.clock,
             rng=self._rng,
         )
 
     async def start(self) -> None:
         """Begin to follow the fleet."""
-        reporting = keep_reporting(self._registry, self.report)
-        for work in (self.watch.run(), reporting):
+        for work in (self.watch.run(), keep_reporting(self._registry, self.report)):
             task = asyncio.create_task(work)
             task.add_done_callback(self._ended_task)
-            self._stack.push_async_callback(_stop, task)
+            self._tasks.append(task)
 
     def _ended_task(self, task: asyncio.Task[None]) -> None:
         if not self.is_closing:
@@ -153,7 +152,9 @@ class Router:
         self._timers.clear()
         self._runs.clear()
         self._remembered.clear()
-        await self._stack.aclose()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.links.close()
 
     def leave_requests(self) -> None:
@@ -221,14 +222,14 @@ class Router:
             return await is_kept(request, self.links, self.config.timeouts.attach_s)
 
     def abort(self, tenant: str, request_id: str) -> None:
-        """Raises NotFoundError."""
+        """Abort a request that runs here. Raises NotFoundError."""
         run = self._runs.get((tenant, request_id))
         if run is None or run.log.end is not None:
             raise NotFoundError(f"no request {request_id!r} runs here", field="request_id")
         run.abort()
 
     def _end_request(self, named: str) -> bool:
-        """An abort that came to another router."""
+        """Abort a request for another router. False: it does not run here."""
         try:
             self.abort(*key_of(named))
         except NotFoundError:
@@ -242,14 +243,14 @@ class Router:
             self.abort(tenant, request_id)
 
     def candidates(self, parsed: ParsedRequest, limit: int) -> list[Placement]:
-        """Where a request could go, cheapest first. Books nothing."""
+        """Return where a request could go, cheapest first. Books nothing."""
         head = parsed.head
         prompt = self.admission.prompt(parsed.token_ids, head.tenant, head.cache_salt)
         ticket = Ticket((0, 0.0, 0), prompt, parsed.sampling.max_tokens, parsed.least_tokens)
         return self.admission.candidates(ticket, limit)
 
     def _ended(self, run: RequestRun) -> None:
-        """A finished request that its client may ask for again is remembered for a while."""
+        """Remember a finished request for a while, if its client may ask for it again."""
         self._forget_timer(run)
         end = run.log.end
         useful = isinstance(end, Finished) and end.reason is not FinishReason.ABORTED
@@ -295,7 +296,7 @@ class Router:
             self.replaced.set()
 
     def max_model_len(self) -> int | None:
-        """The longest prompt plus output that some decode worker takes; None: not known yet."""
+        """Return the longest prompt plus output that a decode worker takes; None: not known yet."""
         longest = self.fleet.kinds.longest_request
         return self.text.max_model_len if longest in (None, NO_BOUND) else longest
 
@@ -310,12 +311,8 @@ class Router:
             close_objects=self.config.answers.close_objects,
         )
 
-    def waiting(self) -> list[Waiting]:
-        now_s = self.clock.now_s()
-        return waiting_requests(self.admission.waiting, self.fleet, self.config.placement, now_s)
-
     def report(self) -> control_pb2.ReportRouterRequest:
-        report = self._figures.report(self.parts.counts, self.waiting())
+        report = self._figures.report(self.parts.counts, self.admission.waits())
         pools = self.parts.pool_figures
         requests = self.parts.request_figures.report(self.num_active, pools.median_gap_s())
         report.requests.CopyFrom(requests)
@@ -362,8 +359,3 @@ class Router:
         assert listening <= self.num_active + searching, (listening, self.num_active, searching)
         waiting = sum(len(link.waiting) for link in self.links)
         assert waiting <= 2 * self.num_active, (waiting, self.num_active)
-
-
-async def _stop(task: asyncio.Task[None]) -> None:
-    task.cancel()
-    await asyncio.wait({task})

@@ -34,7 +34,7 @@ class Snapshots:
         add("squared_arrivals", (sum(seen["arrivals"]) - sum(last.get("arrivals", ()))) ** 2)
         for router in routers:
             a = router.fleet.arrays
-            for each in router.waiting():
+            for each in router.admission.waits():
                 add("decode_waits_s" if each.for_decode else "prefill_waits_s", took_s)
             for entry in router.fleet:
                 slot, it = entry.slot, entry.facts

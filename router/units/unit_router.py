@@ -35,15 +35,9 @@ _FLEET_WITHIN_S = 5.0
 _FAULTS = (grpc.aio.AioRpcError, LinkError, UnavailableError, ConfigError, OSError, TimeoutError)
 
 
-@dataclass(frozen=True)
-class ReadTokenizer:
-    text: TextModel
-    model_fingerprint: bytes
-    """Of the worker that it was read from."""
-
-
-async def read_tokenizer(registry: RegistryAccess) -> ReadTokenizer:
-    """Read it from any live worker. Tries again until one has it."""
+async def read_tokenizer(registry: RegistryAccess) -> tuple[TextModel, bytes]:
+    """Read a unit's tokenizer from any live worker; try again until one has it. Returns it with the
+    worker's `model_fingerprint`."""
     links = registry.config.links
     backoff = Backoff(links.reconnect_min_s, links.reconnect_max_s)
     last_why = ""
@@ -61,18 +55,18 @@ async def read_tokenizer(registry: RegistryAccess) -> ReadTokenizer:
         await asyncio.sleep(backoff.next_s())
 
 
-async def _read_once(registry: RegistryAccess) -> ReadTokenizer:
-    """Raises one of `_FAULTS`."""
+async def _read_once(registry: RegistryAccess) -> tuple[TextModel, bytes]:
+    """Read it from one worker. Raises one of `_FAULTS`."""
     info, answers = await _live_worker(registry), registry.config.answers
     with tempfile.TemporaryDirectory(prefix="baton-tokenizer-") as folder:
         files = await _fetched(info, registry, Path(folder))
         text = await asyncio.to_thread(TextModel, files, answers.tool_calls, answers.reasoning)
     log.info("tokenizer read from %s at %s", info.ref.worker_id, info.address)
-    return ReadTokenizer(text, info.model_fingerprint)
+    return text, info.model_fingerprint
 
 
 async def _live_worker(registry: RegistryAccess) -> control_pb2.WorkerInfo:
-    """Raises AioRpcError, UnavailableError."""
+    """Return any live worker. Raises AioRpcError, UnavailableError."""
     async with registry.stub() as stub:
         fleet = stub.WatchFleet(control_pb2.WatchFleetRequest(), timeout=_FLEET_WITHIN_S)
         message = await anext(aiter(fleet), None)
@@ -87,7 +81,7 @@ async def _live_worker(registry: RegistryAccess) -> control_pb2.WorkerInfo:
 async def _fetched(
     info: control_pb2.WorkerInfo, registry: RegistryAccess, folder: Path
 ) -> list[Path]:
-    """Raises LinkError, OSError, TimeoutError."""
+    """Fetch a worker's files into a folder. Raises LinkError, OSError, TimeoutError."""
     link = await Link.connect(
         info.address,
         registry.own,
@@ -105,7 +99,7 @@ async def _fetched(
 
 
 class _Pieces:
-    """Writes the files that a worker sends."""
+    """Write the files that a worker sends. A link's `Caller`."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -130,7 +124,7 @@ _POINTS = 2**53  # as many as floats between 0 and 1 can distinguish
 
 @dataclass(frozen=True)
 class UnitKey:
-    """Which unit it is."""
+    """A unit, named by its code and its control service."""
 
     code: str
     control_address: str
@@ -209,13 +203,13 @@ async def _first(*events: asyncio.Event) -> None:
 
 
 def point_of(request_id: str) -> float:
-    """Where a request lies between 0 and 1; the same at every router."""
+    """Return where a request lies between 0 and 1; the same at every router."""
     digest = blake2b(request_id.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") % _POINTS / _POINTS
 
 
 def drawn(request_id: str, shares: Sequence[float]) -> int:
-    """The index of the unit that a request goes to, by the units' shares, the oldest first.
+    """Return the index of the unit that a request goes to. `shares`: of units, the oldest first.
 
     The youngest has the points from 0 on: while its share grows, requests move to it, and none
     moves back.

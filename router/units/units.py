@@ -32,13 +32,14 @@ from baton.identity.identity import Identity
 from baton.v1 import control_pb2
 from router.fleet.registry import Followed, RegistryAccess, keep_reporting
 from router.report.metrics import METRICS_EVERY_S, RouterMetrics
-from router.report.traces import open_traces
+from router.report.stages import open_traces
 from router.request.client_request import ClientRequest, RequestHead, wire_id
 from router.request.request_run import SHUTTING_DOWN
 from router.request.run_parts import ServedModel, not_resumable
+from router.text import TextModel
 from router.units.router import Router
 from router.units.snapshots import Snapshots
-from router.units.unit_router import ReadTokenizer, UnitKey, UnitRouter, drawn, read_tokenizer
+from router.units.unit_router import UnitKey, UnitRouter, drawn, read_tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +58,7 @@ class Units:
         model_names: tuple[str, ...],
         own: Identity,
         *,
-        read: Callable[[RegistryAccess], Awaitable[ReadTokenizer]] = read_tokenizer,
+        read: Callable[[RegistryAccess], Awaitable[tuple[TextModel, bytes]]] = read_tokenizer,
         clock: Clock | None = None,
         rng: random.Random | None = None,
     ) -> None:
@@ -130,7 +131,7 @@ class Units:
 
     @property
     def routers(self) -> list[Router]:
-        """Over all units, also those that have left the list and still run requests."""
+        """The routers of all units, also of those that have left the list and run requests."""
         units = (*self.listed, *self.leaving)
         return [unit.router for unit in units if unit.router is not None]
 
@@ -142,7 +143,7 @@ class Units:
 
     @property
     def max_request_bytes(self) -> int:
-        """Over HTTP as over gRPC. While the model is not known, what it may be at most."""
+        """Bytes that a request may have, over gRPC or HTTP; the most while no model is known."""
         if self.config.clients.max_request_bytes is not None:
             return self.config.clients.max_request_bytes
         contexts = [router.text.max_model_len for router in self.routers]
@@ -207,7 +208,7 @@ class Units:
             router.abort_everywhere(tenant, request_id)
 
     def _unit_for(self, head: RequestHead) -> UnitRouter | None:
-        """None: the list is not known yet. Raises NotResumableError."""
+        """Return the unit of a request. None: no list is known yet. Raises NotResumableError."""
         if not self.listed:
             return None
         if head.unit:
@@ -222,7 +223,7 @@ class Units:
     async def _router_that_keeps(
         self, request: ClientRequest, routers: list[Router]
     ) -> Router | None:
-        """The router of the unit whose decode workers keep the request; None: no unit's do.
+        """Return the router of the unit whose decode workers keep the request; None: no unit's do.
 
         Raises what a search does when no unit's decode workers are known to keep it.
         """
@@ -238,7 +239,7 @@ class Units:
 
     @property
     def _shares(self) -> list[float]:
-        """Of the units, as listed. A unit without a router leaves its share to the other."""
+        """The units' shares, as listed. A unit without a router leaves its share to the other."""
         ready = [unit.share if unit.router is not None else 0.0 for unit in self.listed]
         return ready if any(ready) else [unit.share for unit in self.listed]
 
@@ -253,8 +254,8 @@ class Units:
     async def _until_there(
         self, found: Callable[[], Router | None], named_s: float | None
     ) -> Router:
-        """`named_s`: the timeout that the request names. Raises OverloadedError, DeadlineError,
-        UnavailableError, and what `found` does."""
+        """Wait for a router. `named_s`: the timeout that the request names. Raises OverloadedError,
+        DeadlineError, UnavailableError, and what `found` does."""
         if (router := found()) is not None:
             return router
         async with self._waiting(named_s):
@@ -298,7 +299,7 @@ class Units:
 
     # --- the list of units ---------------------------------------------------------------------
 
-    async def _take_units(self, message: control_pb2.WatchUnitsResponse) -> None:
+    def _take_units(self, message: control_pb2.WatchUnitsResponse) -> None:
         known = {unit.key: unit for unit in self.listed}
         units = []
         for listed in message.units:
@@ -330,12 +331,12 @@ class Units:
         registry = self._registry_at(key.control_address)
         reports = asyncio.create_task(keep_reporting(registry, lambda: self._held(key)))
         try:
-            tokenizer = await self._read(registry)
+            text, fingerprint = await self._read(registry)
         finally:
             reports.cancel()
             await asyncio.wait({reports})
-        read = tokenizer.text, tokenizer.model_fingerprint
-        model = ServedModel(self.model_names[0], *read, key.code, self.model_names)
+        names = self.model_names
+        model = ServedModel(names[0], text, fingerprint, key.code, names)
         return Router(
             registry,
             model,
@@ -360,5 +361,5 @@ class Units:
         """Bring the gauges up to date, once a second."""
         while True:
             self.snapshots.look(self.clock.now_s(), self.metrics, self.routers)
-            self.metrics.measure([router.gauges() for router in self.routers])
+            self.metrics.gauges = [router.gauges() for router in self.routers]
             await asyncio.sleep(METRICS_EVERY_S)

@@ -35,7 +35,6 @@ from router.request.attempt import Attempt
 from router.request.machine import State
 from router.text import TextModel
 from router.units.router import Router
-from router.units.unit_router import ReadTokenizer
 from router.units.units import UNITS_EVERY_S, Units
 from tests.identities import OPERATOR, ROUTER
 from tests.router.answers import Answer, Client
@@ -106,11 +105,11 @@ def default_model() -> TextModel:
 
 def reading(
     registry: Registry, text_model: TextModel | None = None
-) -> Callable[[RegistryAccess], Awaitable[ReadTokenizer]]:
+) -> Callable[[RegistryAccess], Awaitable[tuple[TextModel, bytes]]]:
     """What a door gets that need not ask a worker."""
 
-    async def read(access: RegistryAccess) -> ReadTokenizer:
-        return ReadTokenizer(text_model or default_model(), registry.model_fingerprint)
+    async def read(access: RegistryAccess) -> tuple[TextModel, bytes]:
+        return text_model or default_model(), registry.model_fingerprint
 
     return read
 

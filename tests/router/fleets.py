@@ -43,7 +43,6 @@ def facts(worker_id: str, prefill: bool, decode: bool, **changes: object) -> Wor
         max_request_tokens=0,
         max_held_tokens=0,
         max_num_seqs=32,
-        vocab_size=100,
         kv_bytes_per_token=1 << 16,
         ref=common_pb2.WorkerRef(worker_id=worker_id),
     )
@@ -51,7 +50,7 @@ def facts(worker_id: str, prefill: bool, decode: bool, **changes: object) -> Wor
 
 
 def fleet_of(*members: WorkerFacts, clock: ManualClock | None = None) -> Fleet:
-    fleet = Fleet(POLICY, (clock or ManualClock(100.0)).now_s, lambda: None)
+    fleet = Fleet((clock or ManualClock(100.0)).now_s, lambda: None)
     for member in members:
         entry = fleet.add(member)
         fleet.set_state(entry, WorkerState.LIVE)

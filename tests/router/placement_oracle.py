@@ -20,7 +20,7 @@ Pair = tuple[int | None, int]
 
 def random_fleet(rng: np.random.Generator, num_slots: int) -> FleetArrays:
     """Few distinct values in every column, so that groups, ties and shortages all occur."""
-    fleet = FleetArrays.empty(num_slots)
+    fleet = FleetArrays(num_slots)
     fleet.names = [f"w{slot}" for slot in range(num_slots)]
 
     def column(*values: float) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
@@ -136,7 +136,7 @@ class _Oracle:
         return {"queue": queue_s, "prefill": max(1, self.uncached[slot]) / rate}
 
     def at_decode(self, slot: int) -> dict[str, float]:
-        decode_s = self.policy.decode_horizon_tokens * self.steps[slot] * self.share(slot)
+        decode_s = 32 * self.steps[slot] * self.share(slot)
         return {"decode": decode_s, "session": -1e-3 if slot == self.query.preferred else 0.0}
 
     def share(self, slot: int) -> float:
@@ -150,8 +150,8 @@ class _Oracle:
         move_s /= self.fleet.handoff_bytes_per_s[writer]
         if not self.query.explores:
             move_s *= self.fleet.links.slowness[writer, reader]
-        hidden_s = self.policy.handoff_overlap * min(move_s, prefill_s)
-        return float(self.policy.handoff_overhead_s + move_s - hidden_s)
+        hidden_s = 0.9 * min(move_s, prefill_s)
+        return float(0.002 + move_s - hidden_s)
 
     def candidates(self) -> Mapping[Pair, Mapping[str, float]]:
         found: dict[Pair, Mapping[str, float]] = {}

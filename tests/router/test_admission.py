@@ -291,10 +291,10 @@ async def test_rounds_leave_the_event_loop_to_the_streams() -> None:
     class SlowIndex(PrefixIndex):
         """Every look-up takes 5 ms."""
 
-        def lookup_predicted(self, *args: Any) -> Any:
+        def lookup(self, *args: Any) -> Any:
             began.append(clock.now_s())
             clock.advance(0.005)
-            return super().lookup_predicted(*args)
+            return super().lookup(*args)
 
     config = changed(RouterConfig(), placement={"local_prefill": "never"})
     admission = Admission(config, fleet, SlowIndex(), clock, random.Random(0))

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.fleet.fleet import Fleet
+from router.fleet.fleet import DEFAULT_HANDOFF_BYTES_PER_S, Fleet
 from router.fleet.link_rates import LinkRates
 from tests.router.fleets import POLICY, cheapest, entry_of, facts, pick, query, two_and_two
 
@@ -29,7 +29,7 @@ def hand_off(fleet: Fleet, prefill: str, decode: str, bytes_per_s: float, times:
 
 def test_a_slow_link_is_avoided_but_not_its_ends() -> None:
     fleet = two_and_two()
-    rate = POLICY.default_handoff_bytes_per_s
+    rate = DEFAULT_HANDOFF_BYTES_PER_S
     for prefill in ("p0", "p1"):
         for decode in ("d0", "d1"):
             hand_off(fleet, prefill, decode, rate)

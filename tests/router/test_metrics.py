@@ -184,7 +184,7 @@ async def test_dashboards_of_vllm_have_their_names_where_they_are_wanted(is_want
         await d.client.ask(ask_for(PROMPT))
         await refusal(d.client, ask_for(PROMPT, model="another"))
         metrics = d.router.metrics
-        metrics.measure([d.router.gauges()])
+        metrics.gauges = [d.router.gauges()]
         text = generate_latest(metrics.registry).decode()
         assert f'baton_model_info{{max_model_len="512",model="{MODEL}"' in text
         assert ("vllm:" in text) == is_wanted
@@ -200,10 +200,10 @@ async def test_dashboards_of_vllm_have_their_names_where_they_are_wanted(is_want
 
 def test_gauges_are_sums_over_units() -> None:
     metrics = RouterMetrics("m")
-    metrics.measure([Gauges(1, 3, 10, 0, ["live"], "a/1"), Gauges(2, 4, 20, 1, ["live"], "b/2")])
+    metrics.gauges = [Gauges(1, 3, 10, 0, ["live"], "a/1"), Gauges(2, 4, 20, 1, ["live"], "b/2")]
     value = metrics.registry.get_sample_value
     assert value("baton_queue_length") == 3
     assert value("baton_fleet_workers", {"state": "live"}) == 2
     assert len(samples(metrics.registry, "baton_model_info")) == 2
-    metrics.measure([])
+    metrics.gauges = []
     assert value("baton_fleet_workers", {"state": "live"}) is None

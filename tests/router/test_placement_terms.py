@@ -59,7 +59,7 @@ def changed(
     fleet: FleetArrays, asked: PlacementQuery, kept: int
 ) -> tuple[FleetArrays, PlacementQuery]:
     """Every worker but one is another one."""
-    other, order = FleetArrays.empty(NUM_SLOTS), np.roll(np.arange(NUM_SLOTS), 1)
+    other, order = FleetArrays(NUM_SLOTS), np.roll(np.arange(NUM_SLOTS), 1)
     other.names, other.links = fleet.names, fleet.links
     order[kept] = kept
     for name, column in columns(fleet).items():

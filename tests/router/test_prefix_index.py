@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import math
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -18,6 +19,22 @@ from kv_transfer.block_hash import BlockHash
 from router.index.prefix_index import PrefixIndex
 
 NUM_WORKERS = 3
+
+
+class Index(PrefixIndex):
+    """The index, fed with lists of hashes."""
+
+    def store(self, slot: int, hashes: Sequence[bytes], parent: bytes = b"") -> None:
+        self.follow(slot, b"", [(parent, b"".join(hashes))])
+
+    def remove(self, slot: int, hashes: Sequence[bytes]) -> None:
+        self.follow(slot, b"".join(hashes), ())
+
+    def leading(
+        self, hashes: Sequence[bytes], num_slots: int, now_s: float = math.inf
+    ) -> list[int]:
+        found: list[int] = self.lookup(b"".join(hashes), num_slots, now_s).tolist()
+        return found
 
 
 def chain(*path: int) -> list[BlockHash]:
@@ -88,13 +105,13 @@ class IndexAgainstNaiveModel(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.index, self.naive, self.now_s = PrefixIndex(), NaiveIndex(NUM_WORKERS), 0.0
+        self.index, self.naive, self.now_s = Index(), NaiveIndex(NUM_WORKERS), 0.0
 
     @rule(worker=WORKERS, path=PATHS, start=st.integers(0, 5))
     def store(self, worker: int, path: list[int], start: int) -> None:
         hashes = chain(*path)
         start = min(start, len(hashes) - 1)
-        self.index.store(worker, hashes[start - 1] if start else None, hashes[start:])
+        self.index.store(worker, hashes[start:], hashes[start - 1] if start else b"")
         self.naive.store(worker, hashes[start:])
 
     @rule(worker=WORKERS, path=PATHS)
@@ -109,7 +126,7 @@ class IndexAgainstNaiveModel(RuleBasedStateMachine):
 
     @rule(worker=WORKERS, path=PATHS, ttl_s=st.integers(1, 5))
     def predict(self, worker: int, path: list[int], ttl_s: int) -> None:
-        self.index.predict((worker,), chain(*path), self.now_s, self.now_s + ttl_s)
+        self.index.predict((worker,), b"".join(chain(*path)), self.now_s, self.now_s + ttl_s)
         self.naive.predict((worker,), chain(*path), self.now_s, self.now_s + ttl_s)
 
     @rule(seconds=st.integers(1, 3))
@@ -124,8 +141,8 @@ class IndexAgainstNaiveModel(RuleBasedStateMachine):
     @rule(path=PATHS)
     def look_up(self, path: list[int]) -> None:
         hashes = chain(*path)
-        assert self.index.lookup(hashes, NUM_WORKERS).tolist() == self.naive.lookup(hashes)
-        found = self.index.lookup_predicted(hashes, NUM_WORKERS, self.now_s).tolist()
+        assert self.index.leading(hashes, NUM_WORKERS) == self.naive.lookup(hashes)
+        found = self.index.leading(hashes, NUM_WORKERS, self.now_s)
         assert found == self.naive.lookup_predicted(hashes, self.now_s)
 
     @invariant()
@@ -147,7 +164,7 @@ def test_more_workers_than_a_word_has_bits_and_blocks_that_come_and_go_in_any_or
 ) -> None:
     rng = random.Random(seed)
     num_slots = rng.choice([3, 64, 65, 200])
-    index, naive = PrefixIndex(500), NaiveIndex(num_slots, 500)
+    index, naive = Index(500), NaiveIndex(num_slots, 500)
     chains = [chain(*(rng.randrange(2) for _ in range(rng.randrange(1, 40)))) for _ in range(60)]
     for step in range(600):
         slot, hashes = rng.randrange(num_slots), rng.choice(chains)
@@ -172,22 +189,23 @@ def test_more_workers_than_a_word_has_bits_and_blocks_that_come_and_go_in_any_or
             naive.forget_predictions(slot)
         else:
             slots = rng.sample(range(num_slots), rng.randrange(1, 3))
-            for each in (index, naive):
-                each.predict(slots, hashes, float(step), step + 40.0 + step % 7)
+            expires_s = step + 40.0 + step % 7
+            index.predict(slots, b"".join(hashes), float(step), expires_s)
+            naive.predict(slots, hashes, float(step), expires_s)
         assert len(index) == len(naive)
         assert index.num_blocks(slot) == len(naive.held[slot])
         for wanted in rng.sample(chains, 3):
-            assert index.lookup(b"".join(wanted), num_slots).tolist() == naive.lookup(wanted)
-            found = index.lookup_predicted(b"".join(wanted), num_slots, step + 1.0).tolist()
+            assert index.leading(wanted, num_slots) == naive.lookup(wanted)
+            found = index.leading(wanted, num_slots, step + 1.0)
             assert found == naive.lookup_predicted(wanted, step + 1.0)
         if step % 20 == 0:
             index.check_integrity()
 
 
 def test_a_removed_block_that_others_follow_is_found_again_and_nothing_of_it_stays() -> None:
-    index, hashes = PrefixIndex(), chain(1, 2, 3)
+    index, hashes = Index(), chain(1, 2, 3)
     for slot in (0, 100):
-        index.store(slot, None, hashes)
+        index.store(slot, hashes)
     for slot in (0, 100):
         index.remove(slot, hashes[:2])
     index.check_integrity()
@@ -199,34 +217,34 @@ def test_a_removed_block_that_others_follow_is_found_again_and_nothing_of_it_sta
 
 
 def test_a_block_whose_parent_was_removed_is_out_of_reach_until_the_parent_returns() -> None:
-    index, hashes = PrefixIndex(), chain(1, 2, 3, 4)
-    index.store(0, None, hashes)
+    index, hashes = Index(), chain(1, 2, 3, 4)
+    index.store(0, hashes)
     index.remove(0, hashes[1:2])
-    assert index.lookup(hashes, 1).tolist() == [1]
-    index.store(0, hashes[0], hashes[1:2])
-    assert index.lookup(hashes, 1).tolist() == [4]
+    assert index.leading(hashes, 1) == [1]
+    index.store(0, hashes[1:2], hashes[0])
+    assert index.leading(hashes, 1) == [4]
     index.check_integrity()
 
 
 def test_predictions_expire_and_never_mix_with_what_workers_report() -> None:
-    index, hashes = PrefixIndex(), chain(1, 2, 3, 4)
-    index.store(1, None, hashes[:2])
-    index.predict((0,), hashes[:3], now_s=0.0, expires_s=5.0)
-    assert index.lookup(hashes, 2).tolist() == [0, 2]
-    assert index.lookup_predicted(hashes, 2, 1.0).tolist() == [3, 2]
-    assert index.lookup_predicted(hashes, 2, 5.0).tolist() == [0, 2]
-    index.predict((1,), chain(9), now_s=6.0, expires_s=11.0)  # purges what has expired
+    index, hashes = Index(), chain(1, 2, 3, 4)
+    index.store(1, hashes[:2])
+    index.predict((0,), b"".join(hashes[:3]), now_s=0.0, expires_s=5.0)
+    assert index.leading(hashes, 2) == [0, 2]
+    assert index.leading(hashes, 2, 1.0) == [3, 2]
+    assert index.leading(hashes, 2, 5.0) == [0, 2]
+    index.predict((1,), b"".join(chain(9)), now_s=6.0, expires_s=11.0)  # purges what has expired
     index.forget_predictions(1)
-    assert index.lookup_predicted(chain(9), 2, 7.0).tolist() == [0, 0]
+    assert index.leading(chain(9), 2, 7.0) == [0, 0]
     index.check_integrity()
 
 
 def test_a_long_prompt_is_held_or_predicted_to_many_different_lengths() -> None:
-    index, expected = PrefixIndex(), PrefixIndex()
+    index, expected = Index(), Index()
     hashes = chain(*([1] * 4000))
     lengths = np.random.default_rng(0).integers(0, 4001, size=64)
     for slot, length in enumerate(lengths):
-        index.store(slot, None, hashes[:length])
-        expected.predict((slot,), hashes[:length], now_s=0.0, expires_s=5.0)
-    assert index.lookup(hashes, 64).tolist() == lengths.tolist()
-    assert expected.lookup_predicted(hashes, 64, 1.0).tolist() == lengths.tolist()
+        index.store(slot, hashes[:length])
+        expected.predict((slot,), b"".join(hashes[:length]), now_s=0.0, expires_s=5.0)
+    assert index.leading(hashes, 64) == lengths.tolist()
+    assert expected.leading(hashes, 64, 1.0) == lengths.tolist()

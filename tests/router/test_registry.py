@@ -12,7 +12,7 @@ import pytest
 
 from baton.config.settings import changed
 from baton.v1 import control_pb2
-from router.fleet.registry import FleetWatch, RegistryAccess, keep_reporting
+from router.fleet.registry import RegistryAccess, keep_reporting, watch_fleet
 from tests.identities import ROUTER
 from tests.router.deployment import QUICK, Context, Registry
 from tests.router.proxy import Proxy
@@ -56,7 +56,7 @@ async def test_a_registry_that_does_not_answer_is_logged_once_and_again_when_it_
         nonlocal num_lost
         num_lost += 1
 
-    watch = FleetWatch(RegistryAccess(registry.address, QUICK, ROUTER), lambda *report: None, lost)
+    watch = watch_fleet(RegistryAccess(registry.address, QUICK, ROUTER), lambda *report: None, lost)
     async with running(watch.run()):
         for losses in (0, 1):
             async with asyncio.timeout(10):
@@ -102,7 +102,7 @@ async def test_a_router_follows_the_fleet_again_over_a_new_connection() -> None:
 
     was_lost = asyncio.Event()
     async with registry_behind_proxy() as (_, proxy):
-        watch = FleetWatch(
+        watch = watch_fleet(
             RegistryAccess(proxy.address, CONFIG, ROUTER), lambda *report: None, lost
         )
         async with running(watch.run()), asyncio.timeout(10):

@@ -199,9 +199,6 @@ async def test_a_missed_kv_event_degrades_the_index_until_the_next_snapshot() ->
         worker.kv.hold(FINGERPRINT, list(b"some prompt that is long enough"))
         entry = d.entry("p0")
         await d.until(lambda: d.router.index.num_blocks(entry.slot) == 7)
-        link = d.router.links.get(entry)
-        assert link is not None
-        assert link.num_gaps == 1
         assert len(worker.kv.queues) == 2
         d.router.check_integrity()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import numpy as np
+import pytest
 
 from baton.config.router import PlacementConfig
 from kv_transfer.block_hash import SHARED_BY_ALL
@@ -12,7 +13,6 @@ from router.fleet.fleet import Booking, Fleet
 from router.index.prefix_index import PrefixIndex
 from router.placement.placement import Placement
 from router.placement.placing import Placing
-from router.placement.sessions import Sessions
 from router.placement.ticket import PromptBlocks, Ticket
 from tests.router.answers import ask_for
 from tests.router.deployment import deployment
@@ -74,13 +74,16 @@ def test_a_session_leaves_a_worker_that_is_dearer_or_gone() -> None:
     assert place(placing, fleet, ticket_of(3000, talk)).decode_worker == home
 
 
-def test_the_quietest_session_is_forgotten_first() -> None:
-    sessions, worker = Sessions(max_sessions=2), ("d0", 1)
+def test_the_quietest_session_is_forgotten_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.placement.placing.MAX_SESSIONS", 2)
+    fleet = two_and_two()
+    placing = placing_on(fleet)
     for name in ("a", "b", "a", "c"):
-        sessions.ran_on(("", name), worker)
-    assert len(sessions) == 2
-    assert sessions.last(("", "b")) is None
-    assert sessions.last(("", "a")) == sessions.last(("", "c")) == worker
+        place(placing, fleet, ticket_of(0, ("", name)))
+    (a,), (b,), (c,) = (placing.queries(ticket_of(0, ("", name)), NOW_S) for name in "abc")
+    assert b.preferred is None
+    assert a.preferred is not None
+    assert c.preferred is not None
 
 
 def test_a_hot_prefix_gets_another_holder_once_its_holders_queue_costs_more() -> None:

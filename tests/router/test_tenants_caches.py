@@ -5,6 +5,8 @@ Else tenants could find out what others ask by how fast they are answered.
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 
@@ -35,7 +37,7 @@ async def ask(router: Router, client: Client, text: str, tenant: str, salt: str 
     ((kv_class, _),) = router.fleet.kinds.classes
     hashes = prompt.hashes(kv_class.kv_fingerprint, kv_class.block_size)
     num_blocks = len(hashes) // HASH_BYTES
-    await until(lambda: router.index.lookup(hashes, 2).tolist() == [num_blocks] * 2)
+    await until(lambda: router.index.lookup(hashes, 2, math.inf).tolist() == [num_blocks] * 2)
     expected = (routed.num_cached_tokens_prefill, routed.num_cached_tokens_decode)
     return [tokens // kv_class.block_size for tokens in (*expected, prefilled.num_cached_tokens)]
 
@@ -63,19 +65,18 @@ async def test_no_tenant_is_answered_from_what_another_asked_but_for_the_public_
         await nothing_held(prefill, decode)
 
 
-class Letters:
-    """A token for each letter; a chat's message stands between two tokens of its own."""
+def encoded(text: str) -> list[int]:
+    """A token for each letter."""
+    return list(text.encode())
 
-    def __init__(self, has_template: bool = True) -> None:
-        self._has_template = has_template
 
-    def encode(self, text: str, is_bare: bool = False) -> list[int]:
-        return list(text.encode())
+def encoded_chat(conversation: Conversation) -> list[int]:
+    """A message stands between two tokens of its own."""
+    return [t for m in conversation.messages for t in (1000, *m["content"].encode(), 1001)]
 
-    def encode_chat(self, conversation: Conversation) -> list[int]:
-        if not self._has_template:
-            raise InvalidRequestError("the model has no chat template", field="chat")
-        return [t for m in conversation.messages for t in (1000, *m["content"].encode(), 1001)]
+
+def no_chat(conversation: Conversation) -> list[int]:
+    raise InvalidRequestError("the model has no chat template", field="chat")
 
 
 @pytest.mark.parametrize(
@@ -91,10 +92,10 @@ class Letters:
 )
 def test_what_a_prompt_has_of_the_public_text_is_public(prompt: list[int], num_public: int) -> None:
     ids = np.array(prompt, dtype=np.uint32)
-    assert PublicPrefix.of("common", Letters()).num_tokens(ids) == num_public
-    assert PublicPrefix.of("", Letters()).num_tokens(ids) == 0
+    assert PublicPrefix.of("common", encoded, encoded_chat).num_tokens(ids) == num_public
+    assert PublicPrefix.of("", encoded, encoded_chat).num_tokens(ids) == 0
 
 
 def test_a_model_without_chats_has_public_plain_prompts() -> None:
-    prefix = PublicPrefix.of("common", Letters(has_template=False))
+    prefix = PublicPrefix.of("common", encoded, no_chat)
     assert prefix.num_tokens(np.array([*b"common"], dtype=np.uint32)) == 6

@@ -3,8 +3,9 @@
 from router.placement.terms import At, FleetArrays, Floats, PlacementQuery
 
 AT = At.DECODE
+HORIZON_TOKENS = 32  # over which a decode worker's load counts when workers are compared
 
 
 def of(fleet: FleetArrays, query: PlacementQuery) -> Floats:
-    batch_s = query.policy.decode_horizon_tokens * query.step_s
+    batch_s = HORIZON_TOKENS * query.step_s
     return batch_s * (fleet.running + 1) / fleet.max_running
