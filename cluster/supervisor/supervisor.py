@@ -13,6 +13,7 @@ what must survive a restart (`run_dir`).
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import logging
 import os
@@ -52,7 +53,6 @@ from cluster.supervisor.replica import (
 from cluster.supervisor.run_dir import SupervisorState, state_file
 from cluster.supervisor.slot_supervisor import LOOK_S, SlotContext, SlotSupervisor
 from cluster.worker.config import WorkerConfig, num_threads_of, worker_config
-from cluster.worker.process import LoopDoor
 
 log = logging.getLogger(__name__)
 
@@ -322,7 +322,7 @@ class SupervisorActor:
         self._address: Future[str] = Future()
         self._supervision: Supervision | None = None
         self._is_successor = state_file(Path(run_dir)).exists()
-        self._door = LoopDoor()
+        self._loop: asyncio.AbstractEventLoop  # once there is a supervision
         self._thread = threading.Thread(
             target=self._run, args=(cluster, Path(run_dir)), name="supervisor", daemon=True
         )
@@ -338,7 +338,8 @@ class SupervisorActor:
     def stop(self) -> None:
         """End all replicas; returns when none of their processes is left."""
         if self._supervision is not None:
-            self._door.call(self._supervision.stop)
+            with contextlib.suppress(RuntimeError):  # the loop has closed
+                self._loop.call_soon_threadsafe(self._supervision.stop)
         self._thread.join()
 
     def _run(self, cluster: ClusterConfig, run_dir: Path) -> None:
@@ -353,9 +354,9 @@ class SupervisorActor:
             os._exit(1)  # Ray starts it again, and it adopts
 
     async def _supervise(self, cluster: ClusterConfig, run_dir: Path) -> None:
-        with self._door.open():
-            self._supervision = Supervision(cluster, run_dir)
-            await self._supervision.run(self._address.set_result)
+        self._loop = asyncio.get_running_loop()
+        self._supervision = Supervision(cluster, run_dir)
+        await self._supervision.run(self._address.set_result)
 
 
 class SupervisorHandle:
