@@ -6,33 +6,31 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Mapping
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
 
 import grpc
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio
 
-from baton.errors import BatonError, NotFoundError, OtherModelError
+from baton.errors import BatonError, OtherModelError
 from baton.fleet import Role
 from baton.identity.identity import Identity
 from baton.status import abort, first_message
 from baton.v1 import control_pb2, control_pb2_grpc, worker_pb2
 from baton.wire import ANY_ROLE, ROLES, STATES
-from cluster.pools.pool_table import Pool
+from cluster.pools.pool_table import Pool, Slot
 from cluster.progress import Progress
 from cluster.registry.control_access import control_server, listen_at
 from cluster.registry.pairing import unpaired
 from cluster.registry.pool_changes import PoolBacking, PoolChanges
-from cluster.registry.registry import FleetSnapshot, Registration, Registry, Stream
+from cluster.registry.registry import Registration, Registry, Stream
 from cluster.registry.routers import Unit
 from cluster.role_plan import RolePlan
 from kv_transfer.process import ProcessIdentity
 
 log = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 UNITS_EVERY_S = 5.0
 
@@ -132,11 +130,10 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
     ) -> AsyncIterator[control_pb2.WatchFleetResponse]:
         sent_version, sent_at = -1, 0.0
         while True:
-            snapshot = self._registry.snapshot()
-            now = time.monotonic()
-            if snapshot.version != sent_version or now - sent_at >= 1.0:
-                sent_version, sent_at = snapshot.version, now
-                yield fleet_message(snapshot)
+            version, now = self._registry.version, time.monotonic()
+            if version != sent_version or now - sent_at >= 1.0:
+                sent_version, sent_at = version, now
+                yield fleet_message(self._registry)
             await self._changes.wait(max(0.0, 1.0 - (now - sent_at)))
 
     async def WatchUnits(  # noqa: N802
@@ -156,13 +153,10 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
     async def SetUnits(  # noqa: N802
         self, request: control_pb2.SetUnitsRequest, context: Context
     ) -> control_pb2.SetUnitsResponse:
-        try:
-            units = [Unit(unit.code, unit.control_address, unit.share) for unit in request.units]
+        units = [Unit(unit.code, unit.control_address, unit.share) for unit in request.units]
+        async with self._change(context):
             self._registry.units.set(units)
             self._backing.save()
-        except BatonError as error:
-            await abort(context, error)
-        self._changes.announce()
         return control_pb2.SetUnitsResponse()
 
     async def ReportRouter(  # noqa: N802
@@ -190,64 +184,60 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
     async def SetReplicas(  # noqa: N802
         self, request: control_pb2.SetReplicasRequest, context: Context
     ) -> control_pb2.SetReplicasResponse:
-        previous = await self._change(
-            context, self._pools.set_replicas(request.pool, request.replicas)
-        )
+        async with self._change(context):
+            previous = await self._pools.set_replicas(request.pool, request.replicas)
         return control_pb2.SetReplicasResponse(previous_replicas=previous)
 
     async def SetRolePlan(  # noqa: N802
         self, request: control_pb2.SetRolePlanRequest, context: Context
     ) -> control_pb2.SetRolePlanResponse:
         plan = RolePlan(request.plan.prefill, request.plan.decode)
-        await self._change(context, self._pools.set_role_plan(request.pool, plan))
+        async with self._change(context):
+            self._pools.set_role_plan(request.pool, plan)
         return control_pb2.SetRolePlanResponse()
 
     async def AddPool(  # noqa: N802
         self, request: control_pb2.AddPoolRequest, context: Context
     ) -> control_pb2.AddPoolResponse:
-        added = self._pools.add(request.pool, request.config, request.replicas)
-        await self._change(context, added)
+        async with self._change(context):
+            await self._pools.add(request.pool, request.config, request.replicas)
         return control_pb2.AddPoolResponse()
 
     async def ClosePods(  # noqa: N802
         self, request: control_pb2.ClosePodsRequest, context: Context
     ) -> control_pb2.ClosePodsResponse:
-        self._pools.close_pods(request.pod_names)
-        self._changes.announce()
+        async with self._change(context):
+            self._pools.close_pods(request.pod_names)
         return control_pb2.ClosePodsResponse()
 
     async def AgreeDtype(  # noqa: N802
         self, request: control_pb2.AgreeDtypeRequest, context: Context
     ) -> control_pb2.AgreeDtypeResponse:
-        try:
+        async with self._change(context):
             agreed = self._pools.agree_dtype(request.pool, request.dtype)
-        except BatonError as error:
-            await abort(context, error)
         return control_pb2.AgreeDtypeResponse(dtype=agreed)
 
     async def RemovePool(  # noqa: N802
         self, request: control_pb2.RemovePoolRequest, context: Context
     ) -> control_pb2.RemovePoolResponse:
-        await self._change(context, self._pools.remove(request.pool))
+        async with self._change(context):
+            await self._pools.remove(request.pool)
         return control_pb2.RemovePoolResponse()
 
-    async def _change(self, context: Context, change: Awaitable[T]) -> T:
-        """Make a change of pools and announce it, or refuse it."""
+    @contextlib.asynccontextmanager
+    async def _change(self, context: Context) -> AsyncIterator[None]:
+        """Announce the change that the block makes. A BatonError in it refuses the call."""
         try:
-            result = await change
+            yield
         except BatonError as error:
             await abort(context, error)
         self._changes.announce()
-        return result
 
     async def Drain(  # noqa: N802
         self, request: control_pb2.ControlServiceDrainRequest, context: Context
     ) -> control_pb2.ControlServiceDrainResponse:
-        try:
+        async with self._change(context):
             self._registry.ask_drain(request.worker_id)
-        except KeyError:
-            await abort(context, NotFoundError(f"no worker {request.worker_id!r}"))
-        self._changes.announce()
         return control_pb2.ControlServiceDrainResponse()
 
 
@@ -303,7 +293,7 @@ async def _look(registry: Registry, changes: Changes) -> None:
         former, version = version, registry.refresh()
         if version != former:
             changes.announce()
-            former_known, known = known, unpaired(fleet_message(registry.snapshot()))
+            former_known, known = known, unpaired(fleet_message(registry))
             for worker_id in known.keys() - former_known.keys():
                 log.warning("%s", known[worker_id])
 
@@ -311,9 +301,10 @@ async def _look(registry: Registry, changes: Changes) -> None:
 # --- the registry as messages -------------------------------------------------------------------
 
 
-def fleet_message(snapshot: FleetSnapshot) -> control_pb2.WatchFleetResponse:
+def fleet_message(registry: Registry) -> control_pb2.WatchFleetResponse:
+    pools, routers = registry.pools, registry.routers
     return control_pb2.WatchFleetResponse(
-        version=snapshot.version,
+        version=registry.version,
         workers=[
             control_pb2.FleetWorker(
                 info=control_pb2.WorkerInfo.FromString(entry.registration.info),
@@ -321,22 +312,22 @@ def fleet_message(snapshot: FleetSnapshot) -> control_pb2.WatchFleetResponse:
                 load=worker_pb2.WorkerLoad.FromString(entry.load),
                 active_role=ANY_ROLE if entry.active_role is None else ROLES[entry.active_role],
             )
-            for entry in snapshot.workers
+            for entry in registry.workers()
         ],
-        pools=[_pool_message(pool, snapshot.stay_order) for pool in snapshot.pools],
-        silent_routers=[
-            control_pb2.SilentRouter(**vars(router)) for router in snapshot.silent_routers
-        ],
-        routers=[control_pb2.ReportRouterRequest.FromString(report) for report in snapshot.routers],
-        keeps_pools=snapshot.keeps_pools,
-        settles=snapshot.settles,
-        model_fingerprint=snapshot.model_fingerprint,
-        closed_pods=sorted(snapshot.closed_pods),
+        pools=[_pool_message(pool, registry.staying(pool.name)) for pool in pools.status()],
+        silent_routers=[control_pb2.SilentRouter(**vars(router)) for router in routers.silent()],
+        routers=[control_pb2.ReportRouterRequest.FromString(each) for each in routers.reports()],
+        keeps_pools=registry.keeps_pools,
+        settles=registry.settles,
+        model_fingerprint=registry.model_fingerprint,
+        closed_pods=sorted(pools.closed_pods),
     )
 
 
-def _pool_message(pool: Pool, stay_order: Mapping[str, int]) -> control_pb2.PoolStatus:
+def _pool_message(pool: Pool, staying: Sequence[Slot]) -> control_pb2.PoolStatus:
+    """`staying`: the pool's slots that stay, the last of which would leave first."""
     settings = pool.settings
+    standing = {slot.worker_id: order for order, slot in enumerate(staying)}
     return control_pb2.PoolStatus(
         name=pool.name,
         role=ROLES[settings.role],
@@ -353,7 +344,7 @@ def _pool_message(pool: Pool, stay_order: Mapping[str, int]) -> control_pb2.Pool
             control_pb2.PoolPlace(
                 worker_id=slot.worker_id,
                 pod_name=slot.pod_name or "",
-                standing=stay_order.get(slot.worker_id),
+                standing=standing.get(slot.worker_id),
             )
             for slot in pool.slots
         ],

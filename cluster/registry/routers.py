@@ -10,7 +10,6 @@ calls are numbered as they begin, and an older call is ignored once a newer one 
 
 from __future__ import annotations
 
-import enum
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -24,21 +23,14 @@ FORGOTTEN_AFTER_S = 300.0
 """After this silence the router is forgotten."""
 
 
-class ReportState(enum.Enum):
-    REPORTING = "reporting"
-    LOST = "lost"
-    """Its call broke."""
-    LEFT = "left"
-    """It shut down. Remembered for a while, so that a late message of an old call is ignored."""
-
-
 @dataclass(frozen=True)
 class RouterEntry:
     router_id: str
     call: int
     report: bytes
     heard_at: float
-    state: ReportState = ReportState.REPORTING
+    is_lost: bool = False
+    """Its call broke."""
 
 
 @dataclass(frozen=True)
@@ -61,17 +53,22 @@ class RouterReports:
         return self._num_calls
 
     def report(self, router_id: str, report: bytes, call: int) -> None:
-        self._book(RouterEntry(router_id, call, report, self._clock()))
+        """Keep a router's newest report."""
+        entry = self._entries.get(router_id)
+        if entry is None or entry.call <= call:
+            self._entries[router_id] = RouterEntry(router_id, call, report, self._clock())
 
     def lost(self, router_id: str, call: int) -> None:
         """The router's call ended; the router may still serve."""
         entry = self._entries.get(router_id)
-        if entry is not None and (entry.call, entry.state) == (call, ReportState.REPORTING):
-            self._book(replace(entry, state=ReportState.LOST))
+        if entry is not None and entry.call == call:
+            self._entries[router_id] = replace(entry, is_lost=True)
 
     def left(self, router_id: str, call: int) -> None:
         """The router has shut down."""
-        self._book(RouterEntry(router_id, call, b"", self._clock(), ReportState.LEFT))
+        entry = self._entries.get(router_id)
+        if entry is not None and entry.call <= call:
+            del self._entries[router_id]
 
     def reports(self) -> tuple[bytes, ...]:
         """Reports of the routers that are not silent, ordered by router id."""
@@ -88,25 +85,13 @@ class RouterReports:
 
     def _is_reporting(self, entry: RouterEntry) -> bool:
         is_fresh = entry.heard_at > self._clock() - SILENT_AFTER_S
-        return is_fresh and entry.state is ReportState.REPORTING
-
-    def _book(self, entry: RouterEntry) -> None:
-        former = self._entries.get(entry.router_id)
-        if former is None or former.call <= entry.call:
-            remembered = (each for each in self._entries.values() if self._is_remembered(each))
-            self._entries = {each.router_id: each for each in remembered}
-            self._entries[entry.router_id] = entry
+        return is_fresh and not entry.is_lost
 
     def _known(self) -> list[RouterEntry]:
-        there = [
-            entry
-            for entry in self._entries.values()
-            if entry.state is not ReportState.LEFT and self._is_remembered(entry)
-        ]
-        return sorted(there, key=lambda entry: entry.router_id)
-
-    def _is_remembered(self, entry: RouterEntry) -> bool:
-        return entry.heard_at > self._clock() - FORGOTTEN_AFTER_S
+        """The routers that are not forgotten, ordered by router id."""
+        since = self._clock() - FORGOTTEN_AFTER_S
+        self._entries = {k: entry for k, entry in self._entries.items() if entry.heard_at > since}
+        return sorted(self._entries.values(), key=lambda entry: entry.router_id)
 
 
 # --- units --------------------------------------------------------------------------------------

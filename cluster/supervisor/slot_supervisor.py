@@ -23,6 +23,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from baton.clock import Clock, LoopClock, wait_for_event
+from baton.errors import NotFoundError
 from baton.fleet import WorkerState
 from baton.pacing import Backoff
 from cluster.errors import PodLostError, ReplicaError
@@ -118,7 +119,7 @@ class SlotSupervisor:
         try:
             self._context.registry.ask_drain(self.worker_id)
             self._context.changes.announce()
-        except KeyError:
+        except NotFoundError:
             if not self._served:  # it has never registered, so it runs nothing
                 self._ended.set()
 
@@ -252,7 +253,7 @@ class SlotSupervisor:
         """The present replica's entry in the registry; None: not registered. It is known by its
         processes: a replica that was left behind may still report, and incarnations depend on
         clocks that can be set back."""
-        entries = self._context.registry.snapshot().workers
+        entries = self._context.registry.workers()
         entry = next((e for e in entries if e.registration.worker_id == self.worker_id), None)
         if entry is None or self.replica is None:
             return None
