@@ -40,6 +40,7 @@ from decode_worker.session import (
     Moved,
     Phase,
     Refusal,
+    Rejected,
     Reserved,
     RouterSession,
     Run,
@@ -163,7 +164,7 @@ class DecodeRole:
             return
         refused = self._refusal(submission)
         if refused is not None:
-            session.reject((submission.request_id, submission.attempt), *refused)
+            session.notice(Rejected(submission.request_id, submission.attempt, *refused))
             return
         former = self.runs.of_request(submission.request_id)
         if former is not None:
@@ -444,9 +445,8 @@ class DecodeRole:
         self._forget(run, message)
         if refusal is Refusal.HANDOFF_FAILED:  # its router has a lease: the attempt is used up
             self._log.use_up(run.submission, self._clock.now_s())
-        if run.session is not None:
-            retry_s = self._config.no_capacity_retry_s if refusal is Refusal.NO_CAPACITY else 0.0
-            run.session.reject(run.name, refusal, message, retry_s, field)
+        retry_s = self._config.no_capacity_retry_s if refusal is Refusal.NO_CAPACITY else 0.0
+        run.notify(Rejected(*run.name, refusal, message, retry_s, field))
 
     def _forget(self, run: Run, message: str) -> None:
         """End an attempt that never ran. It emitted nothing, so no session may attach to it."""

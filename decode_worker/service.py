@@ -89,12 +89,14 @@ class DecodeService:
             submission, writer = self._submission(message)
             self._role.submit(session, submission, writer)
         except InvalidRequestError as error:
-            session.reject(name, Refusal.INVALID, error.message, field=error.field or "")
+            field = error.field or ""
+            session.notice(Rejected(*name, Refusal.INVALID, error.message, field=field))
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             # A bug of the worker or the router, in this message only. The session's other requests
             # continue.
             log.exception("request %r cannot be taken", wire.request_id)
-            session.reject(name, Refusal.INTERNAL, f"it cannot be taken: {error!r}")
+            text = f"it cannot be taken: {error!r}"
+            session.notice(Rejected(*name, Refusal.INTERNAL, text))
 
     def _submission(self, message: worker_pb2.Reserve) -> tuple[Submission, WorkerIdentity | None]:
         """The submission, and the writer if there is one.

@@ -119,17 +119,6 @@ class RouterSession:
         self._notices.append(what)
         self.flush()
 
-    def reject(
-        self,
-        name: tuple[str, int],
-        refusal: Refusal,
-        message: str,
-        retry_after_s: float = 0.0,
-        field: str = "",
-    ) -> None:
-        """`name`: request id and attempt."""
-        self.notice(Rejected(*name, refusal, message, retry_after_s, field))
-
     def changed(self, record: Record) -> None:
         """A followed request has new tokens or has ended."""
         if record.submission.request_id in self._sent:

@@ -98,17 +98,13 @@ class PrefillRole:
         self._runs: dict[RequestId, PrefillRun] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._draining = False
-        self._handoff_bytes_per_s = 0.0
+        self.handoff_bytes_per_s = 0.0
+        """Moving average over this worker's handoffs; 0 before the first."""
         exporter.on_broken = self._handoff_broken
 
     @property
     def is_idle(self) -> bool:
         return not self._tasks
-
-    @property
-    def handoff_bytes_per_s(self) -> float:
-        """Moving average over this worker's handoffs; 0 before the first."""
-        return self._handoff_bytes_per_s
 
     def begin_drain(self) -> None:
         self._draining = True
@@ -234,8 +230,8 @@ class PrefillRole:
         receipt = await self._exporter.finish(run.handoff, first)
         if receipt.put_s > 0:
             seen = receipt.num_bytes / receipt.put_s
-            former = self._handoff_bytes_per_s or seen
-            self._handoff_bytes_per_s = former + (seen - former) / 8
+            former = self.handoff_bytes_per_s or seen
+            self.handoff_bytes_per_s = former + (seen - former) / 8
         run.report(receipt)
 
     async def _let_go(self, run: PrefillRun) -> bool:

@@ -26,6 +26,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -38,13 +39,12 @@ from baton.config.cluster import ClusterConfig
 from baton.config.router import RouterConfig
 from baton.config.settings import changed
 from baton.control.client import ControlClient
-from baton.errors import BatonError, ConfigError, DeadlineError, UnavailableError
+from baton.errors import ConfigError, DeadlineError, UnavailableError
 from baton.grpc_options import DIRECT
 from baton.identity.identity import Identity, make_keys, open_identity, recorded
 from baton.native_build import NativeBuildError, build
 from baton.pacing import Backoff
 from baton.secret_files import open_to_others, write_secret
-from baton.v1 import control_pb2
 from cluster.errors import one_line
 from cluster.local.process_tree import (
     Process,
@@ -55,7 +55,7 @@ from cluster.local.process_tree import (
     wait_until_gone,
     watched_over,
 )
-from cluster.pools.pool_settings import AutoSettings, num_gpus_wanted, own_settings
+from cluster.pools.pool_settings import choose_auto_settings, num_gpus_wanted, own_settings
 from cluster.worker.rank import free_port
 from engine.kernels.native.recipe import KERNELS
 
@@ -73,7 +73,7 @@ _OBJECT_STORE_BYTES = 80 << 20  # the data plane never uses it
 
 
 @dataclass(frozen=True)
-class RunningCluster:
+class RunningCluster(contextlib.AbstractContextManager["RunningCluster"]):
     """A cluster that `up` started; a context manager that closes it."""
 
     router: RouterProcess
@@ -109,9 +109,6 @@ class RunningCluster:
         """End everything; returns when no process is left. Idempotent."""
         self.stack.close()
 
-    def __enter__(self) -> RunningCluster:
-        return self
-
     def __exit__(self, *error: Any) -> None:
         self.stack.__exit__(*error)
 
@@ -139,8 +136,9 @@ def up(
             on_progress(f"warning: {warning}")
         config = with_own_keys(config, run_dir)
         own = open_identity(config.internal, "operator")
+        threads = stack.enter_context(ThreadPoolExecutor(1))
         reaper = stack.enter_context(watched_over())
-        auto = stack.enter_context(AutoSettings(config, reaper.variables))
+        auto = threads.submit(choose_auto_settings, config, reaper.variables)
         on_progress("starting Ray")
         ray_processes = start_ray(stack, reaper, run_dir)
         _check_gpus(config)  # for pools with device cuda; `auto` takes no more than there are
@@ -160,10 +158,14 @@ def up(
         on_progress("starting the router")
         for process in ray_processes:
             reaper.name(descendants(process.pid))
-        router = _start_router(stack, config, control, run_dir, reaper)
+        router = RouterProcess(config.router, control, run_dir, reaper.variables)
+        stack.callback(router.close)
+        router.start(_ROUTER_TIMEOUT_S)
         heart = frozenset(process for process in ray_processes if process.name in _RAY_HEART)
+        http, host = config.router.http.port, config.router.host
+        http_address = None if http is None else f"{host}:{http}"
         return RunningCluster(
-            router, control, supervisor.pid, stack.pop_all(), heart, run_dir, _http(config.router)
+            router, control, supervisor.pid, stack.pop_all(), heart, run_dir, http_address
         )
     raise AssertionError("unreachable")
 
@@ -208,27 +210,6 @@ def _build_kernels(config: ClusterConfig, on_progress: OnProgress) -> None:
         build(KERNELS)
     except NativeBuildError as error:
         on_progress(f"using torch's kernels, several times slower ({one_line(error)})")
-
-
-def _start_router(
-    stack: contextlib.ExitStack,
-    config: ClusterConfig,
-    control_address: str,
-    run_dir: Path,
-    reaper: Reaper,
-) -> RouterProcess:
-    """Start the router and wait until it serves; the stack closes it."""
-    router = RouterProcess(
-        control_address,
-        run_dir / _CONFIG_FILE,
-        f"{config.router.host}:{config.router.port}",
-        run_dir / "router.log",
-        config.router.drain_timeout_s,
-        reaper.variables,
-    )
-    stack.callback(router.close)
-    router.start(_ROUTER_TIMEOUT_S, config.router.health_port)
-    return router
 
 
 def _clear_away(run_dir: Path, kind: object, error: object, traceback: object) -> None:
@@ -316,42 +297,32 @@ def _stop_ray(before: set[Process]) -> None:
     wait_until_gone(ours, _RAY_GONE_S)
 
 
-def _give_up_on_failing(pools: list[control_pb2.PoolStatus]) -> None:
-    """Raise UnavailableError for a pool whose replicas keep failing to start."""
-    for pool in pools:
-        if pool.num_failed_starts >= _FAILED_STARTS:
-            raise UnavailableError(f"the {pool.name} pool does not start: {pool.last_error}")
-
-
 def _wait_for_pools(control: str, own: Identity, on_progress: OnProgress, timeout_s: float) -> None:
-    """Wait until every pool has its replicas live, and report each change. Raises
-    UnavailableError."""
+    """Wait until every pool has its replicas live, and report each change.
+
+    Raises BatonError: UnavailableError for pools that are not live in time, or keep failing to
+    start."""
     reported = ""
     with ControlClient(control, identity=own) as client:
-        fleets = client.watch_fleet(timeout_s)
-        while True:
-            try:
-                fleet = next(fleets, None)
-            except DeadlineError as error:
-                limit = f"{timeout_s:g} s (supervisor.start_timeout_s)"
-                raise UnavailableError(
-                    f"the pools are not live after {limit}: {reported}"
-                ) from error
-            except BatonError as error:
-                lost = f"the control service at {control} is lost: {error.message}"
-                raise UnavailableError(lost) from error
-            if fleet is None:
-                raise UnavailableError(f"the control service at {control} has closed")
-            missing = [p for p in fleet.pools if p.live_replicas < p.desired_replicas]
-            if not missing:
-                return
-            _give_up_on_failing(missing)
-            live = ", ".join(
-                f"{p.name} {p.live_replicas}/{p.desired_replicas}" for p in fleet.pools
-            )
-            if live != reported:
-                reported = live
-                on_progress(f"loading the model: {live}")
+        try:
+            for fleet in client.watch_fleet(timeout_s):
+                missing = [p for p in fleet.pools if p.live_replicas < p.desired_replicas]
+                if not missing:
+                    return
+                for pool in missing:
+                    if pool.num_failed_starts >= _FAILED_STARTS:
+                        text = f"the {pool.name} pool does not start: {pool.last_error}"
+                        raise UnavailableError(text)
+                live = ", ".join(
+                    f"{p.name} {p.live_replicas}/{p.desired_replicas}" for p in fleet.pools
+                )
+                if live != reported:
+                    reported = live
+                    on_progress(f"loading the model: {live}")
+        except DeadlineError as error:
+            limit = f"{timeout_s:g} s (supervisor.start_timeout_s)"
+            raise UnavailableError(f"the pools are not live after {limit}: {reported}") from error
+    raise UnavailableError(f"the control service at {control} has closed")
 
 
 # --- the router ---------------------------------------------------------------------------------
@@ -379,34 +350,25 @@ def with_own_ports(config: RouterConfig) -> RouterConfig:
     return config
 
 
-def _http(config: RouterConfig) -> str | None:
-    return None if config.http.port is None else f"{config.host}:{config.http.port}"
-
-
 class RouterProcess:
-    """Owns `python -m router`, which keeps its port over restarts. Its output goes to `log_path`.
+    """Owns `python -m router`, which keeps its port over restarts. The cluster's file and the
+    router's log are in the run directory.
 
     A router that ends with status 2 before it has ever served has a wrong configuration: it is not
-    tried again, and `start` raises its message. Later ends are accidents. `drain_timeout_s`: how
-    long the router lets requests finish. `variables`: added to its environment.
+    tried again, and `start` raises its message. Later ends are accidents. `variables`: added to its
+    environment.
     """
 
     def __init__(
-        self,
-        control: str,
-        config_path: Path,
-        listen: str,
-        log_path: Path,
-        drain_timeout_s: float,
-        variables: Mapping[str, str],
+        self, config: RouterConfig, control: str, run_dir: Path, variables: Mapping[str, str]
     ) -> None:
-        host, _, port = listen.rpartition(":")
-        self.address = f"{host}:{int(port) or free_port(host)}"
-        self._command = [sys.executable, "-m", "router"]
-        self._command += ["--control", control, "--config", str(config_path)]
-        self._command += ["--listen", self.address]
-        self._log_path = log_path
-        self._drain_s = drain_timeout_s + _DRAIN_MARGIN_S
+        self.address = f"{config.host}:{config.port or free_port(config.host)}"
+        # Asked for its health; a router with TLS answers in plain text at a port of its own.
+        self._asked = f"{config.host}:{config.health_port or self.address.rpartition(':')[2]}"
+        self._command = [sys.executable, "-m", "router", "--control", control]
+        self._command += ["--config", str(run_dir / _CONFIG_FILE), "--listen", self.address]
+        self._log_path = run_dir / "router.log"
+        self._drain_s = config.drain_timeout_s + _DRAIN_MARGIN_S
         self._environment = os.environ | {"PYTHONUNBUFFERED": "1"} | dict(variables)
         self._closing = threading.Event()
         self._cut_short = False
@@ -422,17 +384,14 @@ class RouterProcess:
         """Pid of the current router."""
         return None if self._process is None else self._process.pid
 
-    def start(self, timeout_s: float, health_port: int | None = None) -> None:
-        """Start it and wait until it serves. `health_port`: its plain-text health port; None: the
-        port where it listens.
+    def start(self, timeout_s: float) -> None:
+        """Start it and wait until it serves.
 
         Raises ConfigError with its message, and UnavailableError with the end of its log.
         """
         self._thread.start()
         give_up_at = time.monotonic() + timeout_s
-        host, _, port = self.address.rpartition(":")
-        asked = f"{host}:{health_port or port}"
-        with grpc.insecure_channel(asked, options=_CHANNEL_OPTIONS) as channel:
+        with grpc.insecure_channel(self._asked, options=_CHANNEL_OPTIONS) as channel:
             stub = health_pb2_grpc.HealthStub(channel)
             while not self._closing.is_set():
                 if self._misconfigured.wait(_POLL_S):

@@ -262,12 +262,13 @@ class ItlCurve:
         negative."""
         streams = [point.streams for _, point in self.points]
         gaps_s = [point.itl_s for _, point in self.points]
-        if self._is_line:
-            slope_s, base_s = statistics.linear_regression(streams, gaps_s)
-            if slope_s <= 0:
-                return statistics.fmean(gaps_s), 0.0
-            if base_s >= 0:
-                return base_s, slope_s
+        if not self._is_line:
+            return 0.0, gaps_s[0] / streams[0]
+        slope_s, base_s = statistics.linear_regression(streams, gaps_s)
+        if slope_s <= 0:
+            return statistics.fmean(gaps_s), 0.0
+        if base_s >= 0:
+            return base_s, slope_s
         return 0.0, statistics.linear_regression(streams, gaps_s, proportional=True).slope
 
 

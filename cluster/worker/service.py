@@ -7,7 +7,6 @@ snapshot itself, from the engine's events.
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from pathlib import Path
 
@@ -33,30 +32,19 @@ class Subscription:
     """One follower's changes. Ends when the follower is `max_pending` messages behind."""
 
     def __init__(self, max_pending: int) -> None:
-        self._max_pending = max_pending
-        self._pending: deque[KvMessage] = deque()
-        self._wake = asyncio.Event()
+        self._pending: asyncio.Queue[KvMessage] = asyncio.Queue(max_pending)
         self.overflowed = False
 
     def push(self, change: KvMessage) -> None:
-        if self.overflowed:
-            return
-        if len(self._pending) >= self._max_pending:
+        if self._pending.full():
             self.overflowed = True
-            self._pending.clear()
         else:
-            self._pending.append(change)
-        self._wake.set()
+            self._pending.put_nowait(change)
 
     async def changes(self) -> AsyncIterator[KvMessage]:
         """Yield the snapshot, then every change. Ends on overflow; then subscribe again."""
-        while True:
-            await self._wake.wait()
-            self._wake.clear()
-            if self.overflowed:
-                return
-            while self._pending:
-                yield self._pending.popleft()
+        while not self.overflowed:
+            yield await self._pending.get()
 
 
 class CachedBlocks:

@@ -18,7 +18,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +39,9 @@ from cluster.worker.rank import Rank
 from cluster.worker.reports import (
     Registrar,
     WorkerCollector,
+    load_fields,
     problems_of,
     worker_info,
-    worker_load,
 )
 from cluster.worker.service import KvFeed, ReportService
 from decode_worker.role import DecodeRole
@@ -142,12 +142,12 @@ class Worker:
 
     async def _open(self, stack: contextlib.AsyncExitStack) -> None:
         """Serve and register until the stack is left. In a closed pod, stop at once."""
-        await stack.enter_async_context(self._server())
+        await self._listen(stack)
         if (port := self._config.settings.health_port) is not None:
             live = live_port(self._config.host, port, lambda: self._drain is None)
             self.health_address = await stack.enter_async_context(live)
         if (port := self._config.settings.metrics_port) is not None:
-            stack.enter_context(self._metrics(port))
+            self._serve_metrics(port, stack)
         if self._config.pod is not None:
             workers, info = PodWorkers(self._config.pod), self.info()
             workers.add(info)
@@ -239,9 +239,8 @@ class Worker:
                 return
             await asyncio.sleep(_SWEEP_S)
 
-    @contextlib.asynccontextmanager
-    async def _server(self) -> AsyncIterator[None]:
-        """Links of routers and operators."""
+    async def _listen(self, stack: contextlib.AsyncExitStack) -> None:
+        """Serve the links of routers and operators until the stack is left."""
         report = ReportService(self._load_now, self.drain, self.integrity, self._text_files)
         methods = {**self.feed.methods, **report.methods}
         if self._config.role is not Role.DECODE:
@@ -252,13 +251,9 @@ class Worker:
         links = self._links = LinkServer(methods, self._identity, name)
         host, port = self._config.host, self._config.settings.port
         self.address = f"{host}:{await links.start(host, port)}"
-        try:
-            yield
-        finally:
-            await links.stop()
+        stack.push_async_callback(links.stop)
 
-    @contextlib.contextmanager
-    def _metrics(self, port: int) -> Iterator[None]:
+    def _serve_metrics(self, port: int, stack: contextlib.AsyncExitStack) -> None:
         collector = WorkerCollector(
             self._config.worker_id,
             self._config.pool,
@@ -269,9 +264,8 @@ class Worker:
             lambda: self.decode.num_other_first_tokens,
         )
         host = self._config.settings.metrics_host or self._config.host
-        with collector.served(host, port) as self.metrics_address:
-            log.info("%s serves metrics at %s", self._config.worker_id, self.metrics_address)
-            yield
+        self.metrics_address = stack.enter_context(collector.served(host, port))
+        log.info("%s serves metrics at %s", self._config.worker_id, self.metrics_address)
 
     # --- the engine's thread --------------------------------------------------------------------
 
@@ -341,7 +335,10 @@ class Worker:
     def _take_load(self, load: EngineLoad) -> None:
         self._load_asked = False
         self._num_quarantined_bytes = load.num_quarantined_bytes
-        self._load = worker_load(load, self.prefill.handoff_bytes_per_s)
+        self._load = worker_pb2.WorkerLoad(
+            handoff_bytes_per_s=self.prefill.handoff_bytes_per_s,
+            **load_fields(load, worker_pb2.WorkerLoad),
+        )
 
     async def _load_now(self) -> worker_pb2.WorkerLoad:
         """The engine's load after the running step, however long that takes."""
@@ -364,18 +361,16 @@ class Worker:
 
     # --- integrity ------------------------------------------------------------------------------
 
-    def check_integrity(self) -> None:
-        """Raise AssertionError if a part above the engine holds something twice or for nobody."""
-        problems = problems_of(self._checks())
-        assert not problems, problems
-
-    def _checks(self) -> dict[str, Callable[[], None]]:
-        return {
-            "prefill": self.prefill.check_integrity,
-            "decode": self.decode.check_integrity,
-            "exporter": self.exporter.check_integrity,
-            "leases": self.leases.check_integrity,
-        }
+    def problems(self) -> list[str]:
+        """Name the parts above the engine that hold something twice or for nobody."""
+        return problems_of(
+            {
+                "prefill": self.prefill.check_integrity,
+                "decode": self.decode.check_integrity,
+                "exporter": self.exporter.check_integrity,
+                "leases": self.leases.check_integrity,
+            }
+        )
 
     async def integrity(self, step_s: float | None = None) -> worker_pb2.CheckIntegrityResponse:
         """Run every part's checks, on every rank, and report what is held. `step_s`: how long the
@@ -388,18 +383,13 @@ class Worker:
         checking = asyncio.wrap_future(self.engine.call(check))
         load, in_engine = await asyncio.wait_for(checking, step_s)
         return worker_pb2.CheckIntegrityResponse(
-            problems=in_engine + on_ranks + problems_of(self._checks()),
-            num_waiting=load.num_waiting,
-            num_running=load.num_running,
-            num_reserved=load.num_reserved,
-            num_exporting=load.num_exporting,
+            problems=in_engine + on_ranks + self.problems(),
             num_open_leases=self.leases.num_open_leases(),
             num_open_handoffs=self.exporter.num_open(),
             num_blocks_in_use=load.num_blocks - load.num_free_blocks,
-            num_quarantined_blocks=load.num_quarantined_blocks,
-            num_steps=load.num_steps,
             num_first_tokens=self._num_first_tokens,
             num_later_tokens=self._num_later_tokens,
+            **load_fields(load, worker_pb2.CheckIntegrityResponse),
         )
 
 

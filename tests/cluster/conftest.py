@@ -260,7 +260,7 @@ async def running_worker(
         if serving.done():
             serving.result()
         yield worker
-        worker.check_integrity()
+        assert not worker.problems()
         if not serving.done():
             await asyncio.wrap_future(worker.engine.call(lambda e: e.check_integrity()))
     finally:
@@ -284,7 +284,7 @@ async def nothing_held(*workers: Worker) -> None:
                     break
                 await asyncio.sleep(0.01)
             await asyncio.wrap_future(worker.engine.call(lambda e: e.check_integrity()))
-            worker.check_integrity()
+            assert not worker.problems()
 
 
 class HeldStep:

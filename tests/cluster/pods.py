@@ -194,12 +194,7 @@ class PodCluster:
 
     def start_router(self, config: ClusterConfig) -> None:
         router = RouterProcess(
-            self.control_address,
-            self.config_path,
-            f"{config.router.host}:{config.router.port}",
-            self.run_dir / "router.log",
-            config.router.drain_timeout_s,
-            self.reaper.variables,
+            config.router, self.control_address, self.run_dir, self.reaper.variables
         )
         self.stack.callback(router.close)
         router.start(60.0)
