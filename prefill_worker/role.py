@@ -58,7 +58,7 @@ class PrefillRun:
     def __init__(self, handoff: HandoffId) -> None:
         self.handoff = handoff
         self._outcomes: asyncio.Queue[Outcome | None] = asyncio.Queue()  # at most three
-        self.cancelled = asyncio.Event()
+        self.work: asyncio.Task[None]  # set by the role
         self.computed: asyncio.Future[PrefilledEvent | FinishedEvent] = (
             asyncio.get_running_loop().create_future()
         )
@@ -79,7 +79,7 @@ class PrefillRun:
 
     def cancel(self) -> None:
         """Stop the prefill at any step; it drains in the background."""
-        self.cancelled.set()
+        self.work.cancel()
 
 
 class PrefillRole:
@@ -131,7 +131,10 @@ class PrefillRole:
         added = (
             self._prepared(spec, add) if spec.grammar is not None else asyncio.wrap_future(add())
         )
-        task = asyncio.create_task(self._run(run, asyncio.ensure_future(added), timeout_s))
+        run.work = asyncio.create_task(
+            self._compute_and_hand_off(run, asyncio.ensure_future(added))
+        )
+        task = asyncio.create_task(self._run(run, timeout_s))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         task.add_done_callback(self._task_over)
@@ -166,33 +169,27 @@ class PrefillRole:
         await asyncio.to_thread(self._engine.prepare, spec)
         await asyncio.wrap_future(add())
 
-    async def _run(
-        self, run: PrefillRun, added: asyncio.Future[None], timeout_s: float | None
-    ) -> None:
-        """Steps 1 to 4. `work` may be cancelled at any await; the clean-up after it may not."""
-        work = asyncio.create_task(self._compute_and_hand_off(run, added))
-        cancelled = asyncio.create_task(run.cancelled.wait())
+    async def _run(self, run: PrefillRun, timeout_s: float | None) -> None:
+        """Steps 2 to 4. The work may be cancelled at any await; the clean-up after it may not."""
         try:
-            await asyncio.wait(
-                {work, cancelled}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
-            )
+            await asyncio.wait({run.work}, timeout=timeout_s)
         finally:
-            cancelled.cancel()
-            work.cancel()
-            await asyncio.wait({work})
+            is_late = run.work.cancel()
+            await asyncio.wait({run.work})
             drained = await self._let_go(run)
-            self._report_end(run, work)
+            self._report_end(run, "deadline" if is_late else "cancelled")
         if not drained:
             await self._exporter.wait_drained(run.handoff)
             self._engine.post(lambda engine: engine.release(run.key))
 
-    def _report_end(self, run: PrefillRun, work: asyncio.Task[None]) -> None:
+    def _report_end(self, run: PrefillRun, why_cancelled: str) -> None:
+        """Report why the work gave no outcome, and that there will be no more. Raises its error."""
         try:
-            if work.cancelled():
-                run.report(Stopped("cancelled" if run.cancelled.is_set() else "deadline"))
-            elif work.exception() is not None:
+            if run.work.cancelled():
+                run.report(Stopped(why_cancelled))
+            elif run.work.exception() is not None:
                 run.report(Stopped("this worker failed"))
-                work.result()
+                run.work.result()
         finally:
             run.report(None)
 

@@ -55,7 +55,7 @@ from cluster.local.process_tree import (
     wait_until_gone,
     watched_over,
 )
-from cluster.pools.pool_settings import choose_auto_settings, num_gpus_wanted, own_settings
+from cluster.pools.pool_settings import choose_auto_settings, own_settings
 from cluster.worker.rank import free_port
 from engine.kernels.native.recipe import KERNELS
 
@@ -79,8 +79,6 @@ class RunningCluster(contextlib.AbstractContextManager["RunningCluster"]):
     router: RouterProcess
     control_address: str
     """host:port of the control service."""
-    supervisor_pid: Callable[[], int]
-    """Pid of the current supervisor. Raises ray.exceptions.RayError while there is none."""
     stack: contextlib.ExitStack
     ray_heart: frozenset[Process]
     run_dir: Path
@@ -164,9 +162,7 @@ def up(
         heart = frozenset(process for process in ray_processes if process.name in _RAY_HEART)
         http, host = config.router.http.port, config.router.host
         http_address = None if http is None else f"{host}:{http}"
-        return RunningCluster(
-            router, control, supervisor.pid, stack.pop_all(), heart, run_dir, http_address
-        )
+        return RunningCluster(router, control, stack.pop_all(), heart, run_dir, http_address)
     raise AssertionError("unreachable")
 
 
@@ -220,19 +216,11 @@ def _clear_away(run_dir: Path, kind: object, error: object, traceback: object) -
 
 def _check_gpus(config: ClusterConfig) -> None:
     """Raise ConfigError if Ray has found fewer GPUs than the pools need."""
-    import ray
+    from cluster.supervisor.bundles import lacking_gpus
 
-    resources: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
     first_sizes = {name: pool.replicas for name, pool in config.pools.items()}
-    wanted = num_gpus_wanted(own_settings(config), first_sizes)
-    found = int(resources.get("GPU", 0))
-    if wanted > found:
-        raise ConfigError(
-            f"the pools need {wanted} GPUs (one for each rank of each replica on cuda); "
-            f"this machine has {found}. Make the pools smaller, or one pool of role mixed, or set "
-            "engine.device: cpu",
-            field="pools",
-        )
+    if lack := lacking_gpus(own_settings(config), first_sizes):
+        raise ConfigError(lack, field="pools")
 
 
 def start_ray(

@@ -315,7 +315,10 @@ def fleet_message(registry: Registry) -> control_pb2.WatchFleetResponse:
             for entry in registry.workers()
         ],
         pools=[_pool_message(pool, registry.staying(pool.name)) for pool in pools.status()],
-        silent_routers=[control_pb2.SilentRouter(**vars(router)) for router in routers.silent()],
+        silent_routers=[
+            control_pb2.SilentRouter(router_id=router_id, silent_s=silent_s)
+            for router_id, silent_s in routers.silent_s().items()
+        ],
         routers=[control_pb2.ReportRouterRequest.FromString(each) for each in routers.reports()],
         keeps_pools=registry.keeps_pools,
         settles=registry.settles,

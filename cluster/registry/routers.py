@@ -33,12 +33,6 @@ class RouterEntry:
     """Its call broke."""
 
 
-@dataclass(frozen=True)
-class SilentRouter:
-    router_id: str
-    silent_s: float
-
-
 class RouterReports:
     """Own the routers' reports."""
 
@@ -74,14 +68,14 @@ class RouterReports:
         """Reports of the routers that are not silent, ordered by router id."""
         return tuple(entry.report for entry in self._known() if self._is_reporting(entry))
 
-    def silent(self) -> tuple[SilentRouter, ...]:
-        """The other routers, which may still serve."""
+    def silent_s(self) -> dict[str, float]:
+        """The other routers, which may still serve, and since how many seconds each is silent."""
         now = self._clock()
-        return tuple(
-            SilentRouter(entry.router_id, now - entry.heard_at)
+        return {
+            entry.router_id: now - entry.heard_at
             for entry in self._known()
             if not self._is_reporting(entry)
-        )
+        }
 
     def _is_reporting(self, entry: RouterEntry) -> bool:
         is_fresh = entry.heard_at > self._clock() - SILENT_AFTER_S

@@ -332,9 +332,6 @@ class SupervisorActor:
         """host:port of the control service, once it serves. Raises what kept it from serving."""
         return self._address.result()
 
-    def pid(self) -> int:
-        return os.getpid()
-
     def stop(self) -> None:
         """End all replicas; returns when none of their processes is left."""
         if self._supervision is not None:
@@ -402,11 +399,6 @@ class SupervisorHandle:
                 time.sleep(_ASK_AGAIN_S)
             except RayError as error:
                 raise _not_there(error) from error
-
-    def pid(self) -> int:
-        """Its pid. Raises RayError while Ray restarts it."""
-        pid: int = ray.get(self._actor.pid.remote(), timeout=_ANSWER_WITHIN_S)
-        return pid
 
     def stop(self, within_s: float = _ANSWER_WITHIN_S) -> bool:
         """End every replica, then the supervisor. True: it confirmed that no replica is left."""

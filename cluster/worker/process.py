@@ -31,7 +31,7 @@ from cluster.worker.config import (
     WorkerConfig,
     with_node_settings,
 )
-from cluster.worker.rank import OnFatal, build_rank, follow_rank0, listen
+from cluster.worker.rank import OnFatal, build_rank, follow_rank0
 from cluster.worker.worker import EngineStuckError, Worker
 from engine.run import compute_threads
 from kv_transfer.process import ProcessIdentity, own_identity
@@ -209,7 +209,7 @@ class RankActor:
 
     def listen(self, host: str) -> int:
         """On rank 0, before any launch: listen for the other ranks. Returns the port."""
-        self._meeting = listen(host)
+        self._meeting = socket.create_server((host, 0))
         port: int = self._meeting.getsockname()[1]
         return port
 

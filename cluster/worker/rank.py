@@ -81,11 +81,6 @@ def free_port(host: str) -> int:
     raise OSError(f"no port is free at {host}")
 
 
-def listen(host: str) -> socket.socket:
-    """Listen on any free port of this host, where the ranks of a replica meet."""
-    return socket.create_server((host, 0))
-
-
 def build_rank(
     config: WorkerConfig, position: RankPosition, on_fatal: OnFatal | None = None
 ) -> Rank:

@@ -165,7 +165,7 @@ def test_a_replica_on_more_gpus_than_any_machine_has_is_refused_at_once(
     replicas = RayReplicas(tmp_path)
     config = ranks_on_gpus(tmp_path, tp_size=NUM_GPUS + 1)
     began_at = time.monotonic()
-    with pytest.raises(ReplicaError, match="3 ranks need a GPU each; the largest machine has 2"):
+    with pytest.raises(ReplicaError, match="3 ranks with a GPU each; free GPUs on all machines: 2"):
         replicas.reserve(ReplicaName.new("decode", 0), config)
     assert time.monotonic() - began_at < 15  # not as long as for a place that may come free
     assert replicas.find({"decode": NUM_GPUS + 1}) == []

@@ -24,7 +24,7 @@ Watch = control_pb2.WatchFleetResponse
 
 
 def silent_in(reports: RouterReports) -> list[tuple[str, float]]:
-    return [(router.router_id, router.silent_s) for router in reports.silent()]
+    return list(reports.silent_s().items())
 
 
 def reports_of(reports: RouterReports) -> list[bytes]:

@@ -12,6 +12,7 @@ import dataclasses
 import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -25,7 +26,7 @@ from baton.process.log import set_up_logging
 from cluster.node.pod import Pod
 from cluster.worker.config import RankPosition, WorkerConfig, with_node_settings, worker_config
 from cluster.worker.process import serve_worker
-from cluster.worker.rank import follow_rank0, listen
+from cluster.worker.rank import follow_rank0
 from cluster.worker.worker import Worker
 
 ROOT = Path(__file__).parents[2]
@@ -81,7 +82,7 @@ def _end_process(error: BaseException) -> None:
 def _other_ranks(config: WorkerConfig, position: RankPosition) -> Iterator[RankPosition]:
     """Run ranks > 0 as child processes. If one ends early, this process ends too."""
     if position.size > 1:
-        listening = listen(config.host)
+        listening = socket.create_server((config.host, 0))
         meeting = f"{config.host}:{listening.getsockname()[1]}"
         position = dataclasses.replace(position, meeting=meeting, listen_fd=listening.detach())
     again = [sys.executable, "-m", "tests.cluster.worker_process", *sys.argv[1:]]
