@@ -39,7 +39,7 @@ def ask(name: str, config: WorkerConfig, closed_pods: Collection[str]) -> str | 
 
     Returns the pod's name; empty for a machine, and for a pod whose node has no name label. None:
     no pod has room yet; the request stays open. Raises ReplicaError if no machine has room."""
-    num_ranks, resources = config.tp_size, rank_resources(config)
+    num_ranks, resources = config.shape.tensor_parallel, rank_resources(config)
     if not config.in_pod:
         group = _new_group(name, num_ranks, resources)
         _wait_for_place(group, num_ranks, resources)

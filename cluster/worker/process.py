@@ -23,7 +23,7 @@ from typing import Any
 import uvloop
 
 from baton.process.interpreter import share_interpreter
-from baton.process.log import set_up_logging
+from baton.process.log import LogSettings, set_up_logging
 from cluster.errors import one_line
 from cluster.node.pod import Pod
 from cluster.worker.config import (
@@ -45,10 +45,11 @@ _REPORT_S = 2.0
 
 def log_as_rank(config: WorkerConfig, position: RankPosition) -> None:
     """Log in a rank's name: to its file, or its pod's log."""
-    named = {"worker": config.worker_id, "pool": config.pool, "model": config.model_name}
+    named = {"worker": config.worker_id, "pool": config.pool, "model": config.cluster.model_name}
     if position.rank:
         named["rank"] = str(position.rank)
-    set_up_logging(config.log, os.environ, config.log_file(position.rank), **named)
+    settings = LogSettings.of(config.cluster)
+    set_up_logging(settings, os.environ, config.log_file(position.rank), **named)
 
 
 async def serve_worker(

@@ -90,9 +90,9 @@ def build_rank(
     TpPeerError, ValueError, and UnavailableError if no dtype was agreed on.
     """
     started_at = time.monotonic()
-    builder = engine_builder(config.engine)
+    builder, cluster = engine_builder(config.engine), config.cluster
     builder.join(config.engine, position, _MEETING_TIMEOUT_S)
-    folder = builder.find_model(config.model_path, config.model_revision)
+    folder = builder.find_model(cluster.model, cluster.model_revision)
     config = with_agreed_dtype(config, folder, builder)
     spec = builder.describe(folder, config.engine)
     loaded = builder.load(folder, config.engine, spec)  # first: KV gets the memory left
@@ -111,11 +111,11 @@ def build_rank(
         position.rank,
         position.size,
         time.monotonic() - started_at,
-        config.model_name,
+        cluster.model_name,
         memory.num_regions * memory.blocks_per_region,
         spec.layout.block_size,
     )
-    find_tokenizer = partial(_find_tokenizer, folder, config.tokenizer)
+    find_tokenizer = partial(_find_tokenizer, folder, cluster.tokenizer)
     engine = None if position.rank else loaded.make_engine(memory, transfer, find_tokenizer)
     follow = partial(loaded.follow, memory, transfer)
     return Rank(folder, spec, identity, transport, transfer, engine, follow)
@@ -178,7 +178,7 @@ def with_agreed_dtype(config: WorkerConfig, folder: str, builder: EngineBuilder)
 
 def _agreed(config: WorkerConfig, own: str) -> str:
     give_up_at = time.monotonic() + _AGREE_WITHIN_S
-    identity = open_identity(config.internal, "worker")
+    identity = open_identity(config.cluster.internal, "worker")
     with ControlClient(config.control_address, identity=identity) as control:
         while True:
             try:

@@ -50,9 +50,9 @@ def worker_info(
     return control_pb2.WorkerInfo(
         ref=rank.identity.to_proto(),
         pool=config.pool,
-        role=ROLES[config.role],
+        role=ROLES[config.shape.role],
         address=address,
-        model=config.model_name,
+        model=config.cluster.model_name,
         kv_fingerprint=model.kv_fingerprint,
         model_fingerprint=model.model_fingerprint,
         dtype=model.dtype,

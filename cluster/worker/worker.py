@@ -85,7 +85,7 @@ class Worker:
         # Every worker has both: it always reads transfer messages for either role.
         self.exporter = Exporter(rank.transfer, fingerprint, self.engine_is_well, clock)
         self.prefill = PrefillRole(self.engine, self.exporter, self.fail)
-        self.decode = DecodeRole(self.engine, fingerprint, config.decode, clock, self.fail)
+        self.decode = DecodeRole(self.engine, fingerprint, config.cluster.decode, clock, self.fail)
         self.leases = LeaseTable(rank.transfer, fingerprint, self.decode, clock)
         self.decode.bind(self.leases)
         self.ready = asyncio.Event()
@@ -101,7 +101,7 @@ class Worker:
         self._load = worker_pb2.WorkerLoad()
         self._num_quarantined_bytes = 0
         self._load_asked = False
-        self._identity = open_identity(config.internal, "worker")
+        self._identity = open_identity(config.cluster.internal, "worker")
         self._links: LinkServer | None = None
         self.address = ""
         self.metrics_address = self.health_address = ""
@@ -243,9 +243,9 @@ class Worker:
         """Serve the links of routers and operators until the stack is left."""
         report = ReportService(self._load_now, self.drain, self.integrity, self._text_files)
         methods = {**self.feed.methods, **report.methods}
-        if self._config.role is not Role.DECODE:
+        if self._config.shape.role is not Role.DECODE:
             methods |= PrefillService(self.prefill, self.rank.model.kv_fingerprint).methods
-        if self._config.role is not Role.PREFILL:
+        if self._config.shape.role is not Role.PREFILL:
             methods |= DecodeService(self.decode).methods
         name = link_name(self.rank.identity.to_proto())
         links = self._links = LinkServer(methods, self._identity, name)
@@ -316,7 +316,7 @@ class Worker:
         """Whether prompts here make progress: the engine has not failed, its step is not stuck by
         the registry's limits, and it has not been blocked for `stuck_after_s`. Two blocked workers
         could each hold the blocks that the other waits for."""
-        limits, blocked_since = self._config.registry, self.engine.health.blocked_since
+        limits, blocked_since = self._config.cluster.registry, self.engine.health.blocked_since
         if self.engine.error is not None or self._running_step().is_stuck(limits):
             return False
         return blocked_since is None or time.monotonic() - blocked_since < limits.stuck_after_s
@@ -347,7 +347,7 @@ class Worker:
 
     def _text_files(self) -> list[Path]:
         """Raises ConfigError."""
-        return find_text_files(self.rank.model_folder, tokenizer=self._config.tokenizer)
+        return find_text_files(self.rank.model_folder, tokenizer=self._config.cluster.tokenizer)
 
     async def _sweep(self) -> None:
         while True:

@@ -138,7 +138,7 @@ def test_a_workers_engine_has_the_revision_that_its_cluster_names(
     folder = fill_cache(cache, NAME, FILES, revision="v2")
     config = parse_config({"model": NAME, "model_revision": "v2"})
     worker = worker_config(config, "decode", "decode-0", "127.0.0.1:1")
-    found = engine_builder(worker.engine).find_model(worker.model_path, worker.model_revision)
+    found = engine_builder(worker.engine).find_model(config.model, worker.cluster.model_revision)
     assert found == str(folder)
 
 

@@ -124,10 +124,12 @@ def loads_for_ever(folder: Path) -> None:
 
 
 def ranks_on_gpus(folder: Path, tp_size: int) -> WorkerConfig:
-    config = worker_config(on_gpus(folder), "decode", "decode-0", "127.0.0.1:1")
+    cluster = on_gpus(folder)
+    pool = dataclasses.replace(cluster.pools["decode"], tensor_parallel=tp_size)
+    cluster = dataclasses.replace(cluster, pools={"decode": pool})
+    config = worker_config(cluster, "decode", "decode-0", "127.0.0.1:1")
     loads_for_ever(folder)
-    memory = TransferConfig(transport="memory")
-    return dataclasses.replace(config, transfer=memory, tp_size=tp_size)
+    return dataclasses.replace(config, transfer=TransferConfig(transport="memory"))
 
 
 def visible_gpus(actor: Any) -> str:

@@ -22,7 +22,7 @@ from pathlib import Path
 import uvloop
 
 from baton.config.cluster import load_config
-from baton.process.log import set_up_logging
+from baton.process.log import LogSettings, set_up_logging
 from cluster.node.pod import Pod
 from cluster.worker.config import RankPosition, WorkerConfig, with_node_settings, worker_config
 from cluster.worker.process import serve_worker
@@ -49,8 +49,8 @@ def main() -> int:
     cluster = load_config(options.config)
     config = worker_config(cluster, options.pool, options.id, options.control)
     config = with_node_settings(config, Pod.of(os.environ), config.host)
-    set_up_logging(config.log, {})
-    position = RankPosition(options.rank, config.tp_size, options.meet)
+    set_up_logging(LogSettings.of(cluster), {})
+    position = RankPosition(options.rank, config.shape.tensor_parallel, options.meet)
     try:
         if position.rank > 0:
             follow_rank0(config, position, _end_process)

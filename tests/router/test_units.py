@@ -69,7 +69,7 @@ class Unit:
                         role,
                         self.engine,
                         control_address=self.control,
-                        model_path=str(self.folder),
+                        model=str(self.folder),
                     )
                 )
                 for role in (Role.PREFILL, Role.DECODE)
