@@ -6,8 +6,8 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Sequence
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any, TypeVar
 
 import grpc
 import grpc.aio
@@ -32,7 +32,8 @@ from kv_transfer.process import ProcessIdentity
 
 log = logging.getLogger(__name__)
 
-UNITS_EVERY_S = 5.0
+FLEET_EVERY_S, UNITS_EVERY_S = 1.0, 5.0
+T = TypeVar("T")
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -52,6 +53,16 @@ class Changes:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):  # `wait_for` of Python 3.11 may lose a cancel
                 await self._changed.wait()
+
+    async def of(self, read: Callable[[], T], every_s: float) -> AsyncIterator[T]:
+        """Yield what `read` returns: now, after each change of it, and at least `every_s`."""
+        last, yielded_at = None, 0.0
+        while True:
+            value, now = read(), time.monotonic()
+            if value != last or now - yielded_at >= every_s:
+                last, yielded_at = value, now
+                yield value
+            await self.wait(max(0.0, every_s - (now - yielded_at)))
 
 
 class ControlService(control_pb2_grpc.ControlServiceServicer):
@@ -128,27 +139,16 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
     async def WatchFleet(  # noqa: N802
         self, request: control_pb2.WatchFleetRequest, context: Context
     ) -> AsyncIterator[control_pb2.WatchFleetResponse]:
-        sent_version, sent_at = -1, 0.0
-        while True:
-            version, now = self._registry.version, time.monotonic()
-            if version != sent_version or now - sent_at >= 1.0:
-                sent_version, sent_at = version, now
-                yield fleet_message(self._registry)
-            await self._changes.wait(max(0.0, 1.0 - (now - sent_at)))
+        async for _ in self._changes.of(lambda: self._registry.version, FLEET_EVERY_S):
+            yield fleet_message(self._registry)
 
     async def WatchUnits(  # noqa: N802
         self, request: control_pb2.WatchUnitsRequest, context: Context
     ) -> AsyncIterator[control_pb2.WatchUnitsResponse]:
-        sent: tuple[Unit, ...] = ()
-        sent_at = 0.0
-        while True:
-            units, now = self._registry.units.all, time.monotonic()
-            if units != sent or now - sent_at >= UNITS_EVERY_S:
-                sent, sent_at = units, now
-                yield control_pb2.WatchUnitsResponse(
-                    units=[control_pb2.Unit(**vars(unit)) for unit in units]
-                )
-            await self._changes.wait(max(0.0, UNITS_EVERY_S - (now - sent_at)))
+        async for units in self._changes.of(lambda: self._registry.units.all, UNITS_EVERY_S):
+            yield control_pb2.WatchUnitsResponse(
+                units=[control_pb2.Unit(**vars(unit)) for unit in units]
+            )
 
     async def SetUnits(  # noqa: N802
         self, request: control_pb2.SetUnitsRequest, context: Context
