@@ -185,10 +185,8 @@ def _output_tokens(routers: list[RouterSignals]) -> float | None:
     if not telling:
         return None
     weights = [router.requests_per_s for router in telling]
-    if not any(weights):
-        weights = [1.0] * len(telling)
-    total = fsum(weight * (router.output_tokens or 0.0) for weight, router in zip(weights, telling))
-    return total / fsum(weights)
+    means = [router.output_tokens or 0.0 for router in telling]
+    return statistics.fmean(means, weights if any(weights) else None)
 
 
 def _together(queues: list[QueueSignals]) -> QueueSignals:

@@ -44,7 +44,7 @@ def choose_auto_settings(
     engines = [engine for engine in engines if engine.reads_model]
     is_device_open = any(engine.device == AUTO for engine in engines)
     devices = sorted({engine.device for engine in engines if engine.dtype == AUTO})
-    chosen, lines, written = {}, [], config
+    chosen, lines = {}, []
     if is_device_open or devices:
         chosen = _chosen(config, devices, os.environ | dict(variables or {}))
     if is_device_open:
@@ -54,7 +54,7 @@ def choose_auto_settings(
     if devices:
         config = with_choice(config, "dtype", chosen["dtype"])
         lines.append(f"computing in {chosen['dtype']}: {chosen['dtype_reason']}")
-    _check_pairs(config, written)
+    _check_pairs(config)
     return config, lines
 
 
@@ -92,32 +92,17 @@ def _chosen(
     return chosen
 
 
-def _check_pairs(config: ClusterConfig, written: ClusterConfig) -> None:
-    """Raise ConfigError if no pool takes KV of a prefill pool's dtype. `written` still has
-    `auto`."""
-
-    def named(pool: str) -> str:
-        """A pool's dtype, with the field that sets it."""
-        field = f"pools.{pool}.engine.dtype"
-        if "dtype" not in written.pools[pool].engine:
-            field = f"engine.dtype (of pool {pool})"
-        is_open = written.pool_engine(pool).dtype == AUTO
-        return f"{field} is {config.pool_engine(pool).dtype}" + " by auto" * is_open
-
-    def torch_pools(*roles: Role) -> list[str]:
-        pools = config.pools.items()
-        return [
-            name
-            for name, pool in pools
-            if pool.role in roles and config.pool_engine(name).reads_model
-        ]
-
-    receivers = torch_pools(Role.DECODE, Role.MIXED)
-    dtypes = {config.pool_engine(pool).dtype for pool in receivers}
-    for sender in torch_pools(Role.PREFILL):
-        if receivers and config.pool_engine(sender).dtype not in dtypes:
-            said = ", ".join(named(pool) for pool in (sender, *receivers))
-            raise ConfigError(f"{said}: KV is exchanged within one dtype only", field="pools")
+def _check_pairs(config: ClusterConfig) -> None:
+    """Raise ConfigError if no pool takes KV of a prefill pool's dtype."""
+    engines = {name: config.pool_engine(name) for name in config.pools}
+    dtypes = {name: engine.dtype for name, engine in engines.items() if engine.reads_model}
+    senders = {name for name in dtypes if config.pools[name].role is Role.PREFILL}
+    taken = {dtypes[name] for name in dtypes.keys() - senders}
+    if taken and not {dtypes[name] for name in senders} <= taken:
+        said = ", ".join(f"{dtype} in pool {name}" for name, dtype in dtypes.items())
+        raise ConfigError(
+            f"engine.dtype is {said}: KV is exchanged within one dtype only", field="pools"
+        )
 
 
 def with_choice(

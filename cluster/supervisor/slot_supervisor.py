@@ -150,8 +150,14 @@ class SlotSupervisor:
         config = self._context.worker_config(name)
         self._served, self._failure = False, None
         self._ended.clear()
+        replicas = self._context.replicas
         try:
-            self.replica = await self._started(name, config)
+            if await self._placed(name, config):
+                self._began_at = self._context.clock.now_s()
+                start = partial(replicas.start, name, config)
+                self.replica = await self._context.ray(start)
+            else:
+                await self._context.ray(partial(replicas.destroy, Replica(name)))
         except PodLostError as error:
             log.info("%s: %s", name, error)
         except ReplicaError as error:
@@ -162,15 +168,6 @@ class SlotSupervisor:
         if self._leaving.is_set():
             self._ended.set()
         return True
-
-    async def _started(self, name: ReplicaName, config: WorkerConfig) -> Replica | None:
-        """Start a replica; None: the slot is no longer wanted. Raises ReplicaError."""
-        replicas = self._context.replicas
-        if not await self._placed(name, config):
-            await self._context.ray(partial(replicas.destroy, Replica(name)))
-            return None
-        self._began_at = self._context.clock.now_s()
-        return await self._context.ray(partial(replicas.start, name, config))
 
     async def _placed(self, name: ReplicaName, config: WorkerConfig) -> bool:
         """Wait for room. False: the slot is no longer wanted. Raises ReplicaError, and PodLostError

@@ -96,7 +96,7 @@ class KvFeed:
                     yield message
                     sequence += 1
         finally:
-            self.unsubscribe(subscription)
+            self._subscriptions.discard(subscription)
 
     def subscribe(self) -> Subscription:
         subscription = Subscription(self._max_pending)
@@ -104,9 +104,6 @@ class KvFeed:
         stored = [_stored(parent, hashes) for parent, hashes in self.blocks.chains()]
         subscription.push(KvMessage(snapshot=True, stored=stored))
         return subscription
-
-    def unsubscribe(self, subscription: Subscription) -> None:
-        self._subscriptions.discard(subscription)
 
     def on_events(self, events: Sequence[EngineEvent]) -> None:
         """Pass on one step's changes in as few messages as their order allows."""
