@@ -74,7 +74,7 @@ class PrefillRun:
         self._outcomes.put_nowait(outcome)
 
     async def next(self) -> Outcome | None:
-        """The next outcome; None when there will be no more."""
+        """Return the next outcome; None when there will be no more."""
         return await self._outcomes.get()
 
     def cancel(self) -> None:
@@ -83,7 +83,7 @@ class PrefillRun:
 
 
 class PrefillRole:
-    """Runs on the event loop; the engine has its own thread."""
+    """The prefill role of one worker. It runs on the event loop; the engine has its own thread."""
 
     def __init__(
         self,

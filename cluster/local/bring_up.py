@@ -167,7 +167,7 @@ def up(
 
 
 def with_own_keys(config: ClusterConfig, run_dir: Path) -> ClusterConfig:
-    """With keys of its own in the run directory, unless the configuration names a folder."""
+    """Make the cluster's keys in the run directory, unless the configuration names a folder."""
     internal = config.internal
     if internal.identity != "keys" or internal.folder is not None:
         return config
@@ -178,7 +178,7 @@ def with_own_keys(config: ClusterConfig, run_dir: Path) -> ClusterConfig:
 
 
 def _close_to_others(run_dir: Path) -> None:
-    """Raises ConfigError for a folder that is not the user's own."""
+    """Close the run directory to other users. Raises ConfigError if it is not the user's own."""
     found = run_dir.stat()
     if found.st_uid != os.geteuid() or found.st_mode & stat.S_ISVTX:
         raise ConfigError(f"{run_dir} is not yours alone: name a folder of your own")
@@ -186,7 +186,7 @@ def _close_to_others(run_dir: Path) -> None:
 
 
 def _check_runs_here(config: ClusterConfig) -> None:
-    """Raises ConfigError."""
+    """Raise ConfigError for a cluster on pods."""
     if config.runs_on != "machine":
         raise ConfigError(
             f"`baton up` starts everything on this machine: runs_on must be machine, not "
@@ -196,8 +196,8 @@ def _check_runs_here(config: ClusterConfig) -> None:
 
 
 def _build_kernels(config: ClusterConfig, on_progress: OnProgress) -> None:
-    """Build them once, before the ranks start and each build their own. If that fails, report that
-    the ranks compute without them."""
+    """Build the CPU kernels once, or each rank would. If that fails, report that the ranks compute
+    without them."""
     engines = [config.pool_engine(pool) for pool in config.pools]
     if not any(engine.reads_model and engine.device == "cpu" for engine in engines):
         return
@@ -329,8 +329,8 @@ _CHANNEL_OPTIONS = (
 
 
 def with_own_ports(config: RouterConfig) -> RouterConfig:
-    """Ports that stay over restarts. The router's health is asked in plain text, so a router with
-    TLS gets its own health port."""
+    """Choose ports that stay over restarts. The router's health is asked in plain text, so a router
+    with TLS gets its own health port."""
     if config.tls is not None and not config.health_port:
         config = dataclasses.replace(config, health_port=free_port(config.host))
     if config.http.port == 0:
@@ -463,7 +463,7 @@ class RouterProcess:
         return " | ".join(self._log_lines()[-5:])
 
     def _log_lines(self) -> list[str]:
-        """Never empty."""
+        """Return the log's lines, of which there is at least one."""
         if not self._log_path.exists():
             return ["it never ran"]
         return self._log_path.read_text(errors="replace").splitlines() or ["it said nothing"]

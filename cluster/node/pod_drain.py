@@ -157,7 +157,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _own_identity() -> Identity:
-    """The worker's, in whose pod this runs. Without one the worker says what it wants."""
+    """Return the identity of the pod's worker, or a bare one, which the worker then refuses."""
     try:
         return find_identity("worker")
     except ConfigError:

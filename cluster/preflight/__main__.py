@@ -45,7 +45,9 @@ def parser() -> argparse.ArgumentParser:
         prog="python -m cluster.preflight",
         description="Check whether workers can serve here, and say how to fix what is wrong.",
     )
-    made.add_argument("--gpus", type=int, default=0, metavar="N", help="a worker's ranks")
+    made.add_argument(
+        "--gpus", type=int, default=0, metavar="N", help="number of a worker's ranks on GPUs"
+    )
     made.add_argument("--rdma", action="store_true", help="KV is to go over RDMA adapters")
     made.add_argument("--hugepages", action="store_true", help="pods ask for huge pages")
     made.add_argument(
@@ -54,12 +56,14 @@ def parser() -> argparse.ArgumentParser:
         metavar="LIBRARY",
         help="wheel, system or a path, as spec.advanced.transfer.ucxLibrary (%(default)s)",
     )
-    made.add_argument("--node", default="here", metavar="NAME", help="of this machine")
+    made.add_argument(
+        "--node", default="here", metavar="NAME", help="name of this node, for the other one"
+    )
     pair = made.add_mutually_exclusive_group()
     pair.add_argument("--listen", type=int, metavar="PORT", help="receive KV of another node")
     pair.add_argument("--connect", metavar="HOST:PORT", help="hand over to the one that listens")
-    made.add_argument("--root", type=Path, default=Path("/"), help="of proc, sys and dev")
-    made.add_argument("--json", action="store_true", help="for programs")
+    made.add_argument("--root", type=Path, default=Path("/"), help="folder of proc, sys and dev")
+    made.add_argument("--json", action="store_true", help="print JSON")
     return made
 
 

@@ -209,7 +209,7 @@ def check_pair(root: Path, wanted: Wanted, device: str, meeting: Meeting) -> lis
 
 
 class _BrokenError(Exception):
-    """A handoff that did not end well."""
+    """The handoff's process failed, or took too long."""
 
 
 def _run(wanted: Wanted, device: str, how: Sequence[str], timeout_s: float) -> str:
@@ -223,10 +223,10 @@ def _run(wanted: Wanted, device: str, how: Sequence[str], timeout_s: float) -> s
             command, capture_output=True, text=True, timeout=timeout_s, check=False
         )
     except subprocess.TimeoutExpired as error:
-        raise _BrokenError(f"not over after {timeout_s:g} s") from error
+        raise _BrokenError(f"it took longer than {timeout_s:g} s") from error
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if line.strip()]
-        words = lines[-1] if lines else "no word"
+        words = lines[-1] if lines else "it printed no error"
         raise _BrokenError(f"ended with {done.returncode}: {words}")
     return done.stdout.splitlines()[-1]
 
@@ -268,7 +268,7 @@ def check_lanes(report: Report, device: str) -> Check:
 def judge_pair(
     report: Report, wanted: Wanted, node: str, rdma: Sequence[Link], tcp: Sequence[Link]
 ) -> list[Check]:
-    """`rdma`, `tcp`: this side's links that UCX may use."""
+    """Check a handoff between nodes. `rdma`, `tcp`: this side's links that UCX may use."""
     rate = f"{report.num_bytes / 1e6:.0f} MB at {report.gb_per_s:.2g} GB/s"
     if report.receiver == node:
         found = f"both pods are on {node}, {rate}: no link between nodes was tried"
@@ -329,7 +329,7 @@ def _receiver_main(pipe: Connection, device: str, config: TransferConfig) -> Non
 
 
 async def _receive(pipe: Connection, node: str, device: str, config: TransferConfig) -> str:
-    """The sender's node. What passes the pipe is protobuf: it may come from the network."""
+    """Receive, and return the sender's node. The pipe carries protobuf: it may be the network."""
     rank = LoneRank(node, _shape(device), config)
     writer = _identity(await _next(pipe))
     pipe.send_bytes(rank.identity.to_proto().SerializeToString())
@@ -396,7 +396,7 @@ async def _hand_over(
 
 
 def _accepted(port: int) -> Connection:
-    """To whoever connects first. Raises OSError."""
+    """Return the connection of whoever connects first. Raises OSError."""
     both = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if both else socket.AF_INET
     with socket.create_server(("", port), family=family, dualstack_ipv6=both) as server:
@@ -410,7 +410,7 @@ def _accepted(port: int) -> Connection:
 
 
 def _connected(address: str) -> Connection:
-    """To HOST:PORT, whose pod may still have to start. Raises OSError."""
+    """Connect to HOST:PORT, whose pod may still have to start. Raises OSError."""
     host, _, port = address.rpartition(":")
     give_up_at = time.monotonic() + _MEET_S
     while True:

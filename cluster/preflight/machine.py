@@ -32,7 +32,7 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True)
 class Wanted:
-    """What workers need here: a missing one is a failure."""
+    """What workers need of this machine. What is missing is a failure."""
 
     num_gpus: int = 0
     rdma: bool = False

@@ -170,7 +170,8 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
             async for report in request_iterator:
                 if not report.router_id or router_id not in ("", report.router_id):
                     await context.abort(
-                        grpc.StatusCode.INVALID_ARGUMENT, "router_id must be set, the same always"
+                        grpc.StatusCode.INVALID_ARGUMENT,
+                        "router_id must be set, and the same in every report",
                     )
                 router_id = report.router_id
                 if report.leaves:

@@ -49,9 +49,9 @@ class Registration:
     model_fingerprint: bytes = b""
     """Fingerprint of its model's weights and configuration; empty: none."""
     dtype: str = ""
-    """What it computes in; empty: nothing."""
+    """The dtype of its weights; empty: it computes nothing."""
     processes: frozenset[ProcessIdentity] = frozenset()
-    """Of its ranks."""
+    """The processes of its ranks."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class Registry:
         `model_fingerprint`: the model that served before a restart."""
         self.config, self.keeps_pools = config, keeps_pools
         self.model_fingerprint = model_fingerprint
-        """Of the model that serves here; empty: no worker has registered yet."""
+        """The model that serves here; empty: no worker has registered yet."""
         self._clock = AwakeClock(clock, 2 * config.look_s)
         self.routers = RouterReports(self._clock)
         self.pools = PoolTable()

@@ -102,27 +102,27 @@ class Unit:
     control_address: str = ""
     """host:port; empty: of the registry that was asked."""
     share: float = 1.0
-    """Of the requests."""
+    """Its share of the requests, 0 to 1."""
 
 
 _LONE = Unit()
 
 
 class UnitList:
-    """Own the list, the oldest unit first."""
+    """Own the list of units, the oldest first."""
 
     def __init__(self, own: Unit = _LONE, given: Sequence[Unit] = ()) -> None:
         """`own`: the unit that this registry is part of. It is the only one until `set`."""
         self._own = (own,)
         self.given = tuple(given)
-        """As it was set; empty: nobody has."""
+        """The list as it was set; empty: it never was."""
 
     @property
     def all(self) -> tuple[Unit, ...]:
         return self.given or self._own
 
     def set(self, units: Sequence[Unit]) -> None:
-        """Raises InvalidRequestError."""
+        """Replace the list. Raises InvalidRequestError."""
         _check(units)
         self.given = tuple(units)
 

@@ -128,12 +128,12 @@ class Supervision(PoolBacking):
     # --- PoolBacking ----------------------------------------------------------------------------
 
     async def check_room(self, pool: PoolSettings, replicas: Mapping[str, int]) -> None:
-        """Raises NoCapacityError."""
+        """Check that there are GPUs for these sizes. Raises NoCapacityError."""
         pools = self._registry.pools.all_settings() | {pool.name: pool}
         await self._short_call(partial(check_room, pool.name, pools, replicas))
 
     async def complete(self, settings: PoolSettings) -> PoolSettings:
-        """Raises ConfigError, UnavailableError."""
+        """Check that the pool fits, and resolve `auto`. Raises ConfigError, UnavailableError."""
         config, own = settings.config, self._cluster
         same = (
             ("runs_on", own.runs_on, config.runs_on),
@@ -162,7 +162,7 @@ class Supervision(PoolBacking):
         return settings
 
     def pool_added(self, pool: str) -> None:
-        """If nothing was left of the pool, no worker of it has yet to register."""
+        """Mark the pool as found, unless some of its replicas were: they open their slots first."""
         if all(name != pool for name, _ in self._adopted):
             self._registry.pools.mark_found(pool)
 

@@ -53,9 +53,9 @@ class Rank:
     transport: Transport
     transfer: TransferRank
     engine: Engine | None
-    """On rank 0."""
+    """Rank 0's engine; None on the others."""
     follow: Callable[[], None]
-    """On the others: compute what rank 0 does until it closes. Raises TpPeerError."""
+    """Computes what rank 0 does, on another rank, until rank 0 closes. Raises TpPeerError."""
 
     def close(self) -> None:
         """Free everything, after the engine's thread has ended."""
@@ -72,8 +72,8 @@ def new_incarnation() -> int:
 
 
 def free_port(host: str) -> int:
-    """A port that is free now, and that no connection is given until it is used: one below those
-    that Linux draws from. Raises OSError."""
+    """Return a port that is free now. It stays free of connections, since it is below those that
+    Linux draws from. Raises OSError."""
     for _ in range(100):
         with contextlib.suppress(OSError), socket.socket() as probe:
             probe.bind((host, port := 20_000 + secrets.randbelow(12_000)))
@@ -122,13 +122,13 @@ def build_rank(
 
 
 def _find_tokenizer(folder: str, tokenizer: str | None) -> Path:
-    """Raises ConfigError."""
+    """Find the model's tokenizer.json. Raises ConfigError."""
     paths = find_text_files(folder, tokenizer=tokenizer)
     return next(path for path in paths if path.name == "tokenizer.json")
 
 
 def _pool(loaded: LoadedModel, transport: Transport, layout: RegionLayout) -> TransferMemory:
-    """The KV pool. On a GPU torch allocates and the transport registers it; else the transport
+    """Make the KV pool. On a GPU torch allocates and the transport registers it; else the transport
     allocates it."""
     num_regions, device = loaded.config.num_regions, loaded.kv_device
     if device in (None, "cpu"):
@@ -159,7 +159,7 @@ _ASK_AGAIN_S = 0.5
 
 
 def with_agreed_dtype(config: WorkerConfig, folder: str, builder: EngineBuilder) -> WorkerConfig:
-    """The configuration with the agreed dtype, if it was `auto`. `folder`: the model's. Blocks.
+    """Return the configuration with the agreed dtype, if it was `auto`. `folder`: the model's.
 
     Raises ModelError, and UnavailableError if the registry does not answer.
     """

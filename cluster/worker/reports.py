@@ -213,7 +213,7 @@ class WorkerCollector(Collector):
 
     @contextlib.contextmanager
     def served(self, host: str, port: int) -> Iterator[str]:
-        """Serve the metrics; yields their host:port."""
+        """Serve the metrics over HTTP; yields their host:port."""
         registry = CollectorRegistry()
         registry.register(self)
         server, thread = start_http_server(port, host.strip("[]"), registry=registry)

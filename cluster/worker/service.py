@@ -62,7 +62,7 @@ class CachedBlocks:
                     del self._parents[block_hash]
 
     def chains(self) -> list[Chain]:
-        """All blocks, as (parent, hashes)."""
+        """Return all blocks in chains, each as (parent, hashes)."""
         chains: list[tuple[BlockHash | None, list[BlockHash]]] = []
         for block_hash, parent in self._parents.items():
             if chains and chains[-1][1][-1] == parent:
@@ -157,8 +157,8 @@ def _stored(parent: BlockHash | None, hashes: Sequence[BlockHash]) -> worker_pb2
 
 
 class ReportService:
-    """`load` asks the engine for its present load. `drain` starts a drain and returns at once.
-    `text_files` finds the tokenizer's files, and raises ConfigError if there are none."""
+    """Answers operators. `load` asks the engine for its load, `drain` starts a drain and returns at
+    once, `text_files` finds the tokenizer's files or raises ConfigError."""
 
     def __init__(
         self,

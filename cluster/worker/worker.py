@@ -346,7 +346,7 @@ class Worker:
         return self._load
 
     def _text_files(self) -> list[Path]:
-        """Raises ConfigError."""
+        """Find the tokenizer's files. Raises ConfigError."""
         return find_text_files(self.rank.model_folder, tokenizer=self._config.cluster.tokenizer)
 
     async def _sweep(self) -> None:
