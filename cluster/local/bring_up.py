@@ -6,7 +6,7 @@
    left.
 3. `close` ends router, replicas, supervisor and Ray, in this order, and waits until none of their
    processes is left. The router lets its streams finish first, for its `drain_timeout_s` at most,
-   unless it is `cut_short`.
+   unless that is `cut_short`.
 4. If this process is killed instead, the reaper ends them.
 """
 
@@ -98,10 +98,6 @@ class RunningCluster(contextlib.AbstractContextManager["RunningCluster"]):
         raise UnavailableError(
             f"Ray's {named} has ended, and with it every worker (logs: {self.run_dir})"
         )
-
-    def cut_short(self) -> None:
-        """Keep `close` from waiting for streams, also while it runs. Safe in signal handlers."""
-        self.router.cut_short()
 
     def close(self) -> None:
         """End everything; returns when no process is left. Idempotent."""
@@ -383,7 +379,7 @@ class RouterProcess:
             stub = health_pb2_grpc.HealthStub(channel)
             while not self._closing.is_set():
                 if self._misconfigured.wait(_POLL_S):
-                    raise ConfigError(self._last_words())
+                    raise ConfigError(self._log_lines()[-1].removeprefix("router: "))
                 try:
                     answer = stub.Check(health_pb2.HealthCheckRequest(), timeout=1.0)
                 except grpc.RpcError:
@@ -393,7 +389,7 @@ class RouterProcess:
                     return
                 if time.monotonic() > give_up_at or self._num_starts > _MAX_STARTS:
                     break
-        why = self._not_launched or self._log_end()
+        why = self._not_launched or " | ".join(self._log_lines()[-5:])
         raise UnavailableError(f"the router does not serve at {self.address}: {why}")
 
     def cut_short(self) -> None:
@@ -455,12 +451,6 @@ class RouterProcess:
             time.sleep(_POLL_S)
         process.kill()
         return process.wait()
-
-    def _last_words(self) -> str:
-        return self._log_lines()[-1].removeprefix("router: ")
-
-    def _log_end(self) -> str:
-        return " | ".join(self._log_lines()[-5:])
 
     def _log_lines(self) -> list[str]:
         """Return the log's lines, of which there is at least one."""

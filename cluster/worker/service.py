@@ -86,8 +86,10 @@ class KvFeed:
     async def _follow(
         self, request: worker_pb2.SubscribeKvRequest, context: CallContext
     ) -> AsyncIterator[KvMessage]:
-        subscription = self.subscribe()
-        sequence = 0
+        subscription, sequence = Subscription(self._max_pending), 0
+        stored = [_stored(parent, hashes) for parent, hashes in self.blocks.chains()]
+        subscription.push(KvMessage(snapshot=True, stored=stored))
+        self._subscriptions.add(subscription)
         try:
             async for change in subscription.changes():
                 for piece in pieces_of(change):
@@ -97,13 +99,6 @@ class KvFeed:
                     sequence += 1
         finally:
             self._subscriptions.discard(subscription)
-
-    def subscribe(self) -> Subscription:
-        subscription = Subscription(self._max_pending)
-        self._subscriptions.add(subscription)
-        stored = [_stored(parent, hashes) for parent, hashes in self.blocks.chains()]
-        subscription.push(KvMessage(snapshot=True, stored=stored))
-        return subscription
 
     def on_events(self, events: Sequence[EngineEvent]) -> None:
         """Pass on one step's changes in as few messages as their order allows."""

@@ -47,6 +47,7 @@ from cluster.worker.service import KvFeed, ReportService
 from decode_worker.role import DecodeRole
 from decode_worker.service import DecodeService
 from engine.api import Engine, EngineLoad
+from engine.errors import EngineStoppedError
 from engine.loop import EngineThread
 from engine.request import EngineEvent, PrefilledEvent, TokenEvent
 from kv_transfer.exporter import Exporter
@@ -100,7 +101,6 @@ class Worker:
         self._num_first_tokens = self._num_later_tokens = 0
         self._load = worker_pb2.WorkerLoad()
         self._num_quarantined_bytes = 0
-        self._load_asked = False
         self._identity = open_identity(config.cluster.internal, "worker")
         self._links: LinkServer | None = None
         self.address = ""
@@ -164,7 +164,8 @@ class Worker:
             self._identity,
             self._config.settings.heartbeat_s,
         )
-        for name, work in (("registrar", registrar.run()), ("sweep", self._sweep())):
+        parts = {"registrar": registrar.run(), "sweep": self._sweep(), "load": self._follow_load()}
+        for name, work in parts.items():
             stack.push_async_callback(_end, self._begin(name, work))
         self.ready.set()
         log.info("%s serves at %s", self._config.worker_id, self.address)
@@ -290,7 +291,6 @@ class Worker:
         return worker_info(self._config, self.rank, self._capacity, self.address)
 
     def _beat(self) -> control_pb2.RegisterRequest:
-        self._ask_load()
         return control_pb2.RegisterRequest(
             progress=self._progress(), load=self._load, draining=self._drain is not None
         )
@@ -321,28 +321,21 @@ class Worker:
             return False
         return blocked_since is None or time.monotonic() - blocked_since < limits.stuck_after_s
 
-    def _ask_load(self) -> None:
-        """Ask the engine's thread for its load between two steps. A stuck one does not answer."""
-        if self._load_asked:
-            return
-        self._load_asked = True
+    async def _follow_load(self) -> None:
+        """Keep the load that heartbeats report. A stuck engine does not answer meanwhile."""
+        with contextlib.suppress(EngineStoppedError):  # the engine reports its own end
+            while True:
+                await self._load_now()
+                await asyncio.sleep(self._config.settings.heartbeat_s)
 
-        def ask(engine: Engine) -> None:
-            self._loop.call_soon_threadsafe(self._take_load, engine.load())
-
-        self.engine.post(ask)
-
-    def _take_load(self, load: EngineLoad) -> None:
-        self._load_asked = False
+    async def _load_now(self) -> worker_pb2.WorkerLoad:
+        """Return the engine's load after the running step, however long that takes."""
+        load = await asyncio.wrap_future(self.engine.call(lambda e: e.load()))
         self._num_quarantined_bytes = load.num_quarantined_bytes
         self._load = worker_pb2.WorkerLoad(
             handoff_bytes_per_s=self.prefill.handoff_bytes_per_s,
             **load_fields(load, worker_pb2.WorkerLoad),
         )
-
-    async def _load_now(self) -> worker_pb2.WorkerLoad:
-        """The engine's load after the running step, however long that takes."""
-        self._take_load(await asyncio.wrap_future(self.engine.call(lambda e: e.load())))
         return self._load
 
     def _text_files(self) -> list[Path]:

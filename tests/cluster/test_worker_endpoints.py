@@ -94,7 +94,7 @@ async def test_quarantined_memory_is_a_metric_in_bytes(kit: Any) -> None:
             line = f'baton_kv_quarantined_bytes{{pool="decode",worker="decode-7"}} {num_bytes}.0'
             async with asyncio.timeout(10):
                 while line not in await asyncio.to_thread(scrape, worker.metrics_address):
-                    await worker._load_now()  # no registrar asks for it here
+                    await worker._load_now()
 
         async def ask(command: Callable[[Engine], Any]) -> Any:
             return await asyncio.wrap_future(worker.engine.call(command))
