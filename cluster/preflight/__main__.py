@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from cluster.preflight.handoff import Meeting, check_handoff, check_pair
+from cluster.preflight.handoff import Meeting, check_handoff, check_pair, hand_over
 from cluster.preflight.machine import (
     Check,
     Wanted,
@@ -64,6 +64,7 @@ def parser() -> argparse.ArgumentParser:
     pair.add_argument("--connect", metavar="HOST:PORT", help="hand over to the one that listens")
     made.add_argument("--root", type=Path, default=Path("/"), help="folder of proc, sys and dev")
     made.add_argument("--json", action="store_true", help="print JSON")
+    made.add_argument("--device", choices=("cpu", "cuda"), help="hand over alone, in its memory")
     return made
 
 
@@ -72,6 +73,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     wanted = Wanted(options.gpus, options.rdma, options.hugepages, options.ucx_library)
     is_pair = options.listen is not None or options.connect is not None
     meeting = Meeting(options.node, options.listen, options.connect) if is_pair else None
+    if options.device is not None:
+        hand_over(options.ucx_library, options.device, meeting)
+        return 0
     checks = all_checks(options.root, wanted, meeting)
     print(as_json(checks) if options.json else as_table(checks))
     return 1 if has_failed(checks) else 0

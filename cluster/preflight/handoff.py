@@ -1,16 +1,12 @@
 """A real handoff, within this machine or to another node: which transports it used, and how fast.
 
-    python -m cluster.preflight.handoff [--library wheel|system|PATH] [--device cpu|cuda]
-        [--node NAME] [--listen PORT | --connect HOST:PORT]
-
-A fault in UCX or a driver may end a process. So the preflight runs this as a separate process,
-which prints one line of JSON. `LoneRank` is the transfer side of a worker without an engine;
-benchmarks use it too.
+A fault in UCX or a driver may end a process. So the preflight starts itself again with `--device`;
+that process hands over and prints one line of JSON. `LoneRank` is the transfer side of a worker
+without an engine; benchmarks use it too.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import multiprocessing
@@ -215,8 +211,8 @@ class _BrokenError(Exception):
 def _run(wanted: Wanted, device: str, how: Sequence[str], timeout_s: float) -> str:
     """The last line that the handoff's process printed. Raises _BrokenError."""
     command = [
-        *(sys.executable, "-m", __name__, *how),
-        *("--library", wanted.ucx_library, "--device", device),
+        *(sys.executable, "-m", "cluster.preflight", *how),
+        *("--ucx-library", wanted.ucx_library, "--device", device),
     ]
     try:
         done = subprocess.run(
@@ -312,7 +308,8 @@ def _bandwidth(report: Report, rate: str, links: Sequence[Link]) -> Check:
 
 
 def _broken(name: str, found: str, wanted: Wanted) -> Check:
-    usual = f"python -m {__name__} --library {wanted.ucx_library} shows more"
+    options = f"--device {'cuda' if wanted.num_gpus else 'cpu'} --ucx-library {wanted.ucx_library}"
+    usual = f"python -m cluster.preflight {options} shows more"
     fixes = [fix for words, fix in _FIXES.items() if words in found]
     return failure(name, found, fixes[0] if fixes else usual)
 
@@ -425,29 +422,18 @@ def _connected(address: str) -> Connection:
         return Connection(found.detach())
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--library", default="wheel")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--node", default="")
-    parser.add_argument("--listen", type=int, metavar="PORT")
-    parser.add_argument("--connect", metavar="HOST:PORT")
-    return parser
-
-
-def main() -> None:
-    options = _parser().parse_args()
-    config = TransferConfig(ucx_library=options.library)
-    device, node = options.device, options.node
+def hand_over(library: str, device: str, meeting: Meeting | None) -> None:
+    """Hand over in this process, and print a Report or the sender as JSON. Exits with an error."""
+    config = TransferConfig(ucx_library=library)
     try:
-        if options.listen is not None:
-            sender = uvloop.run(_receive(_accepted(options.listen), node, device, config))
-            print(json.dumps({"sender": sender}))
-        elif options.connect is not None:
-            report = uvloop.run(_send(_connected(options.connect), node, device, config))
-            print(json.dumps(asdict(report)))
-        else:
+        if meeting is None:
             print(json.dumps(asdict(_within(device, config))))
+        elif meeting.port is not None:
+            pipe = _accepted(meeting.port)
+            print(json.dumps({"sender": uvloop.run(_receive(pipe, meeting.node, device, config))}))
+        else:
+            pipe = _connected(str(meeting.address))
+            print(json.dumps(asdict(uvloop.run(_send(pipe, meeting.node, device, config)))))
     except (TransferError, EOFError, OSError, ValueError) as error:
         sys.exit(str(error) or "the other process ended")
 
@@ -462,7 +448,3 @@ def _within(device: str, config: TransferConfig) -> Report:
     report = uvloop.run(_send(pipe, "", device, config))
     process.join(_TIMEOUT_S)
     return report
-
-
-if __name__ == "__main__":
-    main()

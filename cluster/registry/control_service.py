@@ -56,7 +56,8 @@ class Changes:
 
     async def of(self, read: Callable[[], T], every_s: float) -> AsyncIterator[T]:
         """Yield what `read` returns: now, after each change of it, and at least `every_s`."""
-        last, yielded_at = None, 0.0
+        last: T | None = None
+        yielded_at = 0.0
         while True:
             value, now = read(), time.monotonic()
             if value != last or now - yielded_at >= every_s:

@@ -49,7 +49,7 @@ class Registration:
     model_fingerprint: bytes = b""
     """Fingerprint of its model's weights and configuration; empty: none."""
     dtype: str = ""
-    """The dtype of its weights; empty: it computes nothing."""
+    """The dtype that it computes in; empty: it computes nothing."""
     processes: frozenset[ProcessIdentity] = frozenset()
     """The processes of its ranks."""
 
@@ -101,7 +101,7 @@ class Registry:
         `model_fingerprint`: the model that served before a restart."""
         self.config, self.keeps_pools = config, keeps_pools
         self.model_fingerprint = model_fingerprint
-        """The model that serves here; empty: no worker has registered yet."""
+        """Fingerprint of the model that serves; empty: no worker has registered yet."""
         self._clock = AwakeClock(clock, 2 * config.look_s)
         self.routers = RouterReports(self._clock)
         self.pools = PoolTable()
