@@ -186,7 +186,7 @@ class WorkerDrain:
                 self._is_asked = True
 
     async def _call(self, method: Method, request: Message) -> Any:
-        """Raises LinkError, OSError, TimeoutError."""
+        """Ask the worker once. Raises LinkError, OSError, TimeoutError."""
         address, name = self._worker.address, link_name(self._worker.ref)
         return await ask_once(address, self._own, method, request, _ANSWER_WITHIN_S, name)
 

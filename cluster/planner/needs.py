@@ -30,7 +30,7 @@ class Need:
 
     prefill: float = 0.0
     decode: float = 0.0
-    """In a prefill pool: the need of its prompts' KV."""
+    """The need for streams; in a prefill pool, for its prompts' KV."""
 
     def workers(self, role: Role) -> float:
         """The need of a pool of this role. In a mixed pool both roles share the workers."""
@@ -346,7 +346,7 @@ class PoolMemory:
     """Newest known rate of a worker."""
     itl_curve: ItlCurve = field(default_factory=ItlCurve)
     extra: Extra | None = None
-    """None: unknown within the stable window."""
+    """The newest excess; None: unknown within the stable window."""
     desired_seen: int | None = None
     """The pool's size in the newest signals."""
     shrunk_at_s: float | None = None

@@ -330,7 +330,7 @@ def fleet_message(registry: Registry) -> control_pb2.WatchFleetResponse:
 
 
 def _pool_message(pool: Pool, staying: Sequence[Slot]) -> control_pb2.PoolStatus:
-    """`staying`: the pool's slots that stay, the last of which would leave first."""
+    """Describe a pool. `staying`: its slots that stay, of which the last would leave first."""
     settings = pool.settings
     standing = {slot.worker_id: order for order, slot in enumerate(staying)}
     return control_pb2.PoolStatus(

@@ -30,7 +30,7 @@ class RouterEntry:
     report: bytes
     heard_at: float
     is_lost: bool = False
-    """Its call broke."""
+    """Whether its call has broken."""
 
 
 class RouterReports:

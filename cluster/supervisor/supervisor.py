@@ -204,7 +204,7 @@ class Supervision(PoolBacking):
             await self._changes.wait(LOOK_S)
 
     def _wanted(self) -> set[_Key]:
-        """As many slots of each pool as its size: those that stay, then the lowest other indices.
+        """Choose each pool's slots, up to its size: those that stay, then the lowest other indices.
         A wanted slot that is leaving is filled again once it is empty."""
         wanted: set[_Key] = set()
         for pool, size in self._registry.pools.desired_replicas().items():

@@ -209,7 +209,7 @@ class RankActor:
         return RankStatus(own_identity(), node_id, worker is not None, serves)
 
     def listen(self, host: str) -> int:
-        """On rank 0, before any launch: listen for the other ranks. Returns the port."""
+        """Listen for the other ranks, on rank 0 before any launch. Returns the port."""
         self._meeting = socket.create_server((host, 0))
         port: int = self._meeting.getsockname()[1]
         return port
