@@ -128,12 +128,11 @@ class PrefillRole:
             )
 
         # Called here, not in the task, so that the engine has the prompt as soon as it can.
-        added = (
+        added = asyncio.ensure_future(
             self._prepared(spec, add) if spec.grammar is not None else asyncio.wrap_future(add())
         )
-        run.work = asyncio.create_task(
-            self._compute_and_hand_off(run, asyncio.ensure_future(added))
-        )
+        run.work = asyncio.create_task(self._compute_and_hand_off(run, added))
+        run.work.add_done_callback(lambda _: added.cancel())  # also if it never began
         task = asyncio.create_task(self._run(run, timeout_s))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
