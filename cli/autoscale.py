@@ -83,7 +83,7 @@ class Autoscaler:
         signals = self._signals.take(fleet, self._bounds, time.monotonic())
         self._state, plan = decide(self._state, signals, self._config)
         for pool in signals.pools:
-            self._apply(pool.name, pool.desired_replicas, pool.role_plan, plan.pools[pool.name])
+            self._apply(pool.name, pool.desired_replicas, pool.role_plan, plan[pool.name])
 
     def _apply(self, pool: str, replicas: int, roles: RolePlan, plan: PoolPlan) -> None:
         """Log what the registry refuses, and ask for it again with the next plan."""

@@ -209,7 +209,7 @@ class Startup:
         if self._num_signals == 1:
             raise KeyboardInterrupt
         if self._cluster is not None:
-            self._cluster.cut_short()
+            self._cluster.router.cut_short()
 
 
 def check_all_gone(processes: set[Process]) -> None:

@@ -58,7 +58,7 @@ class Submission:
     emitted_logprobs: tuple[TokenLogprobs | None, ...] = ()
 
     def deadline_s(self, now_s: float) -> float | None:
-        """The deadline, if the request is taken at `now_s`; None without one."""
+        """Return the deadline of a request that is taken at `now_s`; None: it has none."""
         return None if self.timeout_s is None else now_s + self.timeout_s
 
 
@@ -113,7 +113,7 @@ class Record:
             self.logprobs.append(token.logprobs)
 
     def since(self, index: int) -> TokenRun:
-        """Output from `index` on, and the finish reason if the request has ended."""
+        """Return the output from `index` on, and the finish reason if the request has ended."""
         return TokenRun(
             self.submission.request_id,
             self.submission.attempt,

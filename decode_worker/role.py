@@ -40,6 +40,7 @@ from decode_worker.session import (
     Moved,
     Phase,
     Refusal,
+    Rejected,
     Reserved,
     RouterSession,
     Run,
@@ -72,7 +73,8 @@ def _give_up(found: asyncio.Future[bool]) -> None:
 
 
 class DecodeRole:
-    """Runs on the event loop; the engine has its own thread. Implements `LeaseListener`."""
+    """The decode role of one worker, a `LeaseListener`. It runs on the event loop, not the engine's
+    thread."""
 
     def __init__(
         self,
@@ -118,7 +120,7 @@ class DecodeRole:
         return session
 
     def close_session(self, session: RouterSession) -> None:
-        """The session is lost: its requests run on as orphans."""
+        """Close a lost session. Its requests run on as orphans."""
         session.close()
         if self._sessions.get(session.router_id) is session:
             del self._sessions[session.router_id]
@@ -157,13 +159,13 @@ class DecodeRole:
     ) -> None:
         """Take a request, or reject it through the session. If it raises, nothing is left.
 
-        `writer` None: prefill here.
+        `writer`: the prefill worker that sends the KV; None: the prompt is computed here.
         """
         if session.closed:
             return
         refused = self._refusal(submission)
         if refused is not None:
-            session.reject((submission.request_id, submission.attempt), *refused)
+            session.notice(Rejected(submission.request_id, submission.attempt, *refused))
             return
         former = self.runs.of_request(submission.request_id)
         if former is not None:
@@ -202,8 +204,8 @@ class DecodeRole:
             self._end(run, FinishReason.ABORTED, "cancelled")
 
     async def end_for_client(self, request_id: str) -> bool:
-        """Abort what runs under the id, whichever router follows it, or waits for a worker at one.
-        False: nothing does."""
+        """Abort what runs here under the id, whichever router follows it, or waits for a worker at
+        a router. Returns whether there was anything."""
         run = self.runs.of_request(request_id)
         if run is not None:
             self._end(run, FinishReason.ABORTED, "cancelled")
@@ -220,7 +222,7 @@ class DecodeRole:
         return await asyncio.shield(ending.was_found)  # others may wait for it too
 
     def ended(self, session: RouterSession, request_id: str, was_found: bool) -> None:
-        """A router's answer to `ToEnd`."""
+        """Take a router's answer to `ToEnd`."""
         if ending := self._ending.get(request_id):
             ending.answer(session.router_id, was_found)
 
@@ -279,14 +281,14 @@ class DecodeRole:
             self._started(run)
 
     async def _prepared(self, run: Run) -> RequestSpec:
-        """The engine's request, its grammar compiled. Raises InvalidRequestError."""
+        """Compile the request's grammar and return its spec. Raises InvalidRequestError."""
         spec = run.submission.spec
         if spec.grammar is not None:
             await asyncio.to_thread(self._engine.prepare, spec)
         return spec
 
     def _started(self, run: Run) -> None:
-        """The engine accepted a request that it prefills itself."""
+        """Note that the engine has accepted a request that it prefills itself."""
         if run.phase is Phase.RESERVING:
             run.phase = Phase.RUNNING
             run.notify(Reserved(*run.name, None, 0))
@@ -306,7 +308,7 @@ class DecodeRole:
             self._refuse(run, Refusal.NO_CAPACITY, event.message)
 
     async def _reserved(self, run: Run, spec: RequestSpec) -> EngineEvent:
-        """The engine's answer. One that takes too long is that it has no capacity."""
+        """Return the engine's answer to a reservation. None in time counts as no capacity."""
         answer: asyncio.Future[EngineEvent] = asyncio.get_running_loop().create_future()
         self._answers[run.key] = answer
         bound_s = self._config.reserve_within_s
@@ -331,7 +333,7 @@ class DecodeRole:
     # --- LeaseListener --------------------------------------------------------------------------
 
     def admitted(self, request_id: str, first: FirstToken) -> None:
-        """All KV of a lease has arrived: the request joins the running batch."""
+        """Admit a request to the running batch: all KV of its lease has arrived."""
         run = self.runs.find(request_id)
         assert run is not None, request_id
         assert run.phase is Phase.LEASED, (request_id, run.phase)
@@ -344,8 +346,8 @@ class DecodeRole:
     def failed(
         self, request_id: str, reason: LeaseFailure, ended_by: FirstToken | None = None
     ) -> None:
-        """A handoff failed; its blocks stay quarantined until `quiescent`. If the writer's first
-        token ended it, that is the whole output."""
+        """End a failed handoff, whose blocks stay quarantined until `quiescent`. If the writer's
+        first token ended the request, that token is the whole output."""
         run = self.runs.find(request_id)
         if run is None or run.phase is not Phase.LEASED:
             return
@@ -361,7 +363,7 @@ class DecodeRole:
             run.notify_output()
 
     def quiescent(self, request_id: str) -> None:
-        """The writer of an ended lease has provably stopped."""
+        """Release the blocks of an ended lease: its writer has provably stopped."""
         key = RequestId(request_id)
         self._fenced.discard(key)
         self._engine.post(lambda engine: engine.release(key))
@@ -444,9 +446,8 @@ class DecodeRole:
         self._forget(run, message)
         if refusal is Refusal.HANDOFF_FAILED:  # its router has a lease: the attempt is used up
             self._log.use_up(run.submission, self._clock.now_s())
-        if run.session is not None:
-            retry_s = self._config.no_capacity_retry_s if refusal is Refusal.NO_CAPACITY else 0.0
-            run.session.reject(run.name, refusal, message, retry_s, field)
+        retry_s = self._config.no_capacity_retry_s if refusal is Refusal.NO_CAPACITY else 0.0
+        run.notify(Rejected(*run.name, refusal, message, retry_s, field))
 
     def _forget(self, run: Run, message: str) -> None:
         """End an attempt that never ran. It emitted nothing, so no session may attach to it."""

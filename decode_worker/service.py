@@ -89,15 +89,17 @@ class DecodeService:
             submission, writer = self._submission(message)
             self._role.submit(session, submission, writer)
         except InvalidRequestError as error:
-            session.reject(name, Refusal.INVALID, error.message, field=error.field or "")
+            field = error.field or ""
+            session.notice(Rejected(*name, Refusal.INVALID, error.message, field=field))
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             # A bug of the worker or the router, in this message only. The session's other requests
             # continue.
             log.exception("request %r cannot be taken", wire.request_id)
-            session.reject(name, Refusal.INTERNAL, f"it cannot be taken: {error!r}")
+            text = f"it cannot be taken: {error!r}"
+            session.notice(Rejected(*name, Refusal.INTERNAL, text))
 
     def _submission(self, message: worker_pb2.Reserve) -> tuple[Submission, WorkerIdentity | None]:
-        """The submission, and the writer if there is one.
+        """Read the submission, and the writer if there is one.
 
         Raises InvalidRequestError for a malformed request. Raises ValueError for a router's fault:
         a malformed writer, or a number of log-probabilities other than of emitted tokens.
@@ -180,7 +182,7 @@ def _update_message(update: Update) -> worker_pb2.SessionResponse:
 
 
 def _tokens_message(run: TokenRun) -> worker_pb2.RequestTokens:
-    """Empty log-probabilities: an earlier attempt emitted the token, and its own are unknown."""
+    """Build a message of tokens. Those that an earlier attempt emitted may have no logprobs."""
     return worker_pb2.RequestTokens(
         request_id=run.request_id,
         attempt=run.attempt,

@@ -18,7 +18,7 @@ from kv_transfer.lease import FirstToken, Lease, LeaseId
 
 
 class Refusal(enum.Enum):
-    """Named as on the wire."""
+    """Why a worker refuses an attempt, named as on the wire."""
 
     NO_CAPACITY = "no capacity"
     DRAINING = "draining"
@@ -66,7 +66,7 @@ class Moved(Notice):
 
 @dataclass(frozen=True)
 class ToEnd(Notice):
-    """A client wants it ended; it does not run here, and may wait at the router."""
+    """A client wants the request ended, which does not run here. It may wait at the router."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class Update:
 
 
 class RouterSession:
-    """Owned by the event loop. New tokens collect until `flush` wakes the stream."""
+    """What one router has yet to be sent. New tokens collect until `flush` wakes the stream."""
 
     def __init__(self, router_id: str) -> None:
         self.router_id = router_id
@@ -119,19 +119,8 @@ class RouterSession:
         self._notices.append(what)
         self.flush()
 
-    def reject(
-        self,
-        name: tuple[str, int],
-        refusal: Refusal,
-        message: str,
-        retry_after_s: float = 0.0,
-        field: str = "",
-    ) -> None:
-        """`name`: request id and attempt."""
-        self.notice(Rejected(*name, refusal, message, retry_after_s, field))
-
     def changed(self, record: Record) -> None:
-        """A followed request has new tokens or has ended."""
+        """Note that a followed request has new tokens or has ended."""
         if record.submission.request_id in self._sent:
             self._news[record.submission.request_id] = record
 
@@ -226,7 +215,7 @@ class Run:
             self.notify(self.reserved)
 
     def left_s(self, now_s: float, otherwise_s: float) -> float:
-        """Seconds until the deadline; `otherwise_s` without one."""
+        """Return the seconds until the deadline; `otherwise_s` without one."""
         return otherwise_s if self.deadline_s is None else max(0.0, self.deadline_s - now_s)
 
     def overdue(self, now_s: float, orphan_ttl_s: float) -> str | None:

@@ -58,7 +58,7 @@ class PrefillRun:
     def __init__(self, handoff: HandoffId) -> None:
         self.handoff = handoff
         self._outcomes: asyncio.Queue[Outcome | None] = asyncio.Queue()  # at most three
-        self.cancelled = asyncio.Event()
+        self.work: asyncio.Task[None]  # set by the role
         self.computed: asyncio.Future[PrefilledEvent | FinishedEvent] = (
             asyncio.get_running_loop().create_future()
         )
@@ -74,16 +74,16 @@ class PrefillRun:
         self._outcomes.put_nowait(outcome)
 
     async def next(self) -> Outcome | None:
-        """The next outcome; None when there will be no more."""
+        """Return the next outcome; None when there will be no more."""
         return await self._outcomes.get()
 
     def cancel(self) -> None:
         """Stop the prefill at any step; it drains in the background."""
-        self.cancelled.set()
+        self.work.cancel()
 
 
 class PrefillRole:
-    """Runs on the event loop; the engine has its own thread."""
+    """The prefill role of one worker. It runs on the event loop; the engine has its own thread."""
 
     def __init__(
         self,
@@ -98,17 +98,13 @@ class PrefillRole:
         self._runs: dict[RequestId, PrefillRun] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._draining = False
-        self._handoff_bytes_per_s = 0.0
+        self.handoff_bytes_per_s = 0.0
+        """Moving average over this worker's handoffs; 0 before the first."""
         exporter.on_broken = self._handoff_broken
 
     @property
     def is_idle(self) -> bool:
         return not self._tasks
-
-    @property
-    def handoff_bytes_per_s(self) -> float:
-        """Moving average over this worker's handoffs; 0 before the first."""
-        return self._handoff_bytes_per_s
 
     def begin_drain(self) -> None:
         self._draining = True
@@ -132,10 +128,12 @@ class PrefillRole:
             )
 
         # Called here, not in the task, so that the engine has the prompt as soon as it can.
-        added = (
+        added = asyncio.ensure_future(
             self._prepared(spec, add) if spec.grammar is not None else asyncio.wrap_future(add())
         )
-        task = asyncio.create_task(self._run(run, asyncio.ensure_future(added), timeout_s))
+        run.work = asyncio.create_task(self._compute_and_hand_off(run, added))
+        run.work.add_done_callback(lambda _: added.cancel())  # also if it never began
+        task = asyncio.create_task(self._run(run, timeout_s))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         task.add_done_callback(self._task_over)
@@ -170,33 +168,27 @@ class PrefillRole:
         await asyncio.to_thread(self._engine.prepare, spec)
         await asyncio.wrap_future(add())
 
-    async def _run(
-        self, run: PrefillRun, added: asyncio.Future[None], timeout_s: float | None
-    ) -> None:
-        """Steps 1 to 4. `work` may be cancelled at any await; the clean-up after it may not."""
-        work = asyncio.create_task(self._compute_and_hand_off(run, added))
-        cancelled = asyncio.create_task(run.cancelled.wait())
+    async def _run(self, run: PrefillRun, timeout_s: float | None) -> None:
+        """Steps 2 to 4. The work may be cancelled at any await; the clean-up after it may not."""
         try:
-            await asyncio.wait(
-                {work, cancelled}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
-            )
+            await asyncio.wait({run.work}, timeout=timeout_s)
         finally:
-            cancelled.cancel()
-            work.cancel()
-            await asyncio.wait({work})
+            is_late = run.work.cancel()
+            await asyncio.wait({run.work})
             drained = await self._let_go(run)
-            self._report_end(run, work)
+            self._report_end(run, "deadline" if is_late else "cancelled")
         if not drained:
             await self._exporter.wait_drained(run.handoff)
             self._engine.post(lambda engine: engine.release(run.key))
 
-    def _report_end(self, run: PrefillRun, work: asyncio.Task[None]) -> None:
+    def _report_end(self, run: PrefillRun, why_cancelled: str) -> None:
+        """Report why the work gave no outcome, and that there will be no more. Raises its error."""
         try:
-            if work.cancelled():
-                run.report(Stopped("cancelled" if run.cancelled.is_set() else "deadline"))
-            elif work.exception() is not None:
+            if run.work.cancelled():
+                run.report(Stopped(why_cancelled))
+            elif run.work.exception() is not None:
                 run.report(Stopped("this worker failed"))
-                work.result()
+                run.work.result()
         finally:
             run.report(None)
 
@@ -234,8 +226,8 @@ class PrefillRole:
         receipt = await self._exporter.finish(run.handoff, first)
         if receipt.put_s > 0:
             seen = receipt.num_bytes / receipt.put_s
-            former = self._handoff_bytes_per_s or seen
-            self._handoff_bytes_per_s = former + (seen - former) / 8
+            former = self.handoff_bytes_per_s or seen
+            self.handoff_bytes_per_s = former + (seen - former) / 8
         run.report(receipt)
 
     async def _let_go(self, run: PrefillRun) -> bool:

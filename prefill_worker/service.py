@@ -83,8 +83,8 @@ class PrefillService:
                 prefill.cancel()
 
     def _start(self, request: worker_pb2.PrefillRequest) -> PrefillRun:
-        """Raises what `PrefillRole.start` raises, LeaseError also for a malformed lease, and
-        InvalidRequestError for a malformed request (the client's fault)."""
+        """Start a prefill. Raises what `PrefillRole.start` raises, LeaseError also for a malformed
+        lease, and InvalidRequestError for a malformed request (the client's fault)."""
         wire = request.spec
         if wire.kv_fingerprint != self._kv_fingerprint:
             raise FingerprintError("this worker has another kv_fingerprint")

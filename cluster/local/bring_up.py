@@ -6,7 +6,7 @@
    left.
 3. `close` ends router, replicas, supervisor and Ray, in this order, and waits until none of their
    processes is left. The router lets its streams finish first, for its `drain_timeout_s` at most,
-   unless it is `cut_short`.
+   unless that is `cut_short`.
 4. If this process is killed instead, the reaper ends them.
 """
 
@@ -26,6 +26,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -38,13 +39,12 @@ from baton.config.cluster import ClusterConfig
 from baton.config.router import RouterConfig
 from baton.config.settings import changed
 from baton.control.client import ControlClient
-from baton.errors import BatonError, ConfigError, DeadlineError, UnavailableError
+from baton.errors import ConfigError, DeadlineError, UnavailableError
 from baton.grpc_options import DIRECT
 from baton.identity.identity import Identity, make_keys, open_identity, recorded
 from baton.native_build import NativeBuildError, build
 from baton.pacing import Backoff
 from baton.secret_files import open_to_others, write_secret
-from baton.v1 import control_pb2
 from cluster.errors import one_line
 from cluster.local.process_tree import (
     Process,
@@ -55,7 +55,7 @@ from cluster.local.process_tree import (
     wait_until_gone,
     watched_over,
 )
-from cluster.pools.pool_settings import AutoSettings, num_gpus_wanted, own_settings
+from cluster.pools.pool_settings import choose_auto_settings, own_settings
 from cluster.worker.rank import free_port
 from engine.kernels.native.recipe import KERNELS
 
@@ -73,14 +73,12 @@ _OBJECT_STORE_BYTES = 80 << 20  # the data plane never uses it
 
 
 @dataclass(frozen=True)
-class RunningCluster:
+class RunningCluster(contextlib.AbstractContextManager["RunningCluster"]):
     """A cluster that `up` started; a context manager that closes it."""
 
     router: RouterProcess
     control_address: str
     """host:port of the control service."""
-    supervisor_pid: Callable[[], int]
-    """Pid of the current supervisor. Raises ray.exceptions.RayError while there is none."""
     stack: contextlib.ExitStack
     ray_heart: frozenset[Process]
     run_dir: Path
@@ -101,16 +99,9 @@ class RunningCluster:
             f"Ray's {named} has ended, and with it every worker (logs: {self.run_dir})"
         )
 
-    def cut_short(self) -> None:
-        """Keep `close` from waiting for streams, also while it runs. Safe in signal handlers."""
-        self.router.cut_short()
-
     def close(self) -> None:
         """End everything; returns when no process is left. Idempotent."""
         self.stack.close()
-
-    def __enter__(self) -> RunningCluster:
-        return self
 
     def __exit__(self, *error: Any) -> None:
         self.stack.__exit__(*error)
@@ -139,8 +130,9 @@ def up(
             on_progress(f"warning: {warning}")
         config = with_own_keys(config, run_dir)
         own = open_identity(config.internal, "operator")
+        threads = stack.enter_context(ThreadPoolExecutor(1))
         reaper = stack.enter_context(watched_over())
-        auto = stack.enter_context(AutoSettings(config, reaper.variables))
+        auto = threads.submit(choose_auto_settings, config, reaper.variables)
         on_progress("starting Ray")
         ray_processes = start_ray(stack, reaper, run_dir)
         _check_gpus(config)  # for pools with device cuda; `auto` takes no more than there are
@@ -160,16 +152,18 @@ def up(
         on_progress("starting the router")
         for process in ray_processes:
             reaper.name(descendants(process.pid))
-        router = _start_router(stack, config, control, run_dir, reaper)
+        router = RouterProcess(config.router, control, run_dir, reaper.variables)
+        stack.callback(router.close)
+        router.start(_ROUTER_TIMEOUT_S)
         heart = frozenset(process for process in ray_processes if process.name in _RAY_HEART)
-        return RunningCluster(
-            router, control, supervisor.pid, stack.pop_all(), heart, run_dir, _http(config.router)
-        )
+        http, host = config.router.http.port, config.router.host
+        http_address = None if http is None else f"{host}:{http}"
+        return RunningCluster(router, control, stack.pop_all(), heart, run_dir, http_address)
     raise AssertionError("unreachable")
 
 
 def with_own_keys(config: ClusterConfig, run_dir: Path) -> ClusterConfig:
-    """With keys of its own in the run directory, unless the configuration names a folder."""
+    """Make the cluster's keys in the run directory, unless the configuration names a folder."""
     internal = config.internal
     if internal.identity != "keys" or internal.folder is not None:
         return config
@@ -180,7 +174,7 @@ def with_own_keys(config: ClusterConfig, run_dir: Path) -> ClusterConfig:
 
 
 def _close_to_others(run_dir: Path) -> None:
-    """Raises ConfigError for a folder that is not the user's own."""
+    """Close the run directory to other users. Raises ConfigError if it is not the user's own."""
     found = run_dir.stat()
     if found.st_uid != os.geteuid() or found.st_mode & stat.S_ISVTX:
         raise ConfigError(f"{run_dir} is not yours alone: name a folder of your own")
@@ -188,7 +182,7 @@ def _close_to_others(run_dir: Path) -> None:
 
 
 def _check_runs_here(config: ClusterConfig) -> None:
-    """Raises ConfigError."""
+    """Raise ConfigError for a cluster on pods."""
     if config.runs_on != "machine":
         raise ConfigError(
             f"`baton up` starts everything on this machine: runs_on must be machine, not "
@@ -198,8 +192,8 @@ def _check_runs_here(config: ClusterConfig) -> None:
 
 
 def _build_kernels(config: ClusterConfig, on_progress: OnProgress) -> None:
-    """Build them once, before the ranks start and each build their own. If that fails, report that
-    the ranks compute without them."""
+    """Build the CPU kernels once, or each rank would. If that fails, report that the ranks compute
+    without them."""
     engines = [config.pool_engine(pool) for pool in config.pools]
     if not any(engine.reads_model and engine.device == "cpu" for engine in engines):
         return
@@ -210,27 +204,6 @@ def _build_kernels(config: ClusterConfig, on_progress: OnProgress) -> None:
         on_progress(f"using torch's kernels, several times slower ({one_line(error)})")
 
 
-def _start_router(
-    stack: contextlib.ExitStack,
-    config: ClusterConfig,
-    control_address: str,
-    run_dir: Path,
-    reaper: Reaper,
-) -> RouterProcess:
-    """Start the router and wait until it serves; the stack closes it."""
-    router = RouterProcess(
-        control_address,
-        run_dir / _CONFIG_FILE,
-        f"{config.router.host}:{config.router.port}",
-        run_dir / "router.log",
-        config.router.drain_timeout_s,
-        reaper.variables,
-    )
-    stack.callback(router.close)
-    router.start(_ROUTER_TIMEOUT_S, config.router.health_port)
-    return router
-
-
 def _clear_away(run_dir: Path, kind: object, error: object, traceback: object) -> None:
     """Remove the run directory, unless an error makes its logs useful. An interrupt does not."""
     if not isinstance(error, Exception):
@@ -239,19 +212,11 @@ def _clear_away(run_dir: Path, kind: object, error: object, traceback: object) -
 
 def _check_gpus(config: ClusterConfig) -> None:
     """Raise ConfigError if Ray has found fewer GPUs than the pools need."""
-    import ray
+    from cluster.supervisor.bundles import lacking_gpus
 
-    resources: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
     first_sizes = {name: pool.replicas for name, pool in config.pools.items()}
-    wanted = num_gpus_wanted(own_settings(config), first_sizes)
-    found = int(resources.get("GPU", 0))
-    if wanted > found:
-        raise ConfigError(
-            f"the pools need {wanted} GPUs (one for each rank of each replica on cuda); "
-            f"this machine has {found}. Make the pools smaller, or one pool of role mixed, or set "
-            "engine.device: cpu",
-            field="pools",
-        )
+    if lack := lacking_gpus(own_settings(config), first_sizes):
+        raise ConfigError(lack, field="pools")
 
 
 def start_ray(
@@ -316,42 +281,32 @@ def _stop_ray(before: set[Process]) -> None:
     wait_until_gone(ours, _RAY_GONE_S)
 
 
-def _give_up_on_failing(pools: list[control_pb2.PoolStatus]) -> None:
-    """Raise UnavailableError for a pool whose replicas keep failing to start."""
-    for pool in pools:
-        if pool.num_failed_starts >= _FAILED_STARTS:
-            raise UnavailableError(f"the {pool.name} pool does not start: {pool.last_error}")
-
-
 def _wait_for_pools(control: str, own: Identity, on_progress: OnProgress, timeout_s: float) -> None:
-    """Wait until every pool has its replicas live, and report each change. Raises
-    UnavailableError."""
+    """Wait until every pool has its replicas live, and report each change.
+
+    Raises BatonError: UnavailableError for pools that are not live in time, or keep failing to
+    start."""
     reported = ""
     with ControlClient(control, identity=own) as client:
-        fleets = client.watch_fleet(timeout_s)
-        while True:
-            try:
-                fleet = next(fleets, None)
-            except DeadlineError as error:
-                limit = f"{timeout_s:g} s (supervisor.start_timeout_s)"
-                raise UnavailableError(
-                    f"the pools are not live after {limit}: {reported}"
-                ) from error
-            except BatonError as error:
-                lost = f"the control service at {control} is lost: {error.message}"
-                raise UnavailableError(lost) from error
-            if fleet is None:
-                raise UnavailableError(f"the control service at {control} has closed")
-            missing = [p for p in fleet.pools if p.live_replicas < p.desired_replicas]
-            if not missing:
-                return
-            _give_up_on_failing(missing)
-            live = ", ".join(
-                f"{p.name} {p.live_replicas}/{p.desired_replicas}" for p in fleet.pools
-            )
-            if live != reported:
-                reported = live
-                on_progress(f"loading the model: {live}")
+        try:
+            for fleet in client.watch_fleet(timeout_s):
+                missing = [p for p in fleet.pools if p.live_replicas < p.desired_replicas]
+                if not missing:
+                    return
+                for pool in missing:
+                    if pool.num_failed_starts >= _FAILED_STARTS:
+                        text = f"the {pool.name} pool does not start: {pool.last_error}"
+                        raise UnavailableError(text)
+                live = ", ".join(
+                    f"{p.name} {p.live_replicas}/{p.desired_replicas}" for p in fleet.pools
+                )
+                if live != reported:
+                    reported = live
+                    on_progress(f"loading the model: {live}")
+        except DeadlineError as error:
+            limit = f"{timeout_s:g} s (supervisor.start_timeout_s)"
+            raise UnavailableError(f"the pools are not live after {limit}: {reported}") from error
+    raise UnavailableError(f"the control service at {control} has closed")
 
 
 # --- the router ---------------------------------------------------------------------------------
@@ -370,8 +325,8 @@ _CHANNEL_OPTIONS = (
 
 
 def with_own_ports(config: RouterConfig) -> RouterConfig:
-    """Ports that stay over restarts. The router's health is asked in plain text, so a router with
-    TLS gets its own health port."""
+    """Choose ports that stay over restarts. The router's health is asked in plain text, so a router
+    with TLS gets its own health port."""
     if config.tls is not None and not config.health_port:
         config = dataclasses.replace(config, health_port=free_port(config.host))
     if config.http.port == 0:
@@ -379,34 +334,25 @@ def with_own_ports(config: RouterConfig) -> RouterConfig:
     return config
 
 
-def _http(config: RouterConfig) -> str | None:
-    return None if config.http.port is None else f"{config.host}:{config.http.port}"
-
-
 class RouterProcess:
-    """Owns `python -m router`, which keeps its port over restarts. Its output goes to `log_path`.
+    """Owns `python -m router`, which keeps its port over restarts. The cluster's file and the
+    router's log are in the run directory.
 
     A router that ends with status 2 before it has ever served has a wrong configuration: it is not
-    tried again, and `start` raises its message. Later ends are accidents. `drain_timeout_s`: how
-    long the router lets requests finish. `variables`: added to its environment.
+    tried again, and `start` raises its message. Later ends are accidents. `variables`: added to its
+    environment.
     """
 
     def __init__(
-        self,
-        control: str,
-        config_path: Path,
-        listen: str,
-        log_path: Path,
-        drain_timeout_s: float,
-        variables: Mapping[str, str],
+        self, config: RouterConfig, control: str, run_dir: Path, variables: Mapping[str, str]
     ) -> None:
-        host, _, port = listen.rpartition(":")
-        self.address = f"{host}:{int(port) or free_port(host)}"
-        self._command = [sys.executable, "-m", "router"]
-        self._command += ["--control", control, "--config", str(config_path)]
-        self._command += ["--listen", self.address]
-        self._log_path = log_path
-        self._drain_s = drain_timeout_s + _DRAIN_MARGIN_S
+        self.address = f"{config.host}:{config.port or free_port(config.host)}"
+        # Asked for its health; a router with TLS answers in plain text at a port of its own.
+        self._asked = f"{config.host}:{config.health_port or self.address.rpartition(':')[2]}"
+        self._command = [sys.executable, "-m", "router", "--control", control]
+        self._command += ["--config", str(run_dir / _CONFIG_FILE), "--listen", self.address]
+        self._log_path = run_dir / "router.log"
+        self._drain_s = config.drain_timeout_s + _DRAIN_MARGIN_S
         self._environment = os.environ | {"PYTHONUNBUFFERED": "1"} | dict(variables)
         self._closing = threading.Event()
         self._cut_short = False
@@ -422,21 +368,18 @@ class RouterProcess:
         """Pid of the current router."""
         return None if self._process is None else self._process.pid
 
-    def start(self, timeout_s: float, health_port: int | None = None) -> None:
-        """Start it and wait until it serves. `health_port`: its plain-text health port; None: the
-        port where it listens.
+    def start(self, timeout_s: float) -> None:
+        """Start it and wait until it serves.
 
         Raises ConfigError with its message, and UnavailableError with the end of its log.
         """
         self._thread.start()
         give_up_at = time.monotonic() + timeout_s
-        host, _, port = self.address.rpartition(":")
-        asked = f"{host}:{health_port or port}"
-        with grpc.insecure_channel(asked, options=_CHANNEL_OPTIONS) as channel:
+        with grpc.insecure_channel(self._asked, options=_CHANNEL_OPTIONS) as channel:
             stub = health_pb2_grpc.HealthStub(channel)
             while not self._closing.is_set():
                 if self._misconfigured.wait(_POLL_S):
-                    raise ConfigError(self._last_words())
+                    raise ConfigError(self._log_lines()[-1].removeprefix("router: "))
                 try:
                     answer = stub.Check(health_pb2.HealthCheckRequest(), timeout=1.0)
                 except grpc.RpcError:
@@ -446,7 +389,7 @@ class RouterProcess:
                     return
                 if time.monotonic() > give_up_at or self._num_starts > _MAX_STARTS:
                     break
-        why = self._not_launched or self._log_end()
+        why = self._not_launched or " | ".join(self._log_lines()[-5:])
         raise UnavailableError(f"the router does not serve at {self.address}: {why}")
 
     def cut_short(self) -> None:
@@ -509,14 +452,8 @@ class RouterProcess:
         process.kill()
         return process.wait()
 
-    def _last_words(self) -> str:
-        return self._log_lines()[-1].removeprefix("router: ")
-
-    def _log_end(self) -> str:
-        return " | ".join(self._log_lines()[-5:])
-
     def _log_lines(self) -> list[str]:
-        """Never empty."""
+        """Return the log's lines, of which there is at least one."""
         if not self._log_path.exists():
             return ["it never ran"]
         return self._log_path.read_text(errors="replace").splitlines() or ["it said nothing"]

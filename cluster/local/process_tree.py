@@ -9,7 +9,6 @@ processes with their parent.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import logging
 import os
@@ -163,9 +162,7 @@ def reap(mark: str, named: set[Process]) -> set[int]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m cluster.local.process_tree")
-    parser.add_argument("mark")
-    mark, named = parser.parse_args().mark, set()
+    mark, named = sys.argv[1], set()
     for line in sys.stdin:
         if line.endswith("\n"):  # the last one may have been cut off
             pid, start_time_ticks = map(int, line.split())

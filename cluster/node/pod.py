@@ -33,7 +33,7 @@ class Pod:
 
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> Pod | None:
-        """None outside Kubernetes."""
+        """Return the pod that the environment describes; None outside Kubernetes."""
         name = environment.get("POD_NAME")
         if not name:
             return None

@@ -76,47 +76,38 @@ def _described(raylet: list[str]) -> RayNode:
 
 
 class NodeDrain:
-    """Drains a Ray node: asks until the GCS agrees. Call `poll` regularly."""
+    """Drains a Ray node: asks until the GCS agrees."""
 
     def __init__(self, node: RayNode, reason: str, within_s: float) -> None:
         """`within_s`: the drain's deadline in seconds; Ray only passes it on."""
         self._command = [*_COMMAND, f"--address={node.gcs_address}", f"--node-id={node.node_id}"]
         self._command += [f"--reason={_REASON}", f"--reason-message={reason}"]
         self._command += [f"--deadline-remaining-seconds={round(within_s)}"]
-        self._asking: subprocess.Popen[str] | None = None
-        self._asked_at = -_ASK_AGAIN_S
         self.is_closed = False
         self.problem: str | None = None
         """Why the last attempt failed; None: it has not failed."""
 
-    def poll(self) -> None:
-        """Start an attempt or take its result. Does not block."""
-        now = time.monotonic()
-        if self._asking is None:
-            if not self.is_closed and now - self._asked_at >= _ASK_AGAIN_S:
-                self._asked_at = now
-                self._asking = subprocess.Popen(
-                    self._command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-                )
-        elif self._asking.poll() is not None:
-            self._take(self._asking)
-        elif now - self._asked_at > _CLOSE_WITHIN_S:
-            self._asking.kill()
-            self._take(self._asking, f"no answer within {_CLOSE_WITHIN_S:g} s")
+    async def run(self) -> None:
+        while not self.is_closed:
+            self.problem = await self._ask()
+            self.is_closed = self.problem is None
+            await asyncio.sleep(_ASK_AGAIN_S)
 
-    def close(self) -> None:
-        """Stop asking."""
-        if self._asking is not None:
-            self._asking.kill()
-            self._asking.communicate()
-
-    def _take(self, ended: subprocess.Popen[str], problem: str = "") -> None:
-        said, _ = ended.communicate()
-        self._asking = None
-        self._asked_at = time.monotonic()
-        self.is_closed = ended.returncode == 0
-        words = said.strip().splitlines() or ["no output"]
-        self.problem = None if self.is_closed else problem or words[-1]
+    async def _ask(self) -> str | None:
+        """Ask once. Returns why that failed; None: the node is closed."""
+        asking = await asyncio.create_subprocess_exec(
+            *self._command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        )
+        try:
+            async with asyncio.timeout(_CLOSE_WITHIN_S):
+                said, _ = await asking.communicate()
+        except TimeoutError:
+            return f"no answer within {_CLOSE_WITHIN_S:g} s"
+        finally:
+            if asking.returncode is None:
+                asking.kill()
+        lines = said.decode(errors="replace").strip().splitlines() or ["no output"]
+        return lines[-1] if asking.returncode else None
 
 
 _FAILED_STATUS, _USAGE_STATUS = 1, 2
@@ -135,10 +126,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"pod_drain: {problem} downward API (metadata.name)", file=sys.stderr)
         return _USAGE_STATUS
     set_up_logging(LogSettings(), os.environ)
-    with contextlib.ExitStack() as stack:
-        if options.close_for and (container := identity_of(options.close_for)) is not None:
-            PodWorkers(pod).close(container)
-        return PodDrain(pod, options.timeout, options.leave, stack).run()
+    if options.close_for and (container := identity_of(options.close_for)) is not None:
+        PodWorkers(pod).close(container)
+    return asyncio.run(PodDrain(pod, options.timeout, options.leave).run())
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -167,7 +157,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _own_identity() -> Identity:
-    """The worker's, in whose pod this runs. Without one the worker says what it wants."""
+    """Return the identity of the pod's worker, or a bare one, which the worker then refuses."""
     try:
         return find_identity("worker")
     except ConfigError:
@@ -187,26 +177,23 @@ class WorkerDrain:
     def is_over(self) -> bool:
         return is_over(self._worker)
 
-    def ask(self, timeout_s: float) -> None:
+    async def ask(self, timeout_s: float) -> None:
         """Ask it to drain, until it has answered once."""
         if not self._is_asked:
             request = worker_pb2.DrainRequest(timeout_ms=max(1, round(timeout_s * 1e3)))
             with contextlib.suppress(LinkError, OSError, TimeoutError):
-                self._call(Method.DRAIN, request)
+                await self._call(Method.DRAIN, request)
                 self._is_asked = True
 
-    def _call(self, method: Method, request: Message) -> Any:
-        """Raises LinkError, OSError, TimeoutError."""
-        worker = self._worker
-        call = ask_once(
-            worker.address, self._own, method, request, _ANSWER_WITHIN_S, link_name(worker.ref)
-        )
-        return asyncio.run(call)
+    async def _call(self, method: Method, request: Message) -> Any:
+        """Ask the worker once. Raises LinkError, OSError, TimeoutError."""
+        address, name = self._worker.address, link_name(self._worker.ref)
+        return await ask_once(address, self._own, method, request, _ANSWER_WITHIN_S, name)
 
-    def runs(self) -> str:
+    async def runs(self) -> str:
         """Describe what it runs."""
         try:
-            load = self._call(Method.LOAD, worker_pb2.LoadRequest()).load
+            load = (await self._call(Method.LOAD, worker_pb2.LoadRequest())).load
         except ConnectionRefusedError:
             return f"its process ends (before: {self._ran})" if self._ran else "it ends"
         except (LinkError, OSError, TimeoutError) as error:
@@ -221,11 +208,9 @@ class WorkerDrain:
 
 
 class PodDrain:
-    """One drain of one pod; `stack` closes what it opens."""
+    """One drain of one pod."""
 
-    def __init__(
-        self, pod: Pod, timeout_s: float, leave_s: float, stack: contextlib.ExitStack
-    ) -> None:
+    def __init__(self, pod: Pod, timeout_s: float, leave_s: float) -> None:
         self._pod = pod
         self._leave_s = leave_s
         self._own = _own_identity()
@@ -235,37 +220,35 @@ class PodDrain:
         self._closings = [
             NodeDrain(node, f"{pod.name} drains", timeout_s) for node in ray_nodes(pod)
         ]
-        for closing in self._closings:
-            stack.callback(closing.close)
         self._drainings: dict[tuple[str, int], WorkerDrain] = {}
         self._printed: set[str] = set()
 
-    def run(self) -> int:
+    async def run(self) -> int:
         """Run the drain and return the exit status."""
-        printed_at = self._began_at
+        printed_at, asking = self._began_at, [asyncio.create_task(c.run()) for c in self._closings]
         log.info(f"draining pod {self._pod.name}, within {self._timeout_s:g} s")
         while self._left_s() > 0:
-            self._close_node()
+            for task in asking:
+                if task.done():
+                    task.result()
+            self._say_how_closed()
             if self._may_ask():
-                self._ask_workers()
+                await self._ask_workers()
                 if not self._drainings and self._has_closed_or_cannot():
                     log.info(f"pod {self._pod.name} is drained after {self._waited_s():.1f} s")
                     return 0
             if time.monotonic() - printed_at >= _PRINT_S:
                 printed_at = time.monotonic()
-                log.info(f"{self._holds()}; {max(0.0, self._left_s()):.0f} s left")
-            time.sleep(_LOOK_S)
-        problem = (
-            f"pod {self._pod.name} is not drained after {self._timeout_s:g} s: {self._holds()}"
-        )
-        log.error(problem)
+                log.info(f"{await self._holds()}; {max(0.0, self._left_s()):.0f} s left")
+            await asyncio.sleep(_LOOK_S)
+        late = f"pod {self._pod.name} is not drained after {self._timeout_s:g} s"
+        log.error(f"{late}: {await self._holds()}")
         return _FAILED_STATUS
 
     # --- Ray ------------------------------------------------------------------------------------
 
-    def _close_node(self) -> None:
+    def _say_how_closed(self) -> None:
         for closing in self._closings:
-            closing.poll()
             if closing.is_closed:
                 self._say_once("closed to Ray: it places nothing new here")
             elif closing.problem is not None:
@@ -282,7 +265,7 @@ class PodDrain:
 
     # --- workers --------------------------------------------------------------------------------
 
-    def _ask_workers(self) -> None:
+    async def _ask_workers(self) -> None:
         for worker in self._workers.live():
             key = (worker.ref.worker_id, worker.ref.incarnation)
             if key not in self._drainings:
@@ -292,11 +275,11 @@ class PodDrain:
                 log.info(f"{draining.name} has left")
                 del self._drainings[key]
             else:
-                draining.ask(self._left_s() - self._leave_s)
+                await draining.ask(self._left_s() - self._leave_s)
 
-    def _holds(self) -> str:
+    async def _holds(self) -> str:
         """Describe what the drain still waits for."""
-        held = [f"{each.name}: {each.runs()}" for each in self._drainings.values()]
+        held = [f"{each.name}: {await each.runs()}" for each in self._drainings.values()]
         return "; ".join(held) or "Ray has not answered"
 
     # --- time and output ------------------------------------------------------------------------

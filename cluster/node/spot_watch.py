@@ -70,7 +70,7 @@ class Notice:
     what: str
     """The cloud's name for it."""
     ends_at: datetime.datetime | None
-    """None: the cloud does not say."""
+    """When the machine ends; None: the cloud does not say."""
 
 
 @dataclass(frozen=True)

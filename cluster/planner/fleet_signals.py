@@ -69,9 +69,7 @@ class FleetSignals:
         ]
         routers = [_router(report, now_s) for report in fleet.routers]
         # Their last reports are void: their clients may have moved to other routers.
-        routers += [
-            RouterSignals(each.router_id, None, each.silent_s) for each in fleet.silent_routers
-        ]
+        routers += [RouterSignals(each.router_id, None) for each in fleet.silent_routers]
         return Signals(now_s, tuple(pools), tuple(routers), fleet.settles)
 
     def _worker(self, worker: control_pb2.FleetWorker, now_s: float) -> WorkerSignals:

@@ -71,8 +71,6 @@ class PoolMeasure:
     num_started: int
     """Workers that are live or load."""
     num_pending: int
-    newest_at_s: float | None
-    """When a live worker's figures were last measured."""
     num_streams: int
     fill: float
     """Taken KV memory, or taken streams if they are scarcer, in units of one worker."""
@@ -122,14 +120,12 @@ def measure_pool(pool: PoolSignals, signals: Signals, config: PlannerConfig) -> 
     num_starting = sum(worker.state is WorkerState.STARTING for worker in pool.workers)
     num_young = sum(not _is_warm(worker, signals, config) for worker in live)
     rates = [worker.prefill_tokens_per_s for worker in warm if worker.prefill_tokens_per_s]
-    times_s = [worker.measured_at_s for worker in live if worker.measured_at_s is not None]
     itl, num_draining = _itl(warm), sum(w.state is WorkerState.DRAINING for w in pool.workers)
     return PoolMeasure(
         num_live=len(live),
         num_unheard=len(live) - len(heard),
         num_started=num_starting + len(live),
         num_pending=pool.num_pending,
-        newest_at_s=max(times_s, default=None),
         num_streams=sum(worker.num_streams for worker in heard),
         fill=fsum(_fill(worker, pool.role) for worker in heard),
         kv_fill=fsum(worker.kv_use for worker in heard),
@@ -189,10 +185,8 @@ def _output_tokens(routers: list[RouterSignals]) -> float | None:
     if not telling:
         return None
     weights = [router.requests_per_s for router in telling]
-    if not any(weights):
-        weights = [1.0] * len(telling)
-    total = fsum(weight * (router.output_tokens or 0.0) for weight, router in zip(weights, telling))
-    return total / fsum(weights)
+    means = [router.output_tokens or 0.0 for router in telling]
+    return statistics.fmean(means, weights if any(weights) else None)
 
 
 def _together(queues: list[QueueSignals]) -> QueueSignals:
@@ -266,18 +260,14 @@ class ItlCurve:
         negative."""
         streams = [point.streams for _, point in self.points]
         gaps_s = [point.itl_s for _, point in self.points]
-        mean_streams, mean_s = sum(streams) / len(streams), sum(gaps_s) / len(gaps_s)
-        spread = sum((x - mean_streams) ** 2 for x in streams)
-        if spread <= 0:
-            return 0.0, mean_s / mean_streams
-        covariance = sum((x - mean_streams) * (y - mean_s) for x, y in zip(streams, gaps_s))
-        slope_s = covariance / spread
+        if not self._is_line:
+            return 0.0, gaps_s[0] / streams[0]
+        slope_s, base_s = statistics.linear_regression(streams, gaps_s)
         if slope_s <= 0:
-            return mean_s, 0.0
-        base_s = mean_s - slope_s * mean_streams
+            return statistics.fmean(gaps_s), 0.0
         if base_s >= 0:
             return base_s, slope_s
-        return 0.0, sum(x * y for x, y in zip(streams, gaps_s)) / sum(x * x for x in streams)
+        return 0.0, statistics.linear_regression(streams, gaps_s, proportional=True).slope
 
 
 def _blend(old: ItlPoint, new: ItlPoint) -> ItlPoint:

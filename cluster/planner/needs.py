@@ -30,7 +30,7 @@ class Need:
 
     prefill: float = 0.0
     decode: float = 0.0
-    """In a prefill pool: the need of its prompts' KV."""
+    """The need for streams; in a prefill pool, for its prompts' KV."""
 
     def workers(self, role: Role) -> float:
         """The need of a pool of this role. In a mixed pool both roles share the workers."""
@@ -57,11 +57,12 @@ class PoolLoad:
     """Share of the arriving and waiting prompts that this pool computes."""
     decode_share: float
     """Share of the waiting streams."""
-    prefill_tokens_per_s: float | None
-    """Prefill rate of one worker, as last known."""
-    itl_curve: ItlCurve
-    extra_s: float
-    """Seconds of each gap that clients see beyond the decode step."""
+    memory: PoolMemory
+
+    @property
+    def extra_s(self) -> float:
+        """Seconds of each gap that clients see beyond the decode step."""
+        return self.memory.extra.of_gap_s if self.memory.extra else 0.0
 
     def made_up_s(self, config: PlannerConfig) -> float:
         """Seconds by which decode steps must be shorter than the target, to correct for `extra_s`.
@@ -71,7 +72,7 @@ class PoolLoad:
         what more workers could fix; then only the steps themselves are kept within the target. It
         has no jump, since figures that vary around one would add and remove workers.
         """
-        room_s = config.itl_target_s - self.itl_curve.least_s
+        room_s = config.itl_target_s - self.memory.itl_curve.least_s
         return max(0.0, min(self.extra_s, room_s / 2, 1.5 * room_s - self.extra_s))
 
 
@@ -132,7 +133,7 @@ class PrefillLoad:
         queue = demand.for_prefill
         tokens_per_s = share * demand.tokens_per_s
         queued_tokens = share * queue.num_tokens + load.measure.num_queued_tokens
-        rate = load.prefill_tokens_per_s
+        rate = load.memory.prefill_tokens_per_s
         if rate is None:
             if tokens_per_s > 0 or queued_tokens > 0:
                 return None
@@ -229,7 +230,7 @@ class _Decode:
     @classmethod
     def of(cls, load: PoolLoad, factor: float, config: PlannerConfig) -> _Decode:
         """The load of `factor` times what arrives."""
-        measure, curve = load.measure, load.itl_curve
+        measure, curve = load.measure, load.memory.itl_curve
         running = float(measure.num_streams)
         kv_of_stream = measure.fill / config.max_kv_use / running if running else 0.0
         if measure.itl is None:  # nothing runs, or only on workers that have just started
@@ -263,7 +264,7 @@ class _Decode:
         target_s, extra_s = self.config.itl_target_s, self.load.extra_s
         over = "over" if itl_s > target_s else "within"
         said = f"ITL {1000 * itl_s:.1f} ms {over} target {1000 * target_s:g} ms"
-        made_up_s, curve = self.load.made_up_s(self.config), self.load.itl_curve
+        made_up_s, curve = self.load.made_up_s(self.config), self.load.memory.itl_curve
         if not curve.reaches(target_s):
             return said + " also for one stream alone: more workers cannot mend that"
         if made_up_s < extra_s or extra_s >= _WORTH_NAMING * target_s:
@@ -345,7 +346,7 @@ class PoolMemory:
     """Newest known rate of a worker."""
     itl_curve: ItlCurve = field(default_factory=ItlCurve)
     extra: Extra | None = None
-    """None: unknown within the stable window."""
+    """The newest excess; None: unknown within the stable window."""
     desired_seen: int | None = None
     """The pool's size in the newest signals."""
     shrunk_at_s: float | None = None

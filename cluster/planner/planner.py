@@ -39,11 +39,8 @@ class PoolPlan:
     """The reason, with its numbers."""
 
 
-@dataclass(frozen=True)
-class Plan:
-    """The targets of all pools, by name."""
-
-    pools: Mapping[str, PoolPlan]
+Plan = Mapping[str, PoolPlan]
+"""The targets of all pools, by name."""
 
 
 def decide(
@@ -76,22 +73,20 @@ def decide(
     )
     sizes = _sizes(pools, demand, signals.now_s - busy_at_s, signals.now_s, config)
     plans = {pool.name: _plan(pool, sizes[pool.name], signals.now_s, config) for pool in pools}
-    return new_state, Plan(plans)
+    return new_state, plans
 
 
 def _as_they_are(signals: Signals) -> Plan:
     """Keep every pool: workers that have yet to register are neither idle nor missing."""
-    return Plan(
-        {
-            pool.name: PoolPlan(
-                pool.desired_replicas,
-                pool.role_plan if pool.role is Role.MIXED else None,
-                f"{pool.name} stays at {pool.desired_replicas}: the registry has just started, and "
-                f"workers may have yet to register",
-            )
-            for pool in signals.pools
-        }
-    )
+    return {
+        pool.name: PoolPlan(
+            pool.desired_replicas,
+            pool.role_plan if pool.role is Role.MIXED else None,
+            f"{pool.name} stays at {pool.desired_replicas}: the registry has just started, and "
+            f"workers may have yet to register",
+        )
+        for pool in signals.pools
+    }
 
 
 def _comes_up(pool: PoolSignals, memory: PoolMemory, now_s: float) -> bool:
@@ -118,7 +113,7 @@ def _with_needs(
     pools = []
     for pool in sorted(signals.pools, key=lambda pool: pool.name):
         measure, memory = measures[pool.name], memories[pool.name]
-        words = _blindness(measure, demand, signals)
+        words = _blindness(measure, demand, config)
         if demand is None or words is not None:
             pools.append(Pool(pool, measure, memory, False, words or ""))
             continue
@@ -128,9 +123,7 @@ def _with_needs(
             demand=demand,
             prefill_share=prefill_shares.get(pool.name, 0.0),
             decode_share=decode_shares.get(pool.name, 0.0),
-            prefill_tokens_per_s=memory.prefill_tokens_per_s,
-            itl_curve=memory.itl_curve,
-            extra_s=memory.extra.of_gap_s if memory.extra else 0.0,
+            memory=memory,
         )
         need = need_of(load, config)
         if need is None:
@@ -158,19 +151,14 @@ def _shares(
     return {name: weight / total for name, weight in weights.items()}
 
 
-def _blindness(measure: PoolMeasure, demand: Demand | None, signals: Signals) -> str | None:
-    """Why the figures allow no conclusion; None: they do."""
+def _blindness(measure: PoolMeasure, demand: Demand | None, config: PlannerConfig) -> str | None:
+    """Say why the figures allow no conclusion; None: they allow one."""
+    lately = f"within {config.stale_after_s:g} s"
     if demand is None:
-        return "no router was heard of" + _for(signals.routers_silent_s)
+        return f"no router has reported {lately}"
     if measure.is_blind:
-        newest_s = measure.newest_at_s
-        silent = _for(None if newest_s is None else signals.now_s - newest_s)
-        return f"none of {measure.num_live} live workers was heard of{silent}"
+        return f"none of {measure.num_live} live workers has reported {lately}"
     return None
-
-
-def _for(silent_s: float | None) -> str:
-    return " yet" if silent_s is None else f" for {silent_s:.0f} s"
 
 
 # --- how many ------------------------------------------------------------------------------------

@@ -2,31 +2,19 @@
 
 Figures belong to single workers and routers and carry the time of their measurement. So the planner
 itself can leave out old ones and those of workers that still warm up. All times are seconds of one
-clock. Unknown is None. A figure that is not finite raises a ValueError that names it.
+clock. Unknown is None.
 """
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 
 from baton.fleet import Role, WorkerState
 from cluster.role_plan import RolePlan
 
 
 @dataclass(frozen=True)
-class _Figures:
-    """A group of measured figures."""
-
-    def __post_init__(self) -> None:
-        for each in fields(self):
-            value = getattr(self, each.name)
-            if isinstance(value, float) and not math.isfinite(value):
-                raise ValueError(f"{each.name} must be a finite number, not {value}")
-
-
-@dataclass(frozen=True)
-class WorkerSignals(_Figures):
+class WorkerSignals:
     """One worker, from `WatchFleet`'s `FleetWorker`."""
 
     worker_id: str
@@ -78,7 +66,7 @@ class PoolSignals:
 
 
 @dataclass(frozen=True)
-class QueueSignals(_Figures):
+class QueueSignals:
     """Requests of one router that wait for the same resource."""
 
     num_requests: int = 0
@@ -89,7 +77,7 @@ class QueueSignals(_Figures):
 
 
 @dataclass(frozen=True)
-class PoolGaps(_Figures):
+class PoolGaps:
     """Recent gaps of one pool's streams at one router's clients: `PoolFigures`."""
 
     pool: str
@@ -98,14 +86,12 @@ class PoolGaps(_Figures):
 
 
 @dataclass(frozen=True)
-class RouterSignals(_Figures):
+class RouterSignals:
     """One router, from its metrics. A router that is gone is left out."""
 
     router_id: str
     measured_at_s: float | None
     """When the figures below were read; None: never, or they are void."""
-    silent_s: float | None = None
-    """Seconds since its last report, if it ever reported."""
     requests_per_s: float = 0.0
     """Arrivals, including waiting and held requests: completions would be capped by a full pool.
     Counted over some seconds, so that it is 0 when nothing arrived."""
@@ -135,14 +121,3 @@ class Signals:
     routers: tuple[RouterSignals, ...]
     settles: bool = False
     """Whether workers may have yet to register: `WatchFleetResponse.settles`."""
-
-    @property
-    def routers_silent_s(self) -> float | None:
-        """Seconds since any router's last report; None: there was none."""
-        silent_s = [router.silent_s for router in self.routers]
-        silent_s += [
-            self.now_s - router.measured_at_s
-            for router in self.routers
-            if router.measured_at_s is not None
-        ]
-        return min((each for each in silent_s if each is not None), default=None)

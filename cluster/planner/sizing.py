@@ -198,8 +198,8 @@ def _fit(prefill: _Side, decode: _Side, config: PlannerConfig) -> tuple[int, int
 
 
 def _nearest(prefill: _Side, num_decode: int, config: PlannerConfig) -> int:
-    """Of the prefill replicas that keep the ratio beside `num_decode`, the nearest to the present:
-    the ones that fit best. Others, if none keep it."""
+    """Return the prefill replicas nearest to the present that keep the ratio beside `num_decode`;
+    if no number keeps it, any allowed one."""
     low, high = config.min_prefill_per_decode, config.max_prefill_per_decode
     floor, most = prefill.allowed[0], prefill.allowed[-1]
     nearest = prefill.replicas

@@ -14,7 +14,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -27,118 +27,82 @@ from baton.fleet import Role
 _TIMEOUT_S = 60.0
 
 
-class AutoSettings:
-    """The choice of `auto` settings. Entering starts its process, `result` waits for it, and
-    leaving ends it."""
+def choose_auto_settings(
+    config: ClusterConfig, variables: Mapping[str, str] | None = None
+) -> tuple[ClusterConfig, list[str]]:
+    """Return the configuration without `auto`, and one line per choice with its reason.
 
-    def __init__(self, config: ClusterConfig, variables: Mapping[str, str]) -> None:
-        self._config = config
-        self._variables = variables  # added to the process's environment
-        engines = [config.pool_engine(pool) for pool in config.pools]
-        engines = [engine for engine in engines if engine.reads_model]
-        self._is_device_open = any(engine.device == AUTO for engine in engines)
-        self._devices = sorted({engine.device for engine in engines if engine.dtype == AUTO})
-        ranks = (
-            pool.tensor_parallel * pool.replicas
-            for name, pool in config.pools.items()
-            if config.pool_engine(name).device != "cpu"
-        )
-        self._num_ranks = 1 if config.runs_on == "pods" else max(1, sum(ranks))
-        self._process: subprocess.Popen[str] | None = None
-
-    def __enter__(self) -> Self:
-        if self._is_device_open or self._devices:
-            command = [sys.executable, "-m", "engine.run.auto_choice"]
-            command += ["--gpus", str(self._num_ranks)]
-            if self._devices:
-                command += ["--model", self._config.model, "--devices", *self._devices]
-                if self._config.model_revision is not None:
-                    command += ["--revision", self._config.model_revision]
-            # In its own session: on ctrl-C the process that waits for it ends it.
-            self._process = subprocess.Popen(
-                command,
-                stdout=subprocess.PIPE,
-                text=True,
-                env=os.environ | dict(self._variables),
-                start_new_session=True,
-            )
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self._process is not None:
-            self._process.kill()
-            self._process.communicate()
-
-    def result(self) -> tuple[ClusterConfig, list[str]]:
-        """The configuration without `auto`, and one line per choice with its reason.
-
-        Raises UnavailableError, or ConfigError for a wrong model folder and for a prefill pool
-        whose dtype no decode pool shares.
-        """
-        if self._process is None:
-            _check_pairs(self._config, self._config)
-            return self._config, []
-        try:
-            said, _ = self._process.communicate(timeout=_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            raise UnavailableError(
-                f"device and dtype were not chosen within {_TIMEOUT_S:g} s"
-            ) from None
-        if self._process.returncode:
-            raise UnavailableError(
-                f"choosing device and dtype failed with status {self._process.returncode}"
-            )
-        chosen: dict[str, str] = json.loads(said)
-        if "error" in chosen:
-            raise ConfigError(chosen["error"], field="model")
-        config, lines = self._config, []
-        if self._is_device_open:
-            config = with_choice(config, "device", chosen["device"])
-            where = "a GPU" if chosen["device"] == "cuda" else "the CPU"
-            lines.append(f"computing on {where}: {chosen['device_reason']}")
-        if self._devices:
-            config = with_choice(config, "dtype", chosen["dtype"])
-            lines.append(f"computing in {chosen['dtype']}: {chosen['dtype_reason']}")
-        _check_pairs(config, self._config)
-        return config, lines
-
-
-def choose_auto_settings(config: ClusterConfig) -> tuple[ClusterConfig, list[str]]:
-    """Run `AutoSettings` and return its result. The head's pod may lack the model's folder; then
-    the settings stay `auto`, and the workers agree on a dtype (`cluster.worker.rank`)."""
+    The head's pod may lack the model's folder; then the settings stay `auto`, and the workers agree
+    on a dtype (`cluster.worker.rank`). `variables`: added to the environment of the process that
+    chooses. Raises UnavailableError, or ConfigError for a wrong model folder and for a prefill pool
+    whose dtype no decode pool shares.
+    """
     model = Path(config.model)
     if config.runs_on == "pods" and model.is_absolute() and not model.is_dir():
         return config, []
-    with AutoSettings(config, {}) as auto:
-        return auto.result()
+    engines = [config.pool_engine(pool) for pool in config.pools]
+    engines = [engine for engine in engines if engine.reads_model]
+    is_device_open = any(engine.device == AUTO for engine in engines)
+    devices = sorted({engine.device for engine in engines if engine.dtype == AUTO})
+    chosen, lines = {}, []
+    if is_device_open or devices:
+        chosen = _chosen(config, devices, os.environ | dict(variables or {}))
+    if is_device_open:
+        config = with_choice(config, "device", chosen["device"])
+        where = "a GPU" if chosen["device"] == "cuda" else "the CPU"
+        lines.append(f"computing on {where}: {chosen['device_reason']}")
+    if devices:
+        config = with_choice(config, "dtype", chosen["dtype"])
+        lines.append(f"computing in {chosen['dtype']}: {chosen['dtype_reason']}")
+    _check_pairs(config)
+    return config, lines
 
 
-def _check_pairs(config: ClusterConfig, written: ClusterConfig) -> None:
-    """Raise ConfigError if no pool takes KV of a prefill pool's dtype. `written` still has
-    `auto`."""
+def _chosen(
+    config: ClusterConfig, devices: Sequence[str], environment: Mapping[str, str]
+) -> dict[str, str]:
+    """Run the process that chooses a device, and a dtype for `devices` if there are any."""
+    ranks = (
+        pool.tensor_parallel * pool.replicas
+        for name, pool in config.pools.items()
+        if config.pool_engine(name).device != "cpu"
+    )
+    num_ranks = 1 if config.runs_on == "pods" else max(1, sum(ranks))
+    command = [sys.executable, "-m", "engine.run.auto_choice", "--gpus", str(num_ranks)]
+    if devices:
+        command += ["--model", config.model, "--devices", *devices]
+        if config.model_revision is not None:
+            command += ["--revision", config.model_revision]
+    try:
+        # In its own session: ctrl-C ends it by the reaper, after the process that waits for it.
+        ended = subprocess.run(
+            command,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+            start_new_session=True,
+            timeout=_TIMEOUT_S,
+            check=True,
+        )
+    except subprocess.SubprocessError as error:
+        raise UnavailableError(f"device and dtype were not chosen: {error}") from error
+    chosen: dict[str, str] = json.loads(ended.stdout)
+    if "error" in chosen:
+        raise ConfigError(chosen["error"], field="model")
+    return chosen
 
-    def named(pool: str) -> str:
-        """A pool's dtype, with the field that sets it."""
-        field = f"pools.{pool}.engine.dtype"
-        if "dtype" not in written.pools[pool].engine:
-            field = f"engine.dtype (of pool {pool})"
-        is_open = written.pool_engine(pool).dtype == AUTO
-        return f"{field} is {config.pool_engine(pool).dtype}" + " by auto" * is_open
 
-    def torch_pools(*roles: Role) -> list[str]:
-        pools = config.pools.items()
-        return [
-            name
-            for name, pool in pools
-            if pool.role in roles and config.pool_engine(name).reads_model
-        ]
-
-    receivers = torch_pools(Role.DECODE, Role.MIXED)
-    dtypes = {config.pool_engine(pool).dtype for pool in receivers}
-    for sender in torch_pools(Role.PREFILL):
-        if receivers and config.pool_engine(sender).dtype not in dtypes:
-            said = ", ".join(named(pool) for pool in (sender, *receivers))
-            raise ConfigError(f"{said}: KV is exchanged within one dtype only", field="pools")
+def _check_pairs(config: ClusterConfig) -> None:
+    """Raise ConfigError if no pool takes KV of a prefill pool's dtype."""
+    engines = {name: config.pool_engine(name) for name in config.pools}
+    dtypes = {name: engine.dtype for name, engine in engines.items() if engine.reads_model}
+    senders = {name for name in dtypes if config.pools[name].role is Role.PREFILL}
+    taken = {dtypes[name] for name in dtypes.keys() - senders}
+    if taken and not {dtypes[name] for name in senders} <= taken:
+        said = ", ".join(f"{dtype} in pool {name}" for name, dtype in dtypes.items())
+        raise ConfigError(
+            f"engine.dtype is {said}: KV is exchanged within one dtype only", field="pools"
+        )
 
 
 def with_choice(

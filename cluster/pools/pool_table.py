@@ -183,7 +183,7 @@ class PoolTable:
         self._enter(replace(self._pools[name], role_plan=plan))
 
     def agree_dtype(self, name: str, proposed: str) -> str:
-        """The dtype of the pool's workers: its own setting, else another pool's, else `proposed`.
+        """Agree on the pool's dtype: its own setting, else another pool's, else `proposed`.
 
         The result applies to all pools with `dtype: auto`. Raises NotFoundError, and
         InvalidRequestError for an unknown dtype.

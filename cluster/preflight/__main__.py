@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from cluster.preflight.handoff import Meeting, check_handoff, check_pair
+from cluster.preflight.handoff import Meeting, check_handoff, check_pair, hand_over
 from cluster.preflight.machine import (
     Check,
     Wanted,
@@ -45,7 +45,9 @@ def parser() -> argparse.ArgumentParser:
         prog="python -m cluster.preflight",
         description="Check whether workers can serve here, and say how to fix what is wrong.",
     )
-    made.add_argument("--gpus", type=int, default=0, metavar="N", help="a worker's ranks")
+    made.add_argument(
+        "--gpus", type=int, default=0, metavar="N", help="number of a worker's ranks on GPUs"
+    )
     made.add_argument("--rdma", action="store_true", help="KV is to go over RDMA adapters")
     made.add_argument("--hugepages", action="store_true", help="pods ask for huge pages")
     made.add_argument(
@@ -54,12 +56,15 @@ def parser() -> argparse.ArgumentParser:
         metavar="LIBRARY",
         help="wheel, system or a path, as spec.advanced.transfer.ucxLibrary (%(default)s)",
     )
-    made.add_argument("--node", default="here", metavar="NAME", help="of this machine")
+    made.add_argument(
+        "--node", default="here", metavar="NAME", help="name of this node, for the other one"
+    )
     pair = made.add_mutually_exclusive_group()
     pair.add_argument("--listen", type=int, metavar="PORT", help="receive KV of another node")
     pair.add_argument("--connect", metavar="HOST:PORT", help="hand over to the one that listens")
-    made.add_argument("--root", type=Path, default=Path("/"), help="of proc, sys and dev")
-    made.add_argument("--json", action="store_true", help="for programs")
+    made.add_argument("--root", type=Path, default=Path("/"), help="folder of proc, sys and dev")
+    made.add_argument("--json", action="store_true", help="print JSON")
+    made.add_argument("--device", choices=("cpu", "cuda"), help="hand over alone, in its memory")
     return made
 
 
@@ -68,6 +73,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     wanted = Wanted(options.gpus, options.rdma, options.hugepages, options.ucx_library)
     is_pair = options.listen is not None or options.connect is not None
     meeting = Meeting(options.node, options.listen, options.connect) if is_pair else None
+    if options.device is not None:
+        hand_over(options.ucx_library, options.device, meeting)
+        return 0
     checks = all_checks(options.root, wanted, meeting)
     print(as_json(checks) if options.json else as_table(checks))
     return 1 if has_failed(checks) else 0

@@ -1,16 +1,12 @@
 """A real handoff, within this machine or to another node: which transports it used, and how fast.
 
-    python -m cluster.preflight.handoff [--library wheel|system|PATH] [--device cpu|cuda]
-        [--node NAME] [--listen PORT | --connect HOST:PORT]
-
-A fault in UCX or a driver may end a process. So the preflight runs this as a separate process,
-which prints one line of JSON. `LoneRank` is the transfer side of a worker without an engine;
-benchmarks use it too.
+A fault in UCX or a driver may end a process. So the preflight starts itself again with `--device`;
+that process hands over and prints one line of JSON. `LoneRank` is the transfer side of a worker
+without an engine; benchmarks use it too.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import multiprocessing
@@ -209,24 +205,24 @@ def check_pair(root: Path, wanted: Wanted, device: str, meeting: Meeting) -> lis
 
 
 class _BrokenError(Exception):
-    """A handoff that did not end well."""
+    """The handoff's process failed, or took too long."""
 
 
 def _run(wanted: Wanted, device: str, how: Sequence[str], timeout_s: float) -> str:
     """The last line that the handoff's process printed. Raises _BrokenError."""
     command = [
-        *(sys.executable, "-m", __name__, *how),
-        *("--library", wanted.ucx_library, "--device", device),
+        *(sys.executable, "-m", "cluster.preflight", *how),
+        *("--ucx-library", wanted.ucx_library, "--device", device),
     ]
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=timeout_s, check=False
         )
     except subprocess.TimeoutExpired as error:
-        raise _BrokenError(f"not over after {timeout_s:g} s") from error
+        raise _BrokenError(f"it took longer than {timeout_s:g} s") from error
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if line.strip()]
-        words = lines[-1] if lines else "no word"
+        words = lines[-1] if lines else "it printed no error"
         raise _BrokenError(f"ended with {done.returncode}: {words}")
     return done.stdout.splitlines()[-1]
 
@@ -268,7 +264,7 @@ def check_lanes(report: Report, device: str) -> Check:
 def judge_pair(
     report: Report, wanted: Wanted, node: str, rdma: Sequence[Link], tcp: Sequence[Link]
 ) -> list[Check]:
-    """`rdma`, `tcp`: this side's links that UCX may use."""
+    """Check a handoff between nodes. `rdma`, `tcp`: this side's links that UCX may use."""
     rate = f"{report.num_bytes / 1e6:.0f} MB at {report.gb_per_s:.2g} GB/s"
     if report.receiver == node:
         found = f"both pods are on {node}, {rate}: no link between nodes was tried"
@@ -312,7 +308,8 @@ def _bandwidth(report: Report, rate: str, links: Sequence[Link]) -> Check:
 
 
 def _broken(name: str, found: str, wanted: Wanted) -> Check:
-    usual = f"python -m {__name__} --library {wanted.ucx_library} shows more"
+    options = f"--device {'cuda' if wanted.num_gpus else 'cpu'} --ucx-library {wanted.ucx_library}"
+    usual = f"python -m cluster.preflight {options} shows more"
     fixes = [fix for words, fix in _FIXES.items() if words in found]
     return failure(name, found, fixes[0] if fixes else usual)
 
@@ -329,7 +326,7 @@ def _receiver_main(pipe: Connection, device: str, config: TransferConfig) -> Non
 
 
 async def _receive(pipe: Connection, node: str, device: str, config: TransferConfig) -> str:
-    """The sender's node. What passes the pipe is protobuf: it may come from the network."""
+    """Receive, and return the sender's node. The pipe carries protobuf: it may be the network."""
     rank = LoneRank(node, _shape(device), config)
     writer = _identity(await _next(pipe))
     pipe.send_bytes(rank.identity.to_proto().SerializeToString())
@@ -396,7 +393,7 @@ async def _hand_over(
 
 
 def _accepted(port: int) -> Connection:
-    """To whoever connects first. Raises OSError."""
+    """Return the connection of whoever connects first. Raises OSError."""
     both = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if both else socket.AF_INET
     with socket.create_server(("", port), family=family, dualstack_ipv6=both) as server:
@@ -410,7 +407,7 @@ def _accepted(port: int) -> Connection:
 
 
 def _connected(address: str) -> Connection:
-    """To HOST:PORT, whose pod may still have to start. Raises OSError."""
+    """Connect to HOST:PORT, whose pod may still have to start. Raises OSError."""
     host, _, port = address.rpartition(":")
     give_up_at = time.monotonic() + _MEET_S
     while True:
@@ -425,29 +422,18 @@ def _connected(address: str) -> Connection:
         return Connection(found.detach())
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--library", default="wheel")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--node", default="")
-    parser.add_argument("--listen", type=int, metavar="PORT")
-    parser.add_argument("--connect", metavar="HOST:PORT")
-    return parser
-
-
-def main() -> None:
-    options = _parser().parse_args()
-    config = TransferConfig(ucx_library=options.library)
-    device, node = options.device, options.node
+def hand_over(library: str, device: str, meeting: Meeting | None) -> None:
+    """Hand over in this process, and print a Report or the sender as JSON. Exits with an error."""
+    config = TransferConfig(ucx_library=library)
     try:
-        if options.listen is not None:
-            sender = uvloop.run(_receive(_accepted(options.listen), node, device, config))
-            print(json.dumps({"sender": sender}))
-        elif options.connect is not None:
-            report = uvloop.run(_send(_connected(options.connect), node, device, config))
-            print(json.dumps(asdict(report)))
-        else:
+        if meeting is None:
             print(json.dumps(asdict(_within(device, config))))
+        elif meeting.port is not None:
+            pipe = _accepted(meeting.port)
+            print(json.dumps({"sender": uvloop.run(_receive(pipe, meeting.node, device, config))}))
+        else:
+            pipe = _connected(str(meeting.address))
+            print(json.dumps(asdict(uvloop.run(_send(pipe, meeting.node, device, config)))))
     except (TransferError, EOFError, OSError, ValueError) as error:
         sys.exit(str(error) or "the other process ended")
 
@@ -462,7 +448,3 @@ def _within(device: str, config: TransferConfig) -> Report:
     report = uvloop.run(_send(pipe, "", device, config))
     process.join(_TIMEOUT_S)
     return report
-
-
-if __name__ == "__main__":
-    main()

@@ -32,7 +32,7 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True)
 class Wanted:
-    """What workers need here: a missing one is a failure."""
+    """What workers need of this machine. What is missing is a failure."""
 
     num_gpus: int = 0
     rdma: bool = False
@@ -215,10 +215,9 @@ def check_driver(driver: str | None, cuda: str | None, num_seen: int, wanted: Wa
             "no NVIDIA driver here",
             "install it on the node (NVIDIA's GPU operator does), and request nvidia.com/gpu",
         )
-    if cuda is None and not wanted.num_gpus:
-        return warning("driver", f"{driver}, but torch is built without CUDA", own_image)
     if cuda is None:
-        return failure("driver", f"{driver}, but torch is built without CUDA", own_image)
+        found = f"{driver}, but torch is built without CUDA"
+        return (failure if wanted.num_gpus else warning)("driver", found, own_image)
     found = f"{driver}, torch is built for CUDA {cuda}"
     major = int(cuda.partition(".")[0])
     oldest = _OLDEST_DRIVERS.get(major, 0)

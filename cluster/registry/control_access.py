@@ -45,7 +45,7 @@ def control_server(identity: Identity, options: Options = _SERVER_OPTIONS) -> gr
 
 
 def listen_at(server: grpc.aio.Server, listen: str, identity: Identity) -> int:
-    """The port. Raises RuntimeError."""
+    """Listen, with TLS if the identity has it. Returns the port. Raises RuntimeError."""
     if identity.tls is None:
         return server.add_insecure_port(listen)
     return server.add_secure_port(listen, identity.tls.server_credentials())

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Mapping
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, TypeVar
 
 import grpc
@@ -14,27 +14,26 @@ import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio
 
-from baton.errors import BatonError, NotFoundError, OtherModelError
+from baton.errors import BatonError, OtherModelError
 from baton.fleet import Role
 from baton.identity.identity import Identity
 from baton.status import abort, first_message
 from baton.v1 import control_pb2, control_pb2_grpc, worker_pb2
 from baton.wire import ANY_ROLE, ROLES, STATES
-from cluster.pools.pool_table import Pool
+from cluster.pools.pool_table import Pool, Slot
 from cluster.progress import Progress
 from cluster.registry.control_access import control_server, listen_at
 from cluster.registry.pairing import unpaired
 from cluster.registry.pool_changes import PoolBacking, PoolChanges
-from cluster.registry.registry import FleetSnapshot, Registration, Registry, Stream
+from cluster.registry.registry import Registration, Registry, Stream
 from cluster.registry.routers import Unit
 from cluster.role_plan import RolePlan
 from kv_transfer.process import ProcessIdentity
 
 log = logging.getLogger(__name__)
 
+FLEET_EVERY_S, UNITS_EVERY_S = 1.0, 5.0
 T = TypeVar("T")
-
-UNITS_EVERY_S = 5.0
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -54,6 +53,17 @@ class Changes:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):  # `wait_for` of Python 3.11 may lose a cancel
                 await self._changed.wait()
+
+    async def of(self, read: Callable[[], T], every_s: float) -> AsyncIterator[T]:
+        """Yield what `read` returns: now, after each change of it, and at least `every_s`."""
+        last: T | None = None
+        yielded_at = 0.0
+        while True:
+            value, now = read(), time.monotonic()
+            if value != last or now - yielded_at >= every_s:
+                last, yielded_at = value, now
+                yield value
+            await self.wait(max(0.0, every_s - (now - yielded_at)))
 
 
 class ControlService(control_pb2_grpc.ControlServiceServicer):
@@ -130,39 +140,24 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
     async def WatchFleet(  # noqa: N802
         self, request: control_pb2.WatchFleetRequest, context: Context
     ) -> AsyncIterator[control_pb2.WatchFleetResponse]:
-        sent_version, sent_at = -1, 0.0
-        while True:
-            snapshot = self._registry.snapshot()
-            now = time.monotonic()
-            if snapshot.version != sent_version or now - sent_at >= 1.0:
-                sent_version, sent_at = snapshot.version, now
-                yield fleet_message(snapshot)
-            await self._changes.wait(max(0.0, 1.0 - (now - sent_at)))
+        async for _ in self._changes.of(lambda: self._registry.version, FLEET_EVERY_S):
+            yield fleet_message(self._registry)
 
     async def WatchUnits(  # noqa: N802
         self, request: control_pb2.WatchUnitsRequest, context: Context
     ) -> AsyncIterator[control_pb2.WatchUnitsResponse]:
-        sent: tuple[Unit, ...] = ()
-        sent_at = 0.0
-        while True:
-            units, now = self._registry.units.all, time.monotonic()
-            if units != sent or now - sent_at >= UNITS_EVERY_S:
-                sent, sent_at = units, now
-                yield control_pb2.WatchUnitsResponse(
-                    units=[control_pb2.Unit(**vars(unit)) for unit in units]
-                )
-            await self._changes.wait(max(0.0, UNITS_EVERY_S - (now - sent_at)))
+        async for units in self._changes.of(lambda: self._registry.units.all, UNITS_EVERY_S):
+            yield control_pb2.WatchUnitsResponse(
+                units=[control_pb2.Unit(**vars(unit)) for unit in units]
+            )
 
     async def SetUnits(  # noqa: N802
         self, request: control_pb2.SetUnitsRequest, context: Context
     ) -> control_pb2.SetUnitsResponse:
-        try:
-            units = [Unit(unit.code, unit.control_address, unit.share) for unit in request.units]
+        units = [Unit(unit.code, unit.control_address, unit.share) for unit in request.units]
+        async with self._change(context):
             self._registry.units.set(units)
             self._backing.save()
-        except BatonError as error:
-            await abort(context, error)
-        self._changes.announce()
         return control_pb2.SetUnitsResponse()
 
     async def ReportRouter(  # noqa: N802
@@ -176,7 +171,8 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
             async for report in request_iterator:
                 if not report.router_id or router_id not in ("", report.router_id):
                     await context.abort(
-                        grpc.StatusCode.INVALID_ARGUMENT, "router_id must be set, the same always"
+                        grpc.StatusCode.INVALID_ARGUMENT,
+                        "router_id must be set, and the same in every report",
                     )
                 router_id = report.router_id
                 if report.leaves:
@@ -190,64 +186,60 @@ class ControlService(control_pb2_grpc.ControlServiceServicer):
     async def SetReplicas(  # noqa: N802
         self, request: control_pb2.SetReplicasRequest, context: Context
     ) -> control_pb2.SetReplicasResponse:
-        previous = await self._change(
-            context, self._pools.set_replicas(request.pool, request.replicas)
-        )
+        async with self._change(context):
+            previous = await self._pools.set_replicas(request.pool, request.replicas)
         return control_pb2.SetReplicasResponse(previous_replicas=previous)
 
     async def SetRolePlan(  # noqa: N802
         self, request: control_pb2.SetRolePlanRequest, context: Context
     ) -> control_pb2.SetRolePlanResponse:
         plan = RolePlan(request.plan.prefill, request.plan.decode)
-        await self._change(context, self._pools.set_role_plan(request.pool, plan))
+        async with self._change(context):
+            self._pools.set_role_plan(request.pool, plan)
         return control_pb2.SetRolePlanResponse()
 
     async def AddPool(  # noqa: N802
         self, request: control_pb2.AddPoolRequest, context: Context
     ) -> control_pb2.AddPoolResponse:
-        added = self._pools.add(request.pool, request.config, request.replicas)
-        await self._change(context, added)
+        async with self._change(context):
+            await self._pools.add(request.pool, request.config, request.replicas)
         return control_pb2.AddPoolResponse()
 
     async def ClosePods(  # noqa: N802
         self, request: control_pb2.ClosePodsRequest, context: Context
     ) -> control_pb2.ClosePodsResponse:
-        self._pools.close_pods(request.pod_names)
-        self._changes.announce()
+        async with self._change(context):
+            self._pools.close_pods(request.pod_names)
         return control_pb2.ClosePodsResponse()
 
     async def AgreeDtype(  # noqa: N802
         self, request: control_pb2.AgreeDtypeRequest, context: Context
     ) -> control_pb2.AgreeDtypeResponse:
-        try:
+        async with self._change(context):
             agreed = self._pools.agree_dtype(request.pool, request.dtype)
-        except BatonError as error:
-            await abort(context, error)
         return control_pb2.AgreeDtypeResponse(dtype=agreed)
 
     async def RemovePool(  # noqa: N802
         self, request: control_pb2.RemovePoolRequest, context: Context
     ) -> control_pb2.RemovePoolResponse:
-        await self._change(context, self._pools.remove(request.pool))
+        async with self._change(context):
+            await self._pools.remove(request.pool)
         return control_pb2.RemovePoolResponse()
 
-    async def _change(self, context: Context, change: Awaitable[T]) -> T:
-        """Make a change of pools and announce it, or refuse it."""
+    @contextlib.asynccontextmanager
+    async def _change(self, context: Context) -> AsyncIterator[None]:
+        """Announce the change that the block makes. A BatonError in it refuses the call."""
         try:
-            result = await change
+            yield
         except BatonError as error:
             await abort(context, error)
         self._changes.announce()
-        return result
 
     async def Drain(  # noqa: N802
         self, request: control_pb2.ControlServiceDrainRequest, context: Context
     ) -> control_pb2.ControlServiceDrainResponse:
-        try:
+        async with self._change(context):
             self._registry.ask_drain(request.worker_id)
-        except KeyError:
-            await abort(context, NotFoundError(f"no worker {request.worker_id!r}"))
-        self._changes.announce()
         return control_pb2.ControlServiceDrainResponse()
 
 
@@ -303,7 +295,7 @@ async def _look(registry: Registry, changes: Changes) -> None:
         former, version = version, registry.refresh()
         if version != former:
             changes.announce()
-            former_known, known = known, unpaired(fleet_message(registry.snapshot()))
+            former_known, known = known, unpaired(fleet_message(registry))
             for worker_id in known.keys() - former_known.keys():
                 log.warning("%s", known[worker_id])
 
@@ -311,9 +303,10 @@ async def _look(registry: Registry, changes: Changes) -> None:
 # --- the registry as messages -------------------------------------------------------------------
 
 
-def fleet_message(snapshot: FleetSnapshot) -> control_pb2.WatchFleetResponse:
+def fleet_message(registry: Registry) -> control_pb2.WatchFleetResponse:
+    pools, routers = registry.pools, registry.routers
     return control_pb2.WatchFleetResponse(
-        version=snapshot.version,
+        version=registry.version,
         workers=[
             control_pb2.FleetWorker(
                 info=control_pb2.WorkerInfo.FromString(entry.registration.info),
@@ -321,22 +314,25 @@ def fleet_message(snapshot: FleetSnapshot) -> control_pb2.WatchFleetResponse:
                 load=worker_pb2.WorkerLoad.FromString(entry.load),
                 active_role=ANY_ROLE if entry.active_role is None else ROLES[entry.active_role],
             )
-            for entry in snapshot.workers
+            for entry in registry.workers()
         ],
-        pools=[_pool_message(pool, snapshot.stay_order) for pool in snapshot.pools],
+        pools=[_pool_message(pool, registry.staying(pool.name)) for pool in pools.status()],
         silent_routers=[
-            control_pb2.SilentRouter(**vars(router)) for router in snapshot.silent_routers
+            control_pb2.SilentRouter(router_id=router_id, silent_s=silent_s)
+            for router_id, silent_s in routers.silent_s().items()
         ],
-        routers=[control_pb2.ReportRouterRequest.FromString(report) for report in snapshot.routers],
-        keeps_pools=snapshot.keeps_pools,
-        settles=snapshot.settles,
-        model_fingerprint=snapshot.model_fingerprint,
-        closed_pods=sorted(snapshot.closed_pods),
+        routers=[control_pb2.ReportRouterRequest.FromString(each) for each in routers.reports()],
+        keeps_pools=registry.keeps_pools,
+        settles=registry.settles,
+        model_fingerprint=registry.model_fingerprint,
+        closed_pods=sorted(pools.closed_pods),
     )
 
 
-def _pool_message(pool: Pool, stay_order: Mapping[str, int]) -> control_pb2.PoolStatus:
+def _pool_message(pool: Pool, staying: Sequence[Slot]) -> control_pb2.PoolStatus:
+    """Describe a pool. `staying`: its slots that stay, of which the last would leave first."""
     settings = pool.settings
+    standing = {slot.worker_id: order for order, slot in enumerate(staying)}
     return control_pb2.PoolStatus(
         name=pool.name,
         role=ROLES[settings.role],
@@ -353,7 +349,7 @@ def _pool_message(pool: Pool, stay_order: Mapping[str, int]) -> control_pb2.Pool
             control_pb2.PoolPlace(
                 worker_id=slot.worker_id,
                 pod_name=slot.pod_name or "",
-                standing=stay_order.get(slot.worker_id),
+                standing=standing.get(slot.worker_id),
             )
             for slot in pool.slots
         ],

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Collection, Mapping
-from functools import partial
 
 from baton.errors import BatonError
 from baton.fleet import WorkerState
@@ -14,8 +13,6 @@ from cluster.registry.registry import Registry
 from cluster.role_plan import RolePlan
 
 log = logging.getLogger(__name__)
-
-_Added = tuple[str, bytes]  # a pool's name and its settings' digest
 
 
 class PoolBacking:
@@ -51,7 +48,7 @@ class PoolChanges:
         self._registry = registry
         self._backing = backing
         self._adding = asyncio.Lock()  # one at a time: choosing `auto` settings takes memory
-        self._additions: dict[_Added, asyncio.Task[None]] = {}
+        self._additions: set[asyncio.Task[None]] = set()
 
     async def set_replicas(self, pool: str, replicas: int) -> int:
         """Set a pool's size and return the previous one."""
@@ -63,7 +60,7 @@ class PoolChanges:
         self._backing.save()
         return former
 
-    async def set_role_plan(self, pool: str, plan: RolePlan) -> None:
+    def set_role_plan(self, pool: str, plan: RolePlan) -> None:
         self._registry.pools.set_role_plan(pool, plan)
         self._backing.save()
 
@@ -74,13 +71,9 @@ class PoolChanges:
     async def add(self, name: str, text: str, replicas: int) -> None:
         """Add a pool. `text`: a cluster file that defines it. A repeated call waits for the
         first."""
-        settings = added_settings(name, text)
-        key = (name, settings.digest)
-        addition = self._additions.get(key)
-        if addition is None:
-            addition = asyncio.create_task(self._add(settings, replicas))
-            self._additions[key] = addition
-            addition.add_done_callback(partial(self._ended, key))
+        addition = asyncio.create_task(self._add(added_settings(name, text), replicas), name=name)
+        self._additions.add(addition)
+        addition.add_done_callback(self._ended)
         await asyncio.shield(addition)
 
     async def _add(self, settings: PoolSettings, replicas: int) -> None:
@@ -97,12 +90,12 @@ class PoolChanges:
             self._backing.pool_added(name)
         self._backing.save()
 
-    def _ended(self, key: _Added, addition: asyncio.Task[None]) -> None:
-        del self._additions[key]
+    def _ended(self, addition: asyncio.Task[None]) -> None:
+        self._additions.remove(addition)
         if not addition.cancelled() and (error := addition.exception()) is not None:
             fault = None if isinstance(error, BatonError) else error
             # Logged here because the caller may have left.
-            log.warning("pool %s was not added: %s", key[0], error, exc_info=fault)
+            log.warning("pool %s was not added: %s", addition.get_name(), error, exc_info=fault)
 
     def agree_dtype(self, pool: str, proposed: str) -> str:
         """The dtype of the pool's workers. `proposed`: what the calling worker would choose."""
@@ -113,14 +106,13 @@ class PoolChanges:
     def _dtype_in_use(self) -> str:
         """The dtype of a registered worker; empty: none is registered. A registry that lost its
         state must not agree on another dtype."""
-        for worker in self._registry.snapshot().workers:
+        for worker in self._registry.workers():
             if worker.registration.dtype and worker.state is not WorkerState.GONE:
                 return worker.registration.dtype
         return ""
 
     async def remove(self, pool: str) -> None:
         await self._backing.slots_known()
-        if additions := [task for (name, *_), task in self._additions.items() if name == pool]:
-            await asyncio.wait(additions)
-        self._registry.pools.remove(pool, self._registry.workers_of(pool))
-        self._backing.save()
+        async with self._adding:  # the pool itself may be being added
+            self._registry.pools.remove(pool, self._registry.workers_of(pool))
+            self._backing.save()

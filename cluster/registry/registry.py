@@ -21,16 +21,15 @@ A worker's states:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from baton.clock import AwakeClock, NowS
 from baton.config.workers import RegistryConfig
-from baton.errors import OtherModelError
+from baton.errors import NotFoundError, OtherModelError
 from baton.fleet import Role, WorkerState
-from cluster.pools.pool_table import Pool, PoolTable, Slot
+from cluster.pools.pool_table import PoolTable, Slot
 from cluster.progress import Progress
-from cluster.registry.routers import RouterReports, SilentRouter, UnitList
+from cluster.registry.routers import RouterReports, UnitList
 from cluster.role_plan import RolePlan, active_roles
 from kv_transfer.process import ProcessIdentity
 
@@ -50,9 +49,9 @@ class Registration:
     model_fingerprint: bytes = b""
     """Fingerprint of its model's weights and configuration; empty: none."""
     dtype: str = ""
-    """What it computes in; empty: nothing."""
+    """The dtype that it computes in; empty: it computes nothing."""
     processes: frozenset[ProcessIdentity] = frozenset()
-    """Of its ranks."""
+    """The processes of its ranks."""
 
 
 @dataclass(frozen=True)
@@ -72,23 +71,6 @@ class FleetEntry:
     """Seconds since it became SUSPECT; 0 in any other state."""
     active_role: Role | None = None
     """The role that a role plan assigns it; None: no plan."""
-
-
-@dataclass(frozen=True)
-class FleetSnapshot:
-    version: int
-    workers: tuple[FleetEntry, ...]
-    pools: tuple[Pool, ...]
-    routers: tuple[bytes, ...] = ()
-    """The routers' newest reports."""
-    keeps_pools: bool = False
-    stay_order: Mapping[str, int] = field(default_factory=dict)
-    """Worker id -> order among the pool's slots that stay: the highest leave first."""
-    settles: bool = False
-    """Workers from before the registry's start may have yet to register."""
-    silent_routers: tuple[SilentRouter, ...] = ()
-    model_fingerprint: bytes = b""
-    closed_pods: frozenset[str] = frozenset()
 
 
 @dataclass
@@ -117,9 +99,9 @@ class Registry:
     ) -> None:
         """`keeps_pools`: every worker's pool is in the table or will be added.
         `model_fingerprint`: the model that served before a restart."""
-        self.config, self._keeps_pools = config, keeps_pools
+        self.config, self.keeps_pools = config, keeps_pools
         self.model_fingerprint = model_fingerprint
-        """Of the model that serves here; empty: no worker has registered yet."""
+        """Fingerprint of the model that serves; empty: no worker has registered yet."""
         self._clock = AwakeClock(clock, 2 * config.look_s)
         self.routers = RouterReports(self._clock)
         self.pools = PoolTable()
@@ -174,10 +156,10 @@ class Registry:
         return self._heard_on(stream) is not None
 
     def ask_drain(self, worker_id: str) -> None:
-        """Ask a worker to drain. Raises KeyError if it is unknown or gone."""
-        worker = self._workers[worker_id]
-        if worker.state is WorkerState.GONE:
-            raise KeyError(worker_id)
+        """Ask a worker to drain. Raises NotFoundError if it is unknown or gone."""
+        worker = self._workers.get(worker_id)
+        if worker is None or worker.state is WorkerState.GONE:
+            raise NotFoundError(f"no worker {worker_id!r}")
         worker.drain_asked = True
         self._update_state(worker)
 
@@ -214,12 +196,12 @@ class Registry:
                 del self._workers[worker.registration.worker_id]
                 self._changed()
         self._count_live()
-        return self._version
+        return self.version
 
-    def snapshot(self) -> FleetSnapshot:
-        """The fleet as of the last change. Writes nothing."""
+    def workers(self) -> tuple[FleetEntry, ...]:
+        """The workers as of the last change. Writes nothing."""
         now, roles = self._clock(), self._active_roles()
-        workers = tuple(
+        return tuple(
             FleetEntry(
                 worker.registration,
                 worker.state,
@@ -228,22 +210,6 @@ class Registry:
                 roles.get(worker.registration.worker_id),
             )
             for worker in self._workers.values()
-        )
-        return FleetSnapshot(
-            self._version,
-            workers,
-            self.pools.status(),
-            self.routers.reports(),
-            self._keeps_pools,
-            {
-                slot.worker_id: order
-                for pool in self.pools.all_settings()
-                for order, slot in enumerate(self.staying(pool))
-            },
-            self._may_be_incomplete(),
-            self.routers.silent(),
-            self.model_fingerprint,
-            self.pools.closed_pods,
         )
 
     def staying(self, pool: str) -> list[Slot]:
@@ -260,14 +226,15 @@ class Registry:
             for slot in self.pools.slots_of(pool)
         )
 
-    def _may_be_incomplete(self) -> bool:
+    @property
+    def settles(self) -> bool:
         """Whether workers from before this registry's start may have yet to register.
 
         After `silent_after_s` a worker that has not counts as silent. The exceptions are adopted
         workers, and workers of pools whose replicas the supervisor has yet to look for."""
         if self._clock() < self.config.silent_after_s:
             return True
-        if not self._keeps_pools:
+        if not self.keeps_pools:
             return False
         sizes = self.pools.desired_replicas()
         return (
@@ -288,7 +255,8 @@ class Registry:
         return {WorkerState.LIVE: 0, WorkerState.SUSPECT: 1}.get(worker.state, 2)
 
     @property
-    def _version(self) -> int:
+    def version(self) -> int:
+        """Increases when a worker's membership or state, or a pool, changes."""
         return self._num_changes + self.pools.version
 
     def _active_roles(self) -> dict[str, Role]:

@@ -10,7 +10,6 @@ calls are numbered as they begin, and an older call is ignored once a newer one 
 
 from __future__ import annotations
 
-import enum
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -24,27 +23,14 @@ FORGOTTEN_AFTER_S = 300.0
 """After this silence the router is forgotten."""
 
 
-class ReportState(enum.Enum):
-    REPORTING = "reporting"
-    LOST = "lost"
-    """Its call broke."""
-    LEFT = "left"
-    """It shut down. Remembered for a while, so that a late message of an old call is ignored."""
-
-
 @dataclass(frozen=True)
 class RouterEntry:
     router_id: str
     call: int
     report: bytes
     heard_at: float
-    state: ReportState = ReportState.REPORTING
-
-
-@dataclass(frozen=True)
-class SilentRouter:
-    router_id: str
-    silent_s: float
+    is_lost: bool = False
+    """Whether its call has broken."""
 
 
 class RouterReports:
@@ -61,52 +47,45 @@ class RouterReports:
         return self._num_calls
 
     def report(self, router_id: str, report: bytes, call: int) -> None:
-        self._book(RouterEntry(router_id, call, report, self._clock()))
+        """Keep a router's newest report."""
+        entry = self._entries.get(router_id)
+        if entry is None or entry.call <= call:
+            self._entries[router_id] = RouterEntry(router_id, call, report, self._clock())
 
     def lost(self, router_id: str, call: int) -> None:
         """The router's call ended; the router may still serve."""
         entry = self._entries.get(router_id)
-        if entry is not None and (entry.call, entry.state) == (call, ReportState.REPORTING):
-            self._book(replace(entry, state=ReportState.LOST))
+        if entry is not None and entry.call == call:
+            self._entries[router_id] = replace(entry, is_lost=True)
 
     def left(self, router_id: str, call: int) -> None:
         """The router has shut down."""
-        self._book(RouterEntry(router_id, call, b"", self._clock(), ReportState.LEFT))
+        entry = self._entries.get(router_id)
+        if entry is not None and entry.call <= call:
+            del self._entries[router_id]
 
     def reports(self) -> tuple[bytes, ...]:
         """Reports of the routers that are not silent, ordered by router id."""
         return tuple(entry.report for entry in self._known() if self._is_reporting(entry))
 
-    def silent(self) -> tuple[SilentRouter, ...]:
-        """The other routers, which may still serve."""
+    def silent_s(self) -> dict[str, float]:
+        """The other routers, which may still serve, and since how many seconds each is silent."""
         now = self._clock()
-        return tuple(
-            SilentRouter(entry.router_id, now - entry.heard_at)
+        return {
+            entry.router_id: now - entry.heard_at
             for entry in self._known()
             if not self._is_reporting(entry)
-        )
+        }
 
     def _is_reporting(self, entry: RouterEntry) -> bool:
         is_fresh = entry.heard_at > self._clock() - SILENT_AFTER_S
-        return is_fresh and entry.state is ReportState.REPORTING
-
-    def _book(self, entry: RouterEntry) -> None:
-        former = self._entries.get(entry.router_id)
-        if former is None or former.call <= entry.call:
-            remembered = (each for each in self._entries.values() if self._is_remembered(each))
-            self._entries = {each.router_id: each for each in remembered}
-            self._entries[entry.router_id] = entry
+        return is_fresh and not entry.is_lost
 
     def _known(self) -> list[RouterEntry]:
-        there = [
-            entry
-            for entry in self._entries.values()
-            if entry.state is not ReportState.LEFT and self._is_remembered(entry)
-        ]
-        return sorted(there, key=lambda entry: entry.router_id)
-
-    def _is_remembered(self, entry: RouterEntry) -> bool:
-        return entry.heard_at > self._clock() - FORGOTTEN_AFTER_S
+        """The routers that are not forgotten, ordered by router id."""
+        since = self._clock() - FORGOTTEN_AFTER_S
+        self._entries = {k: entry for k, entry in self._entries.items() if entry.heard_at > since}
+        return sorted(self._entries.values(), key=lambda entry: entry.router_id)
 
 
 # --- units --------------------------------------------------------------------------------------
@@ -123,27 +102,27 @@ class Unit:
     control_address: str = ""
     """host:port; empty: of the registry that was asked."""
     share: float = 1.0
-    """Of the requests."""
+    """Its share of the requests, 0 to 1."""
 
 
 _LONE = Unit()
 
 
 class UnitList:
-    """Own the list, the oldest unit first."""
+    """Own the list of units, the oldest first."""
 
     def __init__(self, own: Unit = _LONE, given: Sequence[Unit] = ()) -> None:
         """`own`: the unit that this registry is part of. It is the only one until `set`."""
         self._own = (own,)
         self.given = tuple(given)
-        """As it was set; empty: nobody has."""
+        """The list as it was set; empty: it never was."""
 
     @property
     def all(self) -> tuple[Unit, ...]:
         return self.given or self._own
 
     def set(self, units: Sequence[Unit]) -> None:
-        """Raises InvalidRequestError."""
+        """Replace the list. Raises InvalidRequestError."""
         _check(units)
         self.given = tuple(units)
 

@@ -39,9 +39,8 @@ def ask(name: str, config: WorkerConfig, closed_pods: Collection[str]) -> str | 
 
     Returns the pod's name; empty for a machine, and for a pod whose node has no name label. None:
     no pod has room yet; the request stays open. Raises ReplicaError if no machine has room."""
-    num_ranks, resources = config.tp_size, rank_resources(config)
+    num_ranks, resources = config.shape.tensor_parallel, rank_resources(config)
     if not config.in_pod:
-        _check_machines(num_ranks, resources)
         group = _new_group(name, num_ranks, resources)
         _wait_for_place(group, num_ranks, resources)
         return ""
@@ -58,15 +57,6 @@ def pods_by_node() -> dict[str, str]:
     nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
     names = {node["NodeID"]: node["Labels"].get(POD_LABEL) for node in nodes if node["Alive"]}
     return {node_id: name for node_id, name in names.items() if name}
-
-
-def _check_machines(num_ranks: int, resources: Mapping[str, float]) -> None:
-    """Raise ReplicaError if no machine is large enough, even when empty."""
-    if "GPU" in resources:
-        nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
-        most = int(max(node["Resources"].get("GPU", 0) for node in nodes if node["Alive"]))
-        if most < num_ranks:
-            raise ReplicaError(f"{num_ranks} ranks need a GPU each; the largest machine has {most}")
 
 
 def _new_group(
@@ -126,16 +116,23 @@ def check_room(pool: str, pools: Mapping[str, PoolSettings], replicas: Mapping[s
     """
     if pools[pool].config.runs_on == "pods" or not pools[pool].gpus_per_replica:
         return
+    if lack := lacking_gpus(pools, replicas):
+        text = f"no room for {replicas[pool]} replicas of {pool}: {lack}"
+        raise NoCapacityError(text, field="replicas")
+
+
+def lacking_gpus(pools: Mapping[str, PoolSettings], replicas: Mapping[str, int]) -> str:
+    """Say that these sizes take more GPUs than there are; empty: they do not."""
     wanted = num_gpus_wanted(pools, replicas)
     resources: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
     found = int(resources.get("GPU", 0))
-    if wanted > found:
-        free = num_free("GPU")
-        raise NoCapacityError(
-            f"no room for {replicas[pool]} replicas of {pool}: all pools together would need "
-            f"{wanted} GPUs, one for each rank; there are {found}, {free:g} of them free",
-            field="replicas",
-        )
+    if wanted <= found:
+        return ""
+    return (
+        f"all pools together would need {wanted} GPUs, one for each rank; there are {found}, "
+        f"{num_free('GPU'):g} of them free. Make the pools smaller, or one pool of role mixed, or "
+        "set engine.device: cpu"
+    )
 
 
 def num_free(resource: str) -> float:

@@ -158,7 +158,7 @@ def _has_ended(address: str) -> bool:
 
 
 def _connect(address: str) -> None:
-    """Raises OSError."""
+    """Open a connection to the GCS, and close it. Raises OSError."""
     host, _, port = address.rpartition(":")
     socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S).close()
 

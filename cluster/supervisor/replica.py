@@ -139,7 +139,7 @@ class RayReplicas:
             node_id = None if group is None else bundles.node_of(group)
             if group is None or node_id is None:
                 raise PodLostError("its node is gone")
-            for rank in range(config.tp_size):
+            for rank in range(config.shape.tensor_parallel):
                 begun.actors[rank] = _new_actor(name, group, rank, resources)
             try:
                 self._launch(config, group, begun)
@@ -165,11 +165,11 @@ class RayReplicas:
         entry = _entry_of(_first_statuses(begun.actors, group))
         begun.processes, begun.node_id = entry.processes, entry.node_id
         self._processes.add(str(begun.name), entry)
-        meeting = ""
-        if config.tp_size > 1:
+        meeting, tp_size = "", config.shape.tensor_parallel
+        if tp_size > 1:
             port = ray.get(begun.actors[0].listen.remote(config.host), timeout=_CALL_TIMEOUT_S)
             meeting = f"{config.host}:{port}"
-        positions = [RankPosition(rank, config.tp_size, meeting) for rank in begun.actors]
+        positions = [RankPosition(rank, tp_size, meeting) for rank in begun.actors]
         launches = [
             actor.launch.remote(config, position) for actor, position in zip(actors, positions)
         ]

@@ -43,68 +43,57 @@ class SupervisorState:
     def __init__(self, run_dir: Path, cluster: ClusterConfig) -> None:
         self._path = state_file(run_dir)
         self._cluster, self._own = cluster, own_settings(cluster)
-        self._is_kept = self._path.exists()
-        self._kept: dict[str, Any] = {
-            "listen": f"{cluster.control.host}:{cluster.control.port}",
-            "desired": {},
-            "role_plans": {},
-            "added_pools": {},
-            "removed_pools": [],
-            "dtype": None,
-            "away": sorted(role.value for role in PoolTable().away),
-            "model_fingerprint": "",
-            "units": [],
-            "closed_pods": [],
-        }
-        if self._is_kept:
+        self._kept: dict[str, Any] = {}  # empty before the first `keep`
+        if self._path.exists():
             self._kept = json.loads(self._path.read_text())
 
     @property
     def listen(self) -> str:
-        return str(self._kept["listen"])
+        control = self._cluster.control
+        return str(self._kept.get("listen", f"{control.host}:{control.port}"))
 
     @property
     def away(self) -> frozenset[Role]:
-        return frozenset(map(Role, self._kept["away"]))
+        return frozenset(map(Role, self._kept.get("away", PoolTable().away)))
 
     @property
     def model_fingerprint(self) -> bytes:
-        return bytes.fromhex(self._kept["model_fingerprint"])
+        return bytes.fromhex(self._kept.get("model_fingerprint", ""))
 
     @property
     def units(self) -> UnitList:
         control = self._cluster.control
         address = f"{control.announced_host}:{control.port}" if control.announced_host else ""
         own = Unit(self._cluster.unit, address)
-        return UnitList(own, [Unit(**unit) for unit in self._kept["units"]])
+        return UnitList(own, [Unit(**unit) for unit in self._kept.get("units", ())])
 
     def restore(self, pools: PoolTable) -> None:
         """Fill an empty table with the pools of the cluster's own file and all later changes."""
         pools.bind_model(ModelSource.of(self._cluster))
-        added_pools = self._kept["added_pools"]
+        added_pools = self._kept.get("added_pools", {})
         for name, settings in self._own.items():
             if name in added_pools:
                 log.warning("pool %s: AddPool's settings replace those of the cluster's file", name)
-            elif name not in self._kept["removed_pools"]:
+            elif name not in self._kept.get("removed_pools", ()):
                 self._restore_pool(pools, settings)
         for name, added in added_pools.items():
             config = read_config(added["config"], source=f"pool {name}")
             digest = bytes.fromhex(added["digest"])
             self._restore_pool(pools, PoolSettings(name, config, digest))
         pools.restore_away_roles(self.away)
-        pools.close_pods(self._kept["closed_pods"])
+        pools.close_pods(self._kept.get("closed_pods", ()))
 
     def _restore_pool(self, pools: PoolTable, settings: PoolSettings) -> None:
         name, shape = settings.name, settings.shape
-        if (dtype := self._kept["dtype"]) is not None:
+        if (dtype := self._kept.get("dtype")) is not None:
             settings = settings.with_dtype(dtype)
-        replicas: int = self._kept["desired"].get(name, shape.replicas)
+        replicas: int = self._kept.get("desired", {}).get(name, shape.replicas)
         try:
             pools.add(settings, min(replicas, shape.max_replicas))
         except ConfigError as error:  # the cluster's file names another model now
             log.error("%s; the pool is dropped", error.message)
             return
-        plan = self._kept["role_plans"].get(name)
+        plan = self._kept.get("role_plans", {}).get(name)
         if plan is not None:
             try:
                 pools.set_role_plan(name, RolePlan(**plan))
@@ -130,9 +119,9 @@ class SupervisorState:
             "units": [vars(unit) for unit in registry.units.given],
             "closed_pods": sorted(registry.pools.closed_pods),
         }
-        if kept != self._kept or not self._is_kept:
+        if kept != self._kept:
             _replace(self._path, kept)
-            self._kept, self._is_kept = kept, True
+            self._kept = kept
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from baton.clock import Clock, LoopClock, wait_for_event
+from baton.errors import NotFoundError
 from baton.fleet import WorkerState
 from baton.pacing import Backoff
 from cluster.errors import PodLostError, ReplicaError
@@ -118,7 +119,7 @@ class SlotSupervisor:
         try:
             self._context.registry.ask_drain(self.worker_id)
             self._context.changes.announce()
-        except KeyError:
+        except NotFoundError:
             if not self._served:  # it has never registered, so it runs nothing
                 self._ended.set()
 
@@ -149,8 +150,14 @@ class SlotSupervisor:
         config = self._context.worker_config(name)
         self._served, self._failure = False, None
         self._ended.clear()
+        replicas = self._context.replicas
         try:
-            self.replica = await self._started(name, config)
+            if await self._placed(name, config):
+                self._began_at = self._context.clock.now_s()
+                start = partial(replicas.start, name, config)
+                self.replica = await self._context.ray(start)
+            else:
+                await self._context.ray(partial(replicas.destroy, Replica(name)))
         except PodLostError as error:
             log.info("%s: %s", name, error)
         except ReplicaError as error:
@@ -161,15 +168,6 @@ class SlotSupervisor:
         if self._leaving.is_set():
             self._ended.set()
         return True
-
-    async def _started(self, name: ReplicaName, config: WorkerConfig) -> Replica | None:
-        """Start a replica; None: the slot is no longer wanted. Raises ReplicaError."""
-        replicas = self._context.replicas
-        if not await self._placed(name, config):
-            await self._context.ray(partial(replicas.destroy, Replica(name)))
-            return None
-        self._began_at = self._context.clock.now_s()
-        return await self._context.ray(partial(replicas.start, name, config))
 
     async def _placed(self, name: ReplicaName, config: WorkerConfig) -> bool:
         """Wait for room. False: the slot is no longer wanted. Raises ReplicaError, and PodLostError
@@ -252,7 +250,7 @@ class SlotSupervisor:
         """The present replica's entry in the registry; None: not registered. It is known by its
         processes: a replica that was left behind may still report, and incarnations depend on
         clocks that can be set back."""
-        entries = self._context.registry.snapshot().workers
+        entries = self._context.registry.workers()
         entry = next((e for e in entries if e.registration.worker_id == self.worker_id), None)
         if entry is None or self.replica is None:
             return None

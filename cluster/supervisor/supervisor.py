@@ -13,6 +13,7 @@ what must survive a restart (`run_dir`).
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import logging
 import os
@@ -52,7 +53,6 @@ from cluster.supervisor.replica import (
 from cluster.supervisor.run_dir import SupervisorState, state_file
 from cluster.supervisor.slot_supervisor import LOOK_S, SlotContext, SlotSupervisor
 from cluster.worker.config import WorkerConfig, num_threads_of, worker_config
-from cluster.worker.process import LoopDoor
 
 log = logging.getLogger(__name__)
 
@@ -128,12 +128,12 @@ class Supervision(PoolBacking):
     # --- PoolBacking ----------------------------------------------------------------------------
 
     async def check_room(self, pool: PoolSettings, replicas: Mapping[str, int]) -> None:
-        """Raises NoCapacityError."""
+        """Check that there are GPUs for these sizes. Raises NoCapacityError."""
         pools = self._registry.pools.all_settings() | {pool.name: pool}
         await self._short_call(partial(check_room, pool.name, pools, replicas))
 
     async def complete(self, settings: PoolSettings) -> PoolSettings:
-        """Raises ConfigError, UnavailableError."""
+        """Check that the pool fits, and resolve `auto`. Raises ConfigError, UnavailableError."""
         config, own = settings.config, self._cluster
         same = (
             ("runs_on", own.runs_on, config.runs_on),
@@ -162,7 +162,7 @@ class Supervision(PoolBacking):
         return settings
 
     def pool_added(self, pool: str) -> None:
-        """If nothing was left of the pool, no worker of it has yet to register."""
+        """Mark the pool as found, unless some of its replicas were: they open their slots first."""
         if all(name != pool for name, _ in self._adopted):
             self._registry.pools.mark_found(pool)
 
@@ -204,7 +204,7 @@ class Supervision(PoolBacking):
             await self._changes.wait(LOOK_S)
 
     def _wanted(self) -> set[_Key]:
-        """As many slots of each pool as its size: those that stay, then the lowest other indices.
+        """Choose each pool's slots, up to its size: those that stay, then the lowest other indices.
         A wanted slot that is leaving is filled again once it is empty."""
         wanted: set[_Key] = set()
         for pool, size in self._registry.pools.desired_replicas().items():
@@ -322,7 +322,7 @@ class SupervisorActor:
         self._address: Future[str] = Future()
         self._supervision: Supervision | None = None
         self._is_successor = state_file(Path(run_dir)).exists()
-        self._door = LoopDoor()
+        self._loop: asyncio.AbstractEventLoop  # once there is a supervision
         self._thread = threading.Thread(
             target=self._run, args=(cluster, Path(run_dir)), name="supervisor", daemon=True
         )
@@ -332,13 +332,11 @@ class SupervisorActor:
         """host:port of the control service, once it serves. Raises what kept it from serving."""
         return self._address.result()
 
-    def pid(self) -> int:
-        return os.getpid()
-
     def stop(self) -> None:
         """End all replicas; returns when none of their processes is left."""
         if self._supervision is not None:
-            self._door.call(self._supervision.stop)
+            with contextlib.suppress(RuntimeError):  # the loop has closed
+                self._loop.call_soon_threadsafe(self._supervision.stop)
         self._thread.join()
 
     def _run(self, cluster: ClusterConfig, run_dir: Path) -> None:
@@ -353,9 +351,9 @@ class SupervisorActor:
             os._exit(1)  # Ray starts it again, and it adopts
 
     async def _supervise(self, cluster: ClusterConfig, run_dir: Path) -> None:
-        with self._door.open():
-            self._supervision = Supervision(cluster, run_dir)
-            await self._supervision.run(self._address.set_result)
+        self._loop = asyncio.get_running_loop()
+        self._supervision = Supervision(cluster, run_dir)
+        await self._supervision.run(self._address.set_result)
 
 
 class SupervisorHandle:
@@ -401,11 +399,6 @@ class SupervisorHandle:
                 time.sleep(_ASK_AGAIN_S)
             except RayError as error:
                 raise _not_there(error) from error
-
-    def pid(self) -> int:
-        """Its pid. Raises RayError while Ray restarts it."""
-        pid: int = ray.get(self._actor.pid.remote(), timeout=_ANSWER_WITHIN_S)
-        return pid
 
     def stop(self, within_s: float = _ANSWER_WITHIN_S) -> bool:
         """End every replica, then the supervisor. True: it confirmed that no replica is left."""

@@ -7,16 +7,13 @@ CUDA_VISIBLE_DEVICES.
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
-from baton.config.cluster import ClusterConfig
+from baton.config.cluster import ClusterConfig, PoolConfig
 from baton.config.engine import EngineConfig
-from baton.config.internal import InternalConfig
 from baton.config.transfer import TransferConfig
-from baton.config.workers import DecodeConfig, RegistryConfig, WorkerSettings
-from baton.fleet import Role
-from baton.process.log import LogSettings
+from baton.config.workers import WorkerSettings
 from cluster.node.pod import Pod
 from engine.engines import RankPosition as RankPosition
 from engine.run import compute_threads
@@ -24,31 +21,29 @@ from engine.run import compute_threads
 
 @dataclass(frozen=True)
 class WorkerConfig:
-    """The configuration of one replica, the same for all its ranks."""
+    """The configuration of one replica, the same for all its ranks: its cluster's, and the parts of
+    that which are its own."""
 
     worker_id: str
     pool: str
-    role: Role
-    model_name: str
-    model_path: str
-    model_revision: str | None
-    tokenizer: str | None
+    cluster: ClusterConfig
     engine: EngineConfig
     transfer: TransferConfig
-    tp_size: int
+    settings: WorkerSettings
     control_address: str
     host: str = "127.0.0.1"
-    in_pod: bool = False
-    """Whether it has its own pod; then `with_node_settings` sets where it listens."""
     pod: Pod | None = None
-    internal: InternalConfig = field(default_factory=InternalConfig)
-    settings: WorkerSettings = field(default_factory=WorkerSettings)
-    log: LogSettings = field(default_factory=LogSettings)
     log_dir: str = ""
     """Folder of the ranks' log files; empty: the pod's log."""
-    decode: DecodeConfig = field(default_factory=DecodeConfig)
-    registry: RegistryConfig = field(default_factory=RegistryConfig)
-    """The registry's settings: a worker judges its own steps by the same limits."""
+
+    @property
+    def shape(self) -> PoolConfig:
+        return self.cluster.pools[self.pool]
+
+    @property
+    def in_pod(self) -> bool:
+        """Whether it has its own pod; then `with_node_settings` sets where it listens."""
+        return self.cluster.runs_on == "pods"
 
     def log_file(self, rank: int) -> Path | None:
         name = self.worker_id if rank == 0 else f"{self.worker_id}.r{rank}"
@@ -67,21 +62,11 @@ def worker_config(
     return WorkerConfig(
         worker_id=worker_id,
         pool=pool,
-        role=shape.role,
-        model_name=cluster.model_name,
-        model_path=cluster.model,
-        model_revision=cluster.model_revision,
-        tokenizer=cluster.tokenizer,
+        cluster=cluster,
         engine=cluster.pool_engine(pool),
         transfer=dataclasses.replace(cluster.transfer, net_devices=devices),
-        tp_size=shape.tensor_parallel,
-        control_address=control_address,
-        in_pod=cluster.runs_on == "pods",
-        log=LogSettings.of(cluster),
-        internal=cluster.internal,
         settings=settings,
-        decode=cluster.decode,
-        registry=cluster.registry,
+        control_address=control_address,
     )
 
 

@@ -13,7 +13,7 @@ _REQUESTS = (b"GET /live HTTP/1.1\r\n", b"GET /live HTTP/1.0\r\n")
 
 @contextlib.asynccontextmanager
 async def live_port(host: str, port: int, is_live: Callable[[], bool]) -> AsyncIterator[str]:
-    """Serve it; yields the host:port. Raises OSError."""
+    """Serve the probe's port; yields its host:port. Raises OSError."""
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         unread = (OSError, TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError)

@@ -14,7 +14,7 @@ import socket
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -23,7 +23,7 @@ from typing import Any
 import uvloop
 
 from baton.process.interpreter import share_interpreter
-from baton.process.log import set_up_logging
+from baton.process.log import LogSettings, set_up_logging
 from cluster.errors import one_line
 from cluster.node.pod import Pod
 from cluster.worker.config import (
@@ -31,40 +31,12 @@ from cluster.worker.config import (
     WorkerConfig,
     with_node_settings,
 )
-from cluster.worker.rank import OnFatal, build_rank, follow_rank0, listen
+from cluster.worker.rank import OnFatal, build_rank, follow_rank0
 from cluster.worker.worker import EngineStuckError, Worker
 from engine.run import compute_threads
 from kv_transfer.process import ProcessIdentity, own_identity
 
 log = logging.getLogger(__name__)
-
-
-class LoopDoor:
-    """Passes other threads' calls to an event loop while it is inside `open`; drops the rest."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._loop: asyncio.AbstractEventLoop | None = None
-
-    @contextlib.contextmanager
-    def open(self) -> Iterator[None]:
-        """Enter on the loop, which then cannot close. After leaving, calls are dropped."""
-        loop = asyncio.get_running_loop()
-        with self._lock:
-            self._loop = loop
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._loop = None
-
-    def call(self, function: Callable[[], object]) -> bool:
-        """From any thread: run `function` on the loop. False: the loop is not open."""
-        with self._lock:
-            if self._loop is None:
-                return False
-            self._loop.call_soon_threadsafe(function)
-            return True
 
 
 _OURS = frozenset({"cluster", "prefill_worker", "decode_worker", "kv_transfer", "engine"})
@@ -73,10 +45,11 @@ _REPORT_S = 2.0
 
 def log_as_rank(config: WorkerConfig, position: RankPosition) -> None:
     """Log in a rank's name: to its file, or its pod's log."""
-    named = {"worker": config.worker_id, "pool": config.pool, "model": config.model_name}
+    named = {"worker": config.worker_id, "pool": config.pool, "model": config.cluster.model_name}
     if position.rank:
         named["rank"] = str(position.rank)
-    set_up_logging(config.log, os.environ, config.log_file(position.rank), **named)
+    settings = LogSettings.of(config.cluster)
+    set_up_logging(settings, os.environ, config.log_file(position.rank), **named)
 
 
 async def serve_worker(
@@ -135,7 +108,7 @@ class WorkerThread:
         self._position = position
         self._name = f"{config.worker_id} rank {position.rank}"
         self._worker: Worker | None = None
-        self._door = LoopDoor()
+        self._loop: asyncio.AbstractEventLoop  # once there is a worker
         self._lock = threading.Lock()
         self._ended: Future[str | None] = Future()
         self._thread = threading.Thread(target=self._run, name="worker", daemon=True)
@@ -159,7 +132,8 @@ class WorkerThread:
         """Make rank 0 leave now; the others follow. Does nothing while it loads or after it
         left."""
         if self._worker is not None:
-            self._door.call(self._worker.stop)
+            with contextlib.suppress(RuntimeError):  # the loop has closed
+                self._loop.call_soon_threadsafe(self._worker.stop)
 
     def fail(self, error: BaseException) -> None:
         """Report a fatal error, then end the process. Does not return."""
@@ -178,7 +152,7 @@ class WorkerThread:
     def _run(self) -> None:
         try:
             if self._position.rank == 0:
-                uvloop.run(self._serve())
+                uvloop.run(serve_worker(self._config, self._position, self._ready, self.fail))
             else:
                 follow_rank0(self._config, self._position, self.fail)
         except Exception as error:
@@ -187,11 +161,8 @@ class WorkerThread:
         log.info("%s has left", self._name)
         self._end(None)
 
-    async def _serve(self) -> None:
-        with self._door.open():
-            await serve_worker(self._config, self._position, self._ready, self.fail)
-
     def _ready(self, worker: Worker) -> None:
+        self._loop = asyncio.get_running_loop()
         self._worker = worker
 
 
@@ -238,8 +209,8 @@ class RankActor:
         return RankStatus(own_identity(), node_id, worker is not None, serves)
 
     def listen(self, host: str) -> int:
-        """On rank 0, before any launch: listen for the other ranks. Returns the port."""
-        self._meeting = listen(host)
+        """Listen for the other ranks, on rank 0 before any launch. Returns the port."""
+        self._meeting = socket.create_server((host, 0))
         port: int = self._meeting.getsockname()[1]
         return port
 

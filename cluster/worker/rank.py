@@ -53,9 +53,9 @@ class Rank:
     transport: Transport
     transfer: TransferRank
     engine: Engine | None
-    """On rank 0."""
+    """Rank 0's engine; None on the others."""
     follow: Callable[[], None]
-    """On the others: compute what rank 0 does until it closes. Raises TpPeerError."""
+    """Computes what rank 0 does, on another rank, until rank 0 closes. Raises TpPeerError."""
 
     def close(self) -> None:
         """Free everything, after the engine's thread has ended."""
@@ -72,18 +72,13 @@ def new_incarnation() -> int:
 
 
 def free_port(host: str) -> int:
-    """A port that is free now, and that no connection is given until it is used: one below those
-    that Linux draws from. Raises OSError."""
+    """Return a port that is free now. It stays free of connections, since it is below those that
+    Linux draws from. Raises OSError."""
     for _ in range(100):
         with contextlib.suppress(OSError), socket.socket() as probe:
             probe.bind((host, port := 20_000 + secrets.randbelow(12_000)))
             return port
     raise OSError(f"no port is free at {host}")
-
-
-def listen(host: str) -> socket.socket:
-    """Listen on any free port of this host, where the ranks of a replica meet."""
-    return socket.create_server((host, 0))
 
 
 def build_rank(
@@ -95,9 +90,9 @@ def build_rank(
     TpPeerError, ValueError, and UnavailableError if no dtype was agreed on.
     """
     started_at = time.monotonic()
-    builder = engine_builder(config.engine)
+    builder, cluster = engine_builder(config.engine), config.cluster
     builder.join(config.engine, position, _MEETING_TIMEOUT_S)
-    folder = builder.find_model(config.model_path, config.model_revision)
+    folder = builder.find_model(cluster.model, cluster.model_revision)
     config = with_agreed_dtype(config, folder, builder)
     spec = builder.describe(folder, config.engine)
     loaded = builder.load(folder, config.engine, spec)  # first: KV gets the memory left
@@ -116,24 +111,24 @@ def build_rank(
         position.rank,
         position.size,
         time.monotonic() - started_at,
-        config.model_name,
+        cluster.model_name,
         memory.num_regions * memory.blocks_per_region,
         spec.layout.block_size,
     )
-    find_tokenizer = partial(_find_tokenizer, folder, config.tokenizer)
+    find_tokenizer = partial(_find_tokenizer, folder, cluster.tokenizer)
     engine = None if position.rank else loaded.make_engine(memory, transfer, find_tokenizer)
     follow = partial(loaded.follow, memory, transfer)
     return Rank(folder, spec, identity, transport, transfer, engine, follow)
 
 
 def _find_tokenizer(folder: str, tokenizer: str | None) -> Path:
-    """Raises ConfigError."""
+    """Find the model's tokenizer.json. Raises ConfigError."""
     paths = find_text_files(folder, tokenizer=tokenizer)
     return next(path for path in paths if path.name == "tokenizer.json")
 
 
 def _pool(loaded: LoadedModel, transport: Transport, layout: RegionLayout) -> TransferMemory:
-    """The KV pool. On a GPU torch allocates and the transport registers it; else the transport
+    """Make the KV pool. On a GPU torch allocates and the transport registers it; else the transport
     allocates it."""
     num_regions, device = loaded.config.num_regions, loaded.kv_device
     if device in (None, "cpu"):
@@ -164,7 +159,7 @@ _ASK_AGAIN_S = 0.5
 
 
 def with_agreed_dtype(config: WorkerConfig, folder: str, builder: EngineBuilder) -> WorkerConfig:
-    """The configuration with the agreed dtype, if it was `auto`. `folder`: the model's. Blocks.
+    """Return the configuration with the agreed dtype, if it was `auto`. `folder`: the model's.
 
     Raises ModelError, and UnavailableError if the registry does not answer.
     """
@@ -183,7 +178,7 @@ def with_agreed_dtype(config: WorkerConfig, folder: str, builder: EngineBuilder)
 
 def _agreed(config: WorkerConfig, own: str) -> str:
     give_up_at = time.monotonic() + _AGREE_WITHIN_S
-    identity = open_identity(config.internal, "worker")
+    identity = open_identity(config.cluster.internal, "worker")
     with ControlClient(config.control_address, identity=identity) as control:
         while True:
             try:

@@ -15,6 +15,7 @@ from typing import Any
 
 import grpc
 import grpc.aio
+from google.protobuf.message import Message
 from prometheus_client import CollectorRegistry, Metric, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
@@ -49,9 +50,9 @@ def worker_info(
     return control_pb2.WorkerInfo(
         ref=rank.identity.to_proto(),
         pool=config.pool,
-        role=ROLES[config.role],
+        role=ROLES[config.shape.role],
         address=address,
-        model=config.model_name,
+        model=config.cluster.model_name,
         kv_fingerprint=model.kv_fingerprint,
         model_fingerprint=model.model_fingerprint,
         dtype=model.dtype,
@@ -70,22 +71,10 @@ def worker_info(
     )
 
 
-def worker_load(load: EngineLoad, handoff_bytes_per_s: float) -> worker_pb2.WorkerLoad:
-    """The engine's load as a message."""
-    return worker_pb2.WorkerLoad(
-        num_waiting=load.num_waiting,
-        num_running=load.num_running,
-        num_reserved=load.num_reserved,
-        num_queued_tokens=load.num_queued_tokens,
-        num_free_blocks=load.num_free_blocks,
-        num_blocks=load.num_blocks,
-        num_quarantined_blocks=load.num_quarantined_blocks,
-        num_preemptions=load.num_preemptions,
-        num_recomputed_tokens=load.num_recomputed_tokens,
-        prefill_tokens_per_s=load.prefill_tokens_per_s,
-        decode_step_s=load.decode_step_s,
-        handoff_bytes_per_s=handoff_bytes_per_s,
-    )
+def load_fields(load: EngineLoad, message: type[Message]) -> dict[str, Any]:
+    """Return the engine's figures for which the message has a field of the same name."""
+    names = message.DESCRIPTOR.fields_by_name.keys()
+    return {name: figure for name, figure in vars(load).items() if name in names}
 
 
 class Registrar:
@@ -224,7 +213,7 @@ class WorkerCollector(Collector):
 
     @contextlib.contextmanager
     def served(self, host: str, port: int) -> Iterator[str]:
-        """Serve the metrics; yields their host:port."""
+        """Serve the metrics over HTTP; yields their host:port."""
         registry = CollectorRegistry()
         registry.register(self)
         server, thread = start_http_server(port, host.strip("[]"), registry=registry)

@@ -7,7 +7,6 @@ snapshot itself, from the engine's events.
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from pathlib import Path
 
@@ -33,30 +32,19 @@ class Subscription:
     """One follower's changes. Ends when the follower is `max_pending` messages behind."""
 
     def __init__(self, max_pending: int) -> None:
-        self._max_pending = max_pending
-        self._pending: deque[KvMessage] = deque()
-        self._wake = asyncio.Event()
+        self._pending: asyncio.Queue[KvMessage] = asyncio.Queue(max_pending)
         self.overflowed = False
 
     def push(self, change: KvMessage) -> None:
-        if self.overflowed:
-            return
-        if len(self._pending) >= self._max_pending:
+        if self._pending.full():
             self.overflowed = True
-            self._pending.clear()
         else:
-            self._pending.append(change)
-        self._wake.set()
+            self._pending.put_nowait(change)
 
     async def changes(self) -> AsyncIterator[KvMessage]:
         """Yield the snapshot, then every change. Ends on overflow; then subscribe again."""
-        while True:
-            await self._wake.wait()
-            self._wake.clear()
-            if self.overflowed:
-                return
-            while self._pending:
-                yield self._pending.popleft()
+        while not self.overflowed:
+            yield await self._pending.get()
 
 
 class CachedBlocks:
@@ -74,7 +62,7 @@ class CachedBlocks:
                     del self._parents[block_hash]
 
     def chains(self) -> list[Chain]:
-        """All blocks, as (parent, hashes)."""
+        """Return all blocks in chains, each as (parent, hashes)."""
         chains: list[tuple[BlockHash | None, list[BlockHash]]] = []
         for block_hash, parent in self._parents.items():
             if chains and chains[-1][1][-1] == parent:
@@ -98,8 +86,10 @@ class KvFeed:
     async def _follow(
         self, request: worker_pb2.SubscribeKvRequest, context: CallContext
     ) -> AsyncIterator[KvMessage]:
-        subscription = self.subscribe()
-        sequence = 0
+        subscription, sequence = Subscription(self._max_pending), 0
+        stored = [_stored(parent, hashes) for parent, hashes in self.blocks.chains()]
+        subscription.push(KvMessage(snapshot=True, stored=stored))
+        self._subscriptions.add(subscription)
         try:
             async for change in subscription.changes():
                 for piece in pieces_of(change):
@@ -108,17 +98,7 @@ class KvFeed:
                     yield message
                     sequence += 1
         finally:
-            self.unsubscribe(subscription)
-
-    def subscribe(self) -> Subscription:
-        subscription = Subscription(self._max_pending)
-        self._subscriptions.add(subscription)
-        stored = [_stored(parent, hashes) for parent, hashes in self.blocks.chains()]
-        subscription.push(KvMessage(snapshot=True, stored=stored))
-        return subscription
-
-    def unsubscribe(self, subscription: Subscription) -> None:
-        self._subscriptions.discard(subscription)
+            self._subscriptions.discard(subscription)
 
     def on_events(self, events: Sequence[EngineEvent]) -> None:
         """Pass on one step's changes in as few messages as their order allows."""
@@ -172,8 +152,8 @@ def _stored(parent: BlockHash | None, hashes: Sequence[BlockHash]) -> worker_pb2
 
 
 class ReportService:
-    """`load` asks the engine for its present load. `drain` starts a drain and returns at once.
-    `text_files` finds the tokenizer's files, and raises ConfigError if there are none."""
+    """Answers operators. `load` asks the engine for its load, `drain` starts a drain and returns at
+    once, `text_files` finds the tokenizer's files or raises ConfigError."""
 
     def __init__(
         self,

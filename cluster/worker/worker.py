@@ -18,7 +18,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -39,14 +39,15 @@ from cluster.worker.rank import Rank
 from cluster.worker.reports import (
     Registrar,
     WorkerCollector,
+    load_fields,
     problems_of,
     worker_info,
-    worker_load,
 )
 from cluster.worker.service import KvFeed, ReportService
 from decode_worker.role import DecodeRole
 from decode_worker.service import DecodeService
 from engine.api import Engine, EngineLoad
+from engine.errors import EngineStoppedError
 from engine.loop import EngineThread
 from engine.request import EngineEvent, PrefilledEvent, TokenEvent
 from kv_transfer.exporter import Exporter
@@ -85,7 +86,7 @@ class Worker:
         # Every worker has both: it always reads transfer messages for either role.
         self.exporter = Exporter(rank.transfer, fingerprint, self.engine_is_well, clock)
         self.prefill = PrefillRole(self.engine, self.exporter, self.fail)
-        self.decode = DecodeRole(self.engine, fingerprint, config.decode, clock, self.fail)
+        self.decode = DecodeRole(self.engine, fingerprint, config.cluster.decode, clock, self.fail)
         self.leases = LeaseTable(rank.transfer, fingerprint, self.decode, clock)
         self.decode.bind(self.leases)
         self.ready = asyncio.Event()
@@ -100,8 +101,7 @@ class Worker:
         self._num_first_tokens = self._num_later_tokens = 0
         self._load = worker_pb2.WorkerLoad()
         self._num_quarantined_bytes = 0
-        self._load_asked = False
-        self._identity = open_identity(config.internal, "worker")
+        self._identity = open_identity(config.cluster.internal, "worker")
         self._links: LinkServer | None = None
         self.address = ""
         self.metrics_address = self.health_address = ""
@@ -142,12 +142,12 @@ class Worker:
 
     async def _open(self, stack: contextlib.AsyncExitStack) -> None:
         """Serve and register until the stack is left. In a closed pod, stop at once."""
-        await stack.enter_async_context(self._server())
+        await self._listen(stack)
         if (port := self._config.settings.health_port) is not None:
             live = live_port(self._config.host, port, lambda: self._drain is None)
             self.health_address = await stack.enter_async_context(live)
         if (port := self._config.settings.metrics_port) is not None:
-            stack.enter_context(self._metrics(port))
+            self._serve_metrics(port, stack)
         if self._config.pod is not None:
             workers, info = PodWorkers(self._config.pod), self.info()
             workers.add(info)
@@ -164,7 +164,8 @@ class Worker:
             self._identity,
             self._config.settings.heartbeat_s,
         )
-        for name, work in (("registrar", registrar.run()), ("sweep", self._sweep())):
+        parts = {"registrar": registrar.run(), "sweep": self._sweep(), "load": self._follow_load()}
+        for name, work in parts.items():
             stack.push_async_callback(_end, self._begin(name, work))
         self.ready.set()
         log.info("%s serves at %s", self._config.worker_id, self.address)
@@ -239,26 +240,21 @@ class Worker:
                 return
             await asyncio.sleep(_SWEEP_S)
 
-    @contextlib.asynccontextmanager
-    async def _server(self) -> AsyncIterator[None]:
-        """Links of routers and operators."""
+    async def _listen(self, stack: contextlib.AsyncExitStack) -> None:
+        """Serve the links of routers and operators until the stack is left."""
         report = ReportService(self._load_now, self.drain, self.integrity, self._text_files)
         methods = {**self.feed.methods, **report.methods}
-        if self._config.role is not Role.DECODE:
+        if self._config.shape.role is not Role.DECODE:
             methods |= PrefillService(self.prefill, self.rank.model.kv_fingerprint).methods
-        if self._config.role is not Role.PREFILL:
+        if self._config.shape.role is not Role.PREFILL:
             methods |= DecodeService(self.decode).methods
         name = link_name(self.rank.identity.to_proto())
         links = self._links = LinkServer(methods, self._identity, name)
         host, port = self._config.host, self._config.settings.port
         self.address = f"{host}:{await links.start(host, port)}"
-        try:
-            yield
-        finally:
-            await links.stop()
+        stack.push_async_callback(links.stop)
 
-    @contextlib.contextmanager
-    def _metrics(self, port: int) -> Iterator[None]:
+    def _serve_metrics(self, port: int, stack: contextlib.AsyncExitStack) -> None:
         collector = WorkerCollector(
             self._config.worker_id,
             self._config.pool,
@@ -269,9 +265,8 @@ class Worker:
             lambda: self.decode.num_other_first_tokens,
         )
         host = self._config.settings.metrics_host or self._config.host
-        with collector.served(host, port) as self.metrics_address:
-            log.info("%s serves metrics at %s", self._config.worker_id, self.metrics_address)
-            yield
+        self.metrics_address = stack.enter_context(collector.served(host, port))
+        log.info("%s serves metrics at %s", self._config.worker_id, self.metrics_address)
 
     # --- the engine's thread --------------------------------------------------------------------
 
@@ -296,7 +291,6 @@ class Worker:
         return worker_info(self._config, self.rank, self._capacity, self.address)
 
     def _beat(self) -> control_pb2.RegisterRequest:
-        self._ask_load()
         return control_pb2.RegisterRequest(
             progress=self._progress(), load=self._load, draining=self._drain is not None
         )
@@ -322,35 +316,31 @@ class Worker:
         """Whether prompts here make progress: the engine has not failed, its step is not stuck by
         the registry's limits, and it has not been blocked for `stuck_after_s`. Two blocked workers
         could each hold the blocks that the other waits for."""
-        limits, blocked_since = self._config.registry, self.engine.health.blocked_since
+        limits, blocked_since = self._config.cluster.registry, self.engine.health.blocked_since
         if self.engine.error is not None or self._running_step().is_stuck(limits):
             return False
         return blocked_since is None or time.monotonic() - blocked_since < limits.stuck_after_s
 
-    def _ask_load(self) -> None:
-        """Ask the engine's thread for its load between two steps. A stuck one does not answer."""
-        if self._load_asked:
-            return
-        self._load_asked = True
-
-        def ask(engine: Engine) -> None:
-            self._loop.call_soon_threadsafe(self._take_load, engine.load())
-
-        self.engine.post(ask)
-
-    def _take_load(self, load: EngineLoad) -> None:
-        self._load_asked = False
-        self._num_quarantined_bytes = load.num_quarantined_bytes
-        self._load = worker_load(load, self.prefill.handoff_bytes_per_s)
+    async def _follow_load(self) -> None:
+        """Keep the load that heartbeats report. A stuck engine does not answer meanwhile."""
+        with contextlib.suppress(EngineStoppedError):  # the engine reports its own end
+            while True:
+                await self._load_now()
+                await asyncio.sleep(self._config.settings.heartbeat_s)
 
     async def _load_now(self) -> worker_pb2.WorkerLoad:
-        """The engine's load after the running step, however long that takes."""
-        self._take_load(await asyncio.wrap_future(self.engine.call(lambda e: e.load())))
+        """Return the engine's load after the running step, however long that takes."""
+        load = await asyncio.wrap_future(self.engine.call(lambda e: e.load()))
+        self._num_quarantined_bytes = load.num_quarantined_bytes
+        self._load = worker_pb2.WorkerLoad(
+            handoff_bytes_per_s=self.prefill.handoff_bytes_per_s,
+            **load_fields(load, worker_pb2.WorkerLoad),
+        )
         return self._load
 
     def _text_files(self) -> list[Path]:
-        """Raises ConfigError."""
-        return find_text_files(self.rank.model_folder, tokenizer=self._config.tokenizer)
+        """Find the tokenizer's files. Raises ConfigError."""
+        return find_text_files(self.rank.model_folder, tokenizer=self._config.cluster.tokenizer)
 
     async def _sweep(self) -> None:
         while True:
@@ -364,18 +354,16 @@ class Worker:
 
     # --- integrity ------------------------------------------------------------------------------
 
-    def check_integrity(self) -> None:
-        """Raise AssertionError if a part above the engine holds something twice or for nobody."""
-        problems = problems_of(self._checks())
-        assert not problems, problems
-
-    def _checks(self) -> dict[str, Callable[[], None]]:
-        return {
-            "prefill": self.prefill.check_integrity,
-            "decode": self.decode.check_integrity,
-            "exporter": self.exporter.check_integrity,
-            "leases": self.leases.check_integrity,
-        }
+    def problems(self) -> list[str]:
+        """Name the parts above the engine that hold something twice or for nobody."""
+        return problems_of(
+            {
+                "prefill": self.prefill.check_integrity,
+                "decode": self.decode.check_integrity,
+                "exporter": self.exporter.check_integrity,
+                "leases": self.leases.check_integrity,
+            }
+        )
 
     async def integrity(self, step_s: float | None = None) -> worker_pb2.CheckIntegrityResponse:
         """Run every part's checks, on every rank, and report what is held. `step_s`: how long the
@@ -388,18 +376,13 @@ class Worker:
         checking = asyncio.wrap_future(self.engine.call(check))
         load, in_engine = await asyncio.wait_for(checking, step_s)
         return worker_pb2.CheckIntegrityResponse(
-            problems=in_engine + on_ranks + problems_of(self._checks()),
-            num_waiting=load.num_waiting,
-            num_running=load.num_running,
-            num_reserved=load.num_reserved,
-            num_exporting=load.num_exporting,
+            problems=in_engine + on_ranks + self.problems(),
             num_open_leases=self.leases.num_open_leases(),
             num_open_handoffs=self.exporter.num_open(),
             num_blocks_in_use=load.num_blocks - load.num_free_blocks,
-            num_quarantined_blocks=load.num_quarantined_blocks,
-            num_steps=load.num_steps,
             num_first_tokens=self._num_first_tokens,
             num_later_tokens=self._num_later_tokens,
+            **load_fields(load, worker_pb2.CheckIntegrityResponse),
         )
 
 

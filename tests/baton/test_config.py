@@ -205,9 +205,9 @@ def test_what_the_file_sets_reaches_the_workers() -> None:
         }
     )
     reported = worker_config(config, "decode", "decode-0", "127.0.0.1:1")
-    assert (reported.settings, reported.decode) == (config.worker, config.decode)
+    assert (reported.settings, reported.cluster.decode) == (config.worker, config.decode)
     assert (reported.settings.drain_timeout_s, reported.settings.metrics_port) == (7.0, None)
-    assert (reported.decode.orphan_ttl_s, reported.log.level) == (5.0, "debug")
+    assert (reported.cluster.decode.orphan_ttl_s, reported.cluster.log_level) == (5.0, "debug")
     assert (reported.transfer.checksum, reported.transfer.net_devices) == ("always", "lo")
 
 

@@ -20,7 +20,7 @@ from baton.errors import ConfigError
 from baton.model_folder import find_text_files
 from cli.bring_up import Startup, read_config, with_model_folder
 from cli.progress import Steps, spinner
-from cluster.pools.pool_settings import AutoSettings
+from cluster.pools.pool_settings import choose_auto_settings
 from cluster.worker.config import worker_config
 from engine.engines import engine_builder
 from tests.baton.small_hub import COMMIT, SmallHub, fill_cache
@@ -124,11 +124,8 @@ def test_the_choice_of_a_dtype_fetches_the_revisions_config_and_no_weights(
 ) -> None:
     files = FILES | {"config.json": b'{"dtype": "float32"}'}
     config = parse_config({"model": NAME, "model_revision": "v2", "engine": {"device": "cpu"}})
-    with (
-        online(monkeypatch, files, revision="v2") as hub,
-        AutoSettings(config, {"HF_ENDPOINT": hub.address}) as decision,
-    ):
-        settled, _ = decision.result()
+    with online(monkeypatch, files, revision="v2") as hub:
+        settled, _ = choose_auto_settings(config, {"HF_ENDPOINT": hub.address})
     assert settled.engine.dtype == "float32"
     assert hub.sent() == ["config.json"]
 
@@ -141,7 +138,7 @@ def test_a_workers_engine_has_the_revision_that_its_cluster_names(
     folder = fill_cache(cache, NAME, FILES, revision="v2")
     config = parse_config({"model": NAME, "model_revision": "v2"})
     worker = worker_config(config, "decode", "decode-0", "127.0.0.1:1")
-    found = engine_builder(worker.engine).find_model(worker.model_path, worker.model_revision)
+    found = engine_builder(worker.engine).find_model(config.model, worker.cluster.model_revision)
     assert found == str(folder)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from baton.config.cluster import ClusterConfig, PoolConfig
 from baton.config.engine import EngineConfig, FakeEngineConfig
 from baton.config.transfer import TransferConfig
 from baton.config.workers import WorkerSettings
@@ -224,21 +225,18 @@ class MiniRouter:
 
 def worker_config(worker_id: str, role: Role, **changes: Any) -> WorkerConfig:
     """Of a worker on the fake engine, over the in-memory transport, without a registry."""
+    mixed = PoolConfig(Role.MIXED)
     config = WorkerConfig(
         worker_id=worker_id,
         pool=role.value,
-        role=role,
-        model_name="fake",
-        model_path="",
-        model_revision=None,
-        tokenizer=None,
+        cluster=ClusterConfig(model="fake", pools={"mixed": mixed, role.value: PoolConfig(role)}),
         engine=ENGINE,
         transfer=TransferConfig(transport="memory", renew_within_s=2.0, ack_timeout_s=2.0),
-        tp_size=1,
-        control_address="127.0.0.1:1",  # nobody there: a worker serves without a registry
         settings=SETTINGS,
+        control_address="127.0.0.1:1",  # nobody there: a worker serves without a registry
     )
-    return replace(config, **changes)
+    own = {name: changes.pop(name) for name in vars(config).keys() & changes.keys()}
+    return replace(config, cluster=replace(config.cluster, **changes), **own)
 
 
 @contextlib.asynccontextmanager
@@ -260,7 +258,7 @@ async def running_worker(
         if serving.done():
             serving.result()
         yield worker
-        worker.check_integrity()
+        assert not worker.problems()
         if not serving.done():
             await asyncio.wrap_future(worker.engine.call(lambda e: e.check_integrity()))
     finally:
@@ -284,7 +282,7 @@ async def nothing_held(*workers: Worker) -> None:
                     break
                 await asyncio.sleep(0.01)
             await asyncio.wrap_future(worker.engine.call(lambda e: e.check_integrity()))
-            worker.check_integrity()
+            assert not worker.problems()
 
 
 class HeldStep:

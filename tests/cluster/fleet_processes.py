@@ -36,7 +36,7 @@ class Fleet:
         )
 
     def worker(self, worker_id: str) -> control_pb2.FleetWorker:
-        fleet = fleet_message(self.registry.snapshot())
+        fleet = fleet_message(self.registry)
         return next(w for w in fleet.workers if w.info.ref.worker_id == worker_id)
 
     def address(self, worker_id: str) -> str:
@@ -48,8 +48,8 @@ class Fleet:
     async def until(self, happened: Happened, timeout_s: float = 60) -> None:
         """Poll the registry: what it knows comes from other processes."""
         give_up_at = time.monotonic() + timeout_s
-        while not happened(fleet_message(self.registry.snapshot())):
-            assert time.monotonic() < give_up_at, fleet_message(self.registry.snapshot())
+        while not happened(fleet_message(self.registry)):
+            assert time.monotonic() < give_up_at, fleet_message(self.registry)
             for worker_id, process in self.processes.items():
                 assert process.returncode in (None, 0, -signal.SIGKILL), worker_id
             await asyncio.sleep(0.05)

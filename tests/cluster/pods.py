@@ -35,10 +35,10 @@ from tests.cluster.whole_cluster import (
     Fleet,
     Site,
     live_workers,
+    supervisor_among,
 )
 
 _NUMBERS = itertools.count(11)
-_SUPERVISOR = "ray::SupervisorActor"
 
 
 # As containers have it: nobody outside can end a process by its number, nor see that it is over.
@@ -194,12 +194,7 @@ class PodCluster:
 
     def start_router(self, config: ClusterConfig) -> None:
         router = RouterProcess(
-            self.control_address,
-            self.config_path,
-            f"{config.router.host}:{config.router.port}",
-            self.run_dir / "router.log",
-            config.router.drain_timeout_s,
-            self.reaper.variables,
+            config.router, self.control_address, self.run_dir, self.reaper.variables
         )
         self.stack.callback(router.close)
         router.start(60.0)
@@ -209,12 +204,7 @@ class PodCluster:
         return self.pods[live_workers(fleet)[worker_id].pod_name]
 
     def supervisor(self) -> Process:
-        """By the title that Ray gives its process."""
-        for process in self.head.tree():
-            with contextlib.suppress(OSError):
-                if Path(f"/proc/{process.pid}/cmdline").read_text().startswith(_SUPERVISOR):
-                    return process
-        raise AssertionError("there is no supervisor")
+        return supervisor_among(self.head.tree())
 
     def check(self, fleet: Fleet) -> None:
         """Each live worker has a pod of its own pool to itself, and tells of that pod."""

@@ -72,7 +72,7 @@ def test_a_pool_that_was_added_serves_outlives_its_supervisor_and_leaves_nothing
         asked = [site.ask_new()]
         assert asked[0][1].workers == {"prefill-0", f"{ADDED}-0"}
 
-        os.kill(site.cluster.supervisor_pid(), signal.SIGKILL)
+        os.kill(site.supervisor_pid(), signal.SIGKILL)
         asked.append(site.ask_new())
         after = site.wait_for(lambda seen: sizes(seen) == alone)
         assert incarnations(after) == incarnations(before)
@@ -89,7 +89,7 @@ def test_a_pool_that_was_added_serves_outlives_its_supervisor_and_leaves_nothing
             again.remove_pool(ADDED)
         site.all_sound()
         assert len(list((run_dir / "processes").iterdir())) == 2
-        os.kill(site.cluster.supervisor_pid(), signal.SIGKILL)
+        os.kill(site.supervisor_pid(), signal.SIGKILL)
         assert set(sizes(site.all_live())) == {"prefill", "decode"}  # it does not come back
 
 

@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import pytest
 
+from baton.config.cluster import parse_config
 from baton.config.engine import EngineConfig
 from baton.config.workers import RegistryConfig
 from baton.errors import UnavailableError
@@ -49,7 +50,7 @@ def registry_of(*pools: str) -> Registry:
 
 async def agreed(config: WorkerConfig) -> str:
     reported = await asyncio.to_thread(
-        with_agreed_dtype, config, config.model_path, engine_builder(config.engine)
+        with_agreed_dtype, config, config.cluster.model, engine_builder(config.engine)
     )
     assert reported == dataclasses.replace(
         config, engine=dataclasses.replace(config.engine, dtype=reported.engine.dtype)
@@ -105,7 +106,7 @@ async def test_a_worker_whom_no_registry_answers_does_not_start(
 @pytest.mark.parametrize(
     "change",
     [
-        {"in_pod": False},
+        {"cluster": parse_config({"pools": {"p": {"role": "mixed"}}, "model": "fake"})},
         {"engine": EngineConfig(dtype="bfloat16")},
         {"engine": EngineConfig(backend="fake")},
     ],
@@ -115,7 +116,7 @@ def test_what_is_decided_or_computes_nothing_asks_nobody(
 ) -> None:
     config = dataclasses.replace(config_of(tmp_path, "127.0.0.1:1"), **change)
     builder = engine_builder(config.engine)
-    assert with_agreed_dtype(config, config.model_path, builder) is config
+    assert with_agreed_dtype(config, config.cluster.model, builder) is config
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", ""])

@@ -11,7 +11,7 @@ import pytest
 
 from baton.config.cluster import ClusterConfig, parse_config
 from baton.errors import ConfigError
-from cluster.pools.pool_settings import AutoSettings, choose_auto_settings
+from cluster.pools.pool_settings import choose_auto_settings
 
 
 def cluster(model: Path, engine: dict[str, Any], prefill: dict[str, Any]) -> ClusterConfig:
@@ -30,19 +30,16 @@ def dtypes(config: ClusterConfig) -> list[str]:
 
 def test_all_pools_get_one_dtype_with_its_reason(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"torch_dtype": "float32"}))
-    with AutoSettings(cluster(tmp_path, {}, {"dtype": "auto", "max_num_seqs": 3}), {}) as auto:
-        config, reported = auto.result()
+    config = cluster(tmp_path, {}, {"dtype": "auto", "max_num_seqs": 3})
+    config, reported = choose_auto_settings(config)
     assert dtypes(config) == ["float32", "float32"]
     assert config.pool_engine("p").max_num_seqs == 3
     assert reported[1:] == ["computing in float32: the checkpoint's own dtype"]
 
 
 def test_a_model_without_a_config_is_refused(tmp_path: Path) -> None:
-    with (
-        AutoSettings(cluster(tmp_path, {}, {}), {}) as auto,
-        pytest.raises(ConfigError, match=r"config\.json is missing"),
-    ):
-        auto.result()
+    with pytest.raises(ConfigError, match=r"config\.json is missing"):
+        choose_auto_settings(cluster(tmp_path, {}, {}))
 
 
 def test_a_model_whose_folder_is_on_the_workers_pods_alone_is_left_to_them(tmp_path: Path) -> None:
@@ -62,22 +59,17 @@ def test_a_model_whose_folder_is_on_the_workers_pods_alone_is_left_to_them(tmp_p
 def test_what_is_said_explicitly_stays_and_starts_nothing(
     engine: dict[str, Any], prefill: dict[str, Any], found: list[str], tmp_path: Path
 ) -> None:
-    with AutoSettings(cluster(tmp_path / "none", engine, prefill), {}) as auto:
-        config, reported = auto.result()
+    config, reported = choose_auto_settings(cluster(tmp_path / "none", engine, prefill))
     assert dtypes(config) == found
     assert reported == []
 
 
-@pytest.mark.parametrize(
-    ("decode", "said"), [("auto", "float32 by auto"), ("float16", "float16")], ids=["auto", "named"]
-)
+@pytest.mark.parametrize(("decode", "said"), [("auto", "float32"), ("float16", "float16")])
 def test_a_prefill_pool_whose_dtype_no_other_pool_has_is_refused(
     decode: str, said: str, tmp_path: Path
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"torch_dtype": "float32"}))
     config = cluster(tmp_path, {"dtype": decode}, {"dtype": "bfloat16"})
-    with AutoSettings(config, {}) as auto, pytest.raises(ConfigError) as caught:
-        auto.result()
-    assert caught.value.message.startswith(
-        f"pools.p.engine.dtype is bfloat16, engine.dtype (of pool d) is {said}:"
-    )
+    with pytest.raises(ConfigError) as caught:
+        choose_auto_settings(config)
+    assert caught.value.message.startswith(f"engine.dtype is bfloat16 in pool p, {said} in pool d:")

@@ -91,7 +91,7 @@ def test_a_cluster_on_more_gpus_than_the_machine_has_is_refused_before_anything_
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # also where there are some
     config, before = fake_cluster(tmp_path, replicas=1), descendants()
     engine = dataclasses.replace(config.engine, backend="torch", device="cuda")
-    with pytest.raises(ConfigError, match=r"the pools need 2 GPUs .*this machine has 0"):
+    with pytest.raises(ConfigError, match=r"would need 2 GPUs, .*there are 0"):
         up(dataclasses.replace(config, engine=engine))
     assert wait_until_gone(descendants() - before, 5.0) == set()
 

@@ -124,10 +124,12 @@ def loads_for_ever(folder: Path) -> None:
 
 
 def ranks_on_gpus(folder: Path, tp_size: int) -> WorkerConfig:
-    config = worker_config(on_gpus(folder), "decode", "decode-0", "127.0.0.1:1")
+    cluster = on_gpus(folder)
+    pool = dataclasses.replace(cluster.pools["decode"], tensor_parallel=tp_size)
+    cluster = dataclasses.replace(cluster, pools={"decode": pool})
+    config = worker_config(cluster, "decode", "decode-0", "127.0.0.1:1")
     loads_for_ever(folder)
-    memory = TransferConfig(transport="memory")
-    return dataclasses.replace(config, transfer=memory, tp_size=tp_size)
+    return dataclasses.replace(config, transfer=TransferConfig(transport="memory"))
 
 
 def visible_gpus(actor: Any) -> str:
@@ -165,7 +167,7 @@ def test_a_replica_on_more_gpus_than_any_machine_has_is_refused_at_once(
     replicas = RayReplicas(tmp_path)
     config = ranks_on_gpus(tmp_path, tp_size=NUM_GPUS + 1)
     began_at = time.monotonic()
-    with pytest.raises(ReplicaError, match="3 ranks need a GPU each; the largest machine has 2"):
+    with pytest.raises(ReplicaError, match="3 ranks with a GPU each; free GPUs on all machines: 2"):
         replicas.reserve(ReplicaName.new("decode", 0), config)
     assert time.monotonic() - began_at < 15  # not as long as for a place that may come free
     assert replicas.find({"decode": NUM_GPUS + 1}) == []

@@ -20,7 +20,7 @@ from baton.link.frames import MESSAGES, LinkError, Method
 from baton.link.router_end import ask_once
 from baton.v1 import worker_pb2
 from cluster.worker.config import RankPosition
-from cluster.worker.process import LoopDoor, serve_worker
+from cluster.worker.process import serve_worker
 from cluster.worker.worker import EngineStuckError, Worker, WorkerFailedError
 from kv_transfer.transport import FlushResult
 from kv_transfer.transports.by_name import make_transport
@@ -248,28 +248,3 @@ async def test_a_drain_is_not_held_up_by_an_engine_that_is_stuck(kit: Any) -> No
         error = await asyncio.wait_for(served.fatal, 10)
         assert isinstance(error, EngineStuckError)
         stuck.set()
-
-
-@pytest.fixture
-async def door() -> AsyncIterator[LoopDoor]:
-    door = LoopDoor()
-    with door.open():
-        yield door
-
-
-async def test_a_door_passes_calls_on_to_its_loop_from_any_thread(door: LoopDoor) -> None:
-    came = asyncio.Event()
-    assert await asyncio.to_thread(door.call, came.set)
-    await asyncio.wait_for(came.wait(), 5)
-
-
-def test_a_door_drops_calls_before_its_loop_runs_and_after_it_has_closed() -> None:
-    door = LoopDoor()
-
-    async def life() -> None:
-        with door.open():
-            assert door.call(lambda: None)
-
-    assert not door.call(lambda: None)
-    asyncio.run(life())
-    assert not door.call(lambda: None)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from baton.clock import ManualClock
 from baton.config.workers import DecodeConfig, RegistryConfig, WorkerSettings
-from baton.errors import OtherModelError
+from baton.errors import NotFoundError, OtherModelError
 from baton.fleet import WorkerState
 from cluster.progress import Progress
 from cluster.registry.registry import Registration, Registry, Stream
@@ -49,7 +49,7 @@ def beat(
 
 
 def state(registry: Registry) -> WorkerState:
-    (entry,) = registry.snapshot().workers
+    (entry,) = registry.workers()
     return entry.state
 
 
@@ -57,10 +57,10 @@ def test_a_worker_is_starting_until_its_first_progress_and_then_live() -> None:
     registry, _ = make()
     stream = register(registry)
     assert state(registry) is WorkerState.STARTING
-    assert registry.snapshot().pools[0].live_replicas == 0
+    assert registry.pools.status()[0].live_replicas == 0
     beat(registry, stream)
     assert state(registry) is WorkerState.LIVE
-    assert registry.snapshot().pools[0].live_replicas == 1
+    assert registry.pools.status()[0].live_replicas == 1
 
 
 def test_a_silent_worker_is_suspect_until_it_is_heard_then_gone_then_forgotten() -> None:
@@ -77,7 +77,7 @@ def test_a_silent_worker_is_suspect_until_it_is_heard_then_gone_then_forgotten()
     assert state(registry) is WorkerState.GONE
     assert not beat(registry, stream)
     pass_s(clock, registry, 10.0)
-    assert registry.snapshot().workers == ()
+    assert registry.workers() == ()
 
 
 def test_a_pause_of_the_registry_is_not_taken_for_its_workers_silence() -> None:
@@ -87,14 +87,14 @@ def test_a_pause_of_the_registry_is_not_taken_for_its_workers_silence() -> None:
     beat(registry, stream)
     beat(registry, dead)
     clock.advance(16.0)  # stopped; what the workers said meanwhile is still to be read
-    assert [w.state for w in registry.snapshot().workers] == [WorkerState.LIVE] * 2
+    assert [w.state for w in registry.workers()] == [WorkerState.LIVE] * 2
     pass_s(clock, registry, 1.0)
     assert beat(registry, stream)
     pass_s(clock, registry, 2.0)
-    states = [w.state for w in registry.snapshot().workers]
+    states = [w.state for w in registry.workers()]
     assert states == [WorkerState.LIVE, WorkerState.SUSPECT]
     clock.advance(60.0)
-    (suspect_s,) = (w.suspect_s for w in registry.snapshot().workers if w.suspect_s)
+    (suspect_s,) = (w.suspect_s for w in registry.workers() if w.suspect_s)
     assert suspect_s < 3.0  # a fence waits for the registry's own time too
 
 
@@ -144,10 +144,10 @@ def test_registering_again_in_time_is_no_change_of_state() -> None:
     registry, clock = make()
     beat(registry, register(registry))
     pass_s(clock, registry, 2.9)
-    version = registry.snapshot().version
+    version = registry.version
     register(registry)
     pass_s(clock, registry, 2.9)
-    assert registry.snapshot().version == version
+    assert registry.version == version
     assert state(registry) is WorkerState.LIVE
 
 
@@ -160,7 +160,7 @@ def test_a_newer_incarnation_replaces_the_older_and_the_older_is_refused() -> No
     assert not beat(registry, older)
     assert registry.register(registration(incarnation=7)) is None
     assert registry.hears(newer)
-    assert registry.snapshot().workers[0].registration.incarnation == 8
+    assert registry.workers()[0].registration.incarnation == 8
 
 
 def test_a_worker_that_was_gone_may_register_again_even_with_a_smaller_incarnation() -> None:
@@ -191,7 +191,7 @@ def test_a_draining_worker_is_given_the_silence_of_any_other_and_is_draining_whe
     assert state(registry) is WorkerState.DRAINING
     pass_s(clock, registry, 15.1)
     assert state(registry) is WorkerState.GONE
-    with pytest.raises(KeyError):
+    with pytest.raises(NotFoundError):
         registry.ask_drain("decode-0")
 
 
@@ -219,9 +219,9 @@ def test_a_snapshot_changes_nothing_however_late_it_is_taken() -> None:
     for late_s in (0.0, 2.0, 5.0, 1000.0):
         clock.advance(late_s)
         before = written()
-        first = registry.snapshot()
-        assert registry.snapshot() == first
-        assert first.workers[0].state is WorkerState.LIVE
+        first = registry.workers()
+        assert registry.workers() == first
+        assert state(registry) is WorkerState.LIVE
         assert written() == before
     pass_s(clock, registry, 20.0)
     assert state(registry) is WorkerState.GONE
@@ -234,9 +234,9 @@ def of_model(model_fingerprint: bytes, worker_id: str = "decode-1") -> Registrat
 def test_the_first_worker_s_model_binds_the_registry_while_any_worker_is_left() -> None:
     registry, _ = make()
     register(registry)  # it tells of no model
-    assert registry.snapshot().model_fingerprint == b""
+    assert registry.model_fingerprint == b""
     assert registry.register(of_model(b"one")) is not None
-    assert registry.snapshot().model_fingerprint == b"one"
+    assert registry.model_fingerprint == b"one"
     registry.gone("decode-1", 7)
     with pytest.raises(OtherModelError) as caught:
         registry.register(of_model(b"two", "decode-2"))
@@ -255,7 +255,7 @@ def test_a_fleet_that_has_gone_binds_no_model() -> None:
     registry, _ = make()
     assert registry.register(of_model(b"one")) is not None
     registry.gone("decode-1", 7)
-    assert registry.snapshot().model_fingerprint == b""
+    assert registry.model_fingerprint == b""
     assert registry.register(of_model(b"two", "decode-2")) is not None
     assert registry.model_fingerprint == b"two"
 
@@ -266,7 +266,7 @@ def test_a_refused_worker_is_named_with_what_clients_call_its_model_where_its_po
     registry = Registry(RegistryConfig(), ManualClock().now_s, model_fingerprint=b"one")
     with pytest.raises(OtherModelError, match="worker decode-1 loaded llama: "):
         registry.register(of_model(b"two"))
-    assert registry.snapshot().workers == ()
+    assert registry.workers() == ()
 
 
 @given(st.lists(st.sampled_from(["register", "beat", "stuck", "drain", "gone", "wait"])))
@@ -275,7 +275,7 @@ def test_the_version_rises_exactly_when_a_state_or_the_membership_changes(steps:
     streams = [Stream("decode-0", 0)]
 
     def seen() -> list[tuple[str, WorkerState]]:
-        return [(w.registration.worker_id, w.state) for w in registry.snapshot().workers]
+        return [(w.registration.worker_id, w.state) for w in registry.workers()]
 
     actions = {
         "register": lambda: streams.append(register(registry)),
@@ -285,15 +285,14 @@ def test_the_version_rises_exactly_when_a_state_or_the_membership_changes(steps:
         "gone": lambda: registry.gone("decode-0", 7),
     }
     for step in steps:
-        before, version = seen(), registry.snapshot().version
+        before, version = seen(), registry.version
         if step == "wait":
             pass_s(clock, registry, 4.0)
         else:
             actions[step]()
-        after = registry.snapshot()
-        assert after.version >= version
+        assert registry.version >= version
         if seen() != before:
-            assert after.version > version
+            assert registry.version > version
 
 
 def drain(registry: Registry) -> None:
@@ -305,14 +304,14 @@ def test_failed_starts_are_counted_in_a_row_and_forgiven_once_the_worker_is_live
     assert registry.pools.record_failure("decode", "decode-0", "no such model", served=False) == 1
     assert registry.pools.record_failure("decode", "decode-1", "killed", served=True) == 0
     assert registry.pools.record_failure("decode", "decode-0", "still none", served=False) == 2
-    (pool,) = registry.snapshot().pools
+    (pool,) = registry.pools.status()
     assert (pool.last_error, pool.num_failed_starts) == ("still none", 2)
     beat(registry, register(registry))
-    (pool,) = registry.snapshot().pools
+    (pool,) = registry.pools.status()
     assert (pool.last_error, pool.num_failed_starts) == ("killed", 0)
     assert registry.pools.record_failure("decode", "decode-1", "once more", served=False) == 1
     registry.pools.clear_failure("decode-1")
-    assert registry.snapshot().pools[0].last_error == ""
+    assert registry.pools.status()[0].last_error == ""
 
 
 @pytest.mark.parametrize(

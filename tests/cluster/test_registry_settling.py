@@ -39,7 +39,7 @@ def make(keeps_pools: bool = True) -> tuple[Registry, ManualClock]:
 
 
 def settles(registry: Registry) -> bool:
-    return fleet_message(registry.snapshot()).settles
+    return fleet_message(registry).settles
 
 
 def test_a_registry_settles_for_as_long_as_a_worker_may_be_silent_and_be_well() -> None:
@@ -106,7 +106,7 @@ def test_an_adopted_worker_that_is_forgotten_is_not_waited_for_again() -> None:
     registry.pools.open_slot("decode", "decode-0", is_adopted=True)
     serve(registry, "decode", 0)
     pass_s(clock, registry, RegistryConfig().gone_after_s + RegistryConfig().forget_after_s + 1)
-    assert not registry.snapshot().workers
+    assert not registry.workers()
     assert not registry.awaits_adopted("decode")
     assert not settles(registry)
 
@@ -162,7 +162,7 @@ def test_what_is_nearest_to_serving_stays_longest_then_the_lowest() -> None:
     staying = [place.index for place in registry.staying("decode")]
     assert staying == [3, 6, 4, 5, 1, 2, 0]  # live; served, silent; starting; pending
     registry.pools.update_slot("decode-6", is_leaving=True)
-    (reported,) = fleet_message(registry.snapshot()).pools
+    (reported,) = fleet_message(registry).pools
     stay_order = {
         place.worker_id: place.standing for place in reported.places if place.HasField("standing")
     }

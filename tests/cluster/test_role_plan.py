@@ -28,7 +28,7 @@ def registry_of(role: Role = Role.MIXED, num_workers: int = 4) -> Registry:
 
 
 def roles_of(registry: Registry) -> list[Role | None]:
-    workers = sorted(registry.snapshot().workers, key=lambda w: w.registration.worker_id)
+    workers = sorted(registry.workers(), key=lambda w: w.registration.worker_id)
     return [worker.active_role for worker in workers]
 
 

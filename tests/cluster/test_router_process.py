@@ -8,6 +8,7 @@ import signal
 import socket
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,10 +22,12 @@ from tests.cluster.whole_cluster import fake_cluster, wait_until
 pytestmark = pytest.mark.timeout(60)
 
 
-def router_at(listen: str, folder: Path) -> RouterProcess:
-    config, file = fake_cluster(folder), folder / "cluster.yaml"
-    file.write_text(config.to_yaml())
-    return RouterProcess("127.0.0.1:1", file, listen, folder / "router.log", 30.0, {})
+def router_at(folder: Path, **changes: Any) -> RouterProcess:
+    config = fake_cluster(folder)
+    routing = with_own_ports(dataclasses.replace(config.router, **changes))
+    config = dataclasses.replace(config, router=routing)
+    (folder / "cluster.yaml").write_text(config.to_yaml())
+    return RouterProcess(config.router, "127.0.0.1:1", folder, {})
 
 
 def test_a_router_with_a_wrong_configuration_is_not_tried_again_and_its_message_is_raised(
@@ -32,7 +35,7 @@ def test_a_router_with_a_wrong_configuration_is_not_tried_again_and_its_message_
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        router = router_at(f"127.0.0.1:{port}", tmp_path)
+        router = router_at(tmp_path, port=port)
         with pytest.raises(ConfigError) as failure:
             router.start(30.0)
         router.close()
@@ -45,7 +48,7 @@ def test_a_router_that_has_served_is_started_again_however_it_ends_until_it_is_c
     tmp_path: Path,
 ) -> None:
     before = descendants()
-    router = router_at("127.0.0.1:0", tmp_path)
+    router = router_at(tmp_path)
     router.start(30.0)
     pid = router.pid
     assert pid is not None
@@ -58,13 +61,9 @@ def test_a_router_that_has_served_is_started_again_however_it_ends_until_it_is_c
 def test_a_router_that_serves_tls_is_waited_for_at_its_port_for_health(tmp_path: Path) -> None:
     made = Authority(tmp_path).issue("router")
     tls = TlsConfig(str(made.certificate), str(made.key), str(tmp_path / "root.crt"))
-    config = fake_cluster(tmp_path)
-    routing = with_own_ports(dataclasses.replace(config.router, tls=tls))
-    file = tmp_path / "cluster.yaml"
-    file.write_text(dataclasses.replace(config, router=routing).to_yaml())
-    router = RouterProcess("127.0.0.1:1", file, "127.0.0.1:0", tmp_path / "router.log", 30.0, {})
+    router = router_at(tmp_path, tls=tls)
     try:
-        router.start(30.0, routing.health_port)
+        router.start(30.0)
         assert serves(router)
     finally:
         router.close()
@@ -75,7 +74,7 @@ def test_a_router_that_cannot_be_launched_is_reported_and_tried_again(
 ) -> None:
     python, real = tmp_path / "python", sys.executable
     monkeypatch.setattr(sys, "executable", str(python))
-    router = router_at("127.0.0.1:0", tmp_path)
+    router = router_at(tmp_path)
     with pytest.raises(UnavailableError) as failure:
         router.start(0.1)
     assert f"could not be started: [Errno 2] No such file or directory: '{python}'" in str(

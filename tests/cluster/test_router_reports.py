@@ -24,7 +24,7 @@ Watch = control_pb2.WatchFleetResponse
 
 
 def silent_in(reports: RouterReports) -> list[tuple[str, float]]:
-    return [(router.router_id, router.silent_s) for router in reports.silent()]
+    return list(reports.silent_s().items())
 
 
 def reports_of(reports: RouterReports) -> list[bytes]:
@@ -73,19 +73,6 @@ def test_a_call_is_ignored_once_its_router_has_reported_on_a_later_one() -> None
     assert (reports_of(reports), silent_in(reports)) == ([b"2"], [])
     reports.lost("a", newest)
     assert (reports_of(reports), silent_in(reports)) == ([], [("a", 0.0)])
-
-
-def test_a_router_that_left_on_its_last_call_is_not_brought_back_by_the_one_before() -> None:
-    reports = RouterReports(lambda: 0.0)
-    former, last = reports.opened(), reports.opened()
-    reports.report("a", b"1", former)
-    reports.left("a", last)
-    reports.report("a", b"late", former)
-    for call in (former, last):
-        reports.lost("a", call)
-    assert (reports_of(reports), silent_in(reports)) == ([], [])
-    reports.report("a", b"2", reports.opened())  # started again by the same name
-    assert reports_of(reports) == [b"2"]
 
 
 @asynccontextmanager

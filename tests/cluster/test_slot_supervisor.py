@@ -93,7 +93,7 @@ class Slot:
 
     @property
     def pool(self) -> Pool:
-        (pool,) = self.registry.snapshot().pools
+        (pool,) = self.registry.pools.status()
         return pool
 
     @property
@@ -187,7 +187,7 @@ async def test_a_slot_reports_its_pod_before_its_worker_registers_and_none_once_
         assert (entry.pod_name, entry.is_adopted) == (None, False)
         replicas.has_room = True
         await slot.until(lambda: slot.pod_names == ["pod"])
-        assert slot.registry.snapshot().workers == ()
+        assert slot.registry.workers() == ()
         slot.supervisor.end_now()
         await slot.over()
         assert slot.pod_names == [None]

@@ -88,7 +88,7 @@ async def test_a_stranger_at_a_worker_and_the_control_service_is_refused_everyth
             assert not worker.left.is_set()
             await link.close()
     assert registry.pools.desired_replicas() == {"decode": 1}
-    assert not registry.snapshot().workers
+    assert not registry.workers()
     told = [each.getMessage() for each in caplog.records if "is refused" in each.getMessage()]
     for what in (*(f"a call of {name}" for name in CALLERS), "a link"):
         assert len([line for line in told if line.startswith(f"{what} from ")]) == 1, what

@@ -112,7 +112,8 @@ async def test_an_added_pool_is_started_by_its_own_file_and_adopted_after_a_rest
         await asyncio.to_thread(control.add_pool, "more", ADDED, 1)
         await until(lambda: len(replicas.configs) == 2)
         first, more = replicas.configs
-        assert (more.worker_id, more.model_path, more.tp_size) == ("more-0", MODEL, 2)
+        assert (more.worker_id, more.cluster.model) == ("more-0", MODEL)
+        assert more.shape.tensor_parallel == 2
         assert first.engine.num_blocks != more.engine.num_blocks == 77
         pools = registry_of(supervision).pools
         limits = [pools.settings(p).config.supervisor.fence_after_s for p in ("all", "more")]
@@ -278,4 +279,4 @@ async def test_an_added_pool_s_workers_have_the_cluster_s_own_identities(tmp_pat
     async with controlled(replicas, cluster, tmp_path) as (_, control):
         await asyncio.to_thread(control.add_pool, "more", ADDED, 1)
         await until(lambda: any(config.pool == "more" for config in replicas.configs))
-    assert {config.internal for config in replicas.configs} == {cluster.internal}
+    assert {config.cluster.internal for config in replicas.configs} == {cluster.internal}

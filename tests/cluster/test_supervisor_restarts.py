@@ -32,7 +32,7 @@ def test_a_supervisor_that_stood_still_for_longer_than_any_of_its_limits_kills_n
     )
     with running_site(config, run_dir) as site:
         before = incarnations(site.all_live())
-        supervisor, expected = site.cluster.supervisor_pid(), site.expect(PROMPT[:50], 20)
+        supervisor, expected = site.supervisor_pid(), site.expect(PROMPT[:50], 20)
 
         def requests_succeed_for(seconds: float) -> None:
             until = time.monotonic() + seconds

@@ -107,11 +107,11 @@ async def test_of_200_requests_a_third_are_cancelled_and_the_others_lose_nothing
 def test_a_drained_worker_finishes_its_streams_and_is_replaced_by_a_living_supervisor(
     site: Site,
 ) -> None:
-    before, supervisor = site.all_live(), site.cluster.supervisor_pid()
+    before, supervisor = site.all_live(), site.supervisor_pid()
     with site.streams(), ControlClient(site.cluster.control_address) as control:
         control.drain("decode-1")
     after = site.wait_for_recreated(before, "decode-1")
-    assert site.cluster.supervisor_pid() == supervisor
+    assert site.supervisor_pid() == supervisor
     assert [pool.desired_replicas for pool in after.pools] == [2, 2]
     assert dict(incarnations(before).items() ^ incarnations(after).items()).keys() == {"decode-1"}
     site.all_sound()
@@ -189,7 +189,7 @@ def asked_until_it_listens(site: Site, address: str) -> list[Asked]:
 
 
 def test_kill_9_of_the_supervisor_stops_nothing_and_it_adopts_what_it_finds(site: Site) -> None:
-    before, supervisor = site.all_live(), site.cluster.supervisor_pid()
+    before, supervisor = site.all_live(), site.supervisor_pid()
     with site.streams(1, 300):
         os.kill(supervisor, signal.SIGKILL)
         begun_meanwhile = asked_until_it_listens(site, site.cluster.control_address)
@@ -197,7 +197,7 @@ def test_kill_9_of_the_supervisor_stops_nothing_and_it_adopts_what_it_finds(site
     site.check(begun_meanwhile)
     after = site.all_live()
     assert incarnations(after) == incarnations(before)
-    assert site.cluster.supervisor_pid() != supervisor
+    assert site.supervisor_pid() != supervisor
     site.all_sound()
 
 

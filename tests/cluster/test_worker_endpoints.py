@@ -94,7 +94,7 @@ async def test_quarantined_memory_is_a_metric_in_bytes(kit: Any) -> None:
             line = f'baton_kv_quarantined_bytes{{pool="decode",worker="decode-7"}} {num_bytes}.0'
             async with asyncio.timeout(10):
                 while line not in await asyncio.to_thread(scrape, worker.metrics_address):
-                    await worker._load_now()  # no registrar asks for it here
+                    await worker._load_now()
 
         async def ask(command: Callable[[Engine], Any]) -> Any:
             return await asyncio.wrap_future(worker.engine.call(command))
@@ -133,7 +133,7 @@ async def test_files_come_whole_in_pieces_and_nothing_else_of_the_folder_does(
     large = bytes(range(256)) * 10_000
     files = {"tokenizer.json": large, "model.safetensors": b"weights"}
     folder = written(tmp_path / "model", **files)
-    async with kit.running_worker("d", Role.DECODE, model_path=str(folder)) as worker:
+    async with kit.running_worker("d", Role.DECODE, model=str(folder)) as worker:
         reported = await pieces(worker.address)
     assert max(len(piece.data) for piece in reported) == 1 << 20
     found: dict[str, bytes] = {}
@@ -148,14 +148,14 @@ async def test_a_tokenizer_of_its_own_comes_beside_the_model_s_configuration(
 ) -> None:
     model = written(tmp_path / "model", **{"config.json": b"{}"})
     text = written(tmp_path / "text", **{"tokenizer.json": b"its own"})
-    names = {"model_path": str(model), "tokenizer": str(text)}
+    names = {"model": str(model), "tokenizer": str(text)}
     async with kit.running_worker("d", Role.DECODE, **names) as worker:
         reported = {piece.name: piece.data for piece in await pieces(worker.address)}
     assert (reported["tokenizer.json"], reported["config.json"]) == (b"its own", b"{}")
 
 
 async def test_a_worker_without_a_tokenizer_says_so(kit: Any, tmp_path: Path) -> None:
-    async with kit.running_worker("d", Role.DECODE, model_path=str(tmp_path)) as worker:
+    async with kit.running_worker("d", Role.DECODE, model=str(tmp_path)) as worker:
         with pytest.raises(LinkError, match=r"tokenizer\.json: missing") as refused:
             await pieces(worker.address)
     assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED

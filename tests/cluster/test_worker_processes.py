@@ -79,7 +79,7 @@ async def test_a_worker_of_another_model_ends_and_says_why(fleet: Fleet, tmp_pat
     _, said = await asyncio.wait_for(process.communicate(), 60)
     assert process.returncode == 1
     assert "OtherModelError: worker decode-9 loaded fake: its weights or" in said.decode()
-    assert len(fleet.registry.snapshot().workers) == 4
+    assert len(fleet.registry.workers()) == 4
 
 
 async def test_workers_serve_on_while_the_registry_is_gone_and_come_back_to_it(
@@ -140,7 +140,7 @@ async def test_a_drain_needs_no_registry_what_runs_finishes_and_the_worker_leave
             fleet.registry = Registry(RegistryConfig(), time.monotonic)
             await stack.enter_async_context(serve(fleet.registry, Changes(), control, OPERATOR))
             await fleet.until(lambda seen: _states(seen) not in ([], starting))
-            assert _states(fleet_message(fleet.registry.snapshot())) == draining
+            assert _states(fleet_message(fleet.registry)) == draining
             assert not link.of("last").finished
         else:
             fleet.processes["decode-0"].terminate()

@@ -12,7 +12,7 @@ import signal
 import threading
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +33,7 @@ from baton.link.router_end import ask_once
 from baton.model_folder import find_text_files
 from baton.v1 import common_pb2, control_pb2, router_pb2, worker_pb2
 from cluster.local.bring_up import RunningCluster, up
-from cluster.local.process_tree import descendants, wait_until_gone
+from cluster.local.process_tree import Process, descendants, wait_until_gone
 from engine.request import RequestId, RequestSpec, SamplingParams, TokenEvent
 from engine.run.build import load_lone_engine
 from router.text import TextModel
@@ -93,6 +93,16 @@ def demo_cluster(folder: Path) -> ClusterConfig:
     return describe(demo, {"dtype": "float32", "num_threads": 1})
 
 
+def supervisor_among(processes: Iterable[Process]) -> Process:
+    """By the title that Ray gives its process."""
+    for process in processes:
+        with contextlib.suppress(OSError):
+            text = Path(f"/proc/{process.pid}/cmdline").read_text()
+            if text.startswith("ray::SupervisorActor"):
+                return process
+    raise AssertionError("there is no supervisor")
+
+
 @dataclass
 class Site:
     """A running 2 + 2 cluster and what its requests must say."""
@@ -120,6 +130,9 @@ class Site:
         return self.expected([prompt], [max_tokens], **sampling)[0]
 
     # --- the fleet ------------------------------------------------------------------------------
+
+    def supervisor_pid(self) -> int:
+        return supervisor_among(descendants()).pid
 
     def wait_for(self, happened: Callable[[Fleet], object], timeout_s: float = 60) -> Fleet:
         """Watch the registry, through its absences, until it shows what is waited for."""

@@ -12,6 +12,7 @@ import dataclasses
 import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -21,11 +22,11 @@ from pathlib import Path
 import uvloop
 
 from baton.config.cluster import load_config
-from baton.process.log import set_up_logging
+from baton.process.log import LogSettings, set_up_logging
 from cluster.node.pod import Pod
 from cluster.worker.config import RankPosition, WorkerConfig, with_node_settings, worker_config
 from cluster.worker.process import serve_worker
-from cluster.worker.rank import follow_rank0, listen
+from cluster.worker.rank import follow_rank0
 from cluster.worker.worker import Worker
 
 ROOT = Path(__file__).parents[2]
@@ -48,8 +49,8 @@ def main() -> int:
     cluster = load_config(options.config)
     config = worker_config(cluster, options.pool, options.id, options.control)
     config = with_node_settings(config, Pod.of(os.environ), config.host)
-    set_up_logging(config.log, {})
-    position = RankPosition(options.rank, config.tp_size, options.meet)
+    set_up_logging(LogSettings.of(cluster), {})
+    position = RankPosition(options.rank, config.shape.tensor_parallel, options.meet)
     try:
         if position.rank > 0:
             follow_rank0(config, position, _end_process)
@@ -81,7 +82,7 @@ def _end_process(error: BaseException) -> None:
 def _other_ranks(config: WorkerConfig, position: RankPosition) -> Iterator[RankPosition]:
     """Run ranks > 0 as child processes. If one ends early, this process ends too."""
     if position.size > 1:
-        listening = listen(config.host)
+        listening = socket.create_server((config.host, 0))
         meeting = f"{config.host}:{listening.getsockname()[1]}"
         position = dataclasses.replace(position, meeting=meeting, listen_fd=listening.detach())
     again = [sys.executable, "-m", "tests.cluster.worker_process", *sys.argv[1:]]

@@ -69,7 +69,7 @@ class Unit:
                         role,
                         self.engine,
                         control_address=self.control,
-                        model_path=str(self.folder),
+                        model=str(self.folder),
                     )
                 )
                 for role in (Role.PREFILL, Role.DECODE)
@@ -197,7 +197,7 @@ def assert_whole(answer: Answer, unit: Unit, num_tokens: int = NUM_TOKENS) -> No
 
 def reports_of(unit: Unit) -> list[control_pb2.ReportRouterRequest]:
     """What routers report to the unit's registry."""
-    reports = unit.registry.snapshot().routers
+    reports = unit.registry.routers.reports()
     return [control_pb2.ReportRouterRequest.FromString(report) for report in reports]
 
 

@@ -45,7 +45,7 @@ class Planning:
         # Sizes and roles are the WorkerPool's: the supervisor may lag behind it.
         as_asked = tuple(_as_asked(pool, pools[pool.name]) for pool in signals.pools)
         memory.state, plan = decide(memory.state, replace(signals, pools=as_asked), config)
-        return plan.pools
+        return plan
 
     def forget(self, cluster: Key) -> None:
         self._memories.pop(cluster, None)

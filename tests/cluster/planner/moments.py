@@ -116,17 +116,17 @@ class Planning:
     def __init__(self, config: PlannerConfig | None = None) -> None:
         self.config = config or PlannerConfig()
         self.state = PlannerState()
-        self.plan = Plan({})
+        self.plan = {}
 
     def see(self, signals: Signals) -> Plan:
         self.state, self.plan = decide(self.state, signals, self.config)
         return self.plan
 
     def desired(self, pool: str) -> int:
-        return self.plan.pools[pool].desired_replicas
+        return self.plan[pool].desired_replicas
 
     def reason(self, pool: str) -> str:
-        return self.plan.pools[pool].reason
+        return self.plan[pool].reason
 
 
 def quiet(

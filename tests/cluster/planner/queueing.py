@@ -306,4 +306,4 @@ class Site:
 
     def apply(self, plan: Plan) -> None:
         for pool in self.pools:
-            pool.resize(plan.pools[pool.role.value].desired_replicas, self.now_s)
+            pool.resize(plan[pool.role.value].desired_replicas, self.now_s)

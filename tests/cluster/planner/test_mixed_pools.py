@@ -24,7 +24,7 @@ def mixed(
 
 
 def roles(planning: Planning) -> RolePlan:
-    plan = planning.plan.pools["mixed"].role_plan
+    plan = planning.plan["mixed"].role_plan
     assert plan is not None
     return plan
 

@@ -157,7 +157,7 @@ def planned(signals: Signals, config: PlannerConfig) -> tuple[PlannerState, Plan
 
 
 def sizes(plan: Plan) -> dict[str, int]:
-    return {name: pool.desired_replicas for name, pool in plan.pools.items()}
+    return {name: pool.desired_replicas for name, pool in plan.items()}
 
 
 @MANY
@@ -174,7 +174,7 @@ def test_sizes_are_within_the_bounds_or_all_zero(signals: Signals, config: Plann
 def test_roles_are_of_workers_that_there_are(signals: Signals, config: PlannerConfig) -> None:
     plan = planned(signals, config)[1]
     for pool in signals.pools:
-        roles, size = plan.pools[pool.name].role_plan, plan.pools[pool.name].desired_replicas
+        roles, size = plan[pool.name].role_plan, plan[pool.name].desired_replicas
         assert (roles is None) == (pool.role is not Role.MIXED)
         num_live = sum(worker.state is WorkerState.LIVE for worker in pool.workers)
         if roles is not None:
@@ -290,7 +290,7 @@ def test_a_plan_that_came_true_is_not_followed_by_another_at_once(
     applied = replace(
         signals,
         pools=tuple(
-            replace(pool, desired_replicas=first.pools[pool.name].desired_replicas)
+            replace(pool, desired_replicas=first[pool.name].desired_replicas)
             for pool in signals.pools
         ),
     )
@@ -399,7 +399,7 @@ def test_no_pool_shrinks_within_a_stable_window_after_it_grew(seed: int) -> None
         )
         state, plan = decide(state, Signals(float(now_s), pools, (seen,)), config)
         for name, former in sizes.items():
-            size = plan.pools[name].desired_replicas
+            size = plan[name].desired_replicas
             if size > former:
                 grew_at_s[name] = now_s
             elif size < former:
