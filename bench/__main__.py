@@ -1,6 +1,6 @@
 """`make bench`: first numbers in one table each, written to bench/results/ and printed.
 
-python -m bench [demo] [engine] [handoff] [path] [gaps] [router] [placement] [--output FILE]
+python -m bench [demo] [engine] [handoff] [path] [router] [placement] [--output FILE]
 
 Every run writes a file of its own: it never touches one that is there.
 """
@@ -20,7 +20,6 @@ SECTIONS = {
     "demo": "`baton demo`",
     "handoff": "Handoff beside memcpy",
     "path": "Whole path",
-    "gaps": "Gaps between tokens beside prompts",
     "router": "The router's own cost",
     "placement": "Placement and prefix index",
     "engine": "Engine beside transformers",

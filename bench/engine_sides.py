@@ -35,10 +35,10 @@ def random_prompt(length: int, seed: int) -> list[int]:
 
 class Side(Protocol):
     def add(self, prompt: list[int], max_tokens: int) -> None:
-        """A greedy request that goes on to `max_tokens`."""
+        """Add a greedy request that goes on to `max_tokens`."""
 
     def step(self) -> int:
-        """One step; the number of tokens that it gave."""
+        """Take one step, and return the number of tokens that it gave."""
 
     def drop(self) -> None:
         """End all requests."""
@@ -85,7 +85,7 @@ class Baton:
 
 
 class Vllm:
-    """Its offline engine in this process: no server, no second process."""
+    """vLLM's offline engine in this process: no server, no second process."""
 
     def __init__(self, folder: Path, dtype: str, num_threads: int, *, eager: bool) -> None:
         os.environ |= {

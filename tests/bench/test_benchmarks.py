@@ -82,14 +82,14 @@ async def test_the_router_is_measured_between_workers_that_cost_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     small = {"NUM_ALONE": 3, "AT_ONCE": 2, "SHORT": 2, "LONG": 6, "NUM_FLOOD_TOKENS": 16}
-    for name, value in {**small, "FLEETS": (10,), "SLOW_MS": 5}.items():
+    for name, value in {**small, "SLOW_MS": 5}.items():
         monkeypatch.setattr(router, name, value)
     printed = await router.report(rounds=1)
-    first_tokens, cpu, rates, calls, placements = map(rows_of, printed.split("\n\n")[:5])
+    first_tokens, cpu, rates, calls = map(rows_of, printed.split("\n\n")[:4])
     servers = ["null server", "bare proxy", "router", "router, HTTP"]
     direct = ["direct", "direct HTTP"]
     assert [row[0] for row in first_tokens] == [*direct, *servers, *servers, "sglang-router"]
-    assert [len(table) for table in (cpu, rates, calls, placements)] == [15, 9, 9, 1]
+    assert [len(table) for table in (cpu, rates, calls)] == [15, 9, 9]
     assert all(table.pop()[1] == "not installed" for table in (first_tokens, cpu, rates, calls))
     by_name = {row[0]: row for row in first_tokens if row[1] == "no"}
     ttft, added = (float(cell) for cell in by_name["router"][2:5:2])
