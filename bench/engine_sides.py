@@ -226,7 +226,7 @@ def without(technique: str) -> None:
         fused.of = classmethod(lambda *_: None)
     elif technique == "huge pages":
         importlib.import_module("mmap").__dict__.pop("MADV_HUGEPAGE")
-    elif technique == "packed weights":  # then oneDNN's own, and no fused layers
+    elif technique == "packed weights":  # nor fused layers
         linear: Any = importlib.import_module("engine.models.linear.packed")
         linear.can_pack = lambda *_, **__: False
     elif technique in ("AMX", "AVX-512"):
