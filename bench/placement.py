@@ -18,7 +18,6 @@ from bench.report import markdown, progress
 from kv_transfer.block_hash import (
     HASH_BYTES,
     SHARED_BY_ALL,
-    BlockHash,
     TokenIds,
     chain_hashes,
     chain_root,
@@ -57,10 +56,11 @@ def median_us(*ways: Callable[[], object]) -> list[float]:
 def fleet_that_holds(size: int, index: PrefixIndex) -> Fleet:
     """Half prefill and half decode workers, each holding a thousand blocks of its own."""
     kinds = ((f"w{number}", number % 2 == 0, number % 2 == 1) for number in range(size))
-    fleet = fleet_of(*(facts(*kind, num_blocks=100_000) for kind in kinds))
+    changes = {"num_blocks": 100_000, "kv_fingerprint": FINGERPRINT}
+    fleet = fleet_of(*(facts(*kind, **changes) for kind in kinds))
     rng = random.Random(0)
     for slot in range(size):
-        index.store(slot, None, [BlockHash(rng.randbytes(16)) for _ in range(1000)])
+        index.follow(slot, b"", [(b"", rng.randbytes(1000 * HASH_BYTES))])
     return fleet
 
 
@@ -102,7 +102,7 @@ def best_us(size: int) -> float:
     fleet = fleet_that_holds(size, index)
     placing = Placing(config, fleet, index, random.Random(0))
     prompt = PromptBlocks(prompt_of(1024), SHARED_BY_ALL)
-    index.store(1, None, prompt.hashes(FINGERPRINT, 16)[: 32 * HASH_BYTES])
+    index.follow(1, b"", [(b"", prompt.hashes(FINGERPRINT, 16)[: 32 * HASH_BYTES])])
     ticket = Ticket((0, 0.0, 0), prompt, 64, 64)
     reserved = np.zeros(fleet.num_slots, dtype=np.bool_)
     return median_us(lambda: placing.best(ticket, reserved, NOW_S))[0]
@@ -147,10 +147,11 @@ def indexes() -> list[list[str]]:
         messages.append((slot, list(zip(parents, blocks))))
     progress("filling the index")
     for slot in range(NUM_WORKERS):
-        index.store(slot, None, few[: (slot % 4 + 1) * NUM_LOOKED_UP // 4 * HASH_BYTES])
-        index.store(slot, None, many[: (slot + 1) * NUM_LOOKED_UP // NUM_WORKERS * HASH_BYTES])
+        held = few[: (slot % 4 + 1) * NUM_LOOKED_UP // 4 * HASH_BYTES]
+        more = many[: (slot + 1) * NUM_LOOKED_UP // NUM_WORKERS * HASH_BYTES]
+        index.follow(slot, b"", [(b"", held), (b"", more)])
     for number in range(NUM_BLOCKS // CHAIN):
-        index.store(number % NUM_WORKERS, None, chain_of(3 + number, CHAIN))
+        index.follow(number % NUM_WORKERS, b"", [(b"", chain_of(3 + number, CHAIN))])
     progress("looking up")
     few_us, many_us = median_us(
         lambda: index.lookup(few, NUM_WORKERS), lambda: index.lookup(many, NUM_WORKERS)
@@ -169,7 +170,8 @@ def hashes() -> list[list[str]]:
     tokens, index = prompt_of(16_384), PrefixIndex()
     prompt = PromptBlocks(tokens, SHARED_BY_ALL).hashes(FINGERPRINT, 16)
     for slot in range(NUM_WORKERS):
-        index.store(slot, None, prompt[: (slot % 4 + 1) * NUM_LOOKED_UP // 4 * HASH_BYTES])
+        held = prompt[: (slot % 4 + 1) * NUM_LOOKED_UP // 4 * HASH_BYTES]
+        index.follow(slot, b"", [(b"", held)])
     root = chain_root(FINGERPRINT)
 
     def to_scores() -> object:
