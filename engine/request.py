@@ -62,7 +62,7 @@ class SamplingParams:
         return np.array(ids, np.int64), np.array(values, np.float32)
 
     def ends_of_bad_words(self, output: npt.NDArray[Any]) -> frozenset[int]:
-        """The tokens that would complete a bad word after this output."""
+        """Return the tokens that would complete a bad word after this output."""
         if not self.bad_words:
             return frozenset()
         tail = tuple(output[-max(map(len, self.bad_words)) :].tolist())
@@ -106,7 +106,7 @@ class RequestSpec:
         return FinishReason.LENGTH if num_tokens >= max_len else None
 
     def forbidden(self, index: int, eos_token_ids: frozenset[int]) -> frozenset[int]:
-        """Tokens that must not be output token `index`: what ends a bad word and, before
+        """Return the tokens that must not be output token `index`: what ends a bad word and, before
         `min_tokens`, the output. `token_ids` are complete if there are bad words."""
         sampling, denied = self.sampling, frozenset[int]()
         if index < sampling.min_tokens:
