@@ -319,7 +319,7 @@ class Exporter:
 
     def _send_failed(self, export: Export) -> None:
         lease = export.lease
-        ended_by = export.ended_by and export.ended_by.to_proto()
+        ended_by = None if export.ended_by is None else export.ended_by.to_proto()
         failed = transfer_pb2.TransferFailed(reason=str(export.error), ended_by=ended_by)
         message = self._rank.new_message(lease.lease_id, lease.lease_epoch, failed=failed)
         self._rank.send(lease.owner.rank0_address, message)
