@@ -27,6 +27,7 @@ from engine.request import (
     Scores,
     StepPlan,
 )
+from engine.request import EngineLoad as EngineLoad
 from kv_transfer.layout import KvLayout, RegionLayout
 
 _HOST_KV_BYTES = 256 << 20
@@ -80,28 +81,6 @@ class EngineCapacity:
     """Most tokens whose KV one request can need; None: the whole context."""
     max_held_tokens: int | None
     """Most tokens whose KV one request holds at once; None: all of its tokens."""
-
-
-@dataclass(frozen=True)
-class EngineLoad:
-    num_waiting: int
-    num_running: int
-    num_reserved: int
-    num_free_blocks: int
-    num_blocks: int
-    num_quarantined_blocks: int
-    """Blocks that stay unusable until another worker has provably stopped. A late writer could
-    still change them, or a late reader read them. Counted for the layer group that lacks most."""
-    num_quarantined_bytes: int = 0
-    """Their bytes over all layer groups, layers and ranks."""
-    num_exporting: int = 0
-    num_queued_tokens: int = 0
-    num_steps: int = 0
-    num_preemptions: int = 0
-    num_recomputed_tokens: int = 0
-    """Computed a second time after preemptions."""
-    prefill_tokens_per_s: float = 0.0
-    decode_step_s: float = 0.0
 
 
 class KvSink(Protocol):

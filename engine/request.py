@@ -201,6 +201,30 @@ EngineEvent = (
 )
 
 
+@dataclass(frozen=True)
+class EngineLoad:
+    """What an engine has to do, and what it has learned of its speed."""
+
+    num_waiting: int
+    num_running: int
+    num_reserved: int
+    num_free_blocks: int
+    num_blocks: int
+    num_quarantined_blocks: int
+    """Blocks that stay unusable until another worker has provably stopped. A late writer could
+    still change them, or a late reader read them. Counted for the layer group that lacks most."""
+    num_quarantined_bytes: int = 0
+    """Their bytes over all layer groups, layers and ranks."""
+    num_exporting: int = 0
+    num_queued_tokens: int = 0
+    num_steps: int = 0
+    num_preemptions: int = 0
+    num_recomputed_tokens: int = 0
+    """Computed a second time after preemptions."""
+    prefill_tokens_per_s: float = 0.0
+    decode_step_s: float = 0.0
+
+
 # --- what a step asks of every rank -------------------------------------------------------------
 
 

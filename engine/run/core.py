@@ -10,11 +10,12 @@ from dataclasses import replace
 import numpy as np
 
 from baton.config.engine import EngineConfig
-from engine.api import EngineCapacity, EngineHealth, EngineLoad, KvSink, Runner
+from engine.api import EngineCapacity, EngineHealth, KvSink, Runner
 from engine.engines import FindTokenizer
 from engine.kv.kv_cache import KvCache
 from engine.request import (
     EngineEvent,
+    EngineLoad,
     HandoffId,
     RequestId,
     RequestSpec,

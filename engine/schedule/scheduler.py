@@ -28,12 +28,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from baton.finish_reason import FinishReason
-from engine.api import EngineLoad
 from engine.errors import InvalidRequestError, UnknownRequestError
 from engine.kv.kv_cache import KvCache
 from engine.kv.request_blocks import RequestBlocks
 from engine.request import (
     EngineEvent,
+    EngineLoad,
     FinishedEvent,
     HandoffId,
     NoCapacityEvent,
