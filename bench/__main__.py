@@ -1,6 +1,6 @@
 """`make bench`: first numbers in one table each, written to bench/results/ and printed.
 
-python -m bench [demo] [engine] [handoff] [path] [gaps] [router] [placement] [--output FILE]
+python -m bench [demo] [engine] [handoff] [path] [router] [placement]
 
 Every run writes a file of its own: it never touches one that is there.
 """
@@ -20,7 +20,6 @@ SECTIONS = {
     "demo": "`baton demo`",
     "handoff": "Handoff beside memcpy",
     "path": "Whole path",
-    "gaps": "Gaps between tokens beside prompts",
     "router": "The router's own cost",
     "placement": "Placement and prefix index",
     "engine": "Engine beside transformers",
@@ -37,29 +36,16 @@ def section(name: str) -> str:
     return f"## {SECTIONS[name]}\n\n{printed}\n"
 
 
-def begin(output: Path | None, head: str) -> Path:
-    """Make a new file with `head`: `output`, or one named after the second. Raises FileExistsError
-    if it is there."""
-    if output is None:
-        output = RESULTS / f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d-%H%M%S}.md"
-    output.parent.mkdir(parents=True, exist_ok=True)
-    with output.open("x") as file:
-        file.write(head)
-    return output
-
-
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
     parser.add_argument("sections", nargs="*", choices=[*SECTIONS, []], default=[])
-    parser.add_argument("--output", type=Path, metavar="FILE", help="a new file for the tables")
     options = parser.parse_args(arguments)
     chosen = options.sections or list(SECTIONS)
     command = "make bench" if not options.sections else f"python -m bench {' '.join(chosen)}"
-    today = f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}"
-    try:
-        output = begin(options.output, f"# Benchmarks of {today}\n\n{report.describe(command)}\n")
-    except FileExistsError as error:
-        parser.error(f"{error.filename} is there already; a run writes a file of its own")
+    now = datetime.datetime.now(datetime.UTC)
+    output = RESULTS / f"{now:%Y-%m-%d-%H%M%S}.md"
+    with output.open("x") as file:
+        file.write(f"# Benchmarks of {now:%Y-%m-%d}\n\n{report.describe(command)}\n")
     if warning := report.load_warning():
         report.say(warning)
     for number, name in enumerate(chosen, 1):

@@ -133,7 +133,7 @@ class HttpClient:
     """Own the connections that are free. A request without one opens one."""
 
     def __init__(self, address: str, ca: Path | None, keeps: bool, ids_path: str) -> None:
-        """Keep this number of connections for the next request. `ids_path` is where prompts of
+        """`keeps`: connections stay open for the next request. `ids_path` is where prompts of
         token ids are taken."""
         self._host, _, port = address.partition(":")
         self._port, self._ids_path, self._keeps = int(port), ids_path, keeps

@@ -36,7 +36,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from bench import random_model
 from bench.report import describe, markdown, progress
-from bench.servers import free_port
+from cluster.worker.rank import free_port
 
 PROMPT, ANSWER, CONTEXT, AT_ONCE = 512, 64, 1024, 32
 NUM_PROMPTS = 1000  # of a cell: more than are asked, so that none is asked again
@@ -52,8 +52,6 @@ _CELLS = (
     ("tokens/s", "output_token_throughput", "avg", 1),
     ("failed", "error_request_count", "avg", 0),
 )
-
-Start = Callable[[], Iterator[list[str]]]
 
 
 # --- the model ------------------------------------------------------------------------------------
@@ -124,7 +122,7 @@ def _wait_until(url: str, running: subprocess.Popen[bytes], log: Any) -> None:
 
 @contextmanager
 def baton(folder: Path, pools: dict[str, Any]) -> Iterator[list[str]]:
-    port, workers = free_port(), sum(pool.get("replicas", 1) for pool in pools.values())
+    port, workers = free_port("127.0.0.1"), sum(pool.get("replicas", 1) for pool in pools.values())
     config = {
         "model": str(folder),
         "served_model_name": NAME,
@@ -155,7 +153,7 @@ def vllm(folder: Path, peers: Path, instances: int) -> Iterator[list[str]]:
     with ExitStack() as stack:
         urls = []
         for number in range(instances):
-            port = free_port()
+            port = free_port("127.0.0.1")
             mine = cores[number * share : (number + 1) * share]
             environment = {
                 "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, mine)),

@@ -100,7 +100,7 @@ class Process:
 
 
 def best_device(dtype: torch.dtype) -> Device:
-    """What this machine can do at best, measured."""
+    """Measure what this machine can do at best."""
     weight = torch.randn(4096, 1024).to(dtype)
     x = torch.randn(2048, 1024).to(dtype)
     seconds = [_best(lambda: torch.nn.functional.linear(x, weight))]
@@ -155,7 +155,7 @@ def decode(sides: list[Process], batch: int, rounds: int, steps: int) -> list[fl
 
 
 def measure(model: str, sides: list[Process], dtype: str, options: argparse.Namespace) -> str:
-    """All cells of one model, as a table."""
+    """Measure all cells of one model, and return them as a table."""
     device, cost = best_device(getattr(torch, dtype)), random_model.SHAPES[model].cost(dtype)
     if options.int8:
         cost = replace(cost, config=replace(cost.config, weights=AT_LOAD["int8"]))

@@ -35,10 +35,10 @@ def random_prompt(length: int, seed: int) -> list[int]:
 
 class Side(Protocol):
     def add(self, prompt: list[int], max_tokens: int) -> None:
-        """A greedy request that goes on to `max_tokens`."""
+        """Add a greedy request that goes on to `max_tokens`."""
 
     def step(self) -> int:
-        """One step; the number of tokens that it gave."""
+        """Take one step, and return the number of tokens that it gave."""
 
     def drop(self) -> None:
         """End all requests."""
@@ -85,7 +85,7 @@ class Baton:
 
 
 class Vllm:
-    """Its offline engine in this process: no server, no second process."""
+    """vLLM's offline engine in this process: no server, no second process."""
 
     def __init__(self, folder: Path, dtype: str, num_threads: int, *, eager: bool) -> None:
         os.environ |= {
@@ -226,7 +226,7 @@ def without(technique: str) -> None:
         fused.of = classmethod(lambda *_: None)
     elif technique == "huge pages":
         importlib.import_module("mmap").__dict__.pop("MADV_HUGEPAGE")
-    elif technique == "packed weights":  # then oneDNN's own, and no fused layers
+    elif technique == "packed weights":  # nor fused layers
         linear: Any = importlib.import_module("engine.models.linear.packed")
         linear.can_pack = lambda *_, **__: False
     elif technique in ("AMX", "AVX-512"):

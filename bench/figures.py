@@ -29,7 +29,7 @@ STEP_S = 0.02
 
 
 def took_us(make: Callable[[], Callable[[], object]], num: int) -> float:
-    """Of one of the `num` that the work does which `make` prepares."""
+    """Time one of the `num` things that the work which `make` prepares does, in microseconds."""
     times = []
     for _ in range(ROUNDS):
         work = make()

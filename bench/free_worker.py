@@ -11,9 +11,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
-from typing import Any
 
-import grpc.aio
 import uvloop
 
 from baton.link.frames import Method
@@ -28,8 +26,6 @@ EARLY = 0.2  # of a step
 MAX_UNREAD = 4  # steps; a router that is behind gets no more of them
 PREFILL, DECODE = common_pb2.WORKER_ROLE_PREFILL, common_pb2.WORKER_ROLE_DECODE
 LETTERS = list(range(97, 123))
-
-Context = grpc.aio.ServicerContext[Any, Any]
 
 
 async def until_next_step(step_s: float) -> None:
@@ -173,7 +169,7 @@ class FreeWorker:
 
 
 async def serve_workers() -> None:
-    """A registry, two prefill and two decode workers, until the process is ended."""
+    """Serve a registry, two prefill and two decode workers until the process is ended."""
     peers: dict[str, FreeWorker] = {}
     for name, role in (("p0", PREFILL), ("p1", PREFILL), ("d0", DECODE), ("d1", DECODE)):
         await FreeWorker(name, role, peers).start()

@@ -98,7 +98,7 @@ async def serve_grpc(kind: str, certificate: tuple[bytes, ...]) -> None:
 
 
 async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """One connection's requests: a body with `stream` gets tokens, all else a short document."""
+    """Answer a connection's requests: a body with `stream` gets tokens, all else a document."""
     with (
         contextlib.suppress(asyncio.IncompleteReadError, ConnectionError),
         contextlib.closing(writer),
@@ -121,7 +121,7 @@ async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> 
 
 
 async def stream(body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
-    """OpenAI's completions, or SGLang's `/generate` with its `sampling_params`."""
+    """Stream OpenAI's completions, or SGLang's `/generate` with its `sampling_params`."""
     num_tokens = body.get("max_tokens") or body["sampling_params"]["max_new_tokens"]
     step_s = body.get("seed", 1) / 1e3
     writer.write(

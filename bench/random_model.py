@@ -75,7 +75,7 @@ ON_DISK = ("0.1B", "0.6B")
 
 
 def usual_dtype() -> str:
-    """What engines compute in on this CPU: bf16 where it has instructions for it."""
+    """Return what engines compute in on this CPU: bf16 where it has instructions for it."""
     return "bfloat16" if cpu_has_bf16() else "float32"
 
 
@@ -124,8 +124,8 @@ def random_model(
     drawn_on: torch.device | None = None,
     kernels: Kernels | None = None,
 ) -> tuple[ModelSpec, Decoder]:
-    """The model of a Hugging Face config. `drawn_on`: None, the device itself; `kernels`: None,
-    those that serve the device."""
+    """Make the model of a Hugging Face config. `drawn_on`: None, the device itself; `kernels`:
+    None, those that serve the device."""
     config: ModelConfig = model_config(hf)
     shard, torch_dtype = shard_of(config, 0, 1), TORCH_DTYPES[dtype]
     tensors = RandomTensors(drawn_on or device, weight_of)
@@ -147,7 +147,7 @@ def random_model(
 
 
 def saved(name: str) -> Path:
-    """Folder of the checkpoint with the shape `name`; written on first use."""
+    """Return the folder of the checkpoint with the shape `name`; written on first use."""
     from safetensors.torch import save_file
 
     base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
@@ -170,7 +170,7 @@ def saved(name: str) -> Path:
 
 
 def _save_tokenizer(shape: Shape, folder: Path) -> None:
-    """One word per token id, so that a router can serve the checkpoint."""
+    """Save a tokenizer with one word per token id, so that a router can serve the checkpoint."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     words = {f"w{token_id}": token_id for token_id in range(shape.vocab_size)}

@@ -30,20 +30,20 @@ IDLE_LOAD_PER_CORE = 0.5
 
 
 def _cpu() -> dict[str, str]:
-    """What the kernel says of the first core."""
+    """Return what the kernel says of the first core, by name."""
     first = Path("/proc/cpuinfo").read_text().split("\n\n", 1)[0]
     lines = (line.partition(":") for line in first.splitlines())
     return {name.strip(): value.strip() for name, _, value in lines}
 
 
 def cpu_features() -> list[str]:
-    """The instructions that this machine's kernels are chosen by."""
+    """List the instructions that this machine's kernels are chosen by."""
     chosen_by = {"avx2", "avx512f", "avx512_bf16", "amx_bf16"}
     return sorted(chosen_by.intersection(_cpu().get("flags", "").split()))
 
 
 def first_line(*command: str) -> str:
-    """What a program prints; empty where the machine lacks it."""
+    """Return the first line that a program prints; empty where the machine lacks it."""
     try:
         answer = subprocess.run(command, capture_output=True, text=True, check=False)
     except FileNotFoundError:
@@ -52,7 +52,7 @@ def first_line(*command: str) -> str:
 
 
 def load_warning() -> str:
-    """A warning if other work runs beside a benchmark; empty on an idle machine."""
+    """Return a warning if other work runs beside a benchmark; empty on an idle machine."""
     load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
     if load <= IDLE_LOAD_PER_CORE * cores:
         return ""
@@ -63,7 +63,7 @@ def load_warning() -> str:
 
 
 def describe(command: str) -> str:
-    """A few lines of Markdown: command, date, machine, load average, commit; a warning first."""
+    """Describe a run in Markdown: command, date, machine, load average, commit; a warning first."""
     load = ", ".join(f"{value:.2f}" for value in os.getloadavg())
     warning, cpu = load_warning(), _cpu()
     gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
@@ -87,7 +87,7 @@ def describe(command: str) -> str:
 
 
 def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table with columns as wide as their widest cell; all but the first align right."""
+    """Format a table with columns as wide as their widest cell; all but the first align right."""
     widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
 
     def line(cells: Sequence[str]) -> str:

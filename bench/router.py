@@ -34,7 +34,6 @@ import numpy as np
 import uvloop
 
 from bench.clients import NEW_EACH, Client, GrpcClient, HttpClient, LinkClient, Load, Run, run
-from bench.fleets import placement_us
 from bench.report import describe, markdown, progress
 from bench.servers import (
     BatonRouter,
@@ -53,7 +52,6 @@ AT_ONCE = 64
 SHORT, LONG = 64, 256  # tokens of an answer
 NUM_ALONE = 60
 NUM_FLOOD_TOKENS = 16_384
-FLEETS = (10, 100, 1000)
 FLOOD_MS, PACED_MS, SLOW_MS = 1, 20, 50  # steps
 TICK_S = 0.01  # of the kernel's clock of CPU
 
@@ -161,7 +159,7 @@ class Samples:
 
 
 async def measured(target: Target, connections: int, load: Load) -> tuple[Run, float]:
-    """What the requests took, and the server's CPU in seconds."""
+    """Return what the requests took, and the server's CPU in seconds."""
     client = target.connect(connections)
     try:
         await run(client, Load(load.at_once, load.at_once, 2, FLOOD_MS))  # warms up
@@ -173,7 +171,7 @@ async def measured(target: Target, connections: int, load: Load) -> tuple[Run, f
 
 
 async def alone(site: Site, samples: Samples) -> None:
-    """First tokens, one request at a time."""
+    """Measure first tokens, one request at a time."""
     for kind in ("text", "ids"):
         medians: dict[tuple[str, str], float] = {}
         for target in (*site.direct, *site.servers):
@@ -190,7 +188,7 @@ async def alone(site: Site, samples: Samples) -> None:
 
 
 async def paced(site: Site, samples: Samples) -> None:
-    """CPU of requests whose tokens come at a worker's pace."""
+    """Measure the CPU of requests whose tokens come at a worker's pace."""
     for target in site.servers:
         for connections in target.kept:
             progress(f"CPU: {target.name}, {connections} connections, TLS {target.tls}")
@@ -205,7 +203,7 @@ async def paced(site: Site, samples: Samples) -> None:
 
 
 async def flooded(site: Site, samples: Samples) -> None:
-    """Tokens a second where the workers have more of them than the server can take."""
+    """Measure tokens a second where the workers have more of them than the server can take."""
     for target in site.plain:
         for num_tokens in (SHORT, LONG):
             progress(f"tokens/s: {target.name}, {num_tokens} tokens each")
@@ -220,7 +218,7 @@ async def flooded(site: Site, samples: Samples) -> None:
 
 
 async def counted(site: Site, samples: Samples) -> None:
-    """System calls of a request. Raises OSError where strace is missing, or may not attach."""
+    """Count a request's system calls. Raises OSError where strace is missing, or may not attach."""
     for target in site.servers:
         for connections in target.connections:
             name = str(connections or "new")
@@ -315,10 +313,7 @@ async def report(rounds: int = ROUNDS, sglang_python: str | None = None) -> str:
             await counted(site, samples)
         except OSError as error:
             skipped = f"\n\nSystem calls were not counted: {error}."
-    progress("placement")
-    fleets = [[f"{size} workers", f"{await placement_us(size):.0f}"] for size in FLEETS]
-    placed = markdown(("placement", "median us"), fleets)
-    return "\n\n".join((*tables(site, samples), placed)) + skipped
+    return "\n\n".join(tables(site, samples)) + skipped
 
 
 def main() -> None:

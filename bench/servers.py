@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
-import socket
 import sys
 import tempfile
 from abc import ABC, abstractmethod
@@ -14,6 +13,7 @@ from pathlib import Path
 import psutil
 
 from bench.report import first_line
+from cluster.worker.rank import free_port
 from tests.certificates import Certificate
 from tests.identities import used_everywhere
 from tests.router.scripted_worker import MODEL
@@ -64,7 +64,7 @@ class Server(ABC):
         return sum(each.user + each.system for each in times)
 
     async def _run(self, *command: str, says: bool = True) -> list[str]:
-        """Start a process; the words of its first line, if it `says` one."""
+        """Start a process, and return the words of its first line, if it `says` one."""
         output = asyncio.subprocess.PIPE if says else asyncio.subprocess.DEVNULL
         errors = None if says else asyncio.subprocess.DEVNULL
         self._process = await asyncio.create_subprocess_exec(*command, stdout=output, stderr=errors)
@@ -117,7 +117,7 @@ class BatonRouter(Server):
         self._control, self._shared_port = workers.address, shared_port
 
     async def start(self) -> None:
-        port = free_port()
+        port = free_port("127.0.0.1")
         self.http_address = f"127.0.0.1:{port}"
         text = f"served_model_name: {MODEL}\nrouter:\n  http: {{port: {port}}}\n"
         text += "  placement: {local_prefill: never}\n"
@@ -146,10 +146,10 @@ class SglangRouter(Server):
         self._python, self._worker = python, worker.http_address
 
     async def start(self) -> None:
-        port = free_port()
+        port = free_port("127.0.0.1")
         command = [self._python, "-m", "sglang_router.launch_router", "--log-level", "error"]
         command += ["--host", "127.0.0.1", "--port", str(port)]
-        command += ["--prometheus-port", str(free_port())]
+        command += ["--prometheus-port", str(free_port("127.0.0.1"))]
         command += ["--worker-urls", f"http://{self._worker}"]
         if self._files:
             made, key = self._files
@@ -163,12 +163,6 @@ class SglangRouter(Server):
     @staticmethod
     def is_installed(python: str | None) -> bool:
         return python is not None and bool(first_line(python, "-c", _FIND_SGLANG))
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port: int = taken.getsockname()[1]
-        return port
 
 
 async def _listens(port: int) -> bool:

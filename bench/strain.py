@@ -42,8 +42,9 @@ from baton.v1 import router_pb2, router_pb2_grpc
 from bench.clients import GrpcClient, Load, run
 from bench.floods import FLOODS
 from bench.report import describe, markdown, progress
-from bench.servers import BatonRouter, FreeWorkers, free_port
+from bench.servers import BatonRouter, FreeWorkers
 from cluster.local import bring_up as local
+from cluster.worker.rank import free_port
 from tests.router.grpc_served import RawClient
 from tests.router.scripted_worker import MODEL
 
@@ -73,7 +74,7 @@ async def ttft_ms(stub: Stub, request: router_pb2.GenerateRequest) -> float:
 
 
 def asked_by(tenant: str, rng: np.random.Generator) -> router_pb2.GenerateRequest:
-    """A prompt that nobody has asked before."""
+    """Make a request with a prompt that nobody has asked before."""
     request = router_pb2.GenerateRequest(tenant=tenant)
     request.token_ids.ids.extend(rng.integers(10, 2000, PROMPT_TOKENS).tolist())
     request.sampling.max_tokens = ANSWER_TOKENS
@@ -135,7 +136,7 @@ async def routers(count: int = 1) -> AsyncIterator[list[BatonRouter]]:
         workers = FreeWorkers()
         stack.push_async_callback(workers.stop)
         await workers.start()
-        port = free_port() if count > 1 else 0
+        port = free_port("127.0.0.1") if count > 1 else 0
         started = []
         for _ in range(count):
             router = BatonRouter(workers, shared_port=port)

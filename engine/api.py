@@ -27,6 +27,7 @@ from engine.request import (
     Scores,
     StepPlan,
 )
+from engine.request import EngineLoad as EngineLoad
 from kv_transfer.layout import KvLayout, RegionLayout
 
 _HOST_KV_BYTES = 256 << 20
@@ -51,8 +52,8 @@ class ModelSpec:
         return max(self.layout.rank_bytes(rank, tp_size) for rank in range(tp_size))
 
     def region_layout(self, config: EngineConfig, tp_rank: int, tp_size: int) -> RegionLayout:
-        """A rank's regions, of equal size. `kv_memory_bytes` and `num_blocks` are per rank, and
-        every rank has the same number of blocks.
+        """Lay out a rank's regions, of equal size. `kv_memory_bytes` and `num_blocks` are per rank,
+        and every rank has the same number of blocks.
 
         Raises ValueError when a region cannot hold even one block.
         """
@@ -82,28 +83,6 @@ class EngineCapacity:
     """Most tokens whose KV one request holds at once; None: all of its tokens."""
 
 
-@dataclass(frozen=True)
-class EngineLoad:
-    num_waiting: int
-    num_running: int
-    num_reserved: int
-    num_free_blocks: int
-    num_blocks: int
-    num_quarantined_blocks: int
-    """Blocks that stay unusable until another worker has provably stopped. A late writer could
-    still change them, or a late reader read them. Counted for the layer group that lacks most."""
-    num_quarantined_bytes: int = 0
-    """Their bytes over all layer groups, layers and ranks."""
-    num_exporting: int = 0
-    num_queued_tokens: int = 0
-    num_steps: int = 0
-    num_preemptions: int = 0
-    num_recomputed_tokens: int = 0
-    """Computed a second time after preemptions."""
-    prefill_tokens_per_s: float = 0.0
-    decode_step_s: float = 0.0
-
-
 class KvSink(Protocol):
     """Receives finished KV on one rank. Must not block: it enqueues.
 
@@ -112,7 +91,7 @@ class KvSink(Protocol):
     """
 
     def message(self, payload: bytes) -> None:
-        """A sink message of the plan: opens, closes or fences a handoff on this rank."""
+        """Take a message of the plan: the opening of a handoff in which this rank has a part."""
 
     def layer_done(self, layer: int, pushes: Sequence[BlockPush]) -> None:
         """`layer` is written for the blocks of `pushes`, which are those of its group.
@@ -121,7 +100,7 @@ class KvSink(Protocol):
         """
 
     def step_done(self) -> None:
-        """All layers of the step are done."""
+        """Note that all layers of the step are done."""
 
 
 class KvMemory(Protocol):
@@ -139,7 +118,7 @@ class KvMemory(Protocol):
     @property
     def buffer(self) -> Any:
         """The whole pool as bytes, uint8 [num_regions * region_stride_bytes]: an array in host
-        memory, or a torch tensor (or what torch can view) on the model's GPU."""
+        memory, or a torch tensor on the model's GPU."""
 
 
 @dataclass(frozen=True)
@@ -175,7 +154,7 @@ class Runner(Protocol):
         masks: ComputeMasks | None = None,
         scores: Scores | None = None,
     ) -> list[SampledToken]:
-        """One sampled token for each of the plan's sequences with `samples`, in order.
+        """Run a step. Returns a token for each of the plan's sequences with `samples`, in order.
 
         Passes the plan's sink messages to this rank's KvSink first. Calls `layer_done` after each
         layer and `step_done` at the end. `specs` has every request that samples, with all tokens
@@ -218,11 +197,11 @@ class Engine(Protocol):
 
     @property
     def capacity(self) -> EngineCapacity:
-        """Any thread may read it."""
+        """What one request could use. Any thread may read it."""
 
     @property
     def health(self) -> EngineHealth:
-        """Any thread may read it, also while a step runs."""
+        """How the running step does. Any thread may read it, also while a step runs."""
 
     def start(self, wake: Callable[[], None]) -> None:
         """Warm up, before the first request, on the thread that steps. Raises what a step raises.
@@ -236,7 +215,7 @@ class Engine(Protocol):
         compile its grammar. Raises InvalidRequestError."""
 
     def add(self, spec: RequestSpec) -> None:
-        """Prefill and decode here."""
+        """Take a request in that is prefilled and decoded here."""
 
     def add_prefill(
         self,

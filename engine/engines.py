@@ -45,7 +45,7 @@ class LoadedModel(Protocol):
 
     @property
     def config(self) -> EngineConfig:
-        """With the KV memory that the device has room for, which is the same on all ranks."""
+        """The settings, with the KV memory that all ranks' devices have room for."""
 
     @property
     def kv_device(self) -> str | None:
@@ -54,11 +54,11 @@ class LoadedModel(Protocol):
     def make_engine(
         self, memory: KvMemory, sink: KvSink, find_tokenizer: FindTokenizer | None
     ) -> Engine:
-        """Rank 0: the engine, whose `close` ends the other ranks too. Called before its thread
-        starts. Without a tokenizer, requests with a grammar are refused."""
+        """On rank 0: make the engine, whose `close` ends the other ranks too. Called before its
+        thread starts. Without a tokenizer, requests with a grammar are refused."""
 
     def follow(self, memory: KvMemory, sink: KvSink) -> None:
-        """Ranks above 0: compute what rank 0 does until it closes. Raises TpPeerError."""
+        """On ranks above 0: compute what rank 0 does until it closes. Raises TpPeerError."""
 
 
 class EngineBuilder(Protocol):
@@ -69,23 +69,24 @@ class EngineBuilder(Protocol):
         many, and TpPeerError when not all come in time."""
 
     def gather(self, value: Any) -> list[Any]:
-        """Every rank's value, in rank order, once all are here. Raises TpPeerError."""
+        """Return every rank's value, in rank order, once all are here. Raises TpPeerError."""
 
     def find_model(self, model_path: str, revision: str | None) -> str:
-        """The model's folder; fetches its hub `revision` when needed. Raises ModelError."""
+        """Return the model's folder; fetches its hub `revision` when needed. Raises ModelError."""
 
     def choose_dtype(self, folder: str, config: EngineConfig) -> DtypeChoice | None:
-        """What `dtype: auto` means on this device. None: the engine has no dtype. Raises
+        """Say what `dtype: auto` means on this device. None: the engine has no dtype. Raises
         ModelError."""
 
     def describe(self, folder: str, config: EngineConfig) -> ModelSpec:
         """Describe the model without loading it. Raises ModelError, TpPeerError."""
 
     def load(self, folder: str, config: EngineConfig, spec: ModelSpec) -> LoadedModel:
-        """Raises ModelError, TpPeerError, and ValueError when they do not fit the device."""
+        """Load this rank's weights. Raises ModelError, TpPeerError, and ValueError when they do not
+        fit the device."""
 
 
 def engine_builder(config: EngineConfig) -> EngineBuilder:
-    """A builder of the engine that `config.backend` names."""
+    """Make a builder of the engine that `config.backend` names."""
     make: Callable[[], EngineBuilder] = pkgutil.resolve_name(ENGINES[config.backend])
     return make()

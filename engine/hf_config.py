@@ -29,16 +29,16 @@ class HfConfig:
         return bool(self._values)
 
     def over(self, defaults: Mapping[str, Any]) -> HfConfig:
-        """The same, with `defaults` for missing keys. They do not replace a null, which means
+        """Return the same with `defaults` for missing keys. They do not replace a null, which means
         something for a window or for key-value heads."""
         return HfConfig({**defaults, **self._values}, self._source, self._section)
 
     def raw(self, key: str, default: object = None) -> Any:
-        """The unchecked value."""
+        """Return the unchecked value."""
         return self._values.get(key, default)
 
     def size(self, key: str, default: int | None = None, most: int = _LARGEST) -> int:
-        """A whole number from 1 to `most`; one without a default must be there."""
+        """Read a whole number from 1 to `most`; one without a default must be there."""
         value = self._whole(key, 1, most)
         if value is None:
             value = default
@@ -50,12 +50,12 @@ class HfConfig:
         return self._whole(key, 1, _LARGEST)
 
     def count(self, key: str, default: int) -> int:
-        """A whole number that may be 0."""
+        """Read a whole number that may be 0."""
         value = self._whole(key, 0, _LARGEST)
         return default if value is None else value
 
     def positive(self, key: str, default: float | None = None) -> float:
-        """A finite number above 0; one without a default must be there."""
+        """Read a finite number above 0; one without a default must be there."""
         value = self.number_or_none(key)
         if value is None:
             value = default
@@ -66,7 +66,7 @@ class HfConfig:
         return value
 
     def number_or_none(self, key: str) -> float | None:
-        """A finite number."""
+        """Read a finite number; None where it is missing."""
         value = self._values.get(key)
         if value is None:
             return None
@@ -85,7 +85,7 @@ class HfConfig:
         return value
 
     def list_of(self, key: str, kind: type) -> list[Any] | None:
-        """None where it is missing."""
+        """Read a list of this type; None where it is missing."""
         value = self._values.get(key)
         if value is None:
             return None
@@ -94,7 +94,7 @@ class HfConfig:
         return value
 
     def section(self, key: str) -> HfConfig:
-        """A JSON object in this one; an empty one where it is missing."""
+        """Return a JSON object in this one; an empty one where it is missing."""
         value = self._values.get(key)
         if value is None:
             value = {}

@@ -1,11 +1,12 @@
 """A thread for an engine: commands go in between steps, events come out after each.
 
-1. `start`: the thread waits until there is a command or something to step. 2. It runs the commands
-that are there in order, then one step, then `on_events`, and repeats. 3. `stop` ends it after the
-step under way; commands that have not run fail with EngineStoppedError, as do later ones. 4. An
-exception in a step, in `on_events` or in a posted command is fatal: KV and requests are in an
-unknown state. It is logged. Waiting and later futures fail with an EngineStoppedError that it
-caused. Then `on_fatal` is called and the thread ends.
+1. `start`: the thread waits until there is a command or something to step.
+2. It runs the commands that are there in order, then one step, then `on_events`, and repeats.
+3. `stop` ends it after the step under way. Commands that have not run fail with
+   EngineStoppedError, as do later ones.
+4. An exception in a step, in `on_events` or in a command is fatal, unless it is an EngineError: KV
+   and requests are in an unknown state. It is logged. Waiting and later futures fail with an
+   EngineStoppedError that it caused. Then `on_fatal` is called and the thread ends.
 """
 
 from __future__ import annotations
@@ -16,8 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from engine.api import Engine, EngineHealth
 from engine.errors import EngineError, EngineStoppedError
@@ -44,7 +44,7 @@ class EngineThread:
         self._on_fatal = on_fatal
         self._clock = clock
         self._wake = threading.Condition()
-        self._commands: deque[_Command] = deque()
+        self._commands: deque[tuple[Callable[[Engine], Any], Future[Any]]] = deque()
         self._ended = False  # no command is taken any more
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -65,7 +65,7 @@ class EngineThread:
 
     @property
     def health(self) -> EngineHealth:
-        """As the engine's."""
+        """How the running step does, as the engine says."""
         return self._engine.health
 
     @property
@@ -98,28 +98,16 @@ class EngineThread:
         An EngineError concerns the caller alone. Any other error is fatal for the engine too.
         """
         future: Future[T] = Future()
-
-        def run() -> None:
-            if not future.set_running_or_notify_cancel():
-                return
-            try:
-                result = function(self._engine)
-            except BaseException as error:
-                future.set_exception(error)
-                if not isinstance(error, EngineError):
-                    raise
-            else:
-                future.set_result(result)
-
-        def fail(error: BaseException) -> None:
-            if future.set_running_or_notify_cancel():
-                future.set_exception(error)
-
-        self._put(_Command(run, fail))
+        with self._wake:
+            if not self._ended:
+                self._commands.append((function, future))
+                self._wake.notify()
+                return future
+        self._fail(future)
         return future
 
     def prepare(self, spec: RequestSpec) -> None:
-        """As the engine's, on the caller's thread."""
+        """Let the engine prepare for a request, on the caller's thread."""
         self._engine.prepare(spec)
 
     def start_engine(self) -> Future[None]:
@@ -132,22 +120,7 @@ class EngineThread:
 
     def post(self, function: Callable[[Engine], object]) -> None:
         """Run `function(engine)` between steps; an EngineError is logged. Dropped after the end."""
-
-        def run() -> None:
-            try:
-                function(self._engine)
-            except EngineError:
-                log.exception("a command to the engine was refused")
-
-        self._put(_Command(run, lambda error: None))
-
-    def _put(self, command: _Command) -> None:
-        with self._wake:
-            if not self._ended:
-                self._commands.append(command)
-                self._wake.notify()
-                return
-        command.fail(self._why_stopped())
+        self.call(function).add_done_callback(_log_refusal)
 
     # --- the thread -----------------------------------------------------------------------------
 
@@ -181,7 +154,15 @@ class EngineThread:
 
     def _run_commands(self) -> None:
         for _ in range(len(self._commands)):  # those that come meanwhile wait for a step
-            self._commands.popleft().run()
+            function, future = self._commands.popleft()
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                future.set_result(function(self._engine))
+            except BaseException as error:
+                future.set_exception(error)
+                if not isinstance(error, EngineError):
+                    raise
 
     def _step(self) -> None:
         self._runnable = self._engine.has_work()
@@ -196,18 +177,20 @@ class EngineThread:
     def _fail_commands(self) -> None:
         with self._wake:
             commands, self._commands = self._commands, deque()
-        for command in commands:
-            command.fail(self._why_stopped())
+        for _, future in commands:
+            self._fail(future)
 
-    def _why_stopped(self) -> EngineStoppedError:
-        if self._error is None:
-            return EngineStoppedError("the engine was stopped")
-        stopped = EngineStoppedError(f"the engine failed: {self._error!r}")
-        stopped.__cause__ = self._error
-        return stopped
+    def _fail(self, future: Future[Any]) -> None:
+        if not future.set_running_or_notify_cancel():
+            return
+        stopped = EngineStoppedError("the engine was stopped")
+        if self._error is not None:
+            stopped = EngineStoppedError(f"the engine failed: {self._error!r}")
+            stopped.__cause__ = self._error
+        future.set_exception(stopped)
 
 
-@dataclass(frozen=True)
-class _Command:
-    run: Callable[[], None]
-    fail: Callable[[BaseException], None]
+def _log_refusal(future: Future[object]) -> None:
+    error = future.exception()
+    if isinstance(error, EngineError) and not isinstance(error, EngineStoppedError):
+        log.error("a command to the engine was refused", exc_info=error)

@@ -62,7 +62,7 @@ class SamplingParams:
         return np.array(ids, np.int64), np.array(values, np.float32)
 
     def ends_of_bad_words(self, output: npt.NDArray[Any]) -> frozenset[int]:
-        """The tokens that would complete a bad word after this output."""
+        """Return the tokens that would complete a bad word after this output."""
         if not self.bad_words:
             return frozenset()
         tail = tuple(output[-max(map(len, self.bad_words)) :].tolist())
@@ -106,7 +106,7 @@ class RequestSpec:
         return FinishReason.LENGTH if num_tokens >= max_len else None
 
     def forbidden(self, index: int, eos_token_ids: frozenset[int]) -> frozenset[int]:
-        """Tokens that must not be output token `index`: what ends a bad word and, before
+        """Return the tokens that must not be output token `index`: what ends a bad word and, before
         `min_tokens`, the output. `token_ids` are complete if there are bad words."""
         sampling, denied = self.sampling, frozenset[int]()
         if index < sampling.min_tokens:
@@ -199,6 +199,30 @@ EngineEvent = (
     | BlocksStoredEvent
     | BlocksRemovedEvent
 )
+
+
+@dataclass(frozen=True)
+class EngineLoad:
+    """What an engine has to do, and what it has learned of its speed."""
+
+    num_waiting: int
+    num_running: int
+    num_reserved: int
+    num_free_blocks: int
+    num_blocks: int
+    num_quarantined_blocks: int
+    """Blocks that stay unusable until another worker has provably stopped. A late writer could
+    still change them, or a late reader read them. Counted for the layer group that lacks most."""
+    num_quarantined_bytes: int = 0
+    """Their bytes over all layer groups, layers and ranks."""
+    num_exporting: int = 0
+    num_queued_tokens: int = 0
+    num_steps: int = 0
+    num_preemptions: int = 0
+    num_recomputed_tokens: int = 0
+    """Computed a second time after preemptions."""
+    prefill_tokens_per_s: float = 0.0
+    decode_step_s: float = 0.0
 
 
 # --- what a step asks of every rank -------------------------------------------------------------

@@ -16,7 +16,8 @@ _TOKEN_BYTES = 4
 
 
 def read_spec(message: worker_pb2.RequestSpec) -> RequestSpec:
-    """The engine's request, under its attempt's id. Raises InvalidRequestError with the field."""
+    """Read the engine's request, under its attempt's id. Raises InvalidRequestError with the
+    field."""
     if not message.request_id:
         raise InvalidRequestError("an empty request_id", field="request_id")
     token_ids = _read_ids(message.token_ids, "token_ids")
@@ -42,12 +43,12 @@ def read_spec(message: worker_pb2.RequestSpec) -> RequestSpec:
 
 
 def attempt_key(request_id: str, attempt: int) -> RequestId:
-    """The id of one attempt inside a worker. The roles make it unique over time."""
+    """Return the id of one attempt inside a worker. The roles make it unique over time."""
     return RequestId(f"{request_id}#{attempt}")
 
 
 def read_sampling(message: worker_pb2.RequestSpec) -> SamplingParams:
-    """Unset fields take the engine's defaults; the engine checks the values."""
+    """Read how to sample. Unset fields take the engine's defaults; the engine checks the values."""
     present = {field.name: value for field, value in message.sampling.ListFields()}
     present["logit_bias"] = tuple(sorted(message.sampling.logit_bias.items()))
     return SamplingParams(

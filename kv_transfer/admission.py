@@ -56,11 +56,11 @@ class Admission:
         tp_size: int,
         fingerprint: bytes,
         send: Callable[[bytes, transfer_pb2.TransferMessage], None],
-        new_message: Callable[[str, int], transfer_pb2.TransferMessage],
+        new_message: Callable[..., transfer_pb2.TransferMessage],
         report: Callable[[Decision], None],
         now_s: Callable[[], float],
     ) -> None:
-        """`report` gets each lease's decision."""
+        """`new_message`: `TransferRank.new_message`. `report` gets each lease's decision."""
         self._now_s = now_s
         self._layout, self._tp_size, self._fingerprint = layout, tp_size, fingerprint
         self._send, self._new_message, self._report = send, new_message, report
@@ -105,7 +105,7 @@ class Admission:
                 offer.heard_at_s = self._now_s()
 
     def heard_at_s(self, lease_id: LeaseId) -> float:
-        """Time of the writer's last message, or of the grant before the first."""
+        """Return the time of the writer's last message, or of the grant before the first."""
         with self._lock:
             return self._offers[lease_id].heard_at_s
 
@@ -129,16 +129,18 @@ class Admission:
                 if not (refused or offer.is_admitted):
                     return  # other ranks have yet to report
                 address = offer.lease.writer.rank0_address
-        answer = self._new_message(message.lease_id, message.lease_epoch)
-        if refused:
-            log.error("lease %s: %s", message.lease_id, refused)
-            answer.nack.reason = refused
-            answer.nack.writer_worker_id = message.sender_worker_id
-            answer.nack.writer_incarnation = message.sender_incarnation
-            address = message.done.reply_to.transfer_address
-        else:
-            answer.ack.SetInParent()
-        self._send(address, answer)
+        about = message.lease_id, message.lease_epoch
+        if not refused:
+            self._send(address, self._new_message(*about, ack=transfer_pb2.TransferAck()))
+            return
+        log.error("lease %s: %s", message.lease_id, refused)
+        nack = transfer_pb2.TransferNack(
+            reason=refused,
+            writer_worker_id=message.sender_worker_id,
+            writer_incarnation=message.sender_incarnation,
+        )
+        address = message.done.reply_to.transfer_address
+        self._send(address, self._new_message(*about, nack=nack))
 
     def _book(
         self, offer: _Offer, source_rank: int, done: transfer_pb2.TransferDone, error: str
@@ -162,15 +164,15 @@ class Admission:
         return ""
 
     def _mismatch(self, offer: _Offer, source_rank: int, done: transfer_pb2.TransferDone) -> str:
-        """The first mismatch between a `done` and its lease; empty if there is none."""
+        """Name the first mismatch between a `done` and its lease; empty if there is none."""
         if done.kv_fingerprint != self._fingerprint:
             return "the writer has another kv_fingerprint"
         expected = offer.expected.get((source_rank, done.target_rank))
         if expected is None:
-            return f"rank {source_rank} owes rank {done.target_rank} nothing"
+            return f"rank {source_rank} has nothing to send to rank {done.target_rank}"
         sent = (done.num_source_ranks, done.num_blocks, done.num_bytes)
         if sent != expected:
-            return f"(ranks, blocks, bytes) are {sent}, not {expected}"
+            return f"done reports (ranks, blocks, bytes) {sent}, the lease expects {expected}"
         if not done.checksum_stride:
             return ""
         tables = [[b for b in table if b != NULL_BLOCK] for table in offer.lease.block_ids]

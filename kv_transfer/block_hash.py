@@ -44,7 +44,7 @@ class CacheScope:
     """Leading tokens that the operator lets all tenants share."""
 
     def salted(self, parent: BlockHash) -> BlockHash:
-        """What the first block that is not public is hashed with, in place of its parent's hash."""
+        """Return what the first block that is not public is hashed with instead of its parent."""
         for part, name in ((b"tenant", self.tenant), (b"cache_salt", self.cache_salt)):
             if name:
                 data = parent + name.encode()
@@ -57,7 +57,7 @@ SHARED_BY_ALL = CacheScope()
 
 
 def chain_root(kv_fingerprint: bytes) -> BlockHash:
-    """Parent of every prompt's first block."""
+    """Return the parent of every prompt's first block."""
     return BlockHash(hashlib.blake2b(digest_size=HASH_BYTES, key=kv_fingerprint).digest())
 
 
@@ -68,7 +68,7 @@ def chain_hashes(
     block_size: int,
     num_before: int = 0,
 ) -> bytes:
-    """Hashes of all full blocks of `tokens`, concatenated; a partial last block has none.
+    """Hash all full blocks of `tokens`, concatenated; a partial last block has none.
 
     `parent` is the hash of the block before them, of which there are `num_before`, or the root.
     """

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import defaultdict
 from collections.abc import Callable, Container
 from dataclasses import dataclass, field
 
@@ -96,9 +95,10 @@ class Exporter:
         export.renewal = self._clock.call_later(0.0, lambda: self._renew(export))
         return handoff
 
-    def opening(self, lease: Lease) -> bytes:
-        """What tells a rank's sink of the lease: `KvSink.message` takes it."""
-        return self._rank.open_payload(lease)
+    @staticmethod
+    def opening(lease: Lease) -> bytes:
+        """Encode what tells a rank's sink of the lease: `KvSink.message` takes it."""
+        return transfer_pb2.OpenHandoff(lease=lease.to_proto()).SerializeToString()
 
     def check_unserved(self, lease: Lease) -> None:
         """Raise LeaseServedError for a lease that was asked for before, or fenced."""
@@ -319,18 +319,16 @@ class Exporter:
 
     def _send_failed(self, export: Export) -> None:
         lease = export.lease
-        message = self._rank.new_message(lease.lease_id, lease.lease_epoch)
-        assert export.error is not None
-        message.failed.reason = str(export.error)
-        if export.ended_by is not None:
-            message.failed.ended_by.CopyFrom(export.ended_by.to_proto())
+        ended_by = None if export.ended_by is None else export.ended_by.to_proto()
+        failed = transfer_pb2.TransferFailed(reason=str(export.error), ended_by=ended_by)
+        message = self._rank.new_message(lease.lease_id, lease.lease_epoch, failed=failed)
         self._rank.send(lease.owner.rank0_address, message)
         self._send_drained(lease.owner.rank0_address, message)
 
     def _send_drained(self, address: bytes, about: transfer_pb2.TransferMessage) -> None:
         handoff = handoff_id(about.lease_id, about.lease_epoch)
-        message = self._rank.new_message(about.lease_id, about.lease_epoch)
-        message.drained.can_still_land = handoff in self._can_still_land
+        drained = transfer_pb2.TransferDrained(can_still_land=handoff in self._can_still_land)
+        message = self._rank.new_message(about.lease_id, about.lease_epoch, drained=drained)
         self._rank.send(address, message)
 
 
@@ -383,29 +381,21 @@ class HeldHandoffs:
     def __init__(self, rank: TransferRank, open_here: Container[HandoffId]) -> None:
         self._rank = rank
         self._open_here = open_here
-        self._asked: defaultdict[int, set[asyncio.Future[str]]] = defaultdict(set)
-        """By rank: its answer, for each who waits."""
+        self._asking = asyncio.Lock()
+        self._answers: dict[int, asyncio.Future[str]] = {}  # by rank, to the newest question
 
     async def problems(self) -> list[str]:
         """One line per rank that holds a handoff not open here or does not answer in time."""
-        asked: dict[int, asyncio.Future[str]] = {}
-        for other in self._rank.identity.ranks[1:]:
-            waiting = self._asked[other.tp_rank]
-            is_asked = bool(waiting)
-            asked[other.tp_rank] = asyncio.get_running_loop().create_future()
-            waiting.add(asked[other.tp_rank])
-            if not is_asked:
-                question = self._rank.new_message("", 0)
-                question.rank_books_asked.SetInParent()
+        others, loop = self._rank.identity.ranks[1:], asyncio.get_running_loop()
+        question = self._rank.new_message(rank_books_asked=transfer_pb2.RankBooksAsked())
+        async with self._asking:
+            answers = self._answers = {other.tp_rank: loop.create_future() for other in others}
+            for other in others:
                 self._rank.send(other.transfer_address, question)
-        try:
-            if asked:
-                await asyncio.wait(asked.values(), timeout=_ANSWER_S)
-        finally:  # whoever still waits keeps waiting; once nobody does, the next caller asks again
-            for rank, answer in asked.items():
-                self._asked[rank].discard(answer)
+            if answers:
+                await asyncio.wait(answers.values(), timeout=_ANSWER_S)
         found = []
-        for rank, answer in asked.items():
+        for rank, answer in answers.items():
             if not answer.done():
                 found.append(f"rank {rank}: it did not answer within {_ANSWER_S:g} s")
             elif answer.result():
@@ -413,10 +403,10 @@ class HeldHandoffs:
         return found
 
     def answered(self, message: transfer_pb2.TransferMessage) -> None:
-        """Check a rank's answer now, before a later message of the rank is read."""
-        if not self._rank.identity.sent(message):
+        """Check a rank's answer now, before a later message of the rank is read. It may be to an
+        earlier question."""
+        answer = self._answers.get(message.sender_rank)
+        if not self._rank.identity.sent(message) or answer is None or answer.done():
             return
         strays = [h for h in message.rank_books.handoffs if h not in self._open_here]
-        problem = f"it holds handoffs that are not open: {strays}" if strays else ""
-        for answer in self._asked.pop(message.sender_rank, ()):
-            answer.set_result(problem)
+        answer.set_result(f"it holds handoffs that are not open: {strays}" if strays else "")

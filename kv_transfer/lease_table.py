@@ -101,7 +101,7 @@ class _Entry:
     is_writer_lost: bool = False
 
     def writable(self) -> set[tuple[int, BlockId]]:
-        """(group, block) of every block that its writer may still write."""
+        """Return (group, block) of every block that its writer may still write."""
         if self.state is LeaseState.ADMITTED:
             return set()
         return {
@@ -196,7 +196,7 @@ class LeaseTable:
         )
 
     def state(self, lease_id: LeaseId) -> LeaseState | None:
-        """State of a lease; None if it was never granted or is forgotten."""
+        """Return the state of a lease; None if it was never granted or is forgotten."""
         entry = self._entries.get(lease_id)
         return entry.state if entry else None
 
@@ -393,6 +393,6 @@ class LeaseTable:
     # --- what is said ----------------------------------------------------------------------------
 
     def _fence(self, lease: Lease) -> None:
-        message = self._rank.new_message(lease.lease_id, lease.lease_epoch)
-        message.fence.reply_to.CopyFrom(self._identity.ranks[0].to_proto())
+        fence = transfer_pb2.TransferFence(reply_to=self._identity.ranks[0].to_proto())
+        message = self._rank.new_message(lease.lease_id, lease.lease_epoch, fence=fence)
         self._rank.send(lease.writer.rank0_address, message)

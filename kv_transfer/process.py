@@ -61,7 +61,7 @@ class ProcessStat:
 
 
 def stat_of(pid: int) -> ProcessStat | None:
-    """None: no such process."""
+    """Read what the kernel says of a process; None: there is none."""
     try:
         # A name is bytes: the kernel cuts a long one, even inside a character.
         text = Path(f"/proc/{pid}/stat").read_text(errors="replace")

@@ -25,6 +25,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 from google.protobuf.message import DecodeError
 
@@ -49,8 +50,8 @@ from kv_transfer.rank_handoff import (
     RankHandoff,
     Tombstones,
     add_checksums,
-    fill_done,
     fill_first_token,
+    new_done,
     why_wrong,
 )
 from kv_transfer.routes import RankPair, Route, check_lease, pairs
@@ -127,10 +128,7 @@ class TransferRank:
         """On rank 0: close every rank's put address and open others. The lease mail gets `Revoked`
         for each."""
         self.transport.revoke_puts(self._offer)
-        message = self.new_message("", 0)
-        message.rank_revoke.SetInParent()
-        for rank in self.identity.ranks[1:]:
-            self.send(rank.transfer_address, message)
+        self._send_others(self.new_message(rank_revoke=transfer_pb2.RankRevoke()))
 
     def _offer(self) -> None:
         """Tell rank 0 what this rank offers."""
@@ -138,9 +136,8 @@ class TransferRank:
         if self.tp_rank == 0:
             self._add_offer(mine)
             return
-        message = self.new_message("", 0)
-        message.rank_regions.lease.CopyFrom(mine.to_proto())
-        self.send(self.identity.rank0_address, message)
+        regions = transfer_pb2.RankRegions(lease=mine.to_proto())
+        self.send(self.identity.rank0_address, self.new_message(rank_regions=regions))
 
     def _add_offer(self, offer: RankLease) -> None:
         is_renewed = offer.tp_rank in self._offers
@@ -153,7 +150,7 @@ class TransferRank:
     # --- the engine's thread: KvSink -------------------------------------------------------------
 
     def message(self, payload: bytes) -> None:
-        """Take a lease to serve, as `open_payload` encoded it."""
+        """Take a lease to serve, as `Exporter.opening` encoded it."""
         opened = transfer_pb2.OpenHandoff.FromString(payload)
         lease = Lease.from_proto(opened.lease)
         handoff = RankHandoff(lease, self.region_layout.layout, {})
@@ -192,10 +189,6 @@ class TransferRank:
 
     # --- rank 0's event loop: the exporter and the lease table -----------------------------------
 
-    def open_payload(self, lease: Lease) -> bytes:
-        """The KvSink message that opens a handoff on every rank."""
-        return transfer_pb2.OpenHandoff(lease=lease.to_proto()).SerializeToString()
-
     def check_lease(self, lease: Lease) -> None:
         """Raise LeaseError when the lease's memory or tables do not fit the layout."""
         check_lease(lease, self.region_layout, self._memory.regions)
@@ -211,12 +204,8 @@ class TransferRank:
     def cancel(self, handoff: HandoffId) -> None:
         """Stop on every rank. Each reports RankDrained, even for a handoff it never knew."""
         self._cancel(handoff)
-        if self.identity.tp_size > 1:
-            lease_id, epoch = split_handoff_id(handoff)
-            message = self.new_message(lease_id, epoch)
-            message.rank_cancel.SetInParent()
-            for rank in self.identity.ranks[1:]:
-                self.send(rank.transfer_address, message)
+        about = split_handoff_id(handoff)
+        self._send_others(self.new_message(*about, rank_cancel=transfer_pb2.RankCancel()))
 
     def forget(self, handoff: HandoffId) -> None:
         """Drop a handoff that is over, and never open it (again)."""
@@ -245,21 +234,29 @@ class TransferRank:
 
     def send_progress(self, lease: Lease) -> None:
         """Renew a lease at its owner."""
-        message = self.new_message(lease.lease_id, lease.lease_epoch)
-        message.progress.SetInParent()
+        progress = transfer_pb2.TransferProgress()
+        message = self.new_message(lease.lease_id, lease.lease_epoch, progress=progress)
         self.send(lease.owner.rank0_address, message)
 
     def send(self, address: bytes, message: transfer_pb2.TransferMessage) -> None:
         self.transport.send(self.transport.connect(address), message.SerializeToString())
 
-    def new_message(self, lease_id: str, lease_epoch: int) -> transfer_pb2.TransferMessage:
-        """A message about a lease, with sender and lease filled in but no content."""
+    def _send_others(self, message: transfer_pb2.TransferMessage) -> None:
+        """On rank 0: send a message to every other rank of this worker."""
+        for rank in self.identity.ranks[1:]:
+            self.send(rank.transfer_address, message)
+
+    def new_message(
+        self, lease_id: str = "", lease_epoch: int = 0, **content: Any
+    ) -> transfer_pb2.TransferMessage:
+        """Make a message of this rank about a lease. `content`: one kind, by its field's name."""
         return transfer_pb2.TransferMessage(
             sender_worker_id=self.identity.worker_id,
             sender_incarnation=self.identity.incarnation,
             sender_rank=self.tp_rank,
             lease_id=lease_id,
             lease_epoch=lease_epoch,
+            **content,
         )
 
     def num_open_handoffs(self) -> int:
@@ -303,31 +300,30 @@ class TransferRank:
             self._drained(handoff)
 
     def _done_message(self, lease: Lease, pair: RankPair) -> transfer_pb2.TransferMessage:
-        message = self.new_message(lease.lease_id, lease.lease_epoch)
-        message.done.reply_to.CopyFrom(self.identity.ranks[0].to_proto())
-        fill_done(message.done, lease, pair, self.region_layout.layout)
-        return message
+        done = new_done(lease, pair, self.region_layout.layout, self.identity.ranks[0])
+        return self.new_message(lease.lease_id, lease.lease_epoch, done=done)
 
     def _drained(self, handoff: RankHandoff) -> None:
         handoff.phase = Phase.DRAINED
         if self.tp_rank > 0 or handoff.cancelled or handoff.error is not None:
             self._end(handoff.lease.handoff_id)
-        message = self.new_message(handoff.lease.lease_id, handoff.lease.lease_epoch)
-        report = message.rank_drained
-        report.error = handoff.error or ""
-        report.peer_lost = handoff.peer_lost
-        report.can_still_land = handoff.can_still_land
+        report = transfer_pb2.RankDrained(
+            error=handoff.error or "",
+            peer_lost=handoff.peer_lost,
+            can_still_land=handoff.can_still_land,
+            put_s=handoff.put_s,
+        )
         if handoff.can_still_land:
             self._can_still_land.add(handoff.lease.handoff_id)
-        report.put_s = handoff.put_s
+        about = handoff.lease.lease_id, handoff.lease.lease_epoch
         if not handoff.cancelled and handoff.error is None:
             sent = [lane.done.done for lane in handoff.lanes.values()]
             report.num_bytes = sum(done.num_bytes for done in sent)
             report.num_blocks = max((done.num_blocks for done in sent), default=0)
             if self.tp_rank == 0:
-                handoff.report = message
+                handoff.report = self.new_message(*about, rank_drained=report)
                 return
-        self._report(message)
+        self._report(self.new_message(*about, rank_drained=report))
 
     def _end(self, handoff: HandoffId) -> None:
         self._handoffs.pop(handoff, None)
@@ -385,10 +381,8 @@ class TransferRank:
                 self._flush_when_ready(found)
                 return
             self._end(handoff)
-            can_still_land = handoff in self._can_still_land
-        message = self.new_message(*split_handoff_id(handoff))
-        message.rank_drained.can_still_land = can_still_land
-        self._report(message)
+            report = transfer_pb2.RankDrained(can_still_land=handoff in self._can_still_land)
+        self._report(self.new_message(*split_handoff_id(handoff), rank_drained=report))
 
     def _receive(self, payload: bytes) -> None:
         try:
@@ -413,20 +407,19 @@ class TransferRank:
         if self.tp_rank == 0:
             self._decide(message, error)
             return
-        report = transfer_pb2.TransferMessage()
-        report.CopyFrom(message)  # the sender stays the writer: rank 0 checks it
-        report.rank_done.source_rank = message.sender_rank
-        report.rank_done.done.CopyFrom(message.done)
-        report.rank_done.error = error
-        self.send(self.identity.rank0_address, report)
+        report = transfer_pb2.RankDone(
+            source_rank=message.sender_rank, done=message.done, error=error
+        )
+        message.rank_done.CopyFrom(report)  # the sender stays the writer: rank 0 checks it
+        self.send(self.identity.rank0_address, message)
 
-    def _receive_rank_done(self, report: transfer_pb2.TransferMessage) -> None:
+    def _receive_rank_done(self, message: transfer_pb2.TransferMessage) -> None:
         """On rank 0: take another rank's report about a `done`."""
-        message = transfer_pb2.TransferMessage()
-        message.CopyFrom(report)
-        message.sender_rank = report.rank_done.source_rank
-        message.done.CopyFrom(report.rank_done.done)
-        self._decide(message, report.rank_done.error)
+        report = transfer_pb2.RankDone()
+        report.CopyFrom(message.rank_done)
+        message.sender_rank = report.source_rank
+        message.done.CopyFrom(report.done)
+        self._decide(message, report.error)
 
     def _decide(self, message: transfer_pb2.TransferMessage, error: str) -> None:
         if self.admission is None:
@@ -438,11 +431,9 @@ class TransferRank:
         self._cancel(handoff_id(message.lease_id, message.lease_epoch))
 
     def _report_held(self) -> None:
-        message = self.new_message("", 0)
-        message.rank_books.SetInParent()
         with self._lock:  # so that a later RankDrained is also sent later
-            message.rank_books.handoffs.extend(self._handoffs)
-            self._report(message)
+            books = transfer_pb2.RankBooks(handoffs=self._handoffs)
+            self._report(self.new_message(rank_books=books))
 
     def _receive_ack(self, message: transfer_pb2.TransferMessage) -> None:
         """Take the receiver's `Ack`. Every `done` was sent, so this rank has drained."""

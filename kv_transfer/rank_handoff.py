@@ -1,7 +1,7 @@
 """One rank's share of a handoff: what the writer pushes, and what the receiver verifies.
 
-On the writer, `RankHandoff` tracks what is pushed and what is missing, and the `fill_*` functions
-complete its `done`. On the receiver, `why_wrong` verifies what was pushed to a rank.
+On the writer, `RankHandoff` tracks what is pushed and what is missing, and the functions below
+make its `done`. On the receiver, `why_wrong` verifies what was pushed to a rank.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from baton.v1 import transfer_pb2, worker_pb2
 from kv_transfer.errors import LeaseError
 from kv_transfer.layout import NULL_BLOCK, BlockId, BlockPush, HandoffId, KvLayout, RegionLayout
-from kv_transfer.lease import FirstToken, Lease, logprobs_to_proto
+from kv_transfer.lease import FirstToken, Lease, RankAddress, logprobs_to_proto
 from kv_transfer.routes import RankPair, Route, block_checksums, pairs
 from kv_transfer.transport import Peer, PutBatch, Runs, TransferMemory
 
@@ -119,7 +119,7 @@ class RankHandoff:
         return self._num_unfinished == 0
 
     def layer_batches(self, layer: int, push: BlockPush) -> list[tuple[Lane, PutBatch]]:
-        """The puts of one layer of a push. Raises LeaseError if a block cannot be pushed."""
+        """List the puts of one layer of a push. Raises LeaseError if a block cannot be pushed."""
         prepared = self._runs.get(id(push)) or self._prepare(push)
         layer_in_group = layer - self.layout.groups[push.group].first_layer
         self._mark(push.group, layer_in_group, prepared.flags)
@@ -170,7 +170,7 @@ class RankHandoff:
         return True
 
     def tables(self) -> tuple[list[list[BlockId]], list[list[BlockId]]]:
-        """(source, target) blocks per group, in the lease's order, without null blocks."""
+        """List (source, target) blocks per group, in the lease's order, without null blocks."""
         sources: list[list[BlockId]] = []
         targets: list[list[BlockId]] = []
         for table, known in zip(self.lease.block_ids, self.source_blocks, strict=True):
@@ -181,22 +181,26 @@ class RankHandoff:
 
 
 def _flags(ordinals: Sequence[int]) -> int:
-    """A set of ordinals as a number whose bytes are 1 at them: cheap to subtract from another."""
+    """Encode a set of ordinals as a number whose bytes are 1 at them: cheap to subtract from
+    another."""
     flags = bytearray(max(ordinals, default=-1) + 1)
     for ordinal in ordinals:
         flags[ordinal] = 1
     return int.from_bytes(flags, "little")
 
 
-def fill_done(
-    done: transfer_pb2.TransferDone, lease: Lease, pair: RankPair, layout: KvLayout
-) -> None:
-    """Fill in what is known when the handoff opens."""
+def new_done(
+    lease: Lease, pair: RankPair, layout: KvLayout, reply_to: RankAddress
+) -> transfer_pb2.TransferDone:
+    """Make a `done` of what is known when the handoff opens."""
     fed = pairs(layout, pair.source_size, pair.target_size)
-    done.target_rank = pair.target_rank
-    done.num_source_ranks = sum(other.target_rank == pair.target_rank for other in fed)
-    done.num_writer_ranks = pair.source_size
-    done.kv_fingerprint = lease.kv_fingerprint
+    return transfer_pb2.TransferDone(
+        target_rank=pair.target_rank,
+        num_source_ranks=sum(other.target_rank == pair.target_rank for other in fed),
+        num_writer_ranks=pair.source_size,
+        kv_fingerprint=lease.kv_fingerprint,
+        reply_to=reply_to.to_proto(),
+    )
 
 
 def fill_first_token(done: transfer_pb2.TransferDone, first: FirstToken) -> None:
@@ -229,7 +233,8 @@ def why_wrong(
     target: RegionLayout,
     memory: TransferMemory,
 ) -> str:
-    """Why the received blocks differ from the sent ones; empty if they do not or are unchecked."""
+    """Say why the received blocks differ from the sent ones; empty if they do not or are
+    unchecked."""
     if done.target_rank != target.tp_rank:
         return f"rank {target.tp_rank} received a done for rank {done.target_rank}"
     if not done.checksum_stride:

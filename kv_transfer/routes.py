@@ -28,7 +28,7 @@ class RankPair:
     target_size: int
 
     def heads(self, tensor: TensorSpec) -> range:
-        """Heads of a tensor that the source rank sends the target rank; may be empty."""
+        """Return the heads of a tensor that the source rank sends the target rank; may be empty."""
         source = tensor.heads_of_rank(self.source_rank, self.source_size)
         if self.source_rank > 0:
             below = tensor.heads_of_rank(self.source_rank - 1, self.source_size)
@@ -38,20 +38,19 @@ class RankPair:
         start, stop = max(source.start, target.start), min(source.stop, target.stop)
         return range(start, max(start, stop))
 
-    def layer_bytes(self, layout: KvLayout, group: int) -> int:
-        """Bytes of one block of one layer that this pair moves."""
-        return sum(len(self.heads(t)) * layout.head_bytes(t) for t in layout.groups[group].tensors)
-
     def block_bytes(self, layout: KvLayout, group: int) -> int:
         """Bytes of one block of a layer group, over all its layers, that this pair moves."""
-        return layout.groups[group].num_layers * self.layer_bytes(layout, group)
+        spec = layout.groups[group]
+        return spec.num_layers * sum(
+            len(self.heads(t)) * layout.head_bytes(t) for t in spec.tensors
+        )
 
     def is_fed(self, layout: KvLayout) -> bool:
-        return any(self.layer_bytes(layout, group) for group in range(len(layout.groups)))
+        return any(self.block_bytes(layout, group) for group in range(len(layout.groups)))
 
 
 def pairs(layout: KvLayout, source_size: int, target_size: int) -> tuple[RankPair, ...]:
-    """All pairs that move any bytes. Rank 0 always feeds rank 0."""
+    """List all pairs that move any bytes. Rank 0 always feeds rank 0."""
     return tuple(
         pair
         for source in range(source_size)
@@ -99,7 +98,7 @@ class Route:
     def runs(
         self, group: int, source_blocks: Sequence[BlockId], target_blocks: Sequence[BlockId]
     ) -> Runs | None:
-        """The puts of these blocks for the first layer of their group; None if there are none.
+        """List the puts of these blocks for the first layer of their group; None if there are none.
 
         Raises LeaseError for a target block outside the offered regions.
         """
@@ -113,7 +112,7 @@ class Route:
         return Runs(path, _words(source_blocks), _words(target_blocks))
 
     def at_layer(self, runs: Runs, group: int, layer_in_group: int) -> PutBatch:
-        """The same puts for another layer: each side has a constant stride between layers."""
+        """Shift the puts to another layer: each side has a constant stride between layers."""
         source_bytes, target_bytes = self._layer_strides[group]
         return PutBatch(runs, layer_in_group * source_bytes, layer_in_group * target_bytes)
 
@@ -176,7 +175,8 @@ def block_checksums(
     tables: Sequence[Sequence[BlockId]],
     stride: int,
 ) -> list[int]:
-    """64-bit checksums of the pair's share of every `stride`-th block of each group's table.
+    """Compute 64-bit checksums of the pair's share of every `stride`-th block of each group's
+    table.
 
     Equal bytes give equal checksums on both sides: each covers layers, then tensors, then the heads
     that the pair moves. `layout` is the layout of the calling side.
@@ -196,7 +196,8 @@ def block_checksums(
 
 
 def _share_offsets(layout: RegionLayout, pair: RankPair, group: int) -> list[tuple[int, int, int]]:
-    """(offset in region, bytes between blocks, bytes of the share) for each layer and tensor."""
+    """List (offset in region, bytes between blocks, bytes of the share) for each layer and
+    tensor."""
     spec = layout.layout.groups[group]
     offsets = []
     for layer in range(spec.first_layer, spec.first_layer + spec.num_layers):

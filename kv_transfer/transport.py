@@ -162,7 +162,7 @@ class TransferMemory:
         self.blocks_per_region = blocks_per_region
 
     def make_regions(self, base: int, rkeys: Sequence[bytes]) -> tuple[Region, ...]:
-        """The pool's regions, given its first address and each region's remote key."""
+        """Make the pool's regions of its first address and each region's remote key."""
         blocks, stride = self.blocks_per_region, self.region_stride_bytes
         return tuple(
             Region(index * blocks, blocks, base + index * stride, stride, rkey)
@@ -170,8 +170,8 @@ class TransferMemory:
         )
 
     def read(self, spans: Sequence[tuple[int, int]]) -> Iterable[npt.NDArray[np.uint8]]:
-        """The bytes of these (offset, length) spans of the buffer, in order, in host memory: in
-        place or in one copy from the device."""
+        """Read the bytes of these (offset, length) spans of the buffer, in order, in host memory:
+        in place or in one copy from the device."""
         return (self.buffer[start : start + length] for start, length in spans)
 
 
@@ -211,7 +211,8 @@ class Transport(Protocol):
         connection."""
 
     def connect(self, address: bytes) -> Peer:
-        """The connection to that address; a new one if there is none or the last one was lost."""
+        """Return the connection to that address; a new one if there is none or the last one was
+        lost."""
 
     def puts_end_with_process(self, address: bytes) -> bool:
         """Whether a peer's puts into this pool cannot land after its process has ended: the peer

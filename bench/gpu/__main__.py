@@ -36,7 +36,7 @@ _ROOT = Path(__file__).parents[2]
 
 
 def run_tests(device: torch.device, report: Report) -> None:
-    """`tests/engine/gpu`, without plugins. One row a file; pytest prints the failures."""
+    """Run `tests/engine/gpu` without plugins. One row a file; pytest prints the failures."""
     with tempfile.TemporaryDirectory() as folder:
         results = Path(folder) / "results.xml"
         command = [

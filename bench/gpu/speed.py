@@ -151,8 +151,8 @@ def wait_for(device: torch.device) -> None:
 
 
 def device_s(works: Sequence[Work], device: torch.device) -> float:
-    """Median seconds of one work, all of them in turn, by the device's own clock; on a CPU by
-    ours. The works do the same over different memory, so that no cache helps."""
+    """Return the median seconds of one work, all of them in turn, by the device's own clock;
+    on a CPU by ours. The works do the same over different memory, so that no cache helps."""
     first_s = [host_s(work, device) for work in (*works, works[0])][-1]
     if first_s > _LONG_RUN_S:
         return host_s(works[0], device)
@@ -160,7 +160,7 @@ def device_s(works: Sequence[Work], device: torch.device) -> float:
 
 
 def host_s(work: Work, device: torch.device) -> float:
-    """Seconds until the device has done it, by the host's clock."""
+    """Measure the seconds until the device has done a work, by the host's clock."""
     wait_for(device)
     start = time.perf_counter()
     work()
@@ -302,7 +302,7 @@ def _batch(device: torch.device, sequences: list[tuple[int, int]], counts: list[
 
 
 def measure_model(name: str, device: torch.device, sizes: Sizes, report: Report) -> None:
-    """Prefill and decode of one model. Raises torch.OutOfMemoryError."""
+    """Measure prefill and decode of one model. Raises torch.OutOfMemoryError."""
     longest = max(*sizes.prefills, sizes.context + 256) + _BLOCK_SIZE
     shape = replace(SHAPES[name], max_position_embeddings=longest)
     num_tokens = max(max(sizes.batches) * (sizes.context + 256), 2 * longest)

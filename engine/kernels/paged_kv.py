@@ -33,11 +33,7 @@ class PagedKv:
     """The pool's memory, seen layer by layer. Block ids count through all regions."""
 
     def __init__(self, memory: KvMemory, regions: RegionLayout, device: torch.device) -> None:
-        if memory.blocks_per_region != regions.num_blocks:
-            raise ValueError(
-                f"memory has {memory.blocks_per_region} blocks per region, "
-                f"the layout {regions.num_blocks}"
-            )
+        assert memory.blocks_per_region == regions.num_blocks, (memory, regions)
         self.layout = regions.layout
         self._regions = regions
         self._memory = memory  # its buffer must outlive the views
@@ -73,13 +69,8 @@ class PagedKv:
 
 
 def _bytes_on(buffer: Any, device: torch.device) -> torch.Tensor:
-    """The pool as a uint8 tensor. For CUDA the memory must be a device buffer."""
-    if isinstance(buffer, torch.Tensor):
-        if buffer.device.type != device.type:
-            raise TypeError(f"the KV pool of a model on {device} lies on {buffer.device}")
-        return buffer
-    if device.type == "cpu":
-        return torch.from_numpy(buffer)
-    if not hasattr(buffer, "__cuda_array_interface__"):
-        raise TypeError(f"the KV pool of a model on {device} must lie in device memory")
-    return torch.as_tensor(buffer, device=device)
+    """View the pool as a uint8 tensor. Raises TypeError if it does not lie on the device."""
+    tensor = buffer if isinstance(buffer, torch.Tensor) else torch.from_numpy(buffer)
+    if tensor.device.type != device.type:
+        raise TypeError(f"the KV pool of a model on {device} lies on {tensor.device}")
+    return tensor

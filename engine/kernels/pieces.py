@@ -9,6 +9,7 @@ merged afterwards.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -45,24 +46,20 @@ class Cutting:
         return 2 * self.wanted
 
 
-@dataclass(frozen=True)
-class Pieces:
-    """Arrays on the host, or tensors on the device."""
-
-    items: npt.NDArray[np.int32]
-    """[num_pieces, ITEM_FIELDS], the largest first."""
-    merges: npt.NDArray[np.int32]
-    """[num_split_tokens, MERGE_FIELDS]."""
-    num_parts: int
+Table = TypeVar("Table")
+"""int32 numbers in rows: an array on the host, or a tensor on the device."""
 
 
 @dataclass(frozen=True)
-class DevicePieces:
-    """`Pieces` on the device; items without keys and merges without parts are skipped."""
-
-    items: torch.Tensor
-    merges: torch.Tensor
+class Pieces(Generic[Table]):
+    items: Table
+    """[num_pieces, ITEM_FIELDS], the largest first. One without keys is skipped."""
+    merges: Table
+    """[num_split_tokens, MERGE_FIELDS]. One without parts is skipped."""
     num_parts: int
+
+
+DevicePieces = Pieces[torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -80,7 +77,7 @@ def cut(
     table_starts: _Ints,
     window: int | None,
     cutting: Cutting,
-) -> Pieces:
+) -> Pieces[npt.NDArray[np.int32]]:
     """Cut sequences, arrays [num_seqs] each: row of the first token, tokens, tokens before them,
     start of the table."""
     tiles = -(-counts // cutting.tile)

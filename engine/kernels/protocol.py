@@ -59,7 +59,7 @@ class Kernels(Protocol):
     def name(self) -> str: ...
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """[n, width], normalised over the width."""
+        """Normalise [n, width] over the width."""
 
     def add_rms_norm(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float

@@ -124,8 +124,8 @@ def pack(seqs: Sequence[ScheduledSeq], block_size: int, device: torch.device) ->
 
 
 def to_device(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
-    """A tensor of the array, which must not change: on a CPU they share memory. A copy to a CUDA
-    device does not make the host wait."""
+    """Make a tensor of the array, which must not change: on a CPU they share memory. A copy to a
+    CUDA device does not make the host wait."""
     tensor = torch.from_numpy(array)
     if device.type == "cuda":
         tensor = tensor.pin_memory()
@@ -170,7 +170,7 @@ class StepBuffer:
 def to_device_together(
     arrays: Sequence[npt.NDArray[Any]], device: torch.device
 ) -> list[torch.Tensor]:
-    """Tensors of the arrays, moved as one. Nothing is moved if all are empty."""
+    """Make tensors of the arrays, moved as one. Nothing is moved if all are empty."""
     if not any(array.size for array in arrays):
         return [
             torch.empty(array.shape, dtype=_TORCH_DTYPES[array.dtype], device=device)
@@ -188,7 +188,7 @@ def to_device_together(
 
 
 def _aligned_starts(sizes: Sequence[int]) -> list[int]:
-    """Where arrays of these bytes start, and where the last one ends."""
+    """Compute where arrays of these bytes start, and where the last one ends."""
     return [0, *np.cumsum([-(-s // _ALIGNED_BYTES) * _ALIGNED_BYTES for s in sizes]).tolist()]
 
 

@@ -15,12 +15,13 @@ import torch
 from engine.kernels.native import huge_pages
 from engine.kernels.native.native_kernels import (
     GATES,
+    HEAD_DIM_STEP,
     NativeKernels,
     Pool,
     native_library,
     pool_of,
 )
-from engine.kernels.native.packed_weights import Weight
+from engine.kernels.native.packed_weights import TILE_ROWS, Weight
 from engine.kernels.paged_kv import PagedKv
 from engine.kernels.protocol import AttentionShape, Rotation
 from engine.kernels.step_batch import StepBatch
@@ -28,8 +29,6 @@ from engine.models.config import ModelConfig
 from engine.models.loading import DecoderWeights, LayerWeights
 from engine.models.mlp import DenseMlp
 
-_TILE_ROWS = 16  # of activations, at most
-_HEAD_DIM_STEP = 32
 _QKV_PADDING = 32  # kQkvPadding in native/layers.cpp
 
 
@@ -128,7 +127,7 @@ class FusedLayers:
         """None if these layers have to run one kernel at a time."""
         library = native_library() if isinstance(kernels, NativeKernels) else None
         native = [_native(layer) for layer in weights.layers]
-        if library is None or not native or shape.head_dim % _HEAD_DIM_STEP:
+        if library is None or not native or shape.head_dim % HEAD_DIM_STEP:
             return None
         found = [layer for layer in native if layer is not None]
         if len(found) < len(native) or len({tuple(w.inputs for w in p) for p in found}) > 1:
@@ -180,7 +179,7 @@ class FusedLayers:
 
     def _rooms(self, rows: int, item: int) -> list[int]:
         """Addresses of room for a step of so many rows, each at a page."""
-        rows += _TILE_ROWS
+        rows += TILE_ROWS
         sizes = [-(-rows * width * item // 4096) * 4096 for width in self._widths]
         if sum(sizes) > len(self._room):
             self._room = huge_pages.take(sum(sizes))

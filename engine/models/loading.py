@@ -43,14 +43,14 @@ class TensorSource(Protocol):
     def read(
         self, name: str, shape: tuple[int, ...], *parts: slice, dtype: torch.dtype | None = None
     ) -> torch.Tensor:
-        """A tensor of this shape, or the part that `parts` select along its leading dimensions.
-        `dtype`: None is any floating-point type. Raises CheckpointError."""
+        """Read a tensor of this shape, or the part that `parts` select along its leading
+        dimensions. `dtype`: None is any floating-point type. Raises CheckpointError."""
 
     def source_of(self, name: str) -> str:
-        """What holds the tensor, for errors."""
+        """Name what holds the tensor, for errors."""
 
     def ignore(self, name: str) -> None:
-        """A tensor that may be there and is not needed."""
+        """Accept a tensor that may be there and is not needed."""
 
     def check_all_read(self) -> None:
         """Raise CheckpointError naming tensors that nothing asked for."""
@@ -61,7 +61,7 @@ _Matrix = tuple[str, tuple[int, int], slice, slice]  # module, whole shape, rows
 
 
 def _is_finite(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether all values are, in `dtype`. NaN spreads to both ends. One pass, and no copy."""
+    """Whether all values are finite in `dtype`. NaN spreads to both ends. One pass, and no copy."""
     ends = torch.stack(torch.aminmax(tensor)).to(dtype)
     return bool(ends.isfinite().all())
 
@@ -82,13 +82,12 @@ class WeightLoader:
         self._config = config
         self._shard = shard
         self._target = Target(dtype, device)
-        self._shared: torch.Tensor | None = (
-            None  # the embedding, where the head can be a view of it
-        )
+        # The embedding, where the head can be a view of it.
+        self._shared: torch.Tensor | None = None
 
     def load(self) -> DecoderWeights:
-        """All weights. Raises CheckpointError for a missing, misshapen or unknown tensor, and for
-        one with NaN or infinite values."""
+        """Read all weights. Raises CheckpointError for a missing, misshapen or unknown tensor, and
+        for one with NaN or infinite values."""
         config, on_cpu = self._config, self._target.device.type == "cpu"
         names = config.names
         shape, rows = (config.vocab_size, config.hidden_size), _slice(self._shard.vocab)
@@ -123,7 +122,7 @@ class WeightLoader:
         bias: torch.Tensor | None,
         gate: Activation | None = None,
     ) -> Linear:
-        """Of matrices whose rows follow each other."""
+        """Load the product of matrices whose rows follow each other."""
         kept, *others = (self._config.weights.of(module) for module, *_ in matrices)
         if any(other != kept for other in others):
             modules = ", ".join(module for module, *_ in matrices)
@@ -137,7 +136,7 @@ class WeightLoader:
         return stored.dtype if narrow and stored.device.type == "cpu" else self._target.dtype
 
     def _norm(self, name: str, width: int) -> torch.Tensor:
-        """In float32: 1 + weight in bf16 would lose what the weight says."""
+        """Read a norm, in float32: 1 + weight in bf16 would lose what the weight says."""
         return (
             self._read(f"{name}.weight", (width,), dtype=torch.float32) + self._config.norm_offset
         )
@@ -152,7 +151,7 @@ class WeightLoader:
         *parts: slice,
         dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
-        """`dtype`: None is that of activations."""
+        """Read a tensor that is no product's. `dtype`: None is that of activations."""
         tensor = self._checkpoint.read(name, shape, *parts)
         # clone: a part of a mapped file must not keep the file's pages in use
         tensor = tensor.to(self._target.device, dtype or self._target.dtype, copy=True).contiguous()
@@ -193,7 +192,7 @@ class WeightLoader:
         )
 
     def _qkv(self, prefix: str) -> Linear:
-        """Query, key and value projections of this rank's heads, as one."""
+        """Load the query, key and value projections of this rank's heads, as one."""
         config, shard = self._config, self._shard
         matrices: list[_Matrix] = []
         biases = []
@@ -210,7 +209,7 @@ class WeightLoader:
         return self._linear(matrices, torch.cat(biases) if biases else None)
 
     def _columns(self, name: str, width: int, has_bias: bool) -> Linear:
-        """A projection back to the hidden size, split by columns; its bias is added once."""
+        """Load a projection back to the hidden size, split by columns; its bias is added once."""
         hidden = self._config.hidden_size
         bias = self._read(f"{name}.bias", (hidden,)) if has_bias else None
         matrix = name, (hidden, width), _ALL, part(width, self._shard)

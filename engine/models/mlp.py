@@ -41,7 +41,7 @@ class DenseMlp:
 class Experts(Protocol):
     @property
     def host_waits(self) -> bool:
-        """As an `Mlp`'s."""
+        """Whether a call makes the host wait for the device, as an `Mlp`'s."""
 
     def __call__(self, x: torch.Tensor, ends: torch.Tensor, kernels: Kernels) -> torch.Tensor:
         """[n, hidden], sorted by expert -> this rank's part of [n, hidden].
@@ -87,8 +87,8 @@ class GroupedExperts:
 
 
 def experts_of(experts: Sequence[DenseMlp]) -> Experts:
-    """The faster computation for the device of the weights. On a CPU waiting for counts costs
-    nothing."""
+    """Choose the faster computation for the device of the weights. On a CPU waiting for counts
+    costs nothing."""
     gate_up = experts[0].gate_up.grouped([expert.gate_up for expert in experts])
     down = experts[0].down.grouped([expert.down for expert in experts])
     if gate_up is None or down is None:
@@ -119,7 +119,7 @@ class MoeMlp:
         return of_pairs.view(*chosen.shape, -1).mul_(weights[..., None]).sum(dim=1)
 
     def _route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Experts int64 and weights, [n, num_experts_per_token] each."""
+        """Choose experts int64 and weights, [n, num_experts_per_token] each."""
         logits = torch.nn.functional.linear(x, self.router)
         probabilities = logits.softmax(dim=-1, dtype=torch.float32)
         weights, experts = probabilities.topk(self.config.num_experts_per_token, dim=-1)

@@ -73,24 +73,25 @@ class RankCost:
         return max(min(context, window or context) for window in self.config.windows)
 
     def product_flops(self, num_tokens: int, num_sampled: int) -> float:
-        """Of the layers' products for all tokens, and the head's for those that are sampled."""
+        """FLOP of the layers' products for all tokens, and the head's for those that are
+        sampled."""
         return 2 * num_tokens * self._used(1, num_sampled / num_tokens)[1]
 
     def prefill(self, num_tokens: int) -> Work:
-        """One prompt whose KV is not cached, as if in one step."""
+        """Work of one prompt whose KV is not cached, as if in one step."""
         held = self.held_tokens(num_tokens)
         attention = self._pair_flops * held * (num_tokens - held / 2)
         return self._used(num_tokens, 1)[0], self.product_flops(num_tokens, 1) + attention
 
     def decode(self, batch: int, context: int) -> Work:
-        """A token for each of `batch` sequences that hold `context` tokens."""
+        """Work of a token for each of `batch` sequences that hold `context` tokens."""
         held = batch * self.held_tokens(context)
         flops = self.product_flops(batch, batch) + self._pair_flops * held
         return self._used(batch, 1)[0] + held * self.kv_token_bytes, flops
 
     @property
     def _pair_flops(self) -> float:
-        """For one token that looks at one other: a product with K and one with V."""
+        """FLOP of one token that looks at one other: a product with K and one with V."""
         config = self.config
         return 4 * config.num_layers * config.num_heads * config.head_dim / self.tp_size
 

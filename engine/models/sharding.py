@@ -25,7 +25,7 @@ class Shard:
 
 
 def shard_of(config: ModelConfig, rank: int, size: int) -> Shard:
-    """Raises ShardingError when the model does not divide."""
+    """Divide the model among the ranks. Raises ShardingError when it does not divide."""
     widths = {"attention heads": config.num_heads, "intermediate_size": config.intermediate_size}
     if config.moe is not None:
         widths["moe_intermediate_size"] = config.moe.intermediate_size

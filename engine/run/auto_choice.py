@@ -23,10 +23,10 @@ import torch
 
 from baton.config.engine import AUTO, EngineConfig
 from engine.engines import DtypeChoice
-from engine.errors import CheckpointError, ModelError, UnsupportedModelError
+from engine.errors import ModelError, UnsupportedModelError
 from engine.models.checkpoint.folder import resolve
 from engine.models.checkpoint.hub import CONFIG
-from engine.models.checkpoint.weights import Checkpoint, read_json
+from engine.models.checkpoint.weights import read_json
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def why_no_gpu() -> str | None:
 
 
 def choose_device(num_gpus: int = 1) -> DeviceChoice:
-    """What `auto` means on this machine for workers that need `num_gpus` together."""
+    """Choose what `auto` means on this machine for workers that need `num_gpus` together."""
     reason = why_no_gpu()
     if reason is not None:
         return DeviceChoice("cpu", reason)
@@ -84,8 +84,8 @@ _INSTEAD_OF = {
 def choose_dtype(
     model_path: str, devices: Collection[str], revision: str | None = None
 ) -> DtypeChoice:
-    """The dtype of a model's weights, activations and KV on all of `devices`, each cpu or cuda.
-    `revision`: of a model on the hub.
+    """Choose the dtype of a model's weights, activations and KV on all of `devices`, each cpu or
+    cuda. `revision`: of a model on the hub.
 
     Raises ModelError.
     """
@@ -102,27 +102,15 @@ def choose_dtype(
 
 
 def own_dtype(model_path: str, revision: str | None = None) -> str:
-    """The dtype that config.json names, or else that of most weights. Only then are weights
-    fetched.
-
-    Raises ModelError.
-    """
+    """Return the dtype that config.json names. Raises ModelError."""
     folder = resolve(model_path, revision, CONFIG)
     config = read_json(folder / "config.json")
     key = "dtype" if config.get("dtype") is not None else "torch_dtype"
     named = config.get(key)
-    if named is None:
-        try:
-            with Checkpoint(resolve(model_path, revision)) as checkpoint:
-                named = checkpoint.dtype()
-        except CheckpointError as error:  # the process that decides for others may have no weights
-            raise CheckpointError(
-                f"{error}, and config.json names no dtype: set engine.dtype"
-            ) from error
     if named not in _INSTEAD_OF:
         raise UnsupportedModelError(
-            f"{folder / 'config.json'}: {key}: no dtype that the engine computes in: {named!r}; "
-            f"set engine.dtype to one of {', '.join(_INSTEAD_OF)}"
+            f"{folder / 'config.json'}: {key} names no dtype that the engine computes in"
+            f" ({named!r}): set engine.dtype to one of {', '.join(_INSTEAD_OF)}"
         )
     return str(named)
 
@@ -139,7 +127,8 @@ def _computed_on(device: str) -> set[str]:
 
 
 def cpu_has_bf16() -> bool:
-    """False if torch is too old to know. float32 is right everywhere, if not the fastest."""
+    """Whether the CPU computes in bf16; False if torch is too old to know. float32 is right
+    everywhere, if not the fastest."""
     capabilities = getattr(torch.cpu, "get_capabilities", None)
     return capabilities is not None and any(map(capabilities().get, _BF16_INSTRUCTIONS))
 

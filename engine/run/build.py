@@ -15,7 +15,7 @@ def load_model_spec(model_path: str, config: EngineConfig) -> ModelSpec:
 
 
 def lone_engine(loaded: LoadedModel, find_tokenizer: FindTokenizer | None = None) -> Engine:
-    """An engine with its own KV memory."""
+    """Make an engine with its own KV memory."""
     config, device = loaded.config, loaded.kv_device
     layout, sink = loaded.spec.region_layout(config, 0, 1), LocalSink()
     memory: KvMemory = (
@@ -27,7 +27,7 @@ def lone_engine(loaded: LoadedModel, find_tokenizer: FindTokenizer | None = None
 
 
 def load_lone_engine(model_path: str, config: EngineConfig) -> Engine:
-    """`lone_engine` of a model's folder. Raises ModelError, ValueError."""
+    """Make a `lone_engine` of a model's folder. Raises ModelError, ValueError."""
     builder = engine_builder(config)
     loaded = builder.load(model_path, config, builder.describe(model_path, config))
     return lone_engine(loaded, lambda: Path(model_path) / "tokenizer.json")

@@ -10,11 +10,12 @@ from dataclasses import replace
 import numpy as np
 
 from baton.config.engine import EngineConfig
-from engine.api import EngineCapacity, EngineHealth, EngineLoad, KvSink, Runner
+from engine.api import EngineCapacity, EngineHealth, KvSink, Runner
 from engine.engines import FindTokenizer
 from engine.kv.kv_cache import KvCache
 from engine.request import (
     EngineEvent,
+    EngineLoad,
     HandoffId,
     RequestId,
     RequestSpec,
@@ -174,22 +175,8 @@ class EngineCore:
         return EngineHealth(self._predicted_step_s, self._scheduler.blocked_since)
 
     def load(self) -> EngineLoad:
-        return EngineLoad(
-            num_waiting=self._scheduler.num_waiting,
-            num_running=self._scheduler.num_running,
-            num_reserved=self._scheduler.num_reserved,
-            num_exporting=self._scheduler.num_exported,
-            num_queued_tokens=self._scheduler.num_queued_tokens,
-            num_free_blocks=self._kv.num_free_blocks,
-            num_blocks=self._kv.num_blocks - 1,  # the null block is nobody's
-            num_quarantined_blocks=self._scheduler.num_quarantined_blocks,
-            num_quarantined_bytes=self._scheduler.num_quarantined_bytes,
-            num_steps=self._num_steps,
-            num_preemptions=self._scheduler.num_preemptions,
-            num_recomputed_tokens=self._scheduler.num_recomputed_tokens,
-            prefill_tokens_per_s=self._itl.prefill_tokens_per_s(self._scheduler.running_decodes),
-            decode_step_s=self._rates.decode_step_s,
-        )
+        load, decode_step_s = self._scheduler.load(), self._rates.decode_step_s
+        return replace(load, num_steps=self._num_steps, decode_step_s=decode_step_s)
 
     def check_integrity(self) -> None:
         self._scheduler.check_integrity()
@@ -201,7 +188,7 @@ class EngineCore:
 def build_engine(
     config: EngineConfig, runner: Runner, sink: KvSink, find_tokenizer: FindTokenizer | None = None
 ) -> EngineCore:
-    """An engine over a runner; `find_tokenizer` for what grammars need."""
+    """Make an engine over a runner. `find_tokenizer`: None, it refuses grammars."""
     model, compiler = runner.model, None
     if find_tokenizer is not None:
         compiler = GrammarCompiler(find_tokenizer, model.vocab_size, model.eos_token_ids)

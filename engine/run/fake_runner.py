@@ -49,7 +49,8 @@ _TENSORS = tuple(TensorSpec(name, _NUM_HEADS, 1, "int64") for name in ("k", "v")
 
 
 def fake_model_spec(config: EngineConfig) -> ModelSpec:
-    """Two layers that see everything and, with `config.fake.window`, one that sees a window."""
+    """Describe a model of two layers that see everything and, with `config.fake.window`, one that
+    sees a window."""
     fake = config.fake
     groups = [LayerGroup(0, 2, _TENSORS)]
     if fake.window is not None:
@@ -68,18 +69,8 @@ def fake_model_spec(config: EngineConfig) -> ModelSpec:
     )
 
 
-@dataclass(frozen=True)
-class FakeTp:
-    """One rank of several, each of which must run every plan."""
-
-    rank: int
-    size: int
-    sum_ranks: Callable[[npt.NDArray[np.int64]], npt.NDArray[np.int64]]
-    """Adds an array up over the ranks."""
-
-
 class FakeRunner:
-    """The `Runner` of the fake engine, on one rank of any tensor-parallel width."""
+    """The `Runner` of the fake engine, which has one rank."""
 
     def __init__(
         self,
@@ -88,17 +79,14 @@ class FakeRunner:
         memory: KvMemory,
         sink: KvSink,
         *,
-        tp: FakeTp | None = None,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self._model = model
         self._sink = sink
         self._timing = config.fake
-        self._sum_ranks = tp.sum_ranks if tp else None
         self._sleep = sleep
         self._num_blocks = memory.num_regions * memory.blocks_per_region
-        rank, size = (tp.rank, tp.size) if tp else (0, 1)
-        region = RegionLayout(model.layout, rank, size, memory.blocks_per_region)
+        region = RegionLayout(model.layout, 0, 1, memory.blocks_per_region)
         powers = np.full(model.max_model_len + 1, _MULTIPLIER, np.uint64)
         inverse = np.full(model.max_model_len + 1, pow(_MULTIPLIER, -1, 1 << 64), np.uint64)
         powers[0] = inverse[0] = 1
@@ -127,8 +115,8 @@ class FakeRunner:
         masks: ComputeMasks | None = None,
         scores: Scores | None = None,
     ) -> list[SampledToken]:
-        """Run a plan. Ranks above 0 may pass no specs: they compute and sample nothing. There are
-        no logits: nothing is scored, nor are biases added or allowed tokens looked at."""
+        """Run a plan. There are no logits: nothing is scored, nor are biases added or allowed
+        tokens looked at."""
         for payload in plan.sink_messages:
             self._sink.message(payload)
         if plan.seqs:
@@ -174,12 +162,9 @@ class FakeRunner:
         digests = np.zeros(len(seqs), np.uint64)
         for group in self._groups:
             digests += group.digest(seqs)
-        if self._sum_ranks is not None:
-            digests = self._sum_ranks(digests.view(np.int64)).view(np.uint64)
         return [
             self._token(int(digest), specs[seq.request_id], seq.start + len(seq.token_ids))
             for digest, seq in zip(digests, seqs)
-            if seq.request_id in specs
         ]
 
     def _token(self, digest: int, spec: RequestSpec, num_tokens: int) -> SampledToken:
@@ -220,7 +205,7 @@ def _masked(sampled: list[SampledToken], masks: Masks) -> list[SampledToken]:
 
 
 class _GroupKv:
-    """One layer group's KV in this rank's memory."""
+    """One layer group's KV in memory."""
 
     def __init__(self, index: int, max_tokens: int, memory: KvMemory, region: RegionLayout) -> None:
         layout = region.layout
@@ -229,13 +214,12 @@ class _GroupKv:
         self._block_size = layout.block_size
         tensors = self.spec.tensors
         block_bytes = region.tensor_block_bytes(tensors[0])
-        heads = tensors[0].heads_of_rank(region.tp_rank, region.tp_size)
         self._places: U64 = mix_all(np.arange(max_tokens, dtype=np.uint64))
         num_planes = self.spec.num_layers * len(tensors)  # [layer][tensor], of equal size
         self._num_tensors = len(tensors)
         self._blocks_per_region = region.num_blocks
         self._kv: U64 = np.ndarray(
-            (memory.num_regions, num_planes, region.num_blocks, len(heads), layout.block_size),
+            (memory.num_regions, num_planes, region.num_blocks, _NUM_HEADS, layout.block_size),
             np.uint64,
             buffer=memory.buffer.data,
             offset=region.tensor_offset(self.spec.first_layer, tensors[0].name),
@@ -250,23 +234,15 @@ class _GroupKv:
         first_plane = self.spec.first_layer * len(tensors)
         self._keys: U64 = np.array(
             [
-                [mix((first_plane + plane) * _NUM_HEADS + head + 1) for head in heads]
+                [mix((first_plane + plane) * _NUM_HEADS + head + 1) for head in range(_NUM_HEADS)]
                 for plane in range(num_planes)
             ],
             np.uint64,
         )
-        # A head that several ranks hold counts on the lowest of them.
-        counts = [
-            all(
-                head not in tensors[0].heads_of_rank(lower, region.tp_size)
-                for lower in range(region.tp_rank)
-            )
-            for head in heads
-        ]
-        self._weights: U64 = (self._keys | np.uint64(1)) * np.array(counts, np.uint64)
+        self._weights: U64 = self._keys | np.uint64(1)
 
     def read_before(self, seqs: Sequence[ScheduledSeq], batch: _Batch) -> U64:
-        """Digest before each sequence's first token: [num_seqs, planes * heads]."""
+        """Read the digest before each sequence's first token: [num_seqs, planes * heads]."""
         last = np.maximum(batch.contexts - 1, 0)
         entries = zip(self._tables(seqs), (last // self._block_size).tolist())
         blocks = np.array([table[entry] for table, entry in entries])
@@ -276,7 +252,7 @@ class _GroupKv:
         return before.reshape(len(seqs), -1)
 
     def slots(self, seqs: Sequence[ScheduledSeq], batch: _Batch) -> Slots:
-        """Where each token's KV goes: region, block within it, slot within the block."""
+        """Find where each token's KV goes: region, block within it, slot within the block."""
         tables = self._tables(seqs)
         starts = np.cumsum([0, *(len(table) for table in tables[:-1])])
         entries = starts[batch.seqs] + batch.positions.astype(np.int64) // self._block_size
@@ -293,7 +269,7 @@ class _GroupKv:
         self._kv[regions, planes, inner, :, offsets] = per_plane
 
     def digest(self, seqs: Sequence[ScheduledSeq]) -> U64:
-        """Hash of all KV that each sequence's last token looks at: [num_seqs]."""
+        """Hash all KV that each sequence's last token looks at: [num_seqs]."""
         ends = [seq.start + len(seq.token_ids) for seq in seqs]
         begins = [max(0, end - self.spec.window) if self.spec.window else 0 for end in ends]
         ranges = [

@@ -64,7 +64,7 @@ def with_sized_kv(
     free, total = torch.cuda.mem_get_info()
     for_kv = min(int(total * config.gpu_memory_utilization) - weights, free) - step
     if tp is not None:
-        for_kv = tp.least(for_kv)
+        for_kv = min(tp.gather(for_kv))
     needed = config.num_regions * spec.block_bytes(size)
     if for_kv < needed:
         raise ValueError(
@@ -118,8 +118,8 @@ def step_peak_bytes(
     device: torch.device,
     rank_of: tuple[int, int],
 ) -> int:
-    """Most memory that one step takes beyond weights and KV, and what recorded decodes keep; 0 on a
-    CPU, which does not count it.
+    """Measure the most memory that one step takes beyond weights and KV, and what recorded decodes
+    keep; 0 on a CPU, which does not count it.
 
     `rank_of`: TP rank and size. Every rank must call it.
     """
@@ -145,7 +145,8 @@ def step_peak_bytes(
 
 @torch.inference_mode()
 def _graphs_bytes(num_seqs: int, spec: ModelSpec, decoder: Decoder, kv: PagedKv) -> int:
-    """What recorded decodes keep: the largest graph's memory, in which the others take place."""
+    """Measure what recorded decodes keep: the largest graph's memory, in which the others take
+    place."""
     graphs = DecodeGraphs.on(decoder, kv, spec.max_model_len)
     torch.cuda.empty_cache()
     before = torch.cuda.memory_reserved()
@@ -166,7 +167,7 @@ def _run(
     num_tokens: int,
     context: int,
 ) -> None:
-    """A step of `num_seqs` sequences that compute `num_tokens` each behind `context` others."""
+    """Run a step of `num_seqs` sequences that compute `num_tokens` each behind `context` others."""
     seqs = _seqs(spec, num_seqs, num_tokens, context)
     batch = pack(seqs, spec.layout.block_size, device)
     hidden = decoder.forward(batch, kv, lambda layer: None)

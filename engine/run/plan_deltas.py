@@ -86,7 +86,7 @@ class PlanEncoder:
         self._last: dict[RequestId, tuple[int, _Known]] = {}  # with its position in the plan
 
     def encode(self, plan: StepPlan) -> PlanDelta:
-        """What the other ranks need to know of a plan. Send every delta, in order."""
+        """Describe a plan to the other ranks. Send every delta, in order."""
         self._number += 1
         new_ids: list[RequestId] = []
         which, changed_at, changed_to, lengths, counts = [], [], [], [], []
@@ -134,7 +134,7 @@ class PlanDecoder:
         self._last: list[_Known] = []
 
     def plan(self, delta: PlanDelta) -> StepPlan:
-        """The plan that was sent. Its block tables are valid until the next call.
+        """Restore the plan that was sent. Its block tables are valid until the next call.
 
         Raises LostPlanError when it is not the one after the last.
         """

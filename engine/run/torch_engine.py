@@ -16,7 +16,7 @@ from engine.run.auto_choice import choose_dtype, device_of
 from engine.run.core import EngineCore, build_engine
 from engine.run.kv_sizing import with_sized_kv
 from engine.run.torch_runner import TorchRunner, load_torch_decoder
-from engine.run.tp import TpGroup, follow
+from engine.run.tp import TpGroup
 from engine.sampling.sampler import Sampler
 
 log = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ class TorchModel:
         return build_engine(self.config, self.make_runner(memory, sink), sink, find_tokenizer)
 
     def follow(self, memory: KvMemory, sink: KvSink) -> None:
-        follow(self.make_runner(memory, sink))
+        self.make_runner(memory, sink).follow()
 
 
 class TorchBuilder:
@@ -63,14 +63,7 @@ class TorchBuilder:
 
     def join(self, config: EngineConfig, position: RankPosition, timeout_s: float) -> None:
         if position.size > 1:
-            self._tp = TpGroup.join(
-                position.rank,
-                position.size,
-                position.meeting,
-                position.listen_fd,
-                device_of(config).type,
-                timeout_s,
-            )
+            self._tp = TpGroup.join(position, device_of(config).type, timeout_s)
 
     def gather(self, value: Any) -> list[Any]:
         return [value] if self._tp is None else self._tp.gather(value)

@@ -93,10 +93,15 @@ class TorchRunner:
             return []
         return self._sample(logits, [seq for seq in plan.seqs if seq.samples], specs, masks)
 
-    def next_plan(self) -> StepPlan | None:
-        """On ranks > 0: rank 0's next plan, None to stop."""
+    def follow(self) -> None:
+        """On ranks > 0: run rank 0's plans until it stops. Raises TpPeerError when a peer is
+        lost."""
         assert self._tp is not None
-        return self._tp.receive_plan()
+        try:
+            while (plan := self._tp.receive_plan()) is not None:
+                self.run_step(plan)
+        finally:
+            self.close()
 
     @torch.inference_mode()
     def run_step(self, plan: StepPlan, scores: Scores | None = None) -> torch.Tensor | None:
@@ -155,7 +160,7 @@ class TorchRunner:
 def load_torch_decoder(
     model_path: str, config: EngineConfig, spec: ModelSpec, tp: TpGroup | None
 ) -> Decoder:
-    """This rank's part of the model, with its weights.
+    """Load this rank's part of the model, with its weights.
 
     Raises ModelError, TpPeerError, and ValueError if the weights do not fit the device.
     """

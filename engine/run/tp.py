@@ -1,11 +1,14 @@
 """Tensor-parallel ranks: one process each. Rank 0 plans and sends the plan to the others.
 
 Life of a group:
+
 1. Every rank joins with `TpGroup.join`. Rank 0 listens before the others learn its port: a port
-that nobody holds could go to another replica. 2. Each step rank 0 sends the plan's difference from
-the last one (`plan_deltas`). Ranks > 0 wait for it in `follow`, without a limit. 3. Inside a step
-every collective is bounded by `_STEP_TIMEOUT`; a rank that died or hangs makes it raise TpPeerError
-on the others, and the whole replica is torn down. 4. Rank 0 sends the stop message with `close`.
+   that nobody holds could go to another replica.
+2. Each step rank 0 sends the plan's difference from the last one (`plan_deltas`). Ranks > 0 wait
+   for it in `TorchRunner.follow`, without a limit.
+3. Inside a step every collective is bounded by `_STEP_TIMEOUT`. A rank that died or hangs makes it
+   raise TpPeerError on the others, and the whole replica is torn down.
+4. Rank 0 sends the stop message with `close`.
 """
 
 from __future__ import annotations
@@ -13,12 +16,13 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Protocol, TypeVar, cast
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store, TCPStore
 
+from engine.engines import RankPosition
 from engine.request import StepPlan
 from engine.run.plan_deltas import PlanDecoder, PlanDelta, PlanEncoder
 
@@ -53,28 +57,20 @@ class TpGroup:
         self._decoder = PlanDecoder()
 
     @classmethod
-    def join(
-        cls,
-        rank: int,
-        size: int,
-        address: str,
-        listen_fd: int | None = None,
-        device: str = "cpu",
-        meeting_timeout_s: float = 120.0,
-    ) -> TpGroup:
-        """Meet the other ranks at `address` (host:port), where rank 0 listens on the socket
-        `listen_fd`, which the group owns from now on.
+    def join(cls, position: RankPosition, device: str = "cpu", timeout_s: float = 120.0) -> TpGroup:
+        """Meet the other ranks. The group owns the position's socket from now on.
 
-        Raises TpPeerError when not all come within `meeting_timeout_s`.
+        Raises TpPeerError when not all come within `timeout_s`.
         """
-        host, _, port = address.rpartition(":")
+        rank, size, listen_fd = position.rank, position.size, position.listen_fd
+        host, _, port = position.meeting.rpartition(":")
 
         def meet() -> TpGroup:
-            timeout = timedelta(seconds=meeting_timeout_s)
-            store = TCPStore(host, int(port), size, rank == 0, timeout, master_listen_fd=listen_fd)
+            limit = timedelta(seconds=timeout_s)
+            store = TCPStore(host, int(port), size, rank == 0, limit, master_listen_fd=listen_fd)
             return cls(rank, size, torch.device(device), store)
 
-        return _with_peers(meet, f"joining {address} as rank {rank} of {size}")
+        return _with_peers(meet, f"joining {position.meeting} as rank {rank} of {size}")
 
     def send_plan(self, plan: StepPlan | None) -> None:
         """Rank 0: send what all ranks run next; None stops them."""
@@ -111,21 +107,8 @@ class TpGroup:
         _with_peers(lambda: dist.all_reduce(x, group=self._compute), "all-reduce")
         return x
 
-    def sum_on_host(self, x: torch.Tensor) -> torch.Tensor:
-        """Sum a host tensor over the ranks, in place, however long their loading takes. Raises
-        TpPeerError."""
-        _with_peers(lambda: dist.all_reduce(x, group=self._plans), "sum on the host")
-        return x
-
-    def least(self, value: int) -> int:
-        """The smallest of the ranks' values. Raises TpPeerError."""
-        values = torch.tensor([value], dtype=torch.int64)
-        reduced = lambda: dist.all_reduce(values, dist.ReduceOp.MIN, group=self._plans)  # noqa: E731
-        _with_peers(reduced, "smallest of the ranks' values")
-        return int(values)
-
     def gather(self, value: T) -> list[T]:
-        """Every rank's value, in rank order, however long their loading takes. Raises
+        """Return every rank's value, in rank order, however long their loading takes. Raises
         TpPeerError."""
         found: list[T | None] = [None] * self.size
         gathered = lambda: dist.all_gather_object(found, value, group=self._plans)  # noqa: E731
@@ -133,7 +116,8 @@ class TpGroup:
         return cast("list[T]", found)
 
     def gather_logits(self, logits: torch.Tensor) -> torch.Tensor | None:
-        """Rank 0: the ranks' columns side by side, equally many of each; None on the others."""
+        """On rank 0, put the ranks' columns side by side, equally many of each; None on the
+        others."""
         logits = logits.contiguous()
         parts = [torch.empty_like(logits) for _ in range(self.size)] if self.rank == 0 else None
         _with_peers(lambda: dist.gather(logits, parts, dst=0, group=self._compute), "gather")
@@ -156,22 +140,3 @@ def _with_peers(collective: Callable[[], T], what: str) -> T:
         return collective()
     except RuntimeError as error:  # torch.distributed's errors derive from it
         raise TpPeerError(f"{what} failed: {error}") from error
-
-
-class Follower(Protocol):
-    """A runner of a rank > 0."""
-
-    def next_plan(self) -> StepPlan | None: ...
-
-    def run_step(self, plan: StepPlan) -> torch.Tensor | None: ...
-
-    def close(self) -> None: ...
-
-
-def follow(runner: Follower) -> None:
-    """Run rank 0's plans until the stop message. Raises TpPeerError when a peer is lost."""
-    try:
-        while (plan := runner.next_plan()) is not None:
-            runner.run_step(plan)
-    finally:
-        runner.close()

@@ -141,7 +141,7 @@ class _Followed:
         self.num_read = len(output)
         if not new or self.matcher.consume_tokens(new):
             return None
-        return f"its tokens do not fit: {short(self.matcher.get_error())}"
+        return f"the output does not fit the grammar: {short(self.matcher.get_error())}"
 
     def mask_into(self, row: npt.NDArray[np.uint8]) -> str | None:
         self.matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)

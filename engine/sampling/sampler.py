@@ -124,7 +124,7 @@ def _penalise(logits: torch.Tensor, penalties: Penalties) -> torch.Tensor:
 
 
 def _counts(penalties: Penalties, weights: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """The sum of each id's weights: float32 [n, vocab_size]."""
+    """Sum each id's weights: float32 [n, vocab_size]."""
     counts = torch.zeros(len(penalties.where), vocab_size, device=weights.device)
     where = penalties.token_rows, penalties.token_ids
     return counts.index_put_(where, weights, accumulate=True)
@@ -134,7 +134,7 @@ def _counts(penalties: Penalties, weights: torch.Tensor, vocab_size: int) -> tor
 
 
 def _likeliest(logits: torch.Tensor) -> torch.Tensor:
-    """The first of each row's largest logits: int64 [n]."""
+    """Find the first of each row's largest logits: int64 [n]."""
     if logits.device.type == "cpu":  # torch's own takes ten times as long there
         return torch.from_numpy(logits.numpy().argmax(-1))
     return logits.argmax(dim=-1)
@@ -262,8 +262,8 @@ def _are_kept(logits: torch.Tensor, drawn: torch.Tensor, limits: _Limits) -> tor
 def _read_back(
     logits: torch.Tensor, rows: list[Row], chosen: torch.Tensor, ties: Sequence[torch.Tensor]
 ) -> tuple[list[SampledToken], list[float]]:
-    """The chosen tokens, with log-probabilities where rows ask for them, from the logits as the
-    model gave them, but for a constraint's mask; and `ties`. All is read at once: float64 holds
+    """Return the chosen tokens, with log-probabilities where rows ask for them, from the logits as
+    the model gave them, but for a constraint's mask; and `ties`. All is read at once: float64 holds
     ids, ranks and logprobs alike.
     """
     asked = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
@@ -285,7 +285,7 @@ def _read_back(
 
 
 def _columns(logits: torch.Tensor, chosen: torch.Tensor, num_top: int) -> torch.Tensor:
-    """A row for each of n chosen tokens, as `_token_logprobs` reads it: float64."""
+    """Make a row for each of n chosen tokens, as `_token_logprobs` reads it: float64."""
     logprobs = logits.float().log_softmax(-1)
     of_chosen = logprobs.gather(-1, chosen[:, None])
     ranks = (logprobs > of_chosen).sum(-1, keepdim=True).add(1)

@@ -67,14 +67,9 @@ class Limits:
     vocab_size: int
     eos_token_ids: frozenset[int]
 
-    def __post_init__(self) -> None:
-        for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}, not at least 1")
-
 
 def check_spec(spec: RequestSpec, limits: Limits, prefill_only: bool) -> int:
-    """The request's greatest length, prompt and output. Raises InvalidRequestError.
+    """Return the request's greatest length, prompt and output. Raises InvalidRequestError.
 
     The output of a prefill-only request continues on another worker, up to that worker's context.
     Here only the prompt must fit.

@@ -72,14 +72,14 @@ class LearnedRates:
         return self._num_joined >= _FRESH
 
     def predict(self, plan: StepPlan) -> float | None:
-        """How long the step will take. None: this kind of work, or prompts this long, were never
-        measured."""
+        """Predict how long the step will take. None: this kind of work, or prompts this long, were
+        never measured."""
         work = StepWork.of(plan)
         return None if work.num_prompt_tokens > _REACH * self._longest else self.seconds(work)
 
     def seconds(self, work: StepWork) -> float | None:
-        """How long the work will take, be it longer than any before. None: its kind was never
-        measured."""
+        """Predict how long the work will take, be it longer than any before. None: its kind was
+        never measured."""
         amounts = _amounts(work)
         if amounts[_JOINED] and self._times_s[_JOINED] is None:
             amounts[_PROMPT], amounts[_JOINED] = amounts[_JOINED], 0.0
@@ -153,7 +153,7 @@ class LearnedRates:
 
 
 def _amounts(work: StepWork) -> list[float]:
-    """How much of each kind the work has."""
+    """Return how much of each kind the work has."""
     units = work.num_prompt_tokens / _PROMPT_UNIT
     joins = work.num_decodes > 0
     return [

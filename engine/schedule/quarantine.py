@@ -55,7 +55,7 @@ class Quarantine:
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes of these blocks over all groups, layers and ranks."""
+        """Bytes of these blocks over all groups, layers and ranks."""
         return sum(len(held) * size for held, size in zip(self._held(), self._kv.block_bytes))
 
     def _held(self) -> list[set[BlockId]]:

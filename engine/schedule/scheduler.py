@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import bisect
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -32,6 +33,7 @@ from engine.kv.kv_cache import KvCache
 from engine.kv.request_blocks import RequestBlocks
 from engine.request import (
     EngineEvent,
+    EngineLoad,
     FinishedEvent,
     HandoffId,
     NoCapacityEvent,
@@ -76,9 +78,8 @@ class Scheduler:
         self._events: list[EngineEvent] = []
         self._num_arrived = 0
         self._num_steps, self._step_began_s = 0, 0.0
-        self.num_preemptions = 0
-        self.num_recomputed_tokens = 0
-        """After preemptions: those that the prefix cache had lost."""
+        self._num_preemptions = 0
+        self._num_recomputed_tokens = 0  # after preemptions: those that the prefix cache had lost
         self._blocked = False  # all were seen to wait for blocks, and nothing was freed since
         self._blocked_since: float | None = None  # of plans in a row that found none to compute
 
@@ -107,7 +108,7 @@ class Scheduler:
         self._events.append(self._reserve(self._take(spec)))
 
     def _reserve(self, request: LiveRequest) -> ReservedEvent | NoCapacityEvent:
-        num_seqs = len(self._running) + self.num_reserved
+        num_seqs = len(self._running) + self._num_reserved
         waits = next(filter(self._quarantine.leaves_room_for, self._waiting), None)
         first: tuple[RequestBlocks, int] | None = None
         if waits is not None and waits.order < request.order:
@@ -273,7 +274,7 @@ class Scheduler:
     def _plan_waiting(self, draft: StepDraft) -> None:
         """Start waiting requests in order. A request that quarantine leaves no room for blocks
         no other."""
-        num_seqs = len(self._running) + self.num_reserved
+        num_seqs = len(self._running) + self._num_reserved
         for request in tuple(self._waiting):
             if not draft.budget or num_seqs >= self._limits.max_num_seqs:
                 return
@@ -285,7 +286,7 @@ class Scheduler:
                 continue
             self._waiting.remove(request)
             request.num_computed_tokens = cached
-            self.num_recomputed_tokens += max(0, request.num_lost_tokens - cached)
+            self._num_recomputed_tokens += max(0, request.num_lost_tokens - cached)
             request.num_lost_tokens = 0
             if request.started_at is None:
                 request.started_at = self._step_began_s
@@ -353,7 +354,7 @@ class Scheduler:
     def _preempt(self, request: LiveRequest) -> None:
         self._running.remove(request)
         self._kv.free(request.blocks)
-        self.num_preemptions += 1
+        self._num_preemptions += 1
         request.num_lost_tokens, request.num_computed_tokens = request.num_computed_tokens, 0
         self._wait(request)
 
@@ -375,47 +376,34 @@ class Scheduler:
 
     # --- counts and integrity -------------------------------------------------------------------
 
-    @property
-    def num_waiting(self) -> int:
-        return len(self._waiting)
-
-    @property
-    def num_running(self) -> int:
-        return len(self._running)
-
-    @property
-    def num_reserved(self) -> int:
-        return self._count(Status.RESERVED)
-
-    @property
-    def num_exported(self) -> int:
-        return self._count(Status.EXPORTED)
-
-    @property
-    def num_quarantined_blocks(self) -> int:
-        return self._quarantine.num_blocks
-
-    @property
-    def num_quarantined_bytes(self) -> int:
-        return self._quarantine.num_bytes
-
-    @property
-    def num_queued_tokens(self) -> int:
-        """Known tokens that are still to be computed, without those of decodes."""
-        waiting = sum(request.num_left for request in self._waiting)
-        return waiting + sum(r.num_left for r in self._running if not r.decodes)
-
-    @property
-    def running_decodes(self) -> StepWork:
-        """What a step of the running streams alone computes."""
-        work = StepWork()
+    def load(self) -> EngineLoad:
+        """Count requests, tokens and blocks; the engine adds what it knows of its steps."""
+        statuses = Counter(request.status for request in self._requests.values())
+        decodes = StepWork()
+        num_queued_tokens = sum(request.num_left for request in self._waiting)
         for request in self._running:
             if request.decodes:
-                work.add_decode(request.num_computed_tokens)
-        return work
+                decodes.add_decode(request.num_computed_tokens)
+            else:
+                num_queued_tokens += request.num_left
+        return EngineLoad(
+            num_waiting=len(self._waiting),
+            num_running=len(self._running),
+            num_reserved=statuses[Status.RESERVED],
+            num_exporting=statuses[Status.EXPORTED],
+            num_queued_tokens=num_queued_tokens,
+            num_free_blocks=self._kv.num_free_blocks,
+            num_blocks=self._kv.num_blocks - 1,  # the null block is nobody's
+            num_quarantined_blocks=self._quarantine.num_blocks,
+            num_quarantined_bytes=self._quarantine.num_bytes,
+            num_preemptions=self._num_preemptions,
+            num_recomputed_tokens=self._num_recomputed_tokens,
+            prefill_tokens_per_s=self._itl.prefill_tokens_per_s(decodes),
+        )
 
-    def _count(self, status: Status) -> int:
-        return sum(request.status is status for request in self._requests.values())
+    @property
+    def _num_reserved(self) -> int:
+        return sum(r.status is Status.RESERVED for r in self._requests.values())
 
     def check_integrity(self) -> None:
         """Raise AssertionError with the values when requests and blocks disagree."""

@@ -20,7 +20,7 @@ def block_pushes(
     windows: list[int | None],
     block_size: int,
 ) -> Iterator[BlockPush]:
-    """Pushes of a step: blocks from where the last push ended to the request's first
+    """Yield a step's pushes: blocks from where the last push ended to the request's first
     `num_complete`. The first push includes cached blocks."""
     new = range(request.num_pushed_blocks, num_complete)
     for group, window in enumerate(windows):

@@ -140,7 +140,7 @@ class MemoryNetwork:
         return transport
 
     def process(self, address: bytes) -> MemoryTransport | None:
-        """The process at an address, of either kind; None once it is dead or closed."""
+        """Find the process at an address, of either kind; None once it is dead or closed."""
         return self._processes.get(_owner(address))
 
     def kill(self, address: bytes, noticed: bool = True) -> None:
@@ -348,5 +348,5 @@ class MemoryTransport:
 
 
 def _owner(address: bytes) -> bytes:
-    """The message address of the process that has this address."""
+    """Return the message address of the process that has this address."""
     return address.partition(b"+")[0]

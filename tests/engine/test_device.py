@@ -97,8 +97,8 @@ class Ranks:
     def __init__(self, others: int) -> None:
         self._others = others
 
-    def least(self, value: int) -> int:
-        return min(value, self._others)
+    def gather(self, value: int) -> list[int]:
+        return [value, self._others]
 
 
 def sized(monkeypatch: pytest.MonkeyPatch, tp: Any = None, **settings: Any) -> EngineConfig:

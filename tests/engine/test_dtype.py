@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from baton.config.engine import EngineConfig
 from engine.errors import ModelError
@@ -21,11 +20,9 @@ from tests.engine.driving import set_up
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def folder_of(path: Path, *, named: dict[str, str | None], weights: str = "bfloat16") -> str:
-    """A folder whose config.json says `named`, beside small weights and one float32 norm."""
+def folder_of(path: Path, *, named: dict[str, str | None]) -> str:
+    """A folder whose config.json says `named`."""
     (path / "config.json").write_text(json.dumps(named))
-    tensors = {"w": torch.ones(8, 8, dtype=DTYPES[weights]), "norm": torch.ones(8)}
-    save_file(tensors, path / "model.safetensors")
     return str(path)
 
 
@@ -91,27 +88,19 @@ def test_a_torch_that_does_not_know_what_a_cpu_has_gives_float32(
     assert choose_dtype(folder, ["cpu"]).dtype == "float32"
 
 
-def test_the_own_dtype_is_what_the_config_names_or_else_most_weights_have(
+def test_the_own_dtype_is_what_the_config_names_or_is_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cpu_with(monkeypatch, "avx512_bf16")
-
-    def own(named: dict[str, str | None], weights: str = "bfloat16") -> str:
-        return choose_dtype(folder_of(tmp_path, named=named, weights=weights), ["cuda"]).dtype
-
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+    def own(named: dict[str, str | None]) -> str:
+        return choose_dtype(folder_of(tmp_path, named=named), ["cuda"]).dtype
+
     assert own({"torch_dtype": "float16"}) == "float16"
     assert own({"dtype": "float16"}) == "float16"  # as transformers writes it since version 5
-    assert own({"dtype": None, "torch_dtype": None}) == "bfloat16"
-    assert own({}, weights="float16") == "float16"
-    with pytest.raises(ModelError, match=r"config.json: torch_dtype: .*'float64'; set engine.dt"):
-        own({"torch_dtype": "float64"})
-
-
-def test_without_weights_a_config_that_names_no_dtype_leaves_it_to_people(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(ModelError, match=r"safetensors is missing, and .*: set engine\.dtype"):
-        choose_dtype(str(tmp_path), ["cpu"])
+    for named, wrong in (({"torch_dtype": "float64"}, "'float64'"), ({}, "None")):
+        with pytest.raises(ModelError, match=f"torch_dtype names no .*{wrong}.*: set engine.dt"):
+            own(named)  # type: ignore[arg-type]
 
 
 def test_what_is_chosen_or_wrong_is_printed_for_those_without_torch(

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import threading
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from baton.config.engine import FakeEngineConfig
-from engine.api import LocalKvMemory, LocalSink
+from engine.api import LocalSink
 from engine.request import RequestId, ScheduledSeq, StepPlan
 from engine.run.core import EngineCore
-from engine.run.fake_runner import FakeRunner, FakeTp, fake_model_spec
+from engine.run.fake_runner import FakeRunner, fake_model_spec
 from engine.sampling.mixing import mix, mix_all
-from kv_transfer.layout import RegionLayout
-from tests.engine.fakes import GREEDY, FakeEngine, alone, drain, fake_config, prompt, spec_of
+from tests.engine.fakes import GREEDY, FakeEngine, drain, fake_config, prompt, spec_of
 
 LENGTH = 70  # tokens prefilled: blocks 0 to 4, the last one partial
 
@@ -91,51 +89,6 @@ def test_what_lies_outside_the_request_does_not_change_its_tokens() -> None:
                 engine.block(layer, tensor, block)[:] = 0x3C
 
     assert step_after(FakeEngine(fake_config(window=40)), scribble) == whole
-
-
-@pytest.mark.parametrize("size", [2, 4])
-def test_any_tensor_parallel_width_gives_the_same_tokens(size: int) -> None:
-    """Two heads: split over two ranks, replicated over four."""
-    config = fake_config(window=24)
-    model = fake_model_spec(config)
-    barrier = threading.Barrier(size)
-    parts: list[np.ndarray] = [np.empty(0)] * size
-
-    def sum_ranks(rank: int, array: np.ndarray) -> np.ndarray:
-        parts[rank] = array
-        barrier.wait(10)
-        total = np.sum(parts, axis=0, dtype=np.int64)
-        barrier.wait(10)
-        return np.asarray(total)
-
-    def runner(rank: int) -> FakeRunner:
-        region = RegionLayout(model.layout, rank, size, 100)
-        memory = LocalKvMemory.of(region, 4)
-        tp = FakeTp(rank, size, lambda array: sum_ranks(rank, array))
-        return FakeRunner(config, model, memory, LocalSink(), tp=tp)
-
-    followers = [runner(rank) for rank in range(1, size)]
-
-    class Rank0(FakeRunner):
-        def run(self, plan: StepPlan, specs: object, *rest: object) -> list[object]:  # type: ignore[override]
-            threads = [threading.Thread(target=f.run, args=(plan, {})) for f in followers]
-            for thread in threads:
-                thread.start()
-            sampled = super().run(plan, specs)  # type: ignore[arg-type]
-            for thread in threads:
-                thread.join()
-            return sampled  # type: ignore[return-value]
-
-    region = RegionLayout(model.layout, 0, size, 100)
-    tp = FakeTp(0, size, lambda array: sum_ranks(0, array))
-    rank0 = Rank0(config, model, LocalKvMemory.of(region, 4), LocalSink(), tp=tp)
-    core = EngineCore(config, rank0, LocalSink())
-    specs = [spec_of(str(n), prompt(n)) for n in (5, 64, 90)]
-    for spec in specs:
-        core.add(spec)
-    streams = drain(core)
-    for spec in specs:
-        assert streams.tokens[spec.request_id] == alone(spec, 24)
 
 
 def test_a_step_takes_what_the_timing_model_says() -> None:

@@ -379,21 +379,19 @@ def test_files_it_is_spread_over_leave_no_trace(tmp_path: Path) -> None:
 class RanksInThreads:
     """The ranks of a group, each a thread of this process."""
 
-    def __init__(
-        self, rank: int, size: int, parts: list[torch.Tensor], all_here: threading.Barrier
-    ):
+    def __init__(self, rank: int, size: int, parts: list[bytes], all_here: threading.Barrier):
         self.rank, self.size, self._parts, self._all_here = rank, size, parts, all_here
 
-    def sum_on_host(self, x: torch.Tensor) -> torch.Tensor:
-        self._parts.append(x.clone())
+    def gather(self, value: bytes) -> list[bytes]:
+        self._parts[self.rank] = value
         self._all_here.wait(timeout=30)
-        return x.copy_(torch.stack(self._parts).sum(0))
+        return self._parts
 
 
 @pytest.mark.parametrize("size", [2, 3, 8])
 def test_ranks_that_share_the_work_find_what_one_finds_alone(tmp_path: Path, size: int) -> None:
     folder = save(tmp_path, TENSORS)
-    parts: list[torch.Tensor] = []
+    parts = [b""] * size
     all_here = threading.Barrier(size)
 
     def of_rank(rank: int) -> str:
@@ -403,8 +401,7 @@ def test_ranks_that_share_the_work_find_what_one_finds_alone(tmp_path: Path, siz
     with ThreadPoolExecutor(size) as pool:
         found = list(pool.map(of_rank, range(size)))
     assert found == [digest_of(folder)] * size
-    hashed = sorted(int(part.any(dim=1).sum()) for part in parts)
-    assert sum(hashed) == len(parts[0])  # each chunk by one rank
+    hashed = sorted(len(part) // 32 for part in parts)
     assert hashed[-1] - hashed[0] <= 3
 
 

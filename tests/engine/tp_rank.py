@@ -13,7 +13,8 @@ from pathlib import Path
 import torch
 
 from baton.config.engine import EngineConfig
-from engine.run.tp import TpGroup, TpPeerError, follow
+from engine.engines import RankPosition
+from engine.run.tp import TpGroup, TpPeerError
 from tests.engine.driving import Setup, set_up
 
 CONFIG = EngineConfig(dtype="float32", num_blocks=200, num_threads=1)
@@ -23,9 +24,9 @@ LOST_PEER = 7  # exit status
 def main(folder: str, address: str, rank: int, size: int, config: EngineConfig) -> None:
     """Follow rank 0 until the stop message; the exit status shows a lost peer."""
     torch.set_num_threads(1)
-    tp = TpGroup.join(rank, size, address)
+    tp = TpGroup.join(RankPosition(rank, size, address))
     try:
-        follow(set_up(Path(folder), config, tp).runner)
+        set_up(Path(folder), config, tp).runner.follow()
     except TpPeerError:
         sys.exit(LOST_PEER)
 
@@ -46,7 +47,8 @@ def replica(
     for other in others:
         other.start()
     try:
-        setup = set_up(folder, config, TpGroup.join(0, size, address, listening.detach()))
+        position = RankPosition(0, size, address, listening.detach())
+        setup = set_up(folder, config, TpGroup.join(position))
         try:
             yield setup, others
         finally:

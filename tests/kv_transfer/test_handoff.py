@@ -22,6 +22,7 @@ from transfer_sides import ONE_HEAD
 from baton.config.transfer import TransferConfig
 from baton.v1 import transfer_pb2
 from kv_transfer.admission import Decision, Event, Mailbox
+from kv_transfer.exporter import Exporter
 from kv_transfer.lease import Lease
 from kv_transfer.rank import TransferRank
 
@@ -167,7 +168,7 @@ async def test_a_handoff_that_only_a_rank_above_0_holds_is_named_with_the_rank(
     sender, receiver = await make_pair(CONFIGS["memory"], 2, 1)
     lease: Lease = await grant(sender, receiver, BLOCKS)
     rank0, rank1 = sender.side.ranks  # type: ignore[union-attr]
-    rank1.message(rank0.open_payload(lease))  # nobody asked rank 0 for it
+    rank1.message(Exporter.opening(lease))  # nobody asked rank 0 for it
     (problem,) = await sender.call("rank_problems")
     assert problem.startswith("rank 1: ")
     assert lease.handoff_id in problem
@@ -206,7 +207,7 @@ async def test_an_asker_that_has_waited_too_long_takes_no_answer_from_a_later_on
 
 async def test_a_rank_of_another_worker_answers_for_none_of_ours(make_pair: MakePair) -> None:
     sender, receiver = await make_pair(CONFIGS["memory"], 2, 2)
-    stranger = receiver.side.ranks[1].new_message("", 0)  # type: ignore[union-attr]
+    stranger = receiver.side.ranks[1].new_message()  # type: ignore[union-attr]
     stranger.rank_books.handoffs.append("unheard of")
     held = sender.side.exporter.held_handoffs  # type: ignore[union-attr]
     rank1 = sender.side.ranks[1]  # type: ignore[union-attr]

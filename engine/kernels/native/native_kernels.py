@@ -36,7 +36,7 @@ def native_library() -> ctypes.CDLL | None:
 
 
 _LANES = 16
-_HEAD_DIM_STEP = 32
+HEAD_DIM_STEP = 32
 _MAX_HEADS_PER_KV_HEAD = 96
 GATES = {None: 0, Activation.SILU: 1, Activation.GELU_TANH: 2}
 """As `Gate` in native/products.h; None is a product that is not gated."""
@@ -143,7 +143,7 @@ class NativeKernels:
         kv: LayerKv,
         group: GroupBatch,
     ) -> torch.Tensor:
-        if shape.head_dim % _HEAD_DIM_STEP or not _rows_fit(qkv):
+        if shape.head_dim % HEAD_DIM_STEP or not _rows_fit(qkv):
             return self._torch.rotate_and_write(qkv, shape, norms, rotation, kv, group)
         queries = qkv.new_empty(len(qkv), shape.num_heads, shape.head_dim)
         item = kv.keys.element_size()
@@ -179,7 +179,7 @@ class NativeKernels:
         window: int | None,
     ) -> torch.Tensor:
         _, num_heads, head_dim = queries.shape
-        if head_dim % _HEAD_DIM_STEP or num_heads > _MAX_HEADS_PER_KV_HEAD * kv.keys.shape[2]:
+        if head_dim % HEAD_DIM_STEP or num_heads > _MAX_HEADS_PER_KV_HEAD * kv.keys.shape[2]:
             return self._torch.attend(queries, kv, batch, group, shape, window)
         out = torch.empty_like(queries)
         pool = pool_of(kv)
@@ -243,7 +243,7 @@ def _type_and_threads(x: torch.Tensor) -> tuple[bool, int]:
 
 
 def pick_kernels(device: torch.device, dtype: torch.dtype) -> Kernels:
-    """The fastest kernels that work here."""
+    """Return the fastest kernels that work here."""
     if device.type == "cpu" and dtype in (torch.float32, torch.bfloat16):
         library = native_library()
         if library is not None:

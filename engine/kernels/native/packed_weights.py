@@ -14,7 +14,7 @@ from engine.kernels.native.native_kernels import GATES, native_library
 from engine.kernels.protocol import Activation
 
 _TILE_INPUTS = 32
-_TILE_ROWS = 16  # of activations, at most
+TILE_ROWS = 16  # of activations, at most
 _STRIP_OUTPUTS = 32
 _DTYPES = (torch.float32, torch.bfloat16)
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
@@ -104,7 +104,7 @@ class PackedWeight:
         x = x.contiguous()
         width = self.outputs if self.gate is None else self.outputs // 2
         out = x.new_empty(len(x), width, dtype=out_dtype)
-        tiles = x.new_empty((len(x) + _TILE_ROWS) * self.inputs)
+        tiles = x.new_empty((len(x) + TILE_ROWS) * self.inputs)
         self._product(
             x.data_ptr(), len(x), byref(self.native), GATES[self.gate], tiles.data_ptr(),
             out.data_ptr(), x.dtype == torch.bfloat16, out.dtype == torch.float32,

@@ -10,6 +10,7 @@ import functools
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import triton
 
@@ -208,7 +209,7 @@ def _work_on_device(
 ) -> AttentionWork:
     counts = np.diff(batch.query_starts)
     is_small = counts <= cuttings[0].tile
-    found: list[Pieces | None] = []
+    found: list[Pieces[npt.NDArray[np.int32]] | None] = []
     for seqs, how in zip((np.flatnonzero(is_small), np.flatnonzero(~is_small)), cuttings):
         found.append(
             cut(

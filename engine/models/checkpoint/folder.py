@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 
 def resolve(model_path: str, revision: str | None = None, files: Sequence[str] = FILES) -> Path:
-    """The folder itself, or the hub's snapshot of a model of that name, fetched when needed.
+    """Find the folder itself, or the hub's snapshot of a model of that name, fetched when needed.
 
     `revision`: None is the main branch. `files`: at least these are fetched. Raises CheckpointError
     when there is neither.
@@ -31,7 +31,7 @@ def resolve(model_path: str, revision: str | None = None, files: Sequence[str] =
 
 
 def read_config(folder: Path, quantization: str = "none") -> ModelConfig:
-    """`quantization`: `engine.quantization`. Raises ModelError."""
+    """Read the folder's config.json. `quantization`: `engine.quantization`. Raises ModelError."""
     path = folder / "config.json"
     config = model_config(read_json(path), str(path))
     return replace(config, weights=quantised(config.weights, quantization))

@@ -31,7 +31,8 @@ def snapshot(
     tqdm_class: Any = None,
     files: Sequence[str] = FILES,
 ) -> Path:
-    """The folder of a hub model, from the local cache or fetched into it. Raises CheckpointError.
+    """Find the folder of a hub model, from the local cache or fetched into it. Raises
+    CheckpointError.
 
     `revision`: a branch, tag or commit; None: the main branch. `tqdm_class`: what draws the hub's
     progress; None: its own bars. `files`: patterns of those that are wanted.

@@ -18,7 +18,6 @@ import hashlib
 import logging
 import math
 import re
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -39,13 +38,12 @@ log = logging.getLogger(__name__)
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
-_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 # Written by some exporters though they follow from the config.
 _REDUNDANT = re.compile(r"\.rotary_emb\.inv_freq$")
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object of the model folder. Raises CheckpointError naming the file."""
+    """Read a JSON object of the model folder. Raises CheckpointError naming the file."""
     with _as_checkpoint_error():
         return model_files.read_json(path)
 
@@ -88,7 +86,7 @@ class Checkpoint:
     def read(
         self, name: str, shape: tuple[int, ...], *parts: slice, dtype: torch.dtype | None = None
     ) -> torch.Tensor:
-        """A tensor, or the part that `parts` select along its leading dimensions.
+        """Read a tensor, or the part that `parts` select along its leading dimensions.
 
         `shape` is the whole tensor's. `dtype`: None is any floating-point type. Raises
         CheckpointError when it is missing, or has another shape or type.
@@ -154,21 +152,6 @@ class Checkpoint:
         """Number of elements of all tensors together."""
         return sum(math.prod(self._slice(name).get_shape()) for name in self._file_of)
 
-    def dtype(self) -> str:
-        """The dtype of most weights, as torch names it if the engine computes in it, else as
-        safetensors does.
-
-        Raises CheckpointError when there are no tensors.
-        """
-        sizes: Counter[str] = Counter()
-        for name in self._file_of:
-            view = self._slice(name)
-            sizes[view.get_dtype()] += math.prod(view.get_shape())
-        if not sizes:
-            raise CheckpointError(f"{self._folder}: no tensors")
-        most = sizes.most_common(1)[0][0]
-        return _DTYPES.get(most, most)
-
     def _slice(self, name: str) -> Any:
         return self._files[self._file_of[name]].get_slice(name)
 
@@ -218,7 +201,6 @@ class Checkpoint:
 
 
 _CHUNK_BYTES = 16 << 20
-_HASH_BYTES = hashlib.sha256().digest_size
 
 
 class Ranks(Protocol):
@@ -227,26 +209,24 @@ class Ranks(Protocol):
     rank: int
     size: int
 
-    def sum_on_host(self, x: torch.Tensor) -> torch.Tensor: ...
+    def gather(self, value: bytes) -> list[bytes]:
+        """Every rank's value, in rank order."""
 
 
 def weights_digest(checkpoint: Checkpoint, num_threads: int, ranks: Ranks | None = None) -> str:
-    """Hex digest, equal on all ranks. Every rank must call this.
+    """Compute the hex digest, equal on all ranks. Every rank must call this.
 
     Raises CheckpointError, and TpPeerError when a rank is lost.
     """
     names = checkpoint.names()
     chunks = [chunk for name in names for chunk in _chunks(checkpoint.content(name))]
     rank, size = (0, 1) if ranks is None else (ranks.rank, ranks.size)
-    mine = _part(chunks, rank, size)
-    hashes = torch.zeros(len(chunks), _HASH_BYTES, dtype=torch.uint8)
     with ThreadPoolExecutor(num_threads) as pool:
-        for index, found in zip(mine, pool.map(_hash, (chunks[index] for index in mine))):
-            hashes[index] = torch.frombuffer(found, dtype=torch.uint8)
+        hashes = b"".join(pool.map(_hash, _part(chunks, rank, size)))
     if ranks is not None:
-        ranks.sum_on_host(hashes)  # each row is zero on all ranks but one
+        hashes = b"".join(ranks.gather(hashes))
     whole = hashlib.sha256("\n".join(map(checkpoint.header, names)).encode())
-    whole.update(hashes.numpy().data)
+    whole.update(hashes)
     return whole.hexdigest()
 
 
@@ -255,13 +235,14 @@ def _chunks(content: npt.NDArray[np.uint8]) -> Iterator[npt.NDArray[np.uint8]]:
         yield content[start : start + _CHUNK_BYTES]
 
 
-def _part(chunks: list[npt.NDArray[np.uint8]], rank: int, size: int) -> list[int]:
-    """Indices of the chunks that begin in a rank's equal part of all bytes: one run of names."""
+def _part(chunks: list[npt.NDArray[np.uint8]], rank: int, size: int) -> list[npt.NDArray[np.uint8]]:
+    """Choose the chunks that begin in a rank's equal part of all bytes: one run, after lower
+    ranks'."""
     lengths = np.array([len(chunk) for chunk in chunks], dtype=np.int64)
     starts = lengths.cumsum() - lengths
     owners = starts * size // max(1, lengths.sum())
-    return [int(index) for index in np.flatnonzero(owners == rank)]
+    return [chunk for chunk, owner in zip(chunks, owners) if owner == rank]
 
 
-def _hash(chunk: npt.NDArray[np.uint8]) -> bytearray:
-    return bytearray(hashlib.sha256(chunk.data).digest())
+def _hash(chunk: npt.NDArray[np.uint8]) -> bytes:
+    return hashlib.sha256(chunk.data).digest()

@@ -62,7 +62,7 @@ def read(hf: HfConfig) -> ModelConfig:
 
 
 def _ropes(hf: HfConfig) -> dict[str, RopeConfig]:
-    """From `rope_parameters`, an object for each kind of layer. Published files have a base for
+    """Read `rope_parameters`, an object for each kind of layer. Published files have a base for
     each kind instead, and a `rope_scaling` for the layers without a window."""
     by_kind, scaling = hf.section("rope_parameters"), hf.section("rope_scaling")
     if set(hf.raw("rope_parameters") or ()) - {SLIDING, FULL}:

@@ -12,19 +12,19 @@ SLIDING, FULL = "sliding_attention", "full_attention"
 
 
 def one_window(hf: HfConfig, num_layers: int) -> Windows:
-    """All layers have the window, if there is one."""
+    """Give all layers the window, if there is one."""
     return (hf.size_or_none("sliding_window"),) * num_layers
 
 
 def optional_window(hf: HfConfig, num_layers: int) -> Windows:
-    """All layers have the window, if `use_sliding_window` says so."""
+    """Give all layers the window, if `use_sliding_window` says so."""
     if not hf.flag("use_sliding_window", False):
         return (None,) * num_layers
     return one_window(hf, num_layers)
 
 
 def layer_kinds(hf: HfConfig, default: Sequence[str]) -> Sequence[str]:
-    """`layer_types`, a kind for each layer; missing: `default`."""
+    """Read `layer_types`, a kind for each layer; missing: `default`."""
     kinds = hf.list_of("layer_types", str)
     if kinds is None:
         return default
@@ -34,7 +34,8 @@ def layer_kinds(hf: HfConfig, default: Sequence[str]) -> Sequence[str]:
 
 
 def windows_of_upper_layers(hf: HfConfig, num_layers: int) -> Windows:
-    """`layer_types` if given, else the layers from `max_window_layers` on."""
+    """Give the window to the layers that `layer_types` names, else to those from
+    `max_window_layers` on."""
     window = optional_window(hf, 1)[0]
     first = hf.count("max_window_layers", 28)
     kinds = layer_kinds(hf, [SLIDING if i >= first else FULL for i in range(num_layers)])

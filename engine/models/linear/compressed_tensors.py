@@ -98,7 +98,7 @@ class CompressedInt8:
 
 
 def read_config(hf: HfConfig) -> CompressedInt8:
-    """Of config.json's `quantization_config`. Raises UnsupportedModelError naming what is not
+    """Read config.json's `quantization_config`. Raises UnsupportedModelError naming what is not
     served."""
     for key in ("kv_cache_scheme", "transform_config", "sparsity_config"):
         if hf.raw(key) and hf.section(key).raw("format") != "dense":
@@ -120,7 +120,7 @@ def _groups(hf: HfConfig) -> Iterator[HfConfig]:
 
 
 def _of_group(hf: HfConfig, group: HfConfig) -> tuple[str, int | None, tuple[str, ...]]:
-    """Layout, size of groups or None, and targets."""
+    """Read one scheme: its layout, size of groups or None, and targets."""
     for key in ("input_activations", "output_activations"):
         if group.raw(key):
             group.wrong(key, "quantised activations are not supported")

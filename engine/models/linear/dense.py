@@ -28,8 +28,8 @@ class DenseLinear(Linear):
         return cls(whole(parts, target), bias)
 
     def grouped(self, linears: Sequence[DenseLinear]) -> Grouped | None:
-        """None if torch has no such product (before 2.10, with biases, or with rows that are no
-        multiple of 16 bytes) and on a CPU, where each product is faster alone."""
+        """Join the weights. None if torch has no such product (before 2.10, with biases, or with
+        rows that are no multiple of 16 bytes) and on a CPU, where each product is faster alone."""
         weight = self._weight
         if weight.device.type == "cpu" or self._bias is not None or not hasattr(F, "grouped_mm"):
             return None
@@ -42,7 +42,7 @@ class DenseLinear(Linear):
 
 
 class GroupedLinear:
-    """All weights in one product of torch's."""
+    """The weights of all groups, in one product of torch's."""
 
     def __init__(self, weights: torch.Tensor) -> None:
         """Weights [num_groups, out, in]."""
@@ -62,7 +62,7 @@ class GroupedLinear:
 
 
 def whole(parts: Sequence[torch.Tensor], target: Target) -> torch.Tensor:
-    """All rows as one tensor where and as the target wants it."""
+    """Join all rows as one tensor where and as the target wants it."""
     # A copy: a part of a mapped file must not keep the file's pages in use.
     moved = [part.to(target.device, target.dtype, copy=part.device.type == "cpu") for part in parts]
     return (moved[0] if len(moved) == 1 else torch.cat(moved)).contiguous()

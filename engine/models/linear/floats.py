@@ -8,7 +8,7 @@ import torch
 
 from engine.models.linear.dense import DenseLinear
 from engine.models.linear.method import MatrixSource, Method
-from engine.models.linear.packed import PackedLinear, ReorderedLinear
+from engine.models.linear.packed import PackedLinear
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,7 @@ class Floats:
 
     @property
     def methods(self) -> tuple[Method, ...]:
-        return PackedLinear, ReorderedLinear, DenseLinear
+        return PackedLinear, DenseLinear
 
     def of(self, module: str) -> Floats:
         return self

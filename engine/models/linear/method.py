@@ -52,7 +52,7 @@ class Linear(Protocol):
         return False
 
     def grouped(self, linears: Sequence[Self]) -> Grouped | None:
-        """The products of these, this one first, as one; None where each has to be alone."""
+        """Join the products of these, this one first; None where each has to be alone."""
         return None
 
     def apply(self, x: torch.Tensor, out_dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -83,7 +83,7 @@ class MatrixSource(Protocol):
     """
 
     def floats(self, name: str, shape: tuple[int, ...], *parts: slice) -> torch.Tensor:
-        """In the type that the checkpoint has."""
+        """Read floating-point numbers, in the type that the checkpoint has."""
 
     def integers(
         self, name: str, shape: tuple[int, ...], dtype: torch.dtype, *parts: slice
@@ -108,13 +108,13 @@ class WeightFormat(Protocol):
         rows: slice,
         columns: slice,
     ) -> Part:
-        """Rows and columns of a module's weight of this whole shape, [out, in].
+        """Read rows and columns of a module's weight of this whole shape, [out, in].
 
         Raises CheckpointError.
         """
 
     def num_bytes(self, outputs: int, inputs: int, item_bytes: int) -> int:
-        """Bytes of a weight of this size that computes in numbers of `item_bytes`."""
+        """Count the bytes of a weight of this size that computes in numbers of `item_bytes`."""
 
 
 def load_linear(
@@ -125,7 +125,7 @@ def load_linear(
     *,
     gate: Activation | None = None,
 ) -> Linear:
-    """By the fastest method that serves these parts."""
+    """Hold these parts by the fastest method that serves them."""
     for method in kept.methods:
         linear = method.load(parts, bias, target, gate)
         if linear is not None:

@@ -47,7 +47,7 @@ _libc.free.argtypes = [c_void_p]
 
 
 def lanes_of(ucp: Ucp, endpoint: int) -> frozenset[str]:
-    """The transports of an endpoint's lanes; "?" for a lane that cannot be read.
+    """Name the transports of an endpoint's lanes; "?" for a lane that cannot be read.
 
     Parsed from the endpoint's printed description: UCX 1.13's `ucp_ep_query` does not return them.
     """
@@ -57,13 +57,13 @@ def lanes_of(ucp: Ucp, endpoint: int) -> frozenset[str]:
 
 
 def transports_of(ucp: Ucp, context: int) -> frozenset[str]:
-    """The transports that this process could use, given its devices and settings."""
+    """Name the transports that this process could use, given its devices and settings."""
     found = (_RESOURCE.search(line) for line in _printed(ucp.ucp_context_print_info, context))
     return frozenset(resource[1] for resource in found if resource)
 
 
 def _printed(write: Callable[[int, int], None], of: int) -> list[str]:
-    """The lines that one of UCX's functions prints to a stream; empty when out of memory."""
+    """Return the lines that one of UCX's functions prints to a stream; empty when out of memory."""
     text, size = c_void_p(), c_size_t()
     stream = _libc.open_memstream(byref(text), byref(size))
     if not stream:
@@ -177,7 +177,7 @@ class UcxPeer:
         self.lanes = lanes_of(self._ucp, self._endpoint)
 
     def target(self, rkeys: tuple[bytes, ...]) -> PutTarget:
-        """The target of puts under these keys. Any thread."""
+        """Return the target of puts under these keys. Any thread."""
         found = self._targets.get(rkeys)
         return found if found is not None else self._targets.setdefault(rkeys, PutTarget())
 
@@ -196,8 +196,8 @@ class UcxPeer:
         return None
 
     def mapping(self, packed_rkey: bytes, address: int) -> int | None:
-        """Local address of the peer's memory. None: not open, not mapped, already asked for, or its
-        key was refused (the first put reports that)."""
+        """Map the peer's memory, and return its local address. None: not open, not mapped, already
+        asked for, or its key was refused (the first put reports that)."""
         if self._endpoint is None or packed_rkey in self._rkeys:
             return None
         local = c_void_p()

@@ -199,7 +199,7 @@ def _entry(target: PutTarget, batch: PutBatch) -> _Entry:
 
 
 def post_library() -> str:
-    """The path of the compiled loop. Raises TransportError where it cannot be built."""
+    """Return the path of the compiled loop. Raises TransportError where it cannot be built."""
     try:
         return str(build(POST_LOOP))
     except NativeBuildError as error:
