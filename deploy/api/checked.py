@@ -44,8 +44,6 @@ class Rule:
     message: str
     holds: Callable[[Any], bool] | None = None
     """The rule in Python; None for a rule on changes."""
-    keeps: str | None = None
-    """The field whose value a rule on changes keeps (see `broken_by`)."""
 
     def validation(self) -> dict[str, str]:
         """Return the rule's entry of `x-kubernetes-validations`."""
@@ -86,12 +84,3 @@ def read_spec(cls: type[T], custom_object: Mapping[str, Any]) -> T:
             raise ConfigError(f"{source}: {field}: {problem}", field=field)
     value = custom_object.get("spec", {})
     return settings.parse(cls, value, source=source, key="spec", spell=camel)
-
-
-def broken_by(
-    cls: type[Checked], before: Mapping[str, Any], after: Mapping[str, Any]
-) -> list[Rule]:
-    """List the rules on changes that a change from `before` to `after` breaks, both spelt as in
-    Kubernetes."""
-    names = {rule: camel(rule.keeps) for rule in cls.rules if rule.keeps is not None}
-    return [rule for rule, name in names.items() if before.get(name) != after.get(name)]

@@ -69,10 +69,8 @@ def _from_crd(crd: Schema) -> Schema:
         }
     if "additionalProperties" in crd:
         schema["additionalProperties"] = _from_crd(crd["additionalProperties"])
-    for bound in ("minimum", "maximum"):
-        # A boolean beside the number in a CRD, the number itself in JSON Schema.
-        if crd.get(exclusive := f"exclusive{bound.capitalize()}"):
-            schema[exclusive] = schema.pop(bound)
+    if crd.get("exclusiveMinimum"):  # true in a CRD, the number itself in JSON Schema
+        schema["exclusiveMinimum"] = schema.pop("minimum")
     if crd.get("nullable"):
         schema["type"] = [crd["type"], "null"]
         if "enum" in schema:

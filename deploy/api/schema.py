@@ -114,12 +114,10 @@ def _keywords(bounds: Bounds, type_: str) -> dict[str, Any]:
     """The schema's words for bounds."""
     number = int if type_ == "integer" else float
     low = bounds.minimum if bounds.above is None else bounds.above
-    high = bounds.maximum if bounds.below is None else bounds.below
     words = {
         "minimum": None if low is None else number(low),
         "exclusiveMinimum": bounds.above is not None or None,
-        "maximum": None if high is None else number(high),
-        "exclusiveMaximum": bounds.below is not None or None,
+        "maximum": None if bounds.maximum is None else number(bounds.maximum),
         "pattern": bounds.pattern,
         _SIZE.get(type_, ""): bounds.max_size,
     }

@@ -469,7 +469,6 @@ class ServingClusterSpec(Checked):
             "has(self.internalTLS) == has(oldSelf.internalTLS) && "
             "(!has(self.internalTLS) || self.internalTLS == oldSelf.internalTLS)",
             "internalTLS cannot be changed: make another cluster",
-            keeps="internal_tls",
         ),
     )
 

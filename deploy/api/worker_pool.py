@@ -94,9 +94,7 @@ class PoolShape(PodSettings):
                 or pool.role_plan.prefill + pool.role_plan.decode <= pool.max_replicas
             ),
         ),
-        Rule(
-            "self.role == oldSelf.role", "role cannot be changed: make another pool", keeps="role"
-        ),
+        Rule("self.role == oldSelf.role", "role cannot be changed: make another pool"),
     )
 
 
@@ -145,6 +143,6 @@ class WorkerPoolSpec(PoolShape):
             "replicas must not be below minReplicas",
             lambda pool: pool.replicas >= pool.min_replicas,
         ),
-        Rule("self.cluster == oldSelf.cluster", "cluster cannot be changed", keeps="cluster"),
-        Rule("self.pool == oldSelf.pool", "pool cannot be changed", keeps="pool"),
+        Rule("self.cluster == oldSelf.cluster", "cluster cannot be changed"),
+        Rule("self.pool == oldSelf.pool", "pool cannot be changed"),
     )

@@ -72,7 +72,7 @@ class OperatorMetrics(Collector):
     def collect(self) -> Iterator[Metric]:
         is_leading = self._is_leading()
         yield _gauge("operator_is_leading", "1 for the operator that acts", is_leading)
-        waiting = self._num_waiting()
+        waiting = self._num_waiting() if is_leading else 0
         yield _gauge("operator_queue_depth", "ServingClusters that wait to be reconciled", waiting)
         conditions = GaugeMetricFamily(
             "baton_resource_condition",

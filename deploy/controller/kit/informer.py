@@ -9,8 +9,7 @@
 4. The server refuses to go on from there (410: too old, as an answer or as an event; a server that
    was set back; no permission): wait, then list again. What was deleted meanwhile is missing from
    the list, and so it is noticed.
-5. Every `resync_s` handlers hear of every key, whether or not anything happened.
-6. A kind that others install and the server does not serve has no objects, until a list finds it
+5. A kind that others install and the server does not serve has no objects, until a list finds it
    served. Two lists in a row have to say so: one may be a bad moment of a server's, or a proxy's.
 
 Handlers hear keys only, on the informer's thread, and must not block: they add to a work queue. A
@@ -112,7 +111,6 @@ class InformerSettings:
 
     window: Window = field(default_factory=Window)
     backoff: Backoff = field(default_factory=lambda: Backoff(first_s=0.5, longest_s=10.0))
-    resync_s: float = 600.0
 
 
 _USUAL = InformerSettings()
@@ -141,7 +139,6 @@ class Informer:
         """Where the next window begins; None: list first."""
         self._backoff = replace(settings.backoff)
         self._changes: deque[Change] = deque()
-        self._resync_at = time.monotonic() + settings.resync_s
         self._synced = threading.Event()
         self._stopping = threading.Event()
         self._stream: WatchStream | None = None
@@ -202,9 +199,6 @@ class Informer:
         self._call_handlers()
         if self._version is None:
             self._version = self._list()
-        elif time.monotonic() >= self._resync_at:
-            self._changes.extend((obj,) for obj in self._cache.snapshot().values())
-            self._resync_at = time.monotonic() + self._settings.resync_s
         self._call_handlers()
         self._synced.set()
         self._watch(self._version)

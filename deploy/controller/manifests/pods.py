@@ -267,11 +267,11 @@ def _fetching(spec: ServingClusterSpec, image: str, *, text_only: bool) -> Objec
     """The pod's init containers. `text_only`: nobody in the pod reads weights."""
     model = spec.model
     if model.uri is not None:
-        fetch = ["baton.fetch", "--uri", model.uri, "--folder", model_path(model)]
+        fetch = ["--uri", model.uri, "--folder", model_path(model)]
         fetch += ["--text-only"] if text_only else []
         environment = [env("HOME", "/tmp")]
     elif not text_only:
-        fetch = ["baton.model_folder", "--name", model_path(model)]
+        fetch = ["--name", model_path(model)]
         fetch += ["--revision", model.revision] if model.revision is not None else []
         environment = _model_env(spec)
     else:
@@ -280,8 +280,8 @@ def _fetching(spec: ServingClusterSpec, image: str, *, text_only: bool) -> Objec
         "name": FETCH,
         "image": image,
         "imagePullPolicy": spec.images.pull_policy,
-        "command": ["python", "-m", fetch[0]],
-        "args": fetch[1:],
+        "command": ["python", "-m", "baton.fetch"],
+        "args": fetch,
         "env": environment,
         "resources": {"requests": {"cpu": "1", "memory": "2Gi"}},  # no pod asks for less
         **LAST_WORDS,

@@ -75,6 +75,7 @@ from deploy.controller.status.statuses import Statuses
 log = logging.getLogger(__name__)
 
 _LOOK_AGAIN_S = 5.0
+_HINDERED_S = 30.0
 _SOON_S = 1.0
 """A supervisor reports every second at most."""
 _REFUSALS = (400, 403, 404, 422)
@@ -181,7 +182,7 @@ class ClusterReconciler:
             self._pools.release_orphans(key_of(obj))  # each pod drains by itself when it goes
             return self._let_go(obj)
         self._report(obj, verdicts)
-        return None
+        return _HINDERED_S
 
     def _without_kuberay(self, obj: Object) -> float:
         verdicts, key = conditions.kuberay_missing(), key_of(obj)

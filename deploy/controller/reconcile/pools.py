@@ -14,7 +14,6 @@ from functools import partial
 
 from baton.errors import ConfigError
 from cluster.planner.planner import PoolPlan
-from deploy.api.checked import broken_by
 from deploy.api.serving_cluster import ServingClusterSpec
 from deploy.api.worker_pool import PoolTemplate, WorkerPoolSpec
 from deploy.controller.kit.applied import Applied
@@ -31,7 +30,7 @@ from deploy.controller.kit.objects import Key, Object, key_of
 from deploy.controller.manifests.common import Object as Manifest
 from deploy.controller.manifests.common import Owner
 from deploy.controller.manifests.resources import WORKER_POOLS
-from deploy.controller.manifests.worker_pool import kept, worker_pool
+from deploy.controller.manifests.worker_pool import worker_pool
 from deploy.controller.observed.view import ClusterView, is_going
 from deploy.controller.reconcile.caches import Caches
 from deploy.controller.status.events import Record
@@ -171,7 +170,7 @@ def _size_of(name: str, seen: Object, cluster: Object) -> int:
 def _is_made_again(seen: Object, made: Manifest) -> bool:
     """Whether somebody deleted the WorkerPool, and one of the same role is wanted. One of another
     role waits until the workers of the former have drained."""
-    return is_going(seen) and kept(seen, made)["role"] == made["spec"]["role"]
+    return is_going(seen) and seen["spec"].get("role") == made["spec"]["role"]
 
 
 def _undeleted(pool: Object) -> Object:
@@ -182,12 +181,14 @@ def _undeleted(pool: Object) -> Object:
 def _problems(name: str, seen: Object, made: Manifest) -> list[str]:
     """Why the WorkerPool that is there does not become what the pool of that name is made to. One
     that is being deleted makes way for another of its cluster."""
-    was = kept(seen, made)
-    broken = broken_by(WorkerPoolSpec, was, made["spec"])
-    if all(rule.keeps == "role" for rule in broken):
-        return [] if is_going(seen) else [f"spec.pools.{name}.{rule.message}" for rule in broken]
-    whose = f"pool {was['pool']} of ServingCluster {was['cluster']}"
-    return [f"spec.pools.{name} needs another name: WorkerPool {key_of(seen)} is {whose}"]
+    was, wanted = seen["spec"], made["spec"]
+    if any(was.get(field) != wanted[field] for field in ("cluster", "pool")):
+        whose = f"pool {was.get('pool')} of ServingCluster {was.get('cluster')}"
+        return [f"spec.pools.{name} needs another name: WorkerPool {key_of(seen)} is {whose}"]
+    if is_going(seen) or was.get("role") == wanted["role"]:
+        return []
+    has = f"WorkerPool {key_of(seen)} has role {was.get('role')}"
+    return [f"spec.pools.{name}.role cannot be changed: make another pool; {has}"]
 
 
 def _check_size(name: str, seen: Object, size: int, template: PoolTemplate) -> None:

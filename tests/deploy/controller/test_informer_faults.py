@@ -162,15 +162,6 @@ def test_an_owner_that_lost_an_object_hears_of_it_too() -> None:
     assert heard[:4] == ["x", "x", "y", "y"]
 
 
-def test_every_key_is_told_again_at_each_resync() -> None:
-    settings = dataclasses.replace(FAST, resync_s=0.1)
-    items = [config_map(key, version="1") for key in (_A, _B)]
-    script = Script([config_map_list(*items)], [[bookmark("2")]])
-    with scripted(script) as server, following(kube_of(server), settings=settings) as heard:
-        assert [heard.next() for _ in range(6)] == ["a", "b"] * 3
-    assert script.num_lists == 1
-
-
 @pytest.mark.parametrize("silent_at", ["watch", "list", "back-off"])
 def test_a_stop_takes_less_than_a_second(silent_at: str) -> None:
     settings = dataclasses.replace(FAST, backoff=Backoff(first_s=60, longest_s=60))
