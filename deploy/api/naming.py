@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any
 
 from baton.config.cluster import ClusterConfig
@@ -65,17 +65,10 @@ def as_written(problem: str) -> str:
     return _SETTING.sub(path, problem)
 
 
-def snake_keys(value: Mapping[str, Any]) -> dict[str, Any]:
-    """Spell the keys of settings, and of those inside them, as cluster.yaml does."""
+def respelt(value: Mapping[str, Any], spell: Callable[[str], str]) -> dict[str, Any]:
+    """Spell the keys of settings, and of those inside them: by `camel` as Kubernetes does, by
+    `snake` as cluster.yaml does."""
     return {
-        snake(name): snake_keys(item) if isinstance(item, Mapping) else item
-        for name, item in value.items()
-    }
-
-
-def camel_keys(value: Mapping[str, Any]) -> dict[str, Any]:
-    """Spell the keys of settings, and of those inside them, as Kubernetes does."""
-    return {
-        camel(name): camel_keys(item) if isinstance(item, Mapping) else item
+        spell(name): respelt(item, spell) if isinstance(item, Mapping) else item
         for name, item in value.items()
     }

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 from baton.config.ranges import sized
 from baton.config.settings import unknown_key
 from deploy.api.checked import FREE, Checked, Foreign
-from deploy.api.naming import GROUP
+from deploy.api.naming import GROUP, camel
 
 MERGE_KEYS: Mapping[str, tuple[str, ...]] = {
     "containers": ("name",),
@@ -166,13 +166,10 @@ POD_TEMPLATE = Foreign(FREE, check)
 
 
 _OF_POD = (
-    ("nodeSelector", "node_selector"),
-    ("tolerations", "tolerations"),
-    ("affinity", "affinity"),
-    ("topologySpreadConstraints", "topology_spread_constraints"),
-    ("priorityClassName", "priority_class_name"),
+    *("node_selector", "tolerations", "affinity"),
+    *("topology_spread_constraints", "priority_class_name"),
 )
-_OF_CONTAINER = (("resources", "resources"), ("env", "env"))
+_OF_CONTAINER = ("resources", "env")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,7 +200,7 @@ class PodSettings(Checked):
     def own_template(self, container: str) -> dict[str, Any]:
         """Return the fields before `pod_template` as a PodTemplateSpec, for that container."""
         spec, of_container = (
-            {key: _plain(getattr(self, name)) for key, name in names if getattr(self, name)}
+            {camel(name): _plain(getattr(self, name)) for name in names if getattr(self, name)}
             for names in (_OF_POD, _OF_CONTAINER)
         )
         if of_container:

@@ -26,7 +26,7 @@ from deploy.api.naming import (
     Hostname,
     ObjectName,
     camel,
-    camel_keys,
+    respelt,
 )
 from deploy.api.pod_template import POD_TEMPLATE, PodSettings
 from deploy.api.worker_pool import Duration, PoolTemplate, seconds
@@ -488,7 +488,7 @@ class ServingClusterSpec(Checked):
             self._check_engine(name, pool)
 
     def _check_engine(self, name: str, pool: PoolTemplate) -> None:
-        merged = settings.merge(camel_keys(settings.dump(self.engine)), pool.engine)
+        merged = settings.merge(respelt(settings.dump(self.engine), camel), pool.engine)
         key = f"pools.{name}.engine"
         try:
             settings.parse(EngineSettings, merged, source="spec", key=key, spell=camel)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Annotated, Literal
 
 from baton.config.ranges import Whole, between, sized
@@ -44,14 +45,26 @@ class Draining(Reported):
     """What holds it up when it exceeds the pool's drainTimeout."""
 
 
+class State(StrEnum):
+    MAKING = "Making"
+    SERVING = "Serving"
+    GROWING = "Growing"
+    SHIFTING = "Shifting"
+    PAUSED = "Paused"
+    RETIRING = "Retiring"
+    STRANDED = "Stranded"
+    REVERTING = "Reverting"
+    REVERTED = "Reverted"
+    REPLACED = "Replaced"
+    DRAINING = "Draining"
+    ENDING = "Ending"
+
+
 @dataclass(frozen=True)
 class RolloutStatus(Reported):
     """How far the rollout of the spec's unit is."""
 
-    state: Literal[
-        "Making", "Serving", "Growing", "Shifting", "Paused", "Retiring", "Stranded", "Reverting",
-        "Reverted", "Replaced", "Draining", "Ending",
-    ]  # fmt: skip
+    state: State
     """Making: there is no unit yet. Serving: the unit is what the spec asks for. Growing: the
     coming unit gets workers. Shifting: it has its share of the requests and is watched. Retiring:
     it has all requests; the former unit runs its last streams, and stays until the coming one can

@@ -4,7 +4,7 @@
    bookmarks. So the resourceVersion to go on from stays young where nothing changes.
 2. It yields changes and bookmarks.
 3. It ends: the server's time is up (StopIteration); the server says why it cannot go on (a
-   StatusError, mostly GoneError); the connection broke or went silent (UnreachableError);
+   StatusError, mostly 410); the connection broke or went silent (UnreachableError);
    `stop` was called (UnreachableError, too: the reader knows better).
 
 A quiet watch and one that was cut without notice look alike. TCP keepalives do not help: a proxy

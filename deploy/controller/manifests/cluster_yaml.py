@@ -11,7 +11,7 @@ from typing import Any
 from baton.config.cluster import ClusterConfig, ControlConfig, PoolConfig
 from baton.config.engine import AUTO
 from baton.config.internal import InternalConfig
-from deploy.api.naming import as_written, snake_keys
+from deploy.api.naming import as_written, respelt, snake
 from deploy.api.serving_cluster import ModelSource, ServingClusterSpec
 from deploy.api.worker_pool import MAX_REPLICAS, PoolShape, WorkerPoolSpec, seconds
 from deploy.controller.kit.objects import Object as Seen
@@ -136,7 +136,7 @@ def gpu_field(pool: PoolShape) -> str:
 
 def _pool_config(spec: ServingClusterSpec, pool: PoolShape) -> PoolConfig:
     """Without its size, which the supervisor gets beside it."""
-    engine = snake_keys(pool.engine)
+    engine = respelt(pool.engine, snake)
     if pool.engine.get("device", spec.engine.device) == AUTO:
         engine["device"] = pool_device(spec, pool)
     return PoolConfig(

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from baton.fleet import WorkerState
 from deploy.api.serving_cluster import ServingClusterSpec, UnitRollout
+from deploy.api.status import State
 from deploy.api.worker_pool import WorkerPoolSpec
 from deploy.controller.kit.objects import Key, Object, key_of
 from deploy.controller.manifests.cluster_yaml import model_name
@@ -28,7 +29,6 @@ from deploy.controller.rollout.rollout import (
     Figures,
     PoolSeen,
     Situation,
-    State,
     Step,
     UnitPlan,
     UnitSeen,

@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence, Set
 
 from deploy.controller.kit.applied import Applied
 from deploy.controller.kit.errors import NotFoundError, UnreachableError
-from deploy.controller.kit.finalizers import drop_finalizer
 from deploy.controller.kit.kube import Kube
 from deploy.controller.kit.objects import Object, Selection, is_owned, key_of
 from deploy.controller.manifests.cluster_yaml import cluster_config, unit_config_map
@@ -34,10 +33,6 @@ from deploy.controller.observed.fleet import FleetPool, Slot
 from deploy.controller.observed.pod import Pod
 from deploy.controller.observed.view import ClusterView, PoolView, UnitView
 from deploy.controller.reconcile.caches import Caches
-
-_EMPTIES_REDIS = "ray.io/gcs-ft-redis-cleanup-finalizer"
-"""KubeRay's own. KubeRay drops it only while the RayCluster has a Redis (raycluster_controller.go;
-kuberay PR 5013): without one any more it would stay for ever."""
 
 
 class KubeRay:
@@ -101,8 +96,6 @@ class KubeRay:
         return bool(found)
 
     def _end(self, ray: Object) -> None:
-        if "gcsFaultToleranceOptions" not in ray["spec"]:
-            drop_finalizer(self._kube, RAY_CLUSTERS, ray, _EMPTIES_REDIS)
         if "deletionTimestamp" not in ray["metadata"]:
             with contextlib.suppress(NotFoundError):
                 self._kube.delete(RAY_CLUSTERS, key_of(ray), uid=ray["metadata"]["uid"])

@@ -43,9 +43,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
 
 from deploy.api.serving_cluster import UnitRollout
+from deploy.api.status import State
 from deploy.controller.rollout.units import Unit, difference
 
 _ROUTERS_HEAR_S = 10.0
@@ -56,21 +56,6 @@ _SLOW_AGAIN_S = 15.0
 """Between two looks that compare gaps. Within a minute the former unit has no figures any more,
 where the coming one got all requests at once."""
 _LIKE_LOAD = 1.25
-
-
-class State(StrEnum):
-    MAKING = "Making"
-    SERVING = "Serving"
-    GROWING = "Growing"
-    SHIFTING = "Shifting"
-    PAUSED = "Paused"
-    RETIRING = "Retiring"
-    STRANDED = "Stranded"
-    REVERTING = "Reverting"
-    REVERTED = "Reverted"
-    REPLACED = "Replaced"
-    DRAINING = "Draining"
-    ENDING = "Ending"
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from baton.fleet import Role
 from deploy.api.naming import as_written
 from deploy.api.serving_cluster import ModelSource, RouterSpec
+from deploy.api.status import State
 from deploy.controller.kit.objects import Object as Seen
 from deploy.controller.manifests.cluster_yaml import model_field, model_name, model_path
 from deploy.controller.manifests.common import HTTP_PORT, ROUTER_PORT, Object
 from deploy.controller.manifests.routers import FIRST_ROUTERS
 from deploy.controller.observed.view import ClusterView, PoolView
-from deploy.controller.rollout.rollout import State
 from deploy.controller.status.conditions import AVAILABLE, DEGRADED, PROGRESSING, Verdict
 from deploy.controller.status.pool_status import gpu_problem, size_problem
 from deploy.controller.status.waiting import (

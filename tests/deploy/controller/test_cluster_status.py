@@ -7,10 +7,10 @@ import datetime
 
 import pytest
 
-from deploy.api.status import RolloutStatus, ServingClusterStatus
+from deploy.api.status import RolloutStatus, ServingClusterStatus, State
 from deploy.controller.manifests.resources import SERVING_CLUSTERS
 from deploy.controller.observed.fleet import NOTHING_HEARD, Heard
-from deploy.controller.rollout.rollout import State, Step
+from deploy.controller.rollout.rollout import Step
 from deploy.controller.status.cluster_status import Refusals, availability, cluster_status
 from deploy.controller.status.conditions import DEGRADED, Verdict, conditions
 from deploy.controller.status.statuses import Statuses
