@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 import re
 import types
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
+
+_HOLDS = {"at least": operator.ge, "above": operator.gt, "at most": operator.le}
 
 
 @dataclass(frozen=True)
@@ -34,27 +37,14 @@ class Bounds:
             return f"must match {self.pattern}, not {value!r}"
         if self.max_size is not None and len(value) > self.max_size:
             return f"must not be longer than {self.max_size}, not {len(value)}"
-        if not self._limits:
-            return None
-        if not self._holds(value):
-            return f"must be {self._limits}, not {value}"
-        return None if math.isfinite(value) else f"must be finite, not {value}"
-
-    def _holds(self, number: float) -> bool:
-        return (
-            (self.minimum is None or number >= self.minimum)
-            and (self.above is None or number > self.above)
-            and (self.maximum is None or number <= self.maximum)
-        )
-
-    @property
-    def _limits(self) -> str:
-        if self.minimum is not None and self.maximum is not None:
-            return f"between {self.minimum} and {self.maximum}"
         limits = {"at least": self.minimum, "above": self.above, "at most": self.maximum}
-        return " and ".join(
-            f"{word} {limit}" for word, limit in limits.items() if limit is not None
-        )
+        given = {word: limit for word, limit in limits.items() if limit is not None}
+        if given and not all(_HOLDS[word](value, limit) for word, limit in given.items()):
+            if self.minimum is not None and self.maximum is not None:
+                return f"must be between {self.minimum} and {self.maximum}, not {value}"
+            said = " and ".join(f"{word} {limit}" for word, limit in given.items())
+            return f"must be {said}, not {value}"
+        return f"must be finite, not {value}" if given and not math.isfinite(value) else None
 
 
 def at_least(low: float) -> Bounds:

@@ -1,7 +1,6 @@
 """A kind's objects, followed: list, then watch, for as long as the process lives.
 
-1. List: as etcd has it now. Handlers hear of what is new, changed or gone; `has_synced` is true
-   from then on.
+1. List: as etcd has it now. Handlers hear of what is new, changed or gone; `wait_synced` ends.
 2. Watch from the list's resourceVersion, in windows of `Window.watch_s`; each event's and each
    bookmark's resourceVersion is where the next window begins.
 3. A window that broke or went silent: wait (back-off), then the next one begins where it ended.
@@ -163,12 +162,9 @@ class Informer:
         self._thread.join(_STOP_S)
         return not self._thread.is_alive()
 
-    @property
-    def has_synced(self) -> bool:
-        """Whether the cache was complete once, and handlers have heard of all in it."""
-        return self._synced.is_set()
-
     def wait_synced(self, timeout_s: float) -> bool:
+        """Wait until the cache was complete once, and handlers have heard of all in it. Returns
+        whether it was."""
         return self._synced.wait(timeout_s)
 
     @property

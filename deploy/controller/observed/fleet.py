@@ -40,9 +40,6 @@ class FleetPool:
     """Workers that act as prefill alone and as decode alone."""
     seen: SeenByClients = NOTHING_SEEN
 
-    def of_state(self, state: WorkerState) -> list[Slot]:
-        return [slot for slot in self.slots if slot.state is state]
-
 
 @dataclass(frozen=True)
 class Fleet:

@@ -94,8 +94,9 @@ class PoolView:
         return (*self._slots(WorkerState.DRAINING), *hanging)
 
     def _slots(self, state: WorkerState) -> Sequence[Slot]:
-        """None while the supervisor is silent, or does not know the pool."""
-        return () if self.fleet is None else self.fleet.of_state(state)
+        """Return the slots of a state: none while the supervisor is silent or does not know the
+        pool."""
+        return [slot for slot in (self.fleet.slots if self.fleet else ()) if slot.state is state]
 
     @property
     def is_going(self) -> bool:

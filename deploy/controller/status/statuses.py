@@ -42,7 +42,6 @@ class Statuses:
             return []
         now = timestamp(self._now())
         silent = silence(view, now)
-        self._forget_gone_pools(view)
 
         def write(name: str) -> None:
             pool, plan = view.pools[name], plans.get(name)
@@ -63,13 +62,6 @@ class Statuses:
         status = cluster_status(view, verdicts)
         exposed = exposure(view)
         self.write(view.key, SERVING_CLUSTERS, view.obj, verdicts, status, exposure=exposed)
-
-    def _forget_gone_pools(self, view: ClusterView) -> None:
-        """Another pool that gets the name of one begins without its history."""
-        looks, here = self._looks.get(view.key, {}), {key_of(p.obj) for p in view.pools.values()}
-        for resource, key in [*looks]:
-            if resource is WORKER_POOLS and key not in here:
-                del looks[resource, key]
 
     def forget(self, cluster: Key) -> None:
         self._looks.pop(cluster, None)
@@ -98,7 +90,7 @@ class Statuses:
         drains = now.drains if "draining" in written else before.drains
         after = replace(before, conditions=now.conditions, drains=drains, **looked)
         looks[resource, key_of(obj)] = after
-        for what in happenings(obj, before, after):
+        for what in happenings(before, after):
             self._record(obj, what.type, what.reason, what.message)
 
 

@@ -91,7 +91,7 @@ def test_a_status_says_which_unit_there_is_and_how_far_the_next_one_is(state: St
     assert status["unit"] == "2x4bz"
     of_two = {"units": None, "shares": None}
     assert status["rollout"] == {"state": state.value, "reason": "so it is", **of_two}
-    said = ServingClusterStatus(unit="2x4bz", rollout=RolloutStatus(state.value, "so it is"))
+    said = ServingClusterStatus(unit="2x4bz", rollout=RolloutStatus(state, "so it is"))
     assert said.rollout is not None
     none = dataclasses.replace(view, step=Step(State.ENDING, "2 pods are left"))
     assert cluster_status(none, [])["unit"] is None

@@ -93,7 +93,7 @@ def test_lists_that_fail_are_tried_again_later_and_later() -> None:
     with scripted(script) as server:
         began_at = time.monotonic()
         with following(kube_of(server), settings=settings) as heard:
-            assert not heard.informer.has_synced
+            assert not heard.informer.wait_synced(0)
             assert heard.next() == "a"
             assert heard.informer.wait_synced(TIMEOUT_S)
         assert time.monotonic() - began_at >= 0.025 + 0.05 + 0.1

@@ -9,8 +9,8 @@ from typing import Any
 from baton.fleet import Role
 from deploy.api.naming import API_VERSION
 from deploy.api.serving_cluster import ModelSource, ServingClusterSpec
-from deploy.api.worker_pool import PoolTemplate, Scaling, ScalingMode, WorkerPoolSpec
 from deploy.api.status import State
+from deploy.api.worker_pool import PoolTemplate, Scaling, ScalingMode, WorkerPoolSpec
 from deploy.controller.kit.objects import Key
 from deploy.controller.manifests.common import POOL_LABEL, Owner
 from deploy.controller.observed.fleet import NOTHING_HEARD, Fleet, FleetPool, Heard
