@@ -145,7 +145,7 @@ class Kube:
             "timeoutSeconds": str(window.watch_s),
         }
         call = Call("GET", resource.path_of_all(selection.namespace), query)
-        timeouts = Timeouts(self._timeouts.connect_s, window.longest_silence_s)
+        timeouts = Timeouts(self._timeouts.connect_s, window.watch_s + window.grace_s)
         return WatchStream(self._connection, call, timeouts)
 
     def _manager(self, subresource: str | None) -> dict[str, str]:

@@ -50,10 +50,6 @@ class Window:
     """Asked of the server, which takes whole seconds."""
     grace_s: float = 5.0
 
-    @property
-    def longest_silence_s(self) -> float:
-        return self.watch_s + self.grace_s
-
 
 class WatchStream(AbstractContextManager["WatchStream"]):
     """Own one open answer. One thread iterates; any thread may `stop` it."""

@@ -52,7 +52,9 @@ class Pools:
             name: worker_pool(owner, name, template, FINALIZER)
             for name, template in templates.items()
         }
-        self._check_changes(cluster, wanted)
+        problems = [problem for name in wanted for problem in self._problems(name, wanted[name])]
+        if problems:  # an API server with CEL refuses these, one without takes them
+            raise ConfigError(f"ServingCluster {key_of(cluster)}: {'; '.join(problems)}")
         names = {made["metadata"]["name"]: name for name, made in wanted.items()}
         pools = {}
         for pool in self._of(key_of(cluster)):
@@ -67,15 +69,20 @@ class Pools:
         failed += each(partial(self._delete, pools[name]) for name in pools.keys() - wanted.keys())
         return pools, failed
 
-    def _check_changes(self, cluster: Object, wanted: Mapping[str, Manifest]) -> None:
-        """What an API server with CEL refuses; one without takes it."""
-        problems = []
-        for name, made in wanted.items():
-            seen = self._caches.pools.get(key_of(made))
-            if seen is not None:
-                problems += _problems(name, seen, made)
-        if problems:
-            raise ConfigError(f"ServingCluster {key_of(cluster)}: {'; '.join(problems)}")
+    def _problems(self, name: str, made: Manifest) -> list[str]:
+        """Say why the WorkerPool that is there does not become what the pool of that name is made
+        to. One that is being deleted makes way for another of its cluster."""
+        seen = self._caches.pools.get(key_of(made))
+        if seen is None:
+            return []
+        was, wanted = seen["spec"], made["spec"]
+        if any(was.get(field) != wanted[field] for field in ("cluster", "pool")):
+            whose = f"pool {was.get('pool')} of ServingCluster {was.get('cluster')}"
+            return [f"spec.pools.{name} needs another name: WorkerPool {key_of(seen)} is {whose}"]
+        if is_going(seen) or was.get("role") == wanted["role"]:
+            return []
+        has = f"WorkerPool {key_of(seen)} has role {was.get('role')}"
+        return [f"spec.pools.{name}.role cannot be changed: make another pool; {has}"]
 
     def _keep(self, cluster: Object, wanted: Manifest, template: PoolTemplate) -> Object:
         """Made with the size that it last had, or its first; then whoever scales it writes it."""
@@ -176,19 +183,6 @@ def _is_made_again(seen: Object, made: Manifest) -> bool:
 def _undeleted(pool: Object) -> Object:
     metadata = {key: value for key, value in pool["metadata"].items() if key != "deletionTimestamp"}
     return {**pool, "metadata": metadata}
-
-
-def _problems(name: str, seen: Object, made: Manifest) -> list[str]:
-    """Why the WorkerPool that is there does not become what the pool of that name is made to. One
-    that is being deleted makes way for another of its cluster."""
-    was, wanted = seen["spec"], made["spec"]
-    if any(was.get(field) != wanted[field] for field in ("cluster", "pool")):
-        whose = f"pool {was.get('pool')} of ServingCluster {was.get('cluster')}"
-        return [f"spec.pools.{name} needs another name: WorkerPool {key_of(seen)} is {whose}"]
-    if is_going(seen) or was.get("role") == wanted["role"]:
-        return []
-    has = f"WorkerPool {key_of(seen)} has role {was.get('role')}"
-    return [f"spec.pools.{name}.role cannot be changed: make another pool; {has}"]
 
 
 def _check_size(name: str, seen: Object, size: int, template: PoolTemplate) -> None:
