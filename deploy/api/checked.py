@@ -52,7 +52,8 @@ class Rule:
 
 @dataclass(frozen=True)
 class Checked(Ranged):
-    """Raises ValueError, the field's name first, for a value out of bounds or a broken rule."""
+    """Settings that raise ValueError, the field's name first, for a value out of bounds or a broken
+    rule."""
 
     rules: ClassVar[tuple[Rule, ...]] = ()
     object_rules: ClassVar[tuple[Rule, ...]] = ()

@@ -20,9 +20,9 @@ _LABEL = "[a-z0-9]([-a-z0-9]*[a-z0-9])?"
 _SUBDOMAIN = f"{_LABEL}([.]{_LABEL})*"
 OBJECT_NAME = f"^{_SUBDOMAIN}$"
 ObjectName = Annotated[str, sized(253, OBJECT_NAME)]
-"""Of a Secret, a claim, and most else: a DNS subdomain."""
+"""The name of a Secret, a claim and most other objects: a DNS subdomain."""
 Hostname = Annotated[str, sized(253, f"^([*][.])?{_SUBDOMAIN}$")]
-"""`*.` stands for one label."""
+"""A name of a host; `*.` stands for one label."""
 NAMESPACED_NAME = f"^({_LABEL}/)?{_SUBDOMAIN}$"
 LABEL_KEY = rf"^({_SUBDOMAIN}/)?[A-Za-z0-9]([-\w.]{{0,61}}[A-Za-z0-9])?$"
 

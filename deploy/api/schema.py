@@ -74,7 +74,8 @@ def _property(cls: type, field: dataclasses.Field[Any], kind: Any, text: str) ->
 
 
 def _as_written(text: str) -> str:
-    """Spell the fields that a text names as the object spells them."""
+    """Spell fields and None, as a text names them, as people meet them in an object."""
+    text = re.sub(r"\bNone:", "Unset:", text)
     return re.sub(r"`([a-z]+(?:_[a-z]+)+)`", lambda found: f"`{camel(found[1])}`", text)
 
 
@@ -99,7 +100,7 @@ def _type_schema(kind: Any, beside: Sequence[Any]) -> dict[str, Any]:
 
 
 def _bounded(kind: Any, beside: Sequence[Any] = ()) -> dict[str, Any]:
-    """A type within the bounds beside it."""
+    """Make the schema of a type within the bounds beside it."""
     schema = _type_schema(kind, beside)
     is_plain_text = schema == _SCALARS[str]
     for bounds in beside:
@@ -111,7 +112,7 @@ def _bounded(kind: Any, beside: Sequence[Any] = ()) -> dict[str, Any]:
 
 
 def _keywords(bounds: Bounds, type_: str) -> dict[str, Any]:
-    """The schema's words for bounds."""
+    """Return the schema's keywords for bounds."""
     number = int if type_ == "integer" else float
     low = bounds.minimum if bounds.above is None else bounds.above
     words = {
