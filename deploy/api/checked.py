@@ -18,7 +18,7 @@ FREE: Mapping[str, Any] = {"type": "object", "x-kubernetes-preserve-unknown-fiel
 
 @dataclass(frozen=True)
 class Foreign:
-    """Beside a field of a type of Kubernetes: its schema here, and what checks a value."""
+    """Annotates a field of a type of Kubernetes: its schema here, and what checks a value."""
 
     schema: Mapping[str, Any]
     check: Callable[[Any, str], None] = lambda value, field: None
@@ -26,7 +26,7 @@ class Foreign:
 
 @dataclass(frozen=True)
 class PartialOf:
-    """Beside a mapping of some of a dataclass's fields."""
+    """Annotates a mapping that holds some of a dataclass's fields."""
 
     cls: type
 

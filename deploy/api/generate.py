@@ -44,7 +44,8 @@ def files() -> dict[Path, str]:
 
 
 def values_schema() -> Schema:
-    """JSON Schema of the chart's values; an unknown key is refused wherever keys are listed."""
+    """Make the JSON Schema of the chart's values, which refuses unknown keys where keys are
+    listed."""
     schema: Schema = yaml.safe_load((CHART.parent / "values.schema.yaml").read_text())
     spec = _from_crd(schema_of(ServingClusterSpec))
     del spec["required"]  # values.yaml has none where no cluster is wanted

@@ -17,7 +17,7 @@ from typing import Any
 
 
 class KubeError(Exception):
-    """Base of all; itself: the objects that exist do not allow it."""
+    """Base of all errors. Raised itself where the objects that exist do not allow a change."""
 
 
 class NotConfiguredError(KubeError):

@@ -67,12 +67,12 @@ class Cache:
             return self._objects.get(key)
 
     def snapshot(self) -> Mapping[Key, Object]:
-        """All objects at one moment; what happens later does not show in it."""
+        """Return all objects at one moment; what happens later does not show in it."""
         with self._lock:
             return MappingProxyType(dict(self._objects))
 
     def replace(self, listing: Listing) -> list[Change]:
-        """What the list lacks is gone. What it has unchanged is no change."""
+        """Take in a list and return what it changes: what it lacks is gone."""
         objects = {key_of(item): _kept(item) for item in listing.items}
         with self._lock:
             before, self._objects = self._objects, objects
@@ -105,8 +105,8 @@ def _kept(obj: Object) -> Object:
 
 @dataclass(frozen=True)
 class InformerSettings:
-    """With the defaults a cut is noticed within 25 s. It is made up for at most
-    `backoff.longest_s` after the server could answer."""
+    """How an informer follows. With the defaults a cut is noticed within 25 s, and made up for at
+    most `backoff.longest_s` after the server could answer."""
 
     window: Window = field(default_factory=Window)
     backoff: Backoff = field(default_factory=lambda: Backoff(first_s=0.5, longest_s=10.0))
@@ -144,9 +144,9 @@ class Informer:
         self._thread = threading.Thread(target=self._run, name=f"informer-{resource}", daemon=True)
 
     def add_handler(self, handler: Handler, keys_of: KeysOf = lambda obj: (key_of(obj),)) -> None:
-        """Before `start`. `keys_of`: the keys that the handler hears for an object; its own, or its
-        owner's. It is asked for the states before and after a change, so that an owner who lost an
-        object hears of it, too."""
+        """Add a handler, before `start`. `keys_of` names the keys that it hears for an object: its
+        own, or its owner's. It is asked for the states before and after a change, so that an owner
+        who lost an object hears of it, too."""
         assert not self._thread.is_alive(), "handlers are added before the start"
         self._handlers.append((handler, keys_of))
 
@@ -169,7 +169,7 @@ class Informer:
 
     @property
     def is_served(self) -> bool:
-        """Whether the server knew the kind at one of the last two lists; of others' kinds alone."""
+        """Tell whether the server knew a kind of others at one of the last two lists."""
         return self._is_served
 
     def get(self, key: Key) -> Object | None:
@@ -200,7 +200,7 @@ class Informer:
         self._watch(self._version)
 
     def _list(self) -> str:
-        """The resourceVersion to watch from."""
+        """List the objects, and return the resourceVersion to watch from."""
         try:
             listing = self._kube.list(self._resource, self._selection)
         except NotFoundError:
@@ -241,7 +241,7 @@ class Informer:
         self._call_handlers()
 
     def _call_handlers(self) -> None:
-        """Where a handler fails, the changes behind its own come on the next round."""
+        """Tell handlers of all changes. Where one fails, those behind come on the next round."""
         while self._changes:
             change = self._changes.popleft()
             for handler, keys_of in self._handlers:

@@ -161,7 +161,7 @@ class Kube:
 
 
 def _typed_items(listed: Mapping[str, Any]) -> list[Object]:
-    """A list names kind and version once for all items; a watch's objects name them each."""
+    """Give each item of a list the kind and version that the list names once for all."""
     named = {"kind": listed["kind"].removesuffix("List"), "apiVersion": listed["apiVersion"]}
     return [named | item for item in listed["items"] or ()]
 

@@ -70,7 +70,7 @@ class WatchStream(AbstractContextManager["WatchStream"]):
             self._response.shutdown()
 
     def __exit__(self, *_: object) -> None:
-        """For the thread that iterates."""
+        """Close the answer. Called by the thread that iterates."""
         self._response.close()
 
     def _lines(self) -> Iterator[bytes]:

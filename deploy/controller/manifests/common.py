@@ -83,7 +83,7 @@ class Owner:
         }
 
     def pool_reference(self, pool: str, uid: str) -> Object:
-        """To a pool's WorkerPool, for what is deleted with it."""
+        """Return the owner reference of what is deleted with a pool's WorkerPool."""
         name = self.pool_name(pool)
         return {"apiVersion": API_VERSION, "kind": "WorkerPool", "name": name, "uid": uid}
 
@@ -108,20 +108,20 @@ class Owner:
         return self.labels(component) | {UNIT_LABEL: unit}
 
     def unit_name(self, unit: str) -> str:
-        """Of a unit's RayCluster and ConfigMap."""
+        """Name a unit's RayCluster and ConfigMap."""
         return f"{self.name}-{unit}"
 
     def head_host(self, unit: str) -> str:
-        """KubeRay's Service of a unit's head pod, as pods of any namespace reach it."""
+        """Name KubeRay's Service of a unit's head pod, as pods of any namespace reach it."""
         return f"{self.unit_name(unit)}-head-svc.{self.namespace}.svc"
 
     def control_of(self, unit: str) -> str:
-        """Address of a unit's control service."""
+        """Return the address of a unit's control service."""
         return f"{self.head_host(unit)}:{CONTROL_PORT}"
 
     @property
     def control_name(self) -> str:
-        """The Service that leads to the head of the oldest unit: routers ask it for all units."""
+        """Name the Service of the oldest unit's head, which routers ask for all units."""
         return f"{self.name}-control"
 
     @property
@@ -138,11 +138,11 @@ class Owner:
 
     @property
     def config_name(self) -> str:
-        """Of the routers' ConfigMap."""
+        """Name the routers' ConfigMap."""
         return f"{self.name}-config"
 
     def pool_name(self, pool: str) -> str:
-        """Of the WorkerPool. The pools of the cluster called `default` have bare names."""
+        """Name a pool's WorkerPool. The pools of the cluster called `default` have bare names."""
         return pool if self.name == "default" else f"{self.name}-{pool}"
 
 
@@ -151,7 +151,7 @@ def manifest(api_version: str, kind: str, metadata: Object, **parts: Any) -> Obj
 
 
 def ray_reference(ray_cluster: Seen) -> Object:
-    """For what is deleted with a RayCluster."""
+    """Return the owner reference of what is deleted with a RayCluster."""
     kind = {key: ray_cluster[key] for key in ("apiVersion", "kind")}
     return kind | {key: ray_cluster["metadata"][key] for key in ("name", "uid")}
 
@@ -159,7 +159,7 @@ def ray_reference(ray_cluster: Seen) -> Object:
 def issued_certificate(
     metadata: Object, issuer: IssuerRef, secret: str, usages: Sequence[str], **names: Sequence[str]
 ) -> Object:
-    """What cert-manager is asked to keep in a Secret."""
+    """Make the Certificate that asks cert-manager to keep one in a Secret."""
     spec = {
         "secretName": secret,
         **names,
@@ -219,7 +219,7 @@ def container_port(name: str, number: int) -> Object:
 
 
 def probe_of(port: int, has_grpc_probes: bool) -> Object:
-    """Asks whether the port's service serves; without gRPC probes, whether it listens."""
+    """Ask whether the port's service serves; without gRPC probes, whether it listens."""
     return {"grpc" if has_grpc_probes else "tcpSocket": {"port": port}}
 
 

@@ -10,7 +10,7 @@ from deploy.controller.manifests.common import POOL_LABEL, ROLE_LABEL, Object, O
 
 
 def worker_pool(owner: Owner, name: str, template: Mapping[str, Any], finalizer: str) -> Object:
-    """`template`: the pool as the ServingCluster's object spells it."""
+    """Make a pool's WorkerPool. `template`: the pool as the ServingCluster's object spells it."""
     metadata = owner.metadata(owner.pool_name(name), "pool")
     metadata["labels"] |= {POOL_LABEL: name, ROLE_LABEL: template["role"]}
     metadata["finalizers"] = [finalizer]

@@ -57,13 +57,13 @@ class PoolView:
 
     @property
     def is_silent(self) -> bool:
-        """The supervisor is, not only of this pool."""
+        """Tell whether the supervisor is silent, and not only of this pool."""
         return self.fleet is None and self.heard.fleet is None
 
     @property
     def is_unknown(self) -> bool:
-        """Nobody reports what runs of it: the supervisor is silent, or its workers have yet to
-        register."""
+        """Tell whether nobody reports what runs of the pool: the supervisor is silent, or its
+        workers have yet to register."""
         if self.fleet is None:
             return not self.heard.is_settled
         if not self.heard.settles:
@@ -75,20 +75,20 @@ class PoolView:
 
     @property
     def live(self) -> Sequence[Slot]:
-        """Those whose workers serve."""
+        """Return the slots whose workers serve."""
         return self._slots(WorkerState.LIVE)
 
     @property
     def num_serving(self) -> int:
-        """Workers that take requests, as the supervisor reports; while it reports nothing, as their
-        pods' probes say."""
+        """Count the workers that take requests, as the supervisor reports; while it reports
+        nothing, as their pods' probes say."""
         if self.is_unknown:
             return sum(pod.is_ready and not pod.is_going for pod in self.pods)
         return len(self.live)
 
     @property
     def draining(self) -> Sequence[Slot]:
-        """Also one that drained at the last look and has hung since."""
+        """List slots that drain, and those that did at the last look and have hung since."""
         before = {each["worker"] for each in self.obj.get("status", {}).get("draining", ())}
         hanging = [slot for slot in self._slots(WorkerState.SUSPECT) if slot.worker_id in before]
         return (*self._slots(WorkerState.DRAINING), *hanging)
@@ -104,28 +104,28 @@ class PoolView:
 
     @property
     def replicas(self) -> int:
-        """None is wanted of a pool that is being deleted: its workers drain first."""
+        """Return the pool's size: 0 while it is being deleted, since its workers drain first."""
         return 0 if self.is_going else self.spec.replicas
 
     @property
     def size(self) -> int:
-        """Workers that it is to have now."""
+        """Return how many workers the pool is to have now."""
         return self.replicas if self.planned_size is None else self.planned_size
 
     @property
     def role_plan(self) -> tuple[int, int]:
-        """Workers that are to act as prefill alone and as decode alone."""
+        """Return how many workers are to act as prefill alone and as decode alone."""
         plan = self.spec.role_plan
         return (0, 0) if plan is None else (plan.prefill, plan.decode)
 
     @property
     def counted_pods(self) -> Sequence[Pod]:
-        """Without those that nobody ends."""
+        """Return the pods without those that should have ended and that nobody ends."""
         return [pod for pod in self.pods if not pod.is_lost]
 
     @property
     def is_over(self) -> bool:
-        """It is deleted, and no worker and no pod is left of it."""
+        """Tell whether the pool is deleted, and no worker and no pod is left of it."""
         has_slots = self.fleet is not None and bool(self.fleet.slots)
         return self.is_going and not self.counted_pods and not has_slots
 
@@ -153,7 +153,7 @@ class UnitView:
 
     @property
     def groups(self) -> dict[str, Object]:
-        """The RayCluster's worker groups, by pool."""
+        """Return the RayCluster's worker groups, by pool."""
         return groups_in(self.ray_cluster)
 
 
@@ -187,17 +187,17 @@ class ClusterView:
 
     @property
     def is_rolling(self) -> bool:
-        """The units are not, or not only, what the spec asks for."""
+        """Tell whether the units are not, or not only, what the spec asks for."""
         return self.step.state is not State.SERVING
 
     @property
     def staying_specs(self) -> dict[str, WorkerPoolSpec]:
-        """By pool; one that is being deleted takes nothing new, and carries no load to come."""
+        """Return specs of pools that are not being deleted: those take nothing new."""
         return {name: pool.spec for name, pool in self.pools.items() if not pool.is_going}
 
 
 def is_going(obj: Object) -> bool:
-    """Its deletion has begun."""
+    """Tell whether an object's deletion has begun."""
     return "deletionTimestamp" in obj["metadata"]
 
 
@@ -249,7 +249,7 @@ class Found:
         )
 
     def _rollout(self) -> UnitRollout:
-        """Routers know one name of the model: a unit that serves it under another is recreated."""
+        """Return the rollout's settings. A unit that calls the model otherwise is recreated."""
         rollout, name = self.spec.rollout, model_name(self.spec)
         is_renamed = any(name_in(ray) != name for ray in self.ray_clusters.values())
         return replace(rollout, strategy="Recreate") if is_renamed else rollout

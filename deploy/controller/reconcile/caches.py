@@ -19,7 +19,7 @@ from deploy.controller.manifests.resources import (
 
 
 def cluster_keys(obj: Object) -> Iterable[Key]:
-    """By the label that everything of a ServingCluster carries."""
+    """Return the ServingCluster of an object, by the label that everything of one carries."""
     metadata = obj["metadata"]
     name = metadata.get("labels", {}).get(CLUSTER_LABEL)
     return [Key(metadata["namespace"], name)] if name else []
@@ -42,7 +42,7 @@ class Caches:
         self._all = (self.clusters, *self._dependents)
 
     def add_handler(self, handler: Callable[[Key], None]) -> None:
-        """`handler` gets the key of a ServingCluster of which anything has changed."""
+        """Have `handler` get the key of each ServingCluster of which anything has changed."""
         self.clusters.add_handler(handler, lambda obj: (key_of(obj),))
         for informer in self._dependents:
             informer.add_handler(handler, cluster_keys)
@@ -60,13 +60,13 @@ class Caches:
         return all(ended)
 
     def of_cluster(self, informer: Informer, cluster: Key) -> list[Object]:
-        """Of one ServingCluster, by name."""
+        """List a kind's objects of one ServingCluster, by name."""
         found = informer.snapshot()
         return [found[key] for key in sorted(found) if cluster in cluster_keys(found[key])]
 
     @property
     def of_written(self) -> Mapping[Resource, Informer]:
-        """Of kinds that the operator writes, too."""
+        """Return the informers of kinds that the operator writes, too."""
         return {
             WORKER_POOLS: self.pools,
             RAY_CLUSTERS: self.ray_clusters,

@@ -45,8 +45,9 @@ class Pools:
     def keep(
         self, cluster: Object, owner: Owner, spec: ServingClusterSpec
     ) -> tuple[dict[str, Object], list[KubeError]]:
-        """All that there are, by name, and what failed. A deleted cluster's are deleted. Raises
-        ConfigError, before anything is done, where one is to become what it cannot."""
+        """Keep the WorkerPools; a deleted cluster's go. Returns those there are, by name, and what
+        failed. Raises ConfigError, before anything is done, where one is to become what it
+        cannot."""
         templates = {} if is_going(cluster) else cluster["spec"]["pools"]
         wanted = {
             name: worker_pool(owner, name, template, FINALIZER)
@@ -85,7 +86,7 @@ class Pools:
         return [f"spec.pools.{name}.role cannot be changed: make another pool; {has}"]
 
     def _keep(self, cluster: Object, wanted: Manifest, template: PoolTemplate) -> Object:
-        """Made with the size that it last had, or its first; then whoever scales it writes it."""
+        """Keep a WorkerPool. It is made with its last size, or its first; others then scale it."""
         name, seen = wanted["spec"]["pool"], self._caches.pools.get(key_of(wanted))
         if seen is None:
             self._create(wanted, last_size(name, cluster))
@@ -103,7 +104,7 @@ class Pools:
         return _undeleted(self._applied.apply(key_of(cluster), WORKER_POOLS, wanted))
 
     def _create(self, wanted: Manifest, size: int) -> bool:
-        """False: it is there. The cache is old, or others' finalizers keep a deleted one."""
+        """Create a WorkerPool. False: it is there, by an old cache or others' finalizers."""
         try:
             self._kube.create(WORKER_POOLS, wanted | {"spec": wanted["spec"] | {"replicas": size}})
         except AlreadyExistsError:
@@ -139,13 +140,13 @@ class Pools:
                 drop_finalizer(self._kube, WORKER_POOLS, pool.obj)
 
     def release_orphans(self, cluster: Key) -> None:
-        """Pools whose ServingCluster is gone: what serves them goes with it, and so may they."""
+        """Let pools go whose ServingCluster is gone: what serves them goes with it."""
         for pool in self._of(cluster):
             drop_finalizer(self._kube, WORKER_POOLS, pool)
 
     def scale(self, view: ClusterView, plans: Mapping[str, PoolPlan]) -> None:
-        """The sizes and roles of pools whose `scaling.mode` is planner: nobody else writes them.
-        None of a pool that is being deleted is planned."""
+        """Write the sizes and roles of pools whose `scaling.mode` is planner: nobody else does. A
+        pool that is being deleted has no plan."""
         for name, plan in plans.items():
             pool = view.pools[name]
             if pool.spec.scaling.mode != "planner":
@@ -175,8 +176,8 @@ def _size_of(name: str, seen: Object, cluster: Object) -> int:
 
 
 def _is_made_again(seen: Object, made: Manifest) -> bool:
-    """Whether somebody deleted the WorkerPool, and one of the same role is wanted. One of another
-    role waits until the workers of the former have drained."""
+    """Tell whether somebody deleted the WorkerPool, and one of the same role is wanted. One of
+    another role waits until the workers of the former have drained."""
     return is_going(seen) and seen["spec"].get("role") == made["spec"]["role"]
 
 
@@ -199,7 +200,7 @@ def _check_size(name: str, seen: Object, size: int, template: PoolTemplate) -> N
 
 
 def with_accepted_size(name: str, pool: Object, cluster: Object) -> Object:
-    """The WorkerPool of that name in the ServingCluster, with the size that it has."""
+    """Return a ServingCluster's WorkerPool of that name with the size that it has."""
     spec = pool["spec"]
     least = spec.get("minReplicas", WorkerPoolSpec.min_replicas)
     most = spec.get("maxReplicas", WorkerPoolSpec.max_replicas)
@@ -210,8 +211,8 @@ def with_accepted_size(name: str, pool: Object, cluster: Object) -> Object:
 
 
 def last_size(name: str, cluster: Object) -> int:
-    """The ServingCluster's status remembers it, also when the WorkerPool is gone. A pool without a
-    past has its first size."""
+    """Return a pool's last size, which the ServingCluster's status remembers, also when the
+    WorkerPool is gone. A pool without a past has its first size."""
     known = cluster.get("status", {}).get("pools", {}).get(name)
     if known is not None:
         return int(known.partition("/")[2])

@@ -57,7 +57,7 @@ class Look:
 
 
 def exposure(view: ClusterView) -> str:
-    """Why the loss of Ray's head would end workers on other nodes; empty: it would not."""
+    """Say why the loss of Ray's head would end workers on other nodes; empty: it would not."""
     num_workers = sum(pool.replicas for pool in view.pools.values())
     if view.spec.ray.gcs_fault_tolerance is not None or num_workers < 2:
         return ""
