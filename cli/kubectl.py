@@ -21,7 +21,6 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import IO, Any
 
 from cli import main as cli
@@ -254,7 +253,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                 parser.error(f"preflight does not take {' '.join(rest) or '--address'}")
             return _preflight(options)
         endpoint, _ = _COMMANDS[options.command]
-        with _ending_what_was_started(), _reached(options, endpoint) as where:
+        # SIGTERM, too, leaves through every block that ends what was started.
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+        with _reached(options, endpoint) as where:
             command = [options.command, *where, *rest]
             return cli.main(command, prog=_PROGRAM, unreachable=_hint(options))
     except PluginError as error:
@@ -263,20 +264,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return cli.EXIT_INTERRUPTED
-
-
-@contextlib.contextmanager
-def _ending_what_was_started() -> Iterator[None]:
-    """Let SIGTERM leave through every block that ends a process."""
-
-    def leave(number: int, _frame: FrameType | None) -> None:
-        raise SystemExit(128 + number)
-
-    before = signal.signal(signal.SIGTERM, leave)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 @contextlib.contextmanager
