@@ -10,6 +10,7 @@ import argparse
 import os
 import signal
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -32,7 +33,7 @@ def main() -> int:
     options = parser.parse_args()
     # Signals without a handler do not end the first process of a container. A fetch by URI ends at
     # once, at any line, and the next run continues; the hub's ends its child first.
-    leave = os._exit if options.uri else sys.exit
+    leave: Callable[[int], object] = os._exit if options.uri else sys.exit
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, frame: leave(128 + number))
     report = partial(print, flush=True)
