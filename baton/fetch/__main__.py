@@ -10,7 +10,6 @@ import argparse
 import os
 import signal
 import sys
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -33,9 +32,9 @@ def main() -> int:
     options = parser.parse_args()
     # Signals without a handler do not end the first process of a container. A fetch by URI ends at
     # once, at any line, and the next run continues; the hub's ends its child first.
-    leave: Callable[[int], object] = os._exit if options.uri else sys.exit
+    leave = partial(_leave, ends_at_once=options.uri is not None)
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda number, frame: leave(128 + number))
+        signal.signal(number, leave)
     report = partial(print, flush=True)
     try:
         if options.uri:
@@ -46,6 +45,12 @@ def main() -> int:
         print(f"cannot fetch the model: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+def _leave(number: int, frame: object, *, ends_at_once: bool) -> None:
+    if ends_at_once:
+        os._exit(128 + number)
+    sys.exit(128 + number)
 
 
 def _have_named(name: str, revision: str | None, report: Report) -> None:
