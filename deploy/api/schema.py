@@ -64,7 +64,7 @@ def _property(cls: type, field: dataclasses.Field[Any], kind: Any, text: str) ->
         text = text if is_section else f"{text} Default: {_spelt(default)}.".strip()
     elif not is_section:
         schema["default"] = list(default) if isinstance(default, tuple) else default
-    elif _is_checked(inner) and AS_WRITTEN not in beside:
+    elif isinstance(default, Checked) and AS_WRITTEN not in beside:
         schema["default"] = {}
     if is_optional:
         schema["nullable"] = True
@@ -92,7 +92,7 @@ def _type_schema(kind: Any, beside: Sequence[Any]) -> dict[str, Any]:
         return {"type": "string", "enum": choices}
     if origin is tuple:
         return {"type": "array", "items": _bounded(arguments[0])}
-    if _is_mapping(kind):
+    if origin in (dict, Mapping):
         return {"type": "object", "additionalProperties": _bounded(arguments[1])}
     if dataclasses.is_dataclass(kind):
         return schema_of(typing.cast(type, kind))
@@ -123,16 +123,6 @@ def _keywords(bounds: Bounds, type_: str) -> dict[str, Any]:
         _SIZE.get(type_, ""): bounds.max_size,
     }
     return {word: value for word, value in words.items() if value is not None}
-
-
-def _is_mapping(kind: Any) -> bool:
-    origin = typing.get_origin(kind)
-    return isinstance(origin, type) and issubclass(origin, Mapping)
-
-
-def _is_checked(kind: Any) -> bool:
-    """Tell whether an object that is not given gets its fields' defaults all the same."""
-    return dataclasses.is_dataclass(kind) and issubclass(typing.cast(type, kind), Checked)
 
 
 def _without_none(kind: Any) -> tuple[Any, bool]:
