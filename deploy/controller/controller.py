@@ -25,7 +25,7 @@ from deploy.controller.reconcile.cluster_reconciler import ClusterReconciler
 from deploy.controller.reconcile.fleet_watch import FleetWatch
 
 _STOP_S = 10.0
-_STAND_BY_S = 2.0
+_STAND_BY_S = 1.0
 _EVENTS_S = 5.0
 _NUM_WORKERS = 4
 """ServingClusters that are reconciled at once."""
