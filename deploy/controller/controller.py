@@ -35,10 +35,10 @@ _NUM_WORKERS = 4
 class ControllerSettings:
     lease: Key
     identity: str
-    """Of this process, among those that may lead."""
+    """The name of this process among those that may lead."""
     release: Release
     namespace: str | None = None
-    """What it looks after; None: every namespace."""
+    """The namespace that it looks after. None: every one."""
 
 
 class Controller:

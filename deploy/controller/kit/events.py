@@ -39,7 +39,7 @@ _MOST_WAITING = 1000
 _MOST_SERIES = 4096
 _LONGEST_MESSAGE = 1024
 _LONGEST_NAME = 230
-"""Of the 253 characters that a name may have, with room for what makes it unique."""
+"""Most of the 253 characters of a name, with room for what makes it unique."""
 _BURST = 10
 _REFILL_S = 60.0
 """One write more, per object and reason."""

@@ -16,17 +16,17 @@ CONTROL_PORT = 7101
 ROUTER_PORT = 7100
 METRICS_PORT = 7102
 HTTP_PORT = 8000
-"""Of OpenAI's API at the routers."""
+"""The port of OpenAI's API at the routers."""
 WORKER_PORT = 7104
-"""Of a worker's links."""
+"""The port of a worker's links."""
 HEALTH_PORT = 7103
-"""For probes alone: of workers, and of routers that serve TLS."""
+"""The port for probes alone, of workers and of routers that serve TLS."""
 RAY_PORT = 6379
 
 CONFIG_FOLDER = "/etc/baton/config"
 CONFIG_FILE = f"{CONFIG_FOLDER}/cluster.yaml"
 IDENTITY_FOLDER = "/etc/baton/identity"
-"""Where processes look for it by default."""
+"""Where processes look for their identity by default."""
 RUN_FOLDER = "/var/run/baton"
 WEIGHTS_FOLDER = "/var/cache/baton/weights"
 
@@ -45,7 +45,7 @@ class PodMonitors:
     """How the Prometheus operator is to scrape each cluster."""
 
     interval: str
-    """Of its scrapes, such as 15s."""
+    """The time between two scrapes, such as 15s."""
     labels: Mapping[str, str]
     """What a Prometheus selects PodMonitors by."""
 
@@ -57,7 +57,7 @@ class Release:
     worker_image: str
     router_image: str
     ray_version: str
-    """All three: for ServingClusters that name none."""
+    """What ServingClusters get that name no images or no version of Ray."""
     namespace: str | None = None
     """Where the operator's pods are; None: not in the cluster, or not known."""
     pod_monitors: PodMonitors | None = None
@@ -190,9 +190,9 @@ CONTAINER_SECURITY: Mapping[str, Any] = {
     "runAsNonRoot": True,
     "seccompProfile": {"type": "RuntimeDefault"},
 }
-"""As the `restricted` pod security standard asks."""
+"""What the `restricted` pod security standard asks for."""
 SECRET_MODE = 0o440
-"""Of a Secret's files: for the pod's user, and nobody else."""
+"""The mode of a Secret's files: the pod's user alone reads them."""
 LAST_WORDS: Mapping[str, Any] = {"terminationMessagePolicy": "FallbackToLogsOnError"}
 """A container that fails leaves the end of its log in its pod's status."""
 POD_SECURITY: Mapping[str, Any] = {

@@ -38,7 +38,7 @@ from deploy.controller.manifests.merge import with_settings
 
 ROUTER_CONTAINER = "router"
 FIRST_ROUTERS = 2
-"""As long as nobody says how many."""
+"""How many routers there are while nobody says."""
 _DRAIN_MARGIN_S = 15
 _CONFIG_HASH = f"{GROUP}/config-hash"
 _TLS_FOLDER = "/etc/baton-tls"

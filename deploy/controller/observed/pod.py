@@ -26,7 +26,7 @@ class Pod:
     pool: str
     is_ready: bool
     is_going: bool
-    """Its deletion has begun."""
+    """Whether its deletion has begun."""
     created_at: str
     waits_for: str = ""
     """Why it does not run; empty: it does, or nothing says why."""
@@ -35,7 +35,7 @@ class Pod:
     unit: str = ""
     """The code of its unit; a router is of none."""
     is_lost: bool = False
-    """It should have ended and has not: its node may be lost."""
+    """Whether it should have ended and has not: its node may be lost."""
 
     @classmethod
     def of(cls, obj: Object, now: datetime.datetime) -> Pod:

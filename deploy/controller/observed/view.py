@@ -53,7 +53,7 @@ class PoolView:
     planned_size: int | None = None
     """Workers that the rollout gives it in this unit; None: all that it is to have."""
     makes_way: bool = False
-    """Its unit goes for another one."""
+    """Whether its unit makes way for another one."""
 
     @property
     def is_silent(self) -> bool:
@@ -141,7 +141,7 @@ class UnitView:
     pools: Mapping[str, PoolView]
     """Those that there are, in this unit; `pods` and `fleet` are the unit's own."""
     is_wanted: bool = True
-    """It is what the spec asks for."""
+    """Whether it is what the spec asks for."""
 
     @property
     def code(self) -> str:
@@ -220,7 +220,7 @@ class Found:
     wanted: Unit
     pods: Sequence[Pod]
     ray_clusters: Mapping[str, Object]
-    """By their units' codes; `heard` likewise."""
+    """RayClusters, by their units' codes; `heard` likewise."""
     heard: Mapping[str, Heard]
 
     def view(self, now: datetime.datetime) -> ClusterView:

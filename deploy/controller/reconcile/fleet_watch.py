@@ -42,7 +42,7 @@ class FleetWatch:
         self._on_change = on_change
         self._lock = threading.Lock()
         self._followed: dict[str, _Followed] = {}
-        """By address."""
+        """The watched services, by address."""
 
     def follow(self, cluster: Key, identity: Identity | None, addresses: Collection[str]) -> None:
         """Follow these control services of a cluster alone; none without an identity."""

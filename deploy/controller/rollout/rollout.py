@@ -50,7 +50,7 @@ from deploy.controller.rollout.units import Unit, difference
 
 _ROUTERS_HEAR_S = 10.0
 _MIN_REQUESTS = 10
-"""In the last minute. A unit that ended fewer is not judged."""
+"""A unit that ended fewer requests in the last minute is not judged."""
 _CLEARLY_FAILED = 3
 _SLOW_AGAIN_S = 15.0
 """Between two looks that compare gaps. Within a minute the former unit has no figures any more,
@@ -86,17 +86,17 @@ class Record:
     """What a unit's RayCluster remembers of its rollout."""
 
     share: float = 1.0
-    """Of requests."""
+    """The unit's share of the requests."""
     step: int = 0
     """Index of the step under way."""
     since_s: float = 0.0
     """When its share, or the number of its live workers, last rose. Seconds since 1970."""
     live: int = 0
-    """Its live workers then."""
+    """How many live workers the unit had then."""
     slow_since_s: float = 0.0
     """When its gaps were first seen too long, and at no look since then short enough; 0: never."""
     goes: bool = False
-    """It makes way for the coming unit, and requests never come back to it."""
+    """Whether it makes way for the coming unit: requests never come back to it then."""
     refused: str = ""
     """Code of a unit that went back."""
     refused_why: str = ""
@@ -112,7 +112,7 @@ class UnitSeen:
     figures: Figures | None = None
     """None: no router has it yet."""
     is_ending: bool = False
-    """The deletion of its RayCluster has begun."""
+    """Whether the deletion of its RayCluster has begun."""
 
     @property
     def num_pods(self) -> int:
@@ -140,9 +140,9 @@ class UnitPlan:
     sizes: Mapping[str, int]
     record: Record
     ends: bool = False
-    """Its RayCluster is deleted."""
+    """Whether its RayCluster is deleted."""
     is_leaving: bool = False
-    """It gets no new group, and its pods wait for no silent supervisor."""
+    """Whether it gets no new group, and its pods wait for no silent supervisor."""
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ class Step:
     state: State
     reason: str
     plans: tuple[UnitPlan, ...] = ()
-    """Of the units that there are, the oldest first, and of a unit to be made."""
+    """The plans of the units that there are, the oldest first, and of one to be made."""
     routes: tuple[tuple[str, float], ...] = ()
     """Codes of units and their shares of the requests, the oldest first. Empty: as it was."""
 

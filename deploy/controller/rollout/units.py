@@ -49,14 +49,14 @@ _SHARED = (
     ("ray", "gcsFaultTolerance"),
     ("ray", "headTemplate"),
 )
-"""Of a ServingCluster's spec."""
+"""The fields of a ServingCluster's spec that all pools share."""
 _MODEL = (*_WEIGHTS, ("tokenizer",), ("engine", "dtype"))
-"""Of these: what clients would notice."""
+"""The fields of which clients would notice a change."""
 _OF_POOL = (
     *("role", "parallelism", "engine", "drainTimeout"),
     *(camel(field.name) for field in dataclasses.fields(PodSettings)),
 )
-"""Of a WorkerPool's spec."""
+"""The fields of a WorkerPool's spec that its workers are made from."""
 _LETTERS = "bcdfghjkmnpqrstvwxz23456789"
 """No vowels, which make words, and none that is taken for another."""
 _LENGTH = 5

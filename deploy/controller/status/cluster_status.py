@@ -34,7 +34,7 @@ class Refusals:
 
     by_api_server: Sequence[str] = ()
     by_supervisor: Mapping[str, str] = field(default_factory=dict)
-    """By pool; empty where it is about all."""
+    """What a supervisor refused, by pool; under the empty name, what is about all."""
     unserved: Sequence[str] = ()
     """Kinds that the API server does not know."""
 

@@ -21,9 +21,9 @@ class Verdict:
     type: str
     is_true: bool
     reason: str
-    """In CamelCase, for programs."""
+    """A name in CamelCase, for programs."""
     message: str
-    """For people."""
+    """A sentence for people."""
 
 
 def conditions(verdicts: Sequence[Verdict], seen: Seen, now: str) -> list[Object]:

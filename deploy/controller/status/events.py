@@ -40,7 +40,7 @@ class Look:
     """What events are made from: one object, as one look found it."""
 
     conditions: Mapping[str, Object] = field(default_factory=dict)
-    """By type."""
+    """The conditions by type."""
     drains: Mapping[str, Object] = field(default_factory=dict)
     """A pool's `status.draining`, by worker."""
     size: int | None = None
