@@ -61,7 +61,7 @@ class Heard:
     answer: tuple[control_pb2.WatchFleetResponse, float] | None = None
     """What `fleet` was made of, and when it came: seconds of any one clock."""
     is_certain: bool = False
-    """Whether it has answered or been silent. An operator that has just begun to listen knows neither."""
+    """Whether it has answered or been silent, which a new listener does not know."""
 
     def pool(self, name: str) -> FleetPool | None:
         """Return a pool; None while the supervisor is silent, or does not know it."""
