@@ -11,7 +11,7 @@ class Role(StrEnum):
     PREFILL = "prefill"
     DECODE = "decode"
     MIXED = "mixed"
-    """Both."""
+    """Prefill and decode."""
 
 
 class WorkerState(StrEnum):

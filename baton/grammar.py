@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 MAX_GRAMMAR_BYTES = 256 << 10
 _MAX_PROBLEM_CHARS = 300
 _STACK_BYTES = 128 << 20
-"""Stack of a compile; only what it touches takes memory. At `MAX_CHAIN` (`baton/grammar_chains.py`)
-plain rules touch 1.3 MiB, `$ref`s 1.5 MiB, and the worst that was found, nested `items`, 15 MiB."""
+"""Stack of a compile; only what it touches takes memory. A chain of `MAX_RULES`
+(`baton/grammar_chains.py`) touches 3 to 4 MiB, and the worst that was found, nested `items`, 40."""
 
 BROKEN_GRAMMAR = "its constraint cannot be followed"
 """The beginning of the `error` of a request whose grammar failed while it ran. It is the request's

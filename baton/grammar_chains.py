@@ -4,9 +4,9 @@ The library compiles a grammar by recursion along them, and one that is too long
 stack, which ends the process. What nests without names is bounded by the library itself: 128 levels
 of JSON, some 30 of a rule's brackets, 250 of a regular expression.
 
-A rule, or what some `$ref` points to, counts 1, and 1 more for every 8 levels that it nests. The
-chain is the longest way along them. All that lies on cycles, or between two, counts together: it
-may be entered in any order. Nothing here recurses, and all of it is linear.
+A rule, or what some `$ref` points to, counts 1, and 1 more for every 8 levels that it nests. No
+chain is longer than all of them together, and their sum is what is bounded: no grammar that people
+write has as many. Nothing here recurses, and all of it is linear.
 
 What the library might read otherwise is refused: a `$ref` that is no plain pointer, two spellings
 of one pointer, `$id`s beside `$ref`s, `%lark` blocks.
@@ -14,16 +14,14 @@ of one pointer, `$id`s beside `$ref`s, `%lark` blocks.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
-from collections.abc import Iterator, Mapping
-from graphlib import CycleError, TopologicalSorter
+from collections.abc import Iterable, Iterator
 from typing import Any
 from urllib.parse import unquote
 
-MAX_CHAIN = 400
-_LEVELS_PER_LINK = 8
+MAX_RULES = 1000
+_LEVELS_PER_RULE = 8
 
 
 class ChainError(ValueError):
@@ -45,48 +43,14 @@ def check_grammar(grammar: str) -> None:
         check_lark(str(part.get("lark_grammar")))
 
 
-class _Graph:
-    def __init__(self) -> None:
-        self._levels: dict[object, int] = {}
-        self._next: dict[object, set[object]] = {}
-
-    def add(self, node: object, levels: int, to: object = None) -> None:
-        """Note that `node` nests that deep and leads to another there."""
-        self._levels[node] = max(levels, self._levels.get(node, 0))
-        self._next.setdefault(node, set()).add(to)
-
-    def check(self) -> None:
-        """Refuse a chain that is too long. Raises ChainError."""
-        after = {node: to & self._next.keys() for node, to in self._next.items()}
-        before: dict[object, set[object]] = {node: set() for node in after}
-        for node, nodes in after.items():
-            for to in nodes:
-                before[to].add(node)
-        below, above = self._chains(after), self._chains(before)
-        cyclic = after.keys() - below.keys() - above.keys()
-        chain = sum(map(self._weight, cyclic)) + max(below.values(), default=0)
-        chain += max(above.values(), default=0) if cyclic else 0
-        if chain > MAX_CHAIN:
-            raise ChainError(
-                f"its rules or definitions lead to one another in a chain of {chain}; at most"
-                f" {MAX_CHAIN} are taken"
-            )
-
-    def _chains(self, after: Mapping[object, set[object]]) -> dict[object, int]:
-        """Compute the longest chain from each node that leads to no cycle."""
-        chains: dict[object, int] = {}
-        sorter = TopologicalSorter(after)
-        with contextlib.suppress(CycleError):
-            sorter.prepare()
-        while ready := sorter.get_ready():
-            for node in ready:
-                longest = max((chains[to] for to in after[node]), default=0)
-                chains[node] = self._weight(node) + longest
-            sorter.done(*ready)
-        return chains
-
-    def _weight(self, node: object) -> int:
-        return 1 + self._levels[node] // _LEVELS_PER_LINK
+def _check_sum(levels: Iterable[int]) -> None:
+    """Refuse too many rules, of which each nests so many levels. Raises ChainError."""
+    num_rules = sum(1 + each // _LEVELS_PER_RULE for each in levels)
+    if num_rules > MAX_RULES:
+        raise ChainError(
+            f"it has {num_rules} rules or definitions, with 1 more for every {_LEVELS_PER_RULE}"
+            f" levels that one nests; at most {MAX_RULES} are taken"
+        )
 
 
 # --- JSON schemas ---------------------------------------------------------------------------------
@@ -94,17 +58,15 @@ class _Graph:
 
 def check_schema(schema: Any) -> None:
     """Check a JSON schema, as `json.loads` reads it. Raises ChainError."""
-    target_of, graph = _targets(schema), _Graph()
-    targets = set(target_of.values())
+    targets, nested = _targets(schema), dict[int, int]()
     todo = [(schema, id(schema), 0)]
     while todo:
         value, node, levels = todo.pop()
-        if id(value) in targets and id(value) != node:
-            graph.add(node, levels, to=id(value))
+        if id(value) in targets:
             node, levels = id(value), 0
-        graph.add(node, levels, to=target_of.get(_ref(value)))
+        nested[node] = max(levels, nested.get(node, 0))
         todo += [(each, node, levels + 1) for each in _within(value)]
-    graph.check()
+    _check_sum(nested.values())
 
 
 def _within(value: Any) -> Iterator[Any]:
@@ -118,8 +80,8 @@ def _ref(value: Any) -> str:
     return ref if isinstance(ref, str) else ""
 
 
-def _targets(schema: Any) -> dict[str, int]:
-    """Return the identity of what each `$ref` points to. Raises ChainError."""
+def _targets(schema: Any) -> set[int]:
+    """Return the identities of what `$ref`s point to. Raises ChainError."""
     found: dict[str, int] = {}
     ids, todo = {"$id"}, [schema]
     has_ids = False
@@ -132,11 +94,12 @@ def _targets(schema: Any) -> dict[str, int]:
             has_ids |= value is not schema and any(isinstance(value.get(key), str) for key in ids)
         if ref := _ref(value):
             found[ref] = id(pointed(schema, ref))
-    if len(set(found.values())) < len(found):
+    targets = set(found.values())
+    if len(targets) < len(found):
         raise ChainError("$ref: two pointers to the same are to be spelt alike")
     if found and has_ids:
         raise ChainError("$id: beside $ref only the whole schema may have one")
-    return found
+    return targets
 
 
 def pointed(at: Any, ref: str) -> Any:
@@ -177,7 +140,7 @@ def check_lark(text: str) -> None:
     """Check a grammar in Lark's notation, with the schemas in it. Raises ChainError."""
     if re.search(r"[\x00-\x08\x0b\x0c\x0e-\x1f]", text):  # white space to some
         raise ChainError("control characters are not taken")
-    graph, rule, levels = _Graph(), "", 0
+    nested, levels = [0], 0  # of each rule, and of what stands before them
     begins, position = True, 0  # a line, with a rule's name or `|`
     while match := _TOKEN.match(text, position):
         kind, token, position = match.lastgroup, match[0], match.end()
@@ -185,16 +148,13 @@ def check_lark(text: str) -> None:
             raise ChainError("%lark: a grammar within a grammar is not taken")
         if kind == "json":
             position = _check_json(text, position, is_schema=token == "%json")
-        elif kind == "name":
-            name = token.lstrip("!?")
-            if begins:
-                rule, levels = name, 0
-            graph.add(rule, levels, to=None if begins else name)
+        elif kind == "name" and begins:
+            nested.append(levels := 0)
         elif kind == "bracket":
             levels += 1 if token in "([" else -1
-            graph.add(rule, levels)
+            nested[-1] = max(levels, nested[-1])
         begins = kind in ("line", "word") or (begins and kind == "skipped")
-    graph.check()
+    _check_sum(nested)
 
 
 def _check_json(text: str, position: int, *, is_schema: bool) -> int:

@@ -1,19 +1,12 @@
-"""A model's folder, fetched before anything that needs it starts, and its files about text.
-
-`python -m baton.model_folder --name NAME [--revision REVISION]` is what a worker pod's init
-container runs where the model is named on the hub.
-"""
+"""A model's folder, fetched before anything that needs it starts, and its files about text."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
-import signal
 import subprocess
 import sys
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 from baton import render
@@ -27,7 +20,7 @@ _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def is_hub_name(model: str) -> bool:
-    """Whether it can be a name on the Hugging Face hub."""
+    """Tell whether this can be a name on the Hugging Face hub."""
     return _HUB_NAME.fullmatch(model) is not None
 
 
@@ -78,7 +71,7 @@ TEXT_FILES = (*OF_TOKENIZER, *OF_MODEL)
 
 
 def find_text_files(model: str | Path, tokenizer: str | None = None) -> list[Path]:
-    """The text files of a model's folder.
+    """Return the text files of a model's folder.
 
     `tokenizer`: a folder or a name on the hub, from which tokenizer, special tokens and chat
     template are taken instead. Raises ConfigError where there is no tokenizer.
@@ -120,34 +113,3 @@ def _tokenizer_folder(tokenizer: str) -> Path:
     except (OSError, ValueError) as error:  # the hub's own errors are among these
         problem = f"{tokenizer}: cannot be fetched from the Hugging Face hub: {error}"
         raise ConfigError(problem, field="tokenizer") from error
-
-
-# --- a pod's init container -----------------------------------------------------------------------
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m baton.model_folder", description="have a hub's model in this node's cache"
-    )
-    parser.add_argument("--name", required=True, help="on the hub, or a folder that is here")
-    parser.add_argument("--revision", help="a branch, tag or commit; else the main branch")
-    options = parser.parse_args()
-    # Signals without a handler do not end the first process of a container.
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda number, frame: sys.exit(128 + number))
-    report = partial(print, flush=True)
-    try:
-        if file_in(Path(options.name), CONFIG):  # its name may look like one on the hub
-            report(f"{options.name} is there")
-        elif not is_hub_name(options.name):
-            raise ConfigError(f"{options.name} holds no {CONFIG}", field="model")
-        else:
-            report(f"it is in {fetch_from_hub(options.name, options.revision, report, report)}")
-    except ConfigError as error:
-        print(f"cannot fetch the model: {error}", file=sys.stderr)
-        return 1
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

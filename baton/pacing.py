@@ -16,7 +16,7 @@ class Backoff:
     first_s: float
     longest_s: float
     num_failures: int = 0
-    """In a row."""
+    """How many failures there were in a row."""
 
     def next_s(self) -> float:
         """The wait after a further failure."""

@@ -38,7 +38,8 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> 
     console = out()
     shown = len(columns)
     made = _table(columns, rows)
-    while shown > 1 and _width(console, made) > console.width:
+    unlimited = console.options.update(max_width=10_000)
+    while shown > 1 and Measurement.get(console, unlimited, made).maximum > console.width:
         shown -= 1
         made = _table(columns[:shown], [row[:shown] for row in rows])
     heading = Text(title, style="bold", no_wrap=True, overflow="ellipsis")
@@ -46,11 +47,6 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> 
         more = "one more column does" if hidden == 1 else f"{hidden} more columns do"
         heading.append(f"  ({more} not fit)", style="not bold dim")
     return Group(heading, made, Text())
-
-
-def _width(console: Console, table: Table) -> int:
-    """Measure a table that nothing limits."""
-    return Measurement.get(console, console.options.update(max_width=10_000), table).maximum
 
 
 def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:

@@ -177,7 +177,8 @@ def generate(arguments: argparse.Namespace) -> int:
 def chat(arguments: argparse.Namespace) -> int:
     opening = [{"role": "system", "content": arguments.system}] if arguments.system else []
     history = list(opening)
-    _enable_line_editing()
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401 - importing it gives input() its arrow keys
     if sys.stdin.isatty():
         render.out().print("ctrl-C stops an answer, ctrl-D leaves, /new starts over", style="dim")
     with client_of(arguments) as client:
@@ -227,11 +228,6 @@ def _read_line() -> str | None:
         if sys.stdin.isatty():
             print()
         return None
-
-
-def _enable_line_editing() -> None:
-    with contextlib.suppress(ImportError):
-        import readline  # noqa: F401 - importing it gives input() its arrow keys
 
 
 def explain(arguments: argparse.Namespace) -> int:

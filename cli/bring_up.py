@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import itertools
 import os
 import signal
 from dataclasses import dataclass
@@ -28,8 +27,6 @@ from cluster.local.process_tree import Process, descendants, wait_until_gone
 # --- the ports that a configuration takes ---------------------------------------------------------
 
 
-_ANY_HOST = {"0.0.0.0", "::"}
-_LOOPBACK = {"127.0.0.1", "::1"}
 _WORKERS_HOST = "127.0.0.1"
 
 
@@ -45,14 +42,14 @@ class _Wanted:
 
 def check_ports(config: ClusterConfig) -> None:
     """Check that every port is free. Raises ConfigError naming the setting whose port is taken, or
-    the two that want one port."""
-    wanted = _wanted(config)
-    for one, other in itertools.combinations(wanted, 2):
-        if one.port and one.port == other.port and _meet(one.host, other.host):
+    two settings that name one port, on whichever hosts."""
+    wanted, named = _wanted(config), dict[int, str]()
+    for each in wanted:
+        if each.port and (other := named.setdefault(each.port, each.key)) != each.key:
             raise ConfigError(
-                f"{one.key} and {other.key} are both {one.port}: choose another for one of them; "
+                f"{other} and {each.key} are both {each.port}: choose another for one of them; "
                 "0 is any free port",
-                field=other.key,
+                field=each.key,
             )
     for each in wanted:
         _check_free(each)
@@ -87,16 +84,6 @@ def _wanted(config: ClusterConfig) -> list[_Wanted]:
         for key, host, port, may_share in wanted
         if port is not None
     ]
-
-
-def _meet(host: str, other: str) -> bool:
-    of_host, of_other = _addresses(host), _addresses(other)
-    return bool(of_host & of_other or (of_host | of_other) & _ANY_HOST)
-
-
-def _addresses(host: str) -> set[str]:
-    """List the addresses that a host names, as far as is known without asking for it."""
-    return _LOOPBACK if host == "localhost" else {host.strip("[]")}
 
 
 def _check_free(wanted: _Wanted) -> None:

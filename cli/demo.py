@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import textwrap
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
-from rich.text import Text
 
 from baton import render
 from baton.client import Client
@@ -91,6 +91,8 @@ def read_prompts(model: str | Path) -> tuple[DemoPrompt, ...]:
 
 # --- how it asks ----------------------------------------------------------------------------------
 
+_CONTEXT_WIDTH = 80
+
 
 def demo(arguments: argparse.Namespace) -> int:
     config = read_config(arguments.file)
@@ -110,10 +112,8 @@ def demo(arguments: argparse.Namespace) -> int:
             served = f"{config.model_name} is served by {len(descendants())} processes"
             render.out().print(f"{served} after {time.monotonic() - began:.1f} s\n", style="dim")
             with Client(cluster.router_address) as client:
-                asked: set[tuple[Turn, ...]] = set()
                 for prompt in prompts:
-                    _ask(client, prompt, is_known=prompt.context in asked)
-                    asked.add(prompt.context)
+                    _ask(client, prompt)
             processes = descendants()
             steps("stopping")
         check_all_gone(processes)
@@ -135,9 +135,13 @@ def _for_show(config: ClusterConfig) -> ClusterConfig:
     )
 
 
-def _ask(client: Client, prompt: DemoPrompt, *, is_known: bool) -> None:
+def _ask(client: Client, prompt: DemoPrompt) -> None:
+    """Print the question after the beginning of its context, and the answer with its cost."""
     out = render.out()
-    out.print(_heading(prompt, is_known=is_known))
+    for turn in prompt.context:
+        began = textwrap.shorten(turn.content, _CONTEXT_WIDTH, placeholder=" ...")
+        out.print(f"  ({turn.role}: {began})", style="dim", markup=False)
+    out.print(f"> {prompt.question}", style="bold green", markup=False)
     messages = [{"role": turn.role, "content": turn.content} for turn in prompt.messages]
     events = client.generate(
         chat=messages, max_tokens=prompt.max_tokens, temperature=prompt.temperature
@@ -145,17 +149,3 @@ def _ask(client: Client, prompt: DemoPrompt, *, is_known: bool) -> None:
     _, cost = stream_answer(events)
     out.print(cost, no_wrap=True)
     out.print()
-
-
-def _heading(prompt: DemoPrompt, *, is_known: bool) -> Text:
-    """Return the question, after a short form of its context."""
-    text = Text()
-    for turn in prompt.context:
-        if turn.role == "system":
-            length = f"{len(turn.content.split())} words"
-            what = f"the same text of {length} again" if is_known else f"a text of {length}"
-            text.append(f"  ({what})\n", "dim")
-        else:
-            mark = ">" if turn.role == "user" else " "
-            text.append(f"{mark} {turn.content}\n", "dim")
-    return text.append(f"> {prompt.question}", "bold green")

@@ -12,19 +12,15 @@ import argparse
 import base64
 import contextlib
 import json
-import os
 import re
-import selectors
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import IO, Any
 
 from cli import main as cli
@@ -45,7 +41,6 @@ _OPTIONS = {"control": "--control", "grpc": "--router"}
 _BY_TLS = "grpcs://"
 _CONTROL_PORT = 7101
 _ANSWER_S = 30.0
-_FORWARD_S = 30.0
 _TEST_S = 900  # the Jobs themselves end within 600
 _RUNNING_S = 10  # kubectl itself waits a minute for a pod that there may never be
 _END_S = 5.0
@@ -151,38 +146,24 @@ class Kubectl:
             )
         self._command = ["kubectl", *flags]
 
-    def serving_clusters(self) -> Sequence[Mapping[str, Any]]:
-        """List the namespace's ServingClusters. Raises PluginError."""
-        items: list[Mapping[str, Any]] = self._get("servingclusters.baton.dev")["items"]
-        return items
-
     @contextlib.contextmanager
     def operator_identity(self, cluster: Mapping[str, Any]) -> Iterator[str]:
         """Yield a folder with the operator's identity, which is gone when the block ends. Raises
         PluginError."""
         name = identity_secret(cluster)
-        found = self._get("secret", name, f"--namespace={cluster['metadata']['namespace']}")
+        found = self.get("secret", name, f"--namespace={cluster['metadata']['namespace']}")
         with tempfile.TemporaryDirectory(prefix="baton-identity-") as folder:
             (Path(folder) / "operator").mkdir()
             for file, text in (found.get("data") or {}).items():
                 (Path(folder) / "operator" / file).write_bytes(base64.b64decode(text))
             yield folder
 
-    def pods(self, namespace: str, labels: str) -> Sequence[Mapping[str, Any]]:
-        """List the pods that a label selector chooses. Raises PluginError."""
-        found: list[Mapping[str, Any]] = self._get(
-            "pods", f"--selector={labels}", f"--namespace={namespace}"
-        )["items"]
-        return found
+    def get(self, *what: str) -> Any:
+        """Return objects as `kubectl get` has them in JSON. Raises PluginError."""
+        return json.loads(self.answer("get", *what, "--output", "json"))
 
-    def log(self, namespace: str, pod: str, container: str) -> str:
-        """Return a pod's log. Raises PluginError."""
-        return self._answer("logs", pod, f"--container={container}", f"--namespace={namespace}")
-
-    def _get(self, *what: str) -> Any:
-        return json.loads(self._answer("get", *what, "--output", "json"))
-
-    def _answer(self, *what: str) -> str:
+    def answer(self, *what: str) -> str:
+        """Return what a kubectl command prints. Raises PluginError."""
         command = [*self._command, *what]
         try:
             done = subprocess.run(
@@ -231,25 +212,14 @@ def refusal(output: str) -> PluginError:
 def _address(process: subprocess.Popen[bytes], errors: IO[bytes], target: Target) -> str:
     """Return the address at which kubectl listens, once it says so."""
     assert process.stdout is not None
-    give_up_at = time.monotonic() + _FORWARD_S
-    output = b""
-    with selectors.DefaultSelector() as selector:
-        selector.register(process.stdout, selectors.EVENT_READ)
-        while (found := _LISTENS.search(output)) is None:
-            if not selector.select(max(0.0, give_up_at - time.monotonic())):
-                raise _unreached(target, f"kubectl forwards nothing within {_FORWARD_S:g} s")
-            piece = os.read(process.stdout.fileno(), 4096)
-            if not piece:
-                process.wait(_END_S)
-                errors.seek(0)
-                raise _unreached(target, refusal(errors.read().decode(errors="replace")).message)
-            output += piece
-    return found[1].decode()
-
-
-def _unreached(target: Target, why: str) -> PluginError:
+    for line in process.stdout:
+        if found := _LISTENS.search(line):
+            return found[1].decode()
+    process.wait(_END_S)
+    errors.seek(0)
+    why = refusal(errors.read().decode(errors="replace")).message
     hint = f"`kubectl -n {target.namespace} get pods,service` shows whether its pods are ready"
-    return PluginError(f"service/{target.service}: {why}", hint)
+    raise PluginError(f"service/{target.service}: {why}", hint)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -283,7 +253,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                 parser.error(f"preflight does not take {' '.join(rest) or '--address'}")
             return _preflight(options)
         endpoint, _ = _COMMANDS[options.command]
-        with _ending_what_was_started(), _reached(options, endpoint) as where:
+        # SIGTERM, too, leaves through every block that ends what was started.
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+        with _reached(options, endpoint) as where:
             command = [options.command, *where, *rest]
             return cli.main(command, prog=_PROGRAM, unreachable=_hint(options))
     except PluginError as error:
@@ -292,20 +264,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return cli.EXIT_INTERRUPTED
-
-
-@contextlib.contextmanager
-def _ending_what_was_started() -> Iterator[None]:
-    """Let SIGTERM leave through every block that ends a process."""
-
-    def leave(number: int, _frame: FrameType | None) -> None:
-        raise SystemExit(128 + number)
-
-    before = signal.signal(signal.SIGTERM, leave)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 @contextlib.contextmanager
@@ -335,7 +293,7 @@ def _found(options: argparse.Namespace) -> tuple[Kubectl, Mapping[str, Any]]:
     """Return kubectl with its flags, and the cluster that is meant. Raises PluginError."""
     given = {name: getattr(options, name) for name in ("kubeconfig", "context", "namespace")}
     kubectl = Kubectl([f"--{name}={value}" for name, value in given.items() if value])
-    return kubectl, chosen(kubectl.serving_clusters(), options.cluster)
+    return kubectl, chosen(kubectl.get("servingclusters.baton.dev")["items"], options.cluster)
 
 
 def _preflight(options: argparse.Namespace) -> int:
@@ -357,16 +315,18 @@ def _preflight(options: argparse.Namespace) -> int:
     command = ["helm", "test", release, f"--namespace={namespace}", f"--timeout={_TEST_S}s", *flags]
     test = subprocess.run(command, capture_output=True, text=True, check=False)
     labels = f"app.kubernetes.io/component=preflight,app.kubernetes.io/instance={release}"
-    pods = kubectl.pods(namespace, labels)
+    there = f"--namespace={namespace}"
+    pods = kubectl.get("pods", f"--selector={labels}", there)["items"]
     if test.returncode and not pods:
         raise PluginError(test.stderr.strip().rpartition("\n")[2], f"`{' '.join(command)}` says it")
     for pod in sorted(pods, key=lambda each: str(each["metadata"]["name"])):
         name, node = pod["metadata"]["name"], pod["spec"].get("nodeName")
         if node is None:
-            told = [each.get("message", "") for each in pod["status"].get("conditions", ())]
-            print(f"{name}\nFAIL  on no node: {' '.join(told)}\n")
+            why = [each.get("message", "") for each in pod["status"].get("conditions", ())]
+            print(f"{name}\nFAIL  on no node: {' '.join(why)}\n")
         else:
-            print(f"{name} on {node}\n{kubectl.log(namespace, name, 'preflight')}")
+            told = kubectl.answer("logs", name, "--container=preflight", there)
+            print(f"{name} on {node}\n{told}")
     return cli.EXIT_FAILED if test.returncode else 0
 
 

@@ -26,6 +26,7 @@ from baton.errors import (
     UnavailableError,
 )
 
+_MOST_DIGITS = 9  # what the wire can carry, and no pool or prompt has more
 _LONGEST_WAIT_S = 7 * 86400.0  # gRPC treats an endless wait as one that is over
 EXIT_FAILED, EXIT_USAGE, EXIT_UNAVAILABLE, EXIT_INTERRUPTED = 1, 2, 3, 130
 
@@ -311,7 +312,7 @@ def _add_sampling(command: argparse.ArgumentParser) -> None:
 
 
 def _count(text: str) -> int:
-    if not text.isdecimal():
+    if not text.isdecimal() or len(text) > _MOST_DIGITS:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number: 0, 1, 2 ...")
     return int(text)
 

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import threading
 from collections.abc import (
     AsyncGenerator,
@@ -33,7 +34,7 @@ from collections.abc import (
     Iterator,
     Sequence,
 )
-from typing import Any, ClassVar, Self, TypeVar, Unpack, cast
+from typing import Any, ClassVar, Concatenate, ParamSpec, Self, TypeVar, Unpack, cast
 
 import grpc
 import grpc.aio
@@ -47,6 +48,7 @@ from baton.errors import BatonError, NotFoundError, UnavailableError
 from baton.grpc_options import DIRECT, sends_pings
 from baton.v1 import control_pb2, router_pb2
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 DEFAULT_ADDRESS = "127.0.0.1:7100"
@@ -70,7 +72,8 @@ _CHANNEL_OPTIONS = (
 
 
 def _connector(channels: Any, tls: Tls | None) -> Callable[[str], Any]:
-    """Opens a channel to an address, of `channels` grpc or grpc.aio. Raises ConfigError."""
+    """Return what opens a channel to an address. `channels`: grpc or grpc.aio. Raises
+    ConfigError."""
     if tls is None:
         return lambda address: channels.insecure_channel(address, options=_CHANNEL_OPTIONS)
     options, credentials = (*_CHANNEL_OPTIONS, *tls.options()), tls.credentials()
@@ -322,6 +325,18 @@ def _now(work: Coroutine[Any, Any, T]) -> T:
     raise AssertionError("a step of the client did not block")
 
 
+def _blocking(
+    method: Callable[Concatenate[AsyncClient, P], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate[Client, P], T]:
+    """Make a method of `Client` of one of `AsyncClient`."""
+
+    @functools.wraps(method)
+    def call(self: Client, /, *arguments: P.args, **options: P.kwargs) -> T:
+        return _now(method(self._client, *arguments, **options))
+
+    return call
+
+
 def _drawn(events: AsyncGenerator[Event, None]) -> Generator[Event, None, None]:
     try:
         while (event := _now(cast(Any, anext(events, None)))) is not None:
@@ -398,29 +413,13 @@ class Client(contextlib.AbstractContextManager["Client"]):
         """Run a message that was made elsewhere, and yield its events. It needs a request_id."""
         return _drawn(self._client.run(request))
 
-    def text(self, prompt: str | None = None, **options: Unpack[GenerateOptions]) -> str:
-        """Run one request and return its whole text."""
-        return _now(self._client.text(prompt, **options))
-
-    def abort(self, request_id: str, tenant: str = "") -> None:
-        _now(self._client.abort(request_id, tenant))
-
-    def models(self) -> list[router_pb2.Model]:
-        return _now(self._client.models())
-
-    def tokenize(self, text: str, tenant: str = "") -> list[int]:
-        return _now(self._client.tokenize(text, tenant))
-
-    def explain(self, request: router_pb2.GenerateRequest) -> router_pb2.ExplainRouteResponse:
-        """Say where a request would go, the cheapest place first. Nothing is booked."""
-        return _now(self._client.explain(request))
-
-    def fleet(self) -> control_pb2.WatchFleetResponse:
-        """Return the fleet as the router sees it now."""
-        return _now(self._client.fleet())
-
-    def close(self) -> None:
-        _now(self._client.close())
+    text = _blocking(AsyncClient.text)
+    abort = _blocking(AsyncClient.abort)
+    models = _blocking(AsyncClient.models)
+    tokenize = _blocking(AsyncClient.tokenize)
+    explain = _blocking(AsyncClient.explain)
+    fleet = _blocking(AsyncClient.fleet)
+    close = _blocking(AsyncClient.close)
 
     def __exit__(self, *_: object) -> None:
         self.close()

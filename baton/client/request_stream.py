@@ -179,7 +179,7 @@ class RequestStream:
         self._backoff = Backoff(0.05, 1.0)
         self.is_finished = False
         self.was_sent_away = False
-        """By the last router, which shuts down."""
+        """Whether the last router, which shuts down, sent the request away."""
 
     @property
     def request_id(self) -> str:

@@ -57,7 +57,7 @@ class EngineSettings(Ranged):
     gpu_memory_utilization: Share = 0.9
     """Fraction of a GPU's memory for weights, the largest step and KV together."""
     max_num_seqs: Count = 64
-    """Requests running at once."""
+    """Most requests that run at once."""
     max_num_batched_tokens: Count = 512
     """Token budget of a step; longer prompts are prefilled in chunks. At least `max_num_seqs`: each
     running request takes a token of it before any prompt does."""
@@ -67,7 +67,7 @@ class EngineSettings(Ranged):
     within this factor, and higher values prefill faster beside decodes. None: only
     `max_num_batched_tokens` bounds a step."""
     max_model_len: _Context | None = None
-    """Prompt plus output tokens; None: the model's own limit."""
+    """Most tokens of a prompt and its output together. None: the model's own limit."""
     dtype: Dtype = "auto"
     """What weights, activations and KV are computed in: bfloat16, float16 or float32. auto: the
     checkpoint's own, or float32 where a device of the cluster has no instructions for it
@@ -79,8 +79,9 @@ class EngineSettings(Ranged):
     """none: weights as the checkpoint has them; int8: 8-bit weights with a scale an output, made of
     floating-point ones while they load. A model's pools must agree."""
     num_threads: Count | None = None
-    """Compute threads of one rank; None: the machine's cores divided among its ranks."""
+    """Compute threads of one rank. None: the machine's cores divided among its ranks."""
     prefix_cache: bool = True
+    """Whether KV of earlier prompts is kept and used again for prompts that begin alike."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from baton.config.ranges import Bounds, Count, NotNegative, Positive, Ranged, Share
+from baton.config.ranges import Count, NotNegative, Positive, Ranged, Share, between
 
-_Margin = Annotated[float, Bounds(minimum=0, below=1)]
+_Margin = Annotated[float, between(0, 0.99)]
 
 
 @dataclass(frozen=True)

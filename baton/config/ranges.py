@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 import re
 import types
 import typing
@@ -15,53 +16,35 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
+_HOLDS = {"at least": operator.ge, "above": operator.gt, "at most": operator.le}
+
 
 @dataclass(frozen=True)
 class Bounds:
-    """None: not bounded. A bounded number is finite, too."""
+    """What a value must be; None bounds nothing. A bounded number is finite, too."""
 
     minimum: float | None = None
     above: float | None = None
     maximum: float | None = None
-    below: float | None = None
     pattern: str | None = None
     max_size: int | None = None
     """Characters, members of a list or keys of a mapping. An API server refuses a CEL rule over
     values without it: it cannot bound the rule's cost."""
 
     def problem(self, value: Any) -> str | None:
-        """What is wrong with a value; None: nothing."""
+        """Say what is wrong with a value; None: nothing."""
         if self.pattern is not None and not re.search(self.pattern, value, re.ASCII):
             return f"must match {self.pattern}, not {value!r}"
         if self.max_size is not None and len(value) > self.max_size:
             return f"must not be longer than {self.max_size}, not {len(value)}"
-        if not self._limits:
-            return None
-        if not self._holds(value):
-            return f"must be {self._limits}, not {value}"
-        return None if math.isfinite(value) else f"must be finite, not {value}"
-
-    def _holds(self, number: float) -> bool:
-        return (
-            (self.minimum is None or number >= self.minimum)
-            and (self.above is None or number > self.above)
-            and (self.maximum is None or number <= self.maximum)
-            and (self.below is None or number < self.below)
-        )
-
-    @property
-    def _limits(self) -> str:
-        if self.minimum is not None and self.maximum is not None:
-            return f"between {self.minimum} and {self.maximum}"
-        limits = {
-            "at least": self.minimum,
-            "above": self.above,
-            "at most": self.maximum,
-            "below": self.below,
-        }
-        return " and ".join(
-            f"{word} {limit}" for word, limit in limits.items() if limit is not None
-        )
+        limits = {"at least": self.minimum, "above": self.above, "at most": self.maximum}
+        given = {word: limit for word, limit in limits.items() if limit is not None}
+        if given and not all(_HOLDS[word](value, limit) for word, limit in given.items()):
+            if self.minimum is not None and self.maximum is not None:
+                return f"must be between {self.minimum} and {self.maximum}, not {value}"
+            said = " and ".join(f"{word} {limit}" for word, limit in given.items())
+            return f"must be {said}, not {value}"
+        return f"must be finite, not {value}" if given and not math.isfinite(value) else None
 
 
 def at_least(low: float) -> Bounds:
@@ -86,7 +69,7 @@ Port = Annotated[int, between(0, 65535)]
 
 @dataclass(frozen=True)
 class Ranged:
-    """Raises ValueError, naming the field first, for a value out of its bounds."""
+    """Settings that raise ValueError, the field's name first, for a value out of its bounds."""
 
     def __post_init__(self) -> None:
         for name, beside in annotations_of(type(self)).items():  # type: ignore[arg-type]
@@ -98,13 +81,13 @@ class Ranged:
 
 @functools.cache
 def annotations_of(cls: type) -> Mapping[str, tuple[Any, ...]]:
-    """What stands beside each field's type."""
+    """Return what stands beside each field's type, in `Annotated`."""
     kinds = typing.get_type_hints(cls, include_extras=True)
     return {name: _beside(kind) for name, kind in kinds.items()}
 
 
 def _beside(kind: Any) -> tuple[Any, ...]:
-    """What stands beside a type, or beside one that may be None."""
+    """Return what stands beside a type, or within one that may be None."""
     if typing.get_origin(kind) in (types.UnionType, typing.Union):
         return tuple(each for part in typing.get_args(kind) for each in _beside(part))
     return getattr(kind, "__metadata__", ())

@@ -24,14 +24,10 @@ from baton.errors import ConfigError
 T = TypeVar("T")
 
 Spell = Callable[[str], str]
-"""How a file writes a field's name."""
+"""How a file writes a field's name; `str`: as Python does."""
 
 
-def as_is(name: str) -> str:
-    return name
-
-
-def parse(cls: type[T], value: object, *, source: str, key: str = "", spell: Spell = as_is) -> T:
+def parse(cls: type[T], value: object, *, source: str, key: str = "", spell: Spell = str) -> T:
     """Make a `cls` from a mapping. `source` names the file, `key` is the dotted way here."""
     return _Reader(source, spell).parse(cls, value, key)
 
@@ -59,7 +55,7 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def changed(config: T, **values: Any) -> T:
-    """A copy with other values. A mapping for a section changes that section's fields alone."""
+    """Return a copy with other values. A mapping for a section changes only its fields there."""
 
     def value_of(name: str, value: Any) -> Any:
         section = getattr(config, name)
@@ -128,7 +124,7 @@ class _Reader:
         field_of = {self._spell(name): name for name in kinds}
         for name in value:
             if name not in field_of:
-                raise self._unknown_key(key, str(name), list(field_of))
+                raise self._error(_join(key, str(name)), unknown_key(str(name), list(field_of)))
         values = {
             field_of[name]: self._convert(kinds[field_of[name]], item, _join(key, name))
             for name, item in value.items()
@@ -195,9 +191,6 @@ class _Reader:
         where = f"{self._source}: {key}" if key else self._source
         return ConfigError(f"{where}: {problem}", field=key or None)
 
-    def _unknown_key(self, key: str, name: str, valid: list[str]) -> ConfigError:
-        return self._error(_join(key, name), unknown_key(name, valid))
-
     def _locate(self, key: str, problem: str, names: Mapping[str, Any]) -> tuple[str, str]:
         """Split a dataclass' ValueError, which names the field first, into the key and the rest."""
         spelt = re.sub(r"\b[a-z]+(_[a-z0-9]+)+\b", lambda word: self._spell(word[0]), problem)
@@ -216,7 +209,7 @@ def _field_types(cls: Any) -> dict[str, Any]:
 
 
 def choices_of(kind: Any) -> list[str]:
-    """What a Literal or a StrEnum takes; empty: another type."""
+    """List what a Literal or a StrEnum takes; empty for any other type."""
     if isinstance(kind, type) and issubclass(kind, StrEnum):
         return [choice.value for choice in kind]
     return list(typing.get_args(kind)) if typing.get_origin(kind) is typing.Literal else []

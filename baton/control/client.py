@@ -15,7 +15,7 @@ import grpc
 
 from baton import status
 from baton.control.calls import control_channel, control_stub
-from baton.errors import BatonError, InvalidRequestError, UnauthenticatedError, UnavailableError
+from baton.errors import BatonError, UnauthenticatedError, UnavailableError
 from baton.grpc_options import DIRECT, sends_pings
 from baton.identity.identity import Identity, operator_of
 from baton.v1 import control_pb2
@@ -87,18 +87,12 @@ class ControlClient(contextlib.AbstractContextManager["ControlClient"]):
 
     def set_replicas(self, pool: str, replicas: int) -> int:
         """Set a pool's size. Returns the number of replicas that it had before."""
-        try:
-            request = control_pb2.SetReplicasRequest(pool=pool, replicas=replicas)
-        except ValueError as error:
-            raise InvalidRequestError(f"replicas: {error}", field="replicas") from error
+        request = control_pb2.SetReplicasRequest(pool=pool, replicas=replicas)
         return int(self._call("SetReplicas", request).previous_replicas)
 
     def set_role_plan(self, pool: str, prefill: int, decode: int) -> None:
         """Set how many of a mixed pool's workers only prefill, and how many only decode."""
-        try:
-            plan = control_pb2.RolePlan(prefill=prefill, decode=decode)
-        except ValueError as error:
-            raise InvalidRequestError(f"role plan: {error}", field="plan") from error
+        plan = control_pb2.RolePlan(prefill=prefill, decode=decode)
         self._call("SetRolePlan", control_pb2.SetRolePlanRequest(pool=pool, plan=plan))
 
     def add_pool(self, pool: str, config: str, replicas: int) -> None:

@@ -11,16 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from baton.fetch.sources import FetchError, ForbiddenError, NotThereError, Source
+from baton.model_folder import CONFIG, TEXT_FILES
 
-CONFIG = "config.json"
-TEXT_FILES = (
-    CONFIG,
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-)
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 SUMS = "SHA256SUMS"

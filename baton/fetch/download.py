@@ -135,12 +135,9 @@ class Download:
                     file.write(chunk)
                     self._came(len(chunk))
                 size = file.tell()
-            if content.size is not None and size < content.size:
-                raise CutOffError(f"{self._source.where(name)}: cut off at byte {size}")
-            if content.size is not None and size > content.size:
-                part.unlink()
-                where = self._source.where(name)
-                raise CutOffError(f"{where}: the server sent more bytes than it announced")
+            if content.size is not None and size != content.size:
+                where = f"{self._source.where(name)}: cut off at byte {size}"
+                raise CutOffError(f"{where}, and not at its end, {content.size}")
         return content.sha256 or (whole.sha256 if whole and content.start else None)
 
     def _begin(self, name: str, content: Content) -> None:

@@ -18,7 +18,7 @@ FREE: Mapping[str, Any] = {"type": "object", "x-kubernetes-preserve-unknown-fiel
 
 @dataclass(frozen=True)
 class Foreign:
-    """Beside a field of a type of Kubernetes: its schema here, and what checks a value."""
+    """Annotates a field of a type of Kubernetes: its schema here, and what checks a value."""
 
     schema: Mapping[str, Any]
     check: Callable[[Any, str], None] = lambda value, field: None
@@ -26,7 +26,7 @@ class Foreign:
 
 @dataclass(frozen=True)
 class PartialOf:
-    """Beside a mapping of some of a dataclass's fields."""
+    """Annotates a mapping that holds some of a dataclass's fields."""
 
     cls: type
 
@@ -44,8 +44,6 @@ class Rule:
     message: str
     holds: Callable[[Any], bool] | None = None
     """The rule in Python; None for a rule on changes."""
-    keeps: str | None = None
-    """The field whose value a rule on changes keeps (see `broken_by`)."""
 
     def validation(self) -> dict[str, str]:
         """Return the rule's entry of `x-kubernetes-validations`."""
@@ -54,7 +52,8 @@ class Rule:
 
 @dataclass(frozen=True)
 class Checked(Ranged):
-    """Raises ValueError, the field's name first, for a value out of bounds or a broken rule."""
+    """Settings that raise ValueError, the field's name first, for a value out of bounds or a broken
+    rule."""
 
     rules: ClassVar[tuple[Rule, ...]] = ()
     object_rules: ClassVar[tuple[Rule, ...]] = ()
@@ -86,12 +85,3 @@ def read_spec(cls: type[T], custom_object: Mapping[str, Any]) -> T:
             raise ConfigError(f"{source}: {field}: {problem}", field=field)
     value = custom_object.get("spec", {})
     return settings.parse(cls, value, source=source, key="spec", spell=camel)
-
-
-def broken_by(
-    cls: type[Checked], before: Mapping[str, Any], after: Mapping[str, Any]
-) -> list[Rule]:
-    """List the rules on changes that a change from `before` to `after` breaks, both spelt as in
-    Kubernetes."""
-    names = {rule: camel(rule.keeps) for rule in cls.rules if rule.keeps is not None}
-    return [rule for rule, name in names.items() if before.get(name) != after.get(name)]

@@ -44,7 +44,7 @@ class Kind:
         return f"{self.plural}.{GROUP}"
 
     def crd(self) -> Object:
-        """The CustomResourceDefinition."""
+        """Make the CustomResourceDefinition."""
         names = {
             "kind": self.kind,
             "listKind": f"{self.kind}List",

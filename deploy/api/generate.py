@@ -44,7 +44,8 @@ def files() -> dict[Path, str]:
 
 
 def values_schema() -> Schema:
-    """JSON Schema of the chart's values; an unknown key is refused wherever keys are listed."""
+    """Make the JSON Schema of the chart's values, which refuses unknown keys where keys are
+    listed."""
     schema: Schema = yaml.safe_load((CHART.parent / "values.schema.yaml").read_text())
     spec = _from_crd(schema_of(ServingClusterSpec))
     del spec["required"]  # values.yaml has none where no cluster is wanted
@@ -69,10 +70,8 @@ def _from_crd(crd: Schema) -> Schema:
         }
     if "additionalProperties" in crd:
         schema["additionalProperties"] = _from_crd(crd["additionalProperties"])
-    for bound in ("minimum", "maximum"):
-        # A boolean beside the number in a CRD, the number itself in JSON Schema.
-        if crd.get(exclusive := f"exclusive{bound.capitalize()}"):
-            schema[exclusive] = schema.pop(bound)
+    if crd.get("exclusiveMinimum"):  # true in a CRD, the number itself in JSON Schema
+        schema["exclusiveMinimum"] = schema.pop("minimum")
     if crd.get("nullable"):
         schema["type"] = [crd["type"], "null"]
         if "enum" in schema:

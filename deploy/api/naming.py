@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any
 
 from baton.config.cluster import ClusterConfig
@@ -20,9 +20,9 @@ _LABEL = "[a-z0-9]([-a-z0-9]*[a-z0-9])?"
 _SUBDOMAIN = f"{_LABEL}([.]{_LABEL})*"
 OBJECT_NAME = f"^{_SUBDOMAIN}$"
 ObjectName = Annotated[str, sized(253, OBJECT_NAME)]
-"""Of a Secret, a claim, and most else: a DNS subdomain."""
+"""The name of a Secret, a claim and most other objects: a DNS subdomain."""
 Hostname = Annotated[str, sized(253, f"^([*][.])?{_SUBDOMAIN}$")]
-"""`*.` stands for one label."""
+"""A name of a host; `*.` stands for one label."""
 NAMESPACED_NAME = f"^({_LABEL}/)?{_SUBDOMAIN}$"
 LABEL_KEY = rf"^({_SUBDOMAIN}/)?[A-Za-z0-9]([-\w.]{{0,61}}[A-Za-z0-9])?$"
 
@@ -65,17 +65,10 @@ def as_written(problem: str) -> str:
     return _SETTING.sub(path, problem)
 
 
-def snake_keys(value: Mapping[str, Any]) -> dict[str, Any]:
-    """Spell the keys of settings, and of those inside them, as cluster.yaml does."""
+def respelt(value: Mapping[str, Any], spell: Callable[[str], str]) -> dict[str, Any]:
+    """Spell the keys of settings, and of those inside them: by `camel` as Kubernetes does, by
+    `snake` as cluster.yaml does."""
     return {
-        snake(name): snake_keys(item) if isinstance(item, Mapping) else item
-        for name, item in value.items()
-    }
-
-
-def camel_keys(value: Mapping[str, Any]) -> dict[str, Any]:
-    """Spell the keys of settings, and of those inside them, as Kubernetes does."""
-    return {
-        camel(name): camel_keys(item) if isinstance(item, Mapping) else item
+        spell(name): respelt(item, spell) if isinstance(item, Mapping) else item
         for name, item in value.items()
     }

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 from baton.config.ranges import sized
 from baton.config.settings import unknown_key
 from deploy.api.checked import FREE, Checked, Foreign
-from deploy.api.naming import GROUP
+from deploy.api.naming import GROUP, camel
 
 MERGE_KEYS: Mapping[str, tuple[str, ...]] = {
     "containers": ("name",),
@@ -166,13 +166,10 @@ POD_TEMPLATE = Foreign(FREE, check)
 
 
 _OF_POD = (
-    ("nodeSelector", "node_selector"),
-    ("tolerations", "tolerations"),
-    ("affinity", "affinity"),
-    ("topologySpreadConstraints", "topology_spread_constraints"),
-    ("priorityClassName", "priority_class_name"),
+    *("node_selector", "tolerations", "affinity"),
+    *("topology_spread_constraints", "priority_class_name"),
 )
-_OF_CONTAINER = (("resources", "resources"), ("env", "env"))
+_OF_CONTAINER = ("resources", "env")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,27 +180,28 @@ class PodSettings(Checked):
     """Requests and limits of the container. GPUs follow from `parallelism` unless they are given
     here; 0 takes a device away."""
     guaranteed: bool = False
-    """True: limits are the requests (QoS Guaranteed). What `podTemplate` adds needs its own."""
+    """Whether limits equal the requests (QoS Guaranteed). Containers that `podTemplate` adds need
+    requests of their own."""
     node_selector: Annotated[Mapping[str, str], sized(64)] = field(default_factory=dict)
-    """Labels that a node must have."""
+    """Labels that the pod's node must have."""
     tolerations: Annotated[tuple[Any, ...], TOLERATIONS] = ()
-    """Taints that a node may have."""
+    """Taints that the pod's node may have."""
     affinity: Annotated[Mapping[str, Any], AFFINITY] = field(default_factory=dict)
-    """Nodes and pods to be near, or far from."""
+    """Which nodes and pods the pod is to be near to, or far from."""
     topology_spread_constraints: Annotated[tuple[Any, ...], SPREAD_CONSTRAINTS] = ()
-    """How pods spread over zones or nodes; without it over nodes, where there is room."""
+    """How pods spread over zones or nodes. By default: over nodes, where there is room."""
     priority_class_name: Annotated[str, sized(253)] | None = None
-    """Which pods give way when nodes are full."""
+    """The PriorityClass: which pods give way when nodes are full."""
     env: Annotated[tuple[Any, ...], ENV] = ()
     """Environment variables of the container."""
     pod_template: Annotated[Mapping[str, Any], POD_TEMPLATE] = field(default_factory=dict)
-    """A PodTemplateSpec that is merged over all of it: annotations, volumes, further containers.
+    """A PodTemplateSpec that is merged over all other settings: annotations, volumes, containers.
     The operator keeps the labels that it finds pods by (baton.dev, app.kubernetes.io)."""
 
     def own_template(self, container: str) -> dict[str, Any]:
         """Return the fields before `pod_template` as a PodTemplateSpec, for that container."""
         spec, of_container = (
-            {key: _plain(getattr(self, name)) for key, name in names if getattr(self, name)}
+            {camel(name): _plain(getattr(self, name)) for name in names if getattr(self, name)}
             for names in (_OF_POD, _OF_CONTAINER)
         )
         if of_container:

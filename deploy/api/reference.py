@@ -127,13 +127,10 @@ def _type(field: Schema) -> str:
     if "items" in field:
         kind = f"list of {_type(field['items'])}"
     low, high = field.get("minimum"), field.get("maximum")
-    is_exclusive = "exclusiveMinimum" in field or "exclusiveMaximum" in field
+    is_exclusive = "exclusiveMinimum" in field
     if low is not None and high is not None and not is_exclusive:
         return f"{kind}, {low:.15g} to {high:.15g}"
-    limits = {
-        "above" if "exclusiveMinimum" in field else "at least": low,
-        "below" if "exclusiveMaximum" in field else "at most": high,
-    }
+    limits = {"above" if is_exclusive else "at least": low, "at most": high}
     given = {word: limit for word, limit in limits.items() if limit is not None}
     bounds = " and ".join(f"{word} {limit:.15g}" for word, limit in given.items())
     return f"{kind}, {bounds}" if bounds else kind

@@ -64,7 +64,7 @@ def _property(cls: type, field: dataclasses.Field[Any], kind: Any, text: str) ->
         text = text if is_section else f"{text} Default: {_spelt(default)}.".strip()
     elif not is_section:
         schema["default"] = list(default) if isinstance(default, tuple) else default
-    elif _is_checked(inner) and AS_WRITTEN not in beside:
+    elif isinstance(default, Checked) and AS_WRITTEN not in beside:
         schema["default"] = {}
     if is_optional:
         schema["nullable"] = True
@@ -74,7 +74,8 @@ def _property(cls: type, field: dataclasses.Field[Any], kind: Any, text: str) ->
 
 
 def _as_written(text: str) -> str:
-    """Spell the fields that a text names as the object spells them."""
+    """Spell fields and None, as a text names them, as people meet them in an object."""
+    text = re.sub(r"\bNone:", "Unset:", text)
     return re.sub(r"`([a-z]+(?:_[a-z]+)+)`", lambda found: f"`{camel(found[1])}`", text)
 
 
@@ -91,7 +92,7 @@ def _type_schema(kind: Any, beside: Sequence[Any]) -> dict[str, Any]:
         return {"type": "string", "enum": choices}
     if origin is tuple:
         return {"type": "array", "items": _bounded(arguments[0])}
-    if _is_mapping(kind):
+    if origin in (dict, Mapping):
         return {"type": "object", "additionalProperties": _bounded(arguments[1])}
     if dataclasses.is_dataclass(kind):
         return schema_of(typing.cast(type, kind))
@@ -99,7 +100,7 @@ def _type_schema(kind: Any, beside: Sequence[Any]) -> dict[str, Any]:
 
 
 def _bounded(kind: Any, beside: Sequence[Any] = ()) -> dict[str, Any]:
-    """A type within the bounds beside it."""
+    """Make the schema of a type within the bounds beside it."""
     schema = _type_schema(kind, beside)
     is_plain_text = schema == _SCALARS[str]
     for bounds in beside:
@@ -111,29 +112,17 @@ def _bounded(kind: Any, beside: Sequence[Any] = ()) -> dict[str, Any]:
 
 
 def _keywords(bounds: Bounds, type_: str) -> dict[str, Any]:
-    """The schema's words for bounds."""
+    """Return the schema's keywords for bounds."""
     number = int if type_ == "integer" else float
     low = bounds.minimum if bounds.above is None else bounds.above
-    high = bounds.maximum if bounds.below is None else bounds.below
     words = {
         "minimum": None if low is None else number(low),
         "exclusiveMinimum": bounds.above is not None or None,
-        "maximum": None if high is None else number(high),
-        "exclusiveMaximum": bounds.below is not None or None,
+        "maximum": None if bounds.maximum is None else number(bounds.maximum),
         "pattern": bounds.pattern,
         _SIZE.get(type_, ""): bounds.max_size,
     }
     return {word: value for word, value in words.items() if value is not None}
-
-
-def _is_mapping(kind: Any) -> bool:
-    origin = typing.get_origin(kind)
-    return isinstance(origin, type) and issubclass(origin, Mapping)
-
-
-def _is_checked(kind: Any) -> bool:
-    """Tell whether an object that is not given gets its fields' defaults all the same."""
-    return dataclasses.is_dataclass(kind) and issubclass(typing.cast(type, kind), Checked)
 
 
 def _without_none(kind: Any) -> tuple[Any, bool]:

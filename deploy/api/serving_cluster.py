@@ -26,7 +26,7 @@ from deploy.api.naming import (
     Hostname,
     ObjectName,
     camel,
-    camel_keys,
+    respelt,
 )
 from deploy.api.pod_template import POD_TEMPLATE, PodSettings
 from deploy.api.worker_pool import Duration, PoolTemplate, seconds
@@ -43,7 +43,7 @@ makes no pod then."""
 CLAIMS_FOLDER = "/claims"
 """Where claims lie in every pod, each in a folder of its name."""
 SOURCE = 2048
-"""Most characters of a source."""
+"""Most characters of a model's source."""
 OPERATORS: Mapping[str, tuple[str, ...]] = {
     "router": (
         "host",
@@ -64,7 +64,7 @@ OPERATORS: Mapping[str, tuple[str, ...]] = {
 
 
 def without_operators(section: str, config: Any) -> Any:
-    """With the usual values of what the operator sets itself."""
+    """Return a section's settings with the usual values of what the operator sets itself."""
     for name in OPERATORS.get(section, ()):
         field_name, _, inner = name.partition(".")
         usual = attrgetter(name)(type(config)())
@@ -79,7 +79,7 @@ class ClaimSource(Checked):
 
     claim_name: ObjectName
     path: Annotated[str, sized(1024, r"^[^/.][^/]*(/[^/.][^/]*)*$")] | None = None
-    """The model's folder in it, relative; None: the claim's root."""
+    """The model's folder, relative to the claim's root. None: the root itself."""
 
     @property
     def folder(self) -> str:
@@ -89,7 +89,7 @@ class ClaimSource(Checked):
 
 @dataclass(frozen=True)
 class ModelSource(Checked):
-    """Exactly one of `name`, `claim` and `uri`."""
+    """Where the model comes from: exactly one of `name`, `claim` and `uri`."""
 
     name: Annotated[str, sized(1024, r"^\S")] | None = None
     """A name on the Hugging Face hub, or a folder that the worker's image holds."""
@@ -98,10 +98,10 @@ class ModelSource(Checked):
     """An s3:// or https:// folder that holds config.json, or a tar file of one. It is fetched once
     to each node's weights cache, and its files must not change: another version, another URI."""
     credentials_secret_name: ObjectName | None = None
-    """For `uri`: a Secret whose keys are environment variables, such as AWS_ACCESS_KEY_ID,
+    """A Secret that opens `uri`: its keys are environment variables, such as AWS_ACCESS_KEY_ID,
     AWS_SECRET_ACCESS_KEY, AWS_ENDPOINT_URL for boto3, and BEARER_TOKEN for https."""
     revision: Annotated[str, sized(256, r"^[^/\s][^\s]*$")] | None = None
-    """Of a model on the hub: a branch, tag or commit; None: its main branch."""
+    """The branch, tag or commit of a model on the hub. None: its main branch."""
 
     rules = (
         Rule(
@@ -127,7 +127,7 @@ class HubSettings(Checked):
     """The Hugging Face hub, for all pods that read a model or a tokenizer."""
 
     offline: bool = False
-    """True: the hub is never asked; models and tokenizers lie in the weights cache."""
+    """Whether the hub is never asked: models and tokenizers lie in the weights cache."""
     endpoint: Annotated[str, sized(2048, r"^https?://[^/?#@]+(/[^?#]*)?$")] | None = None
     """A mirror instead of https://huggingface.co."""
     token_secret_name: ObjectName | None = None
@@ -188,11 +188,12 @@ class RouterIngress(Checked):
     """Settings of the Ingresses to the routers' Service."""
 
     class_name: ObjectName | None = None
-    """None: the default class."""
+    """The IngressClass. None: the cluster's default."""
     annotations: Annotated[Mapping[str, str], sized(64)] = field(default_factory=dict)
-    """For its controller, over the operator's own, by which ingress-nginx speaks gRPC and HTTP."""
+    """Annotations for the Ingress controller. They go over the operator's own, by which
+    ingress-nginx speaks gRPC and HTTP."""
     tls_secret_name: ObjectName | None = None
-    """A Secret with the certificate that clients see; None: the routers' own, if any."""
+    """A Secret with the certificate that clients see. None: the routers' own, if any."""
 
 
 @dataclass(frozen=True)
@@ -200,19 +201,19 @@ class RouterSpec(PodSettings):
     """The routers: a Deployment and a Service."""
 
     replicas: Annotated[int, between(1, 64)] | None = None
-    """None: two at first. After that `kubectl scale` or a HorizontalPodAutoscaler sizes the
-    Deployment."""
+    """The number of routers. None: two at first, and then what `kubectl scale` or a
+    HorizontalPodAutoscaler makes of the Deployment."""
     tls: RouterTls | None = None
     """The routers' certificate. None: plain text, for clients inside the cluster."""
     auth: RouterAuth | None = None
     service_type: Literal["ClusterIP", "NodePort", "LoadBalancer"] = "ClusterIP"
     hostname: Hostname | None = None
-    """A GRPCRoute or Ingress leads this name to the routers' gRPC. None: there is none."""
+    """A GRPCRoute or Ingress leads this name to the routers' gRPC. None: nothing does."""
     http_hostname: Hostname | None = None
     """An HTTPRoute or Ingress leads this name to OpenAI's API. Not `hostname`: a Gateway takes one
     kind of route for a name."""
     gateway: Annotated[str, sized(317, NAMESPACED_NAME)] | None = None
-    """The routes' Gateway, `name` or `namespace/name`; None: an Ingress."""
+    """The Gateway of the routes, as `name` or `namespace/name`. None: Ingresses are made."""
     ingress: RouterIngress | None = None
     trace_endpoint: Annotated[str, sized(2048, "^https?://")] | None = None
     """Where a collector takes traces by OTLP over HTTP: http://collector.observability:4318. None:
@@ -288,7 +289,7 @@ class GcsFaultTolerance(Checked):
 
     redis_address: Annotated[str, sized(512, r"^(rediss?://)?[^/:]+:[0-9]+$")]
     redis_secret_name: ObjectName | None = None
-    """A Secret with its password, under the key `password`."""
+    """A Secret with the password of that Redis, under the key `password`."""
 
 
 @dataclass(frozen=True)
@@ -296,18 +297,18 @@ class RaySpec(Checked):
     """The Ray cluster under the workers."""
 
     version: Annotated[str, sized(32, RAY_VERSION)] | None = None
-    """Ray's version in the worker image, 2.52 or newer; None: as in the default image."""
+    """Ray's version in the worker image, 2.52 or newer. None: that of the default image."""
     token_secret_name: ObjectName | None = None
     """A Secret with the token of Ray's processes, key "auth_token". None: the operator makes it."""
     gcs_fault_tolerance: GcsFaultTolerance | None = None
-    """None: when the head's pod is lost, all workers end."""
+    """A Redis that keeps the head's state. None: when the head's pod is lost, all workers end."""
     head_template: Annotated[Mapping[str, Any], POD_TEMPLATE] = field(default_factory=dict)
     """A PodTemplateSpec that is merged over the operator's own for the head."""
 
 
 @dataclass(frozen=True)
 class Fabric(Checked):
-    """Nodes near each other for all pools: KV crosses between prefill and decode."""
+    """Puts all pools on nodes that are near each other: KV crosses between prefill and decode."""
 
     node_label: Annotated[str, sized(317, LABEL_KEY)] = ZONE
     """Workers go to nodes with the same value of this label. It may name a zone, a block of the
@@ -324,7 +325,7 @@ class SpotNotices(Checked):
     cloud: Literal["aws", "gcp", "azure"]
     """Each worker's pod asks this cloud's metadata service."""
     address: Annotated[str, sized(256, r"^http://[0-9A-Za-z.:\[\]-]+$")] = "http://169.254.169.254"
-    """The service's, as pods reach it."""
+    """Where pods reach the metadata service."""
     notice: Duration = "30s"
     """Time until the machine ends, where the notice does not name it (gcp). Requests that still run
     then are computed again elsewhere, whatever `drainTimeout` says."""
@@ -341,20 +342,22 @@ class UnitRollout(Checked):
     max_surge: Annotated[int, between(0, 512)] = 1
     """Workers that a pool may have beyond its size while there are two units."""
     max_unavailable: Annotated[int, between(0, 512)] = 0
-    """Live workers that a pool may lack meanwhile."""
+    """Live workers that a pool may lack while there are two units."""
     steps: Annotated[tuple[int, ...], sized(16)] = (1, 10, 50, 100)
     """Percent of workers and requests that the coming unit gets at each step, where the model
     changes. Where it does not, requests follow the live workers."""
     interval: Duration = "5m"
     """How long each step is watched, the last one until the coming unit has ended ten requests."""
     pause: bool = False
-    """True: the rollout stays at its step."""
+    """Whether the rollout stays at its step."""
     ready_timeout: Duration = "30m"
     """The coming unit goes back when no further worker of it becomes live within this time."""
     max_failure_percent: Annotated[int, between(0, 100)] = 5
-    """It goes back when it fails this much more of its requests than the former unit."""
+    """The coming unit goes back when it fails this many percent more of its requests than the
+    former unit."""
     max_slowdown: Annotated[float, between(1, 1000)] = 2.0
-    """It goes back when its median gap between tokens exceeds the former's this many times."""
+    """The coming unit goes back when its median gap between tokens is this many times the former
+    unit's."""
 
     @property
     def shares(self) -> tuple[float, ...]:
@@ -413,9 +416,9 @@ class ServingClusterSpec(Checked):
 
     model: ModelSource
     pools: Annotated[Mapping[str, PoolTemplate], sized(32)]
-    """By name. A WorkerPool is made of each, called `<cluster>-<pool>`."""
+    """The pools by name. Each becomes a WorkerPool that is called `<cluster>-<pool>`."""
     tokenizer: Annotated[str, sized(1024)] | None = None
-    """Needed where the model's own files hold no tokenizer: a folder of the worker's image or of
+    """The tokenizer, where the model's own files hold none: a folder of the worker's image or of
     the model's claim, or a name on the hub."""
     hub: HubSettings = field(default_factory=HubSettings)
     served_model_name: Annotated[str, sized(SOURCE)] | None = None
@@ -469,7 +472,6 @@ class ServingClusterSpec(Checked):
             "has(self.internalTLS) == has(oldSelf.internalTLS) && "
             "(!has(self.internalTLS) || self.internalTLS == oldSelf.internalTLS)",
             "internalTLS cannot be changed: make another cluster",
-            keeps="internal_tls",
         ),
     )
 
@@ -489,7 +491,7 @@ class ServingClusterSpec(Checked):
             self._check_engine(name, pool)
 
     def _check_engine(self, name: str, pool: PoolTemplate) -> None:
-        merged = settings.merge(camel_keys(settings.dump(self.engine)), pool.engine)
+        merged = settings.merge(respelt(settings.dump(self.engine), camel), pool.engine)
         key = f"pools.{name}.engine"
         try:
             settings.parse(EngineSettings, merged, source="spec", key=key, spell=camel)

@@ -1,9 +1,10 @@
-"""What the operator reports in `.status`; every list is short, every number of the moment."""
+"""What the operator reports in `.status`: short lists, and numbers as they are now."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Annotated, Literal
 
 from baton.config.ranges import Whole, between, sized
@@ -16,7 +17,7 @@ MESSAGE = 32768
 
 @dataclass(frozen=True)
 class Reported(Checked):
-    """What the operator alone writes, and whole: its schema has no defaults."""
+    """Base of what the operator alone writes, and always whole: its schema has no defaults."""
 
 
 @dataclass(frozen=True)
@@ -38,20 +39,32 @@ class Draining(Reported):
     worker: Annotated[str, sized(253)]
     pod: Annotated[str, sized(253)] = ""
     num_running: Whole = 0
-    """Requests that it still runs."""
+    """Requests that the worker still runs."""
     since: Annotated[str, sized(64)] = ""
     held_by: Annotated[str, sized(1024)] = ""
-    """What holds it up when it exceeds the pool's drainTimeout."""
+    """What holds up a drain that exceeds the pool's drainTimeout."""
+
+
+class State(StrEnum):
+    MAKING = "Making"
+    SERVING = "Serving"
+    GROWING = "Growing"
+    SHIFTING = "Shifting"
+    PAUSED = "Paused"
+    RETIRING = "Retiring"
+    STRANDED = "Stranded"
+    REVERTING = "Reverting"
+    REVERTED = "Reverted"
+    REPLACED = "Replaced"
+    DRAINING = "Draining"
+    ENDING = "Ending"
 
 
 @dataclass(frozen=True)
 class RolloutStatus(Reported):
     """How far the rollout of the spec's unit is."""
 
-    state: Literal[
-        "Making", "Serving", "Growing", "Shifting", "Paused", "Retiring", "Stranded", "Reverting",
-        "Reverted", "Replaced", "Draining", "Ending",
-    ]  # fmt: skip
+    state: State
     """Making: there is no unit yet. Serving: the unit is what the spec asks for. Growing: the
     coming unit gets workers. Shifting: it has its share of the requests and is watched. Retiring:
     it has all requests; the former unit runs its last streams, and stays until the coming one can
@@ -82,16 +95,17 @@ class WorkerPoolStatus(Reported):
     """Time from arrival to first token, as clients saw it: the 95th percentile of the pool's
     prompts of the last minute."""
     ttft_target_seconds: float | None = None
-    """`spec.planner.ttftTargetSeconds` of the ServingCluster, if the pool prefills."""
+    """The target for it: `spec.planner.ttftTargetSeconds` of the ServingCluster, if the pool
+    prefills."""
     itl_seconds: float | None = None
     """Time between two tokens of the pool's streams, as clients saw it: the 95th percentile of the
     last minute."""
     itl_target_seconds: float | None = None
-    """`spec.planner.itlTargetSeconds`, if the pool decodes."""
+    """The target for it: `spec.planner.itlTargetSeconds`, if the pool decodes."""
     last_error: Annotated[str, sized(MESSAGE)] = ""
-    """Why a replica last failed to start: its own message."""
+    """Why a replica last failed to start, in its own words."""
     desired_replicas: int | None = None
-    """The planner's size, whoever writes `spec.replicas`."""
+    """The size that the planner would choose, whoever writes `spec.replicas`."""
     desired_reason: Annotated[str, sized(4096)] = ""
     observed_generation: Whole = 0
     conditions: Annotated[tuple[Condition, ...], sized(16)] = ()

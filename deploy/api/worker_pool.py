@@ -33,7 +33,7 @@ class Parallelism(Checked):
     """How one replica is spread over GPUs."""
 
     tensor: Annotated[int, between(1, 64)] = 1
-    """Rank processes of a replica, all in one pod; on cuda each has a GPU of its own."""
+    """Rank processes of a replica, all in one pod. On cuda each has a GPU of its own."""
 
 
 @dataclass(frozen=True)
@@ -61,11 +61,11 @@ class PoolShape(PodSettings):
 
     # The enumeration alone does not bound the cost of the rule on 32 pools' roles (1.25).
     role: Annotated[Role, sized(7)]
-    """prefill, decode, or mixed: both. Cannot be changed."""
+    """What the workers do: prefill, decode, or both (mixed). Cannot be changed."""
     min_replicas: Replicas = 0
-    """The smallest size, for the planner and people; 0 lets the planner stop the pool."""
+    """Fewest workers that anyone may ask for. 0 lets the planner stop the pool."""
     max_replicas: Annotated[int, between(1, MAX_REPLICAS)] = 8
-    """The largest size, for everyone."""
+    """Most workers that anyone may ask for, the planner included."""
     parallelism: Parallelism = field(default_factory=Parallelism)
     engine: Annotated[Mapping[str, Any], PartialOf(EngineSettings)] = field(default_factory=dict)
     """Engine settings of this pool that differ from the cluster's."""
@@ -94,9 +94,7 @@ class PoolShape(PodSettings):
                 or pool.role_plan.prefill + pool.role_plan.decode <= pool.max_replicas
             ),
         ),
-        Rule(
-            "self.role == oldSelf.role", "role cannot be changed: make another pool", keeps="role"
-        ),
+        Rule("self.role == oldSelf.role", "role cannot be changed: make another pool"),
     )
 
 
@@ -127,11 +125,12 @@ class WorkerPoolSpec(PoolShape):
     """Workers of one role and shape in one ServingCluster."""
 
     cluster: Annotated[str, sized(63)]
-    """The ServingCluster, in the same namespace; set by the operator. Cannot be changed."""
+    """The name of the ServingCluster, which is in the same namespace. The operator sets it, and it
+    cannot be changed."""
     pool: Annotated[str, sized(34)]
-    """The pool's name in it; set by the operator. Cannot be changed."""
+    """The pool's name in the ServingCluster. The operator sets it, and it cannot be changed."""
     replicas: Replicas = 1
-    """Number of workers; `scaling.mode` names its writer."""
+    """Number of workers. `scaling.mode` says who writes it."""
 
     rules = (
         *PoolShape.rules,
@@ -145,6 +144,6 @@ class WorkerPoolSpec(PoolShape):
             "replicas must not be below minReplicas",
             lambda pool: pool.replicas >= pool.min_replicas,
         ),
-        Rule("self.cluster == oldSelf.cluster", "cluster cannot be changed", keeps="cluster"),
-        Rule("self.pool == oldSelf.pool", "pool cannot be changed", keeps="pool"),
+        Rule("self.cluster == oldSelf.cluster", "cluster cannot be changed"),
+        Rule("self.pool == oldSelf.pool", "pool cannot be changed"),
     )

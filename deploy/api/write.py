@@ -15,7 +15,7 @@ from baton.config.planner import PlannerTargets
 from baton.config.router import RouterConfig
 from baton.errors import ConfigError
 from deploy.api.checked import read_spec
-from deploy.api.naming import API_VERSION, camel, camel_keys
+from deploy.api.naming import API_VERSION, camel, respelt
 from deploy.api.serving_cluster import Advanced, ServingClusterSpec, without_operators
 from deploy.api.worker_pool import PoolTemplate
 
@@ -67,7 +67,7 @@ def _changed(config: ClusterConfig, sections: Mapping[str, Any]) -> dict[str, An
         names = [field.name for field in dataclasses.fields(usual)]
         theirs = dataclasses.replace(usual, **{name: getattr(ours, name) for name in names})
         theirs = without_operators(section, theirs)
-        made[section] = camel_keys(settings.dump(theirs, base=usual))
+        made[section] = respelt(settings.dump(theirs, base=usual), camel)
     return {section: changed for section, changed in made.items() if changed}
 
 
@@ -120,5 +120,5 @@ def _pool(pool: PoolConfig) -> dict[str, Any]:
     if pool.drain_timeout_s is not None:
         made["drainTimeout"] = f"{pool.drain_timeout_s:g}s"
     if pool.engine:
-        made["engine"] = camel_keys(pool.engine)
+        made["engine"] = respelt(pool.engine, camel)
     return made

@@ -56,7 +56,7 @@ def _arguments() -> argparse.Namespace:
 
 
 class _HealthServer(ThreadingHTTPServer):
-    """At IPv6 addresses, too, where the machine has them: kubelet asks at the pod's."""
+    """Listens at IPv6 addresses, too, where the machine has them: kubelet asks at the pod's."""
 
     address_family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
 
@@ -67,7 +67,7 @@ class _HealthServer(ThreadingHTTPServer):
 
 
 def serve_health(controller: Controller, port: int) -> ThreadingHTTPServer:
-    """/healthz while the process lives, /readyz once its caches are complete, /metrics."""
+    """Serve /healthz while the process lives, /readyz once its caches are complete, /metrics."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:

@@ -1,16 +1,14 @@
 """The operator's process: caches always, reconcilers while it leads.
 
-1. Caches follow the API server from the start, so that a successor knows everything at once.
-2. The operator that holds the Lease works on the queue. It begins with every key, also those of
-   ServingClusters that are gone and have WorkerPools left.
+1. Caches follow the API server from the start, so that a successor knows everything at once. The
+   queue has every key, also those of ServingClusters that are gone and have WorkerPools left.
+2. The operator that holds the Lease works on the keys. Another one puts each back for a moment.
 3. One that loses the Lease begins nothing any more. Each write asks first whether it still leads.
    Events are still written: what they say has happened.
 """
 
 from __future__ import annotations
 
-import logging
-import threading
 from dataclasses import dataclass
 
 from deploy.controller.kit.election import Elector
@@ -26,9 +24,8 @@ from deploy.controller.reconcile.caches import Caches
 from deploy.controller.reconcile.cluster_reconciler import ClusterReconciler
 from deploy.controller.reconcile.fleet_watch import FleetWatch
 
-log = logging.getLogger(__name__)
-
-_STOP_S = 20.0
+_STOP_S = 10.0
+_STAND_BY_S = 1.0
 _EVENTS_S = 5.0
 _NUM_WORKERS = 4
 """ServingClusters that are reconciled at once."""
@@ -38,23 +35,23 @@ _NUM_WORKERS = 4
 class ControllerSettings:
     lease: Key
     identity: str
-    """Of this process, among those that may lead."""
+    """The name of this process among those that may lead."""
     release: Release
     namespace: str | None = None
-    """What it looks after; None: every namespace."""
+    """The namespace that it looks after. None: every one."""
 
 
 class Controller:
-    """Own the caches, the elector and, while it leads, the queue and its workers."""
+    """Own the caches, the elector, the queue and its workers."""
 
     def __init__(self, kube: Kube, settings: ControllerSettings) -> None:
-        self._settings = settings
         self._elector = Elector(kube, settings.lease, settings.identity)
         self._caches = Caches(kube, settings.namespace, InformerSettings())
-        self._caches.add_handler(self._enqueue)
-        self._fleets = FleetWatch(self._enqueue)
+        self._queue = WorkQueue[Key]()
+        self._caches.add_handler(self._queue.add)
+        self._fleets = FleetWatch(self._queue.add)
         self._recorder = EventRecorder(kube, kube.field_manager)
-        self._reconciler = ClusterReconciler(
+        reconciler = ClusterReconciler(
             kube.guarded(self._elector.is_leading),
             self._caches,
             self._fleets,
@@ -63,61 +60,36 @@ class Controller:
         )
         clusters, pools = self._caches.clusters.snapshot, self._caches.pools.snapshot
         resources = {"ServingCluster": clusters, "WorkerPool": pools}
-        self.metrics = OperatorMetrics(self._elector.is_leading, self._num_waiting, resources)
-        self._lock = threading.Lock()
-        self._queue: WorkQueue[Key] | None = None
-        self._workers: Workers[Key] | None = None
+        self.metrics = OperatorMetrics(self._elector.is_leading, self._queue.__len__, resources)
+        self._counted = self.metrics.counted(reconciler.reconcile)
+        self._workers = Workers(
+            self._queue, self._reconcile, _NUM_WORKERS, "cluster", reconciler.report_fault
+        )
 
     def start(self) -> None:
         self._caches.start()
         self._recorder.start()
-        self._elector.start(self._begin, self._end)
+        self._elector.start()
+        self._workers.start()
 
     def stop(self) -> bool:
-        """Give the Lease back when nothing is under way any more; False where something is."""
-        ended = self._elector.stop()
+        """Give the Lease back when nothing is under way any more; False where something is, and the
+        Lease runs out then."""
+        ended = self._workers.stop(_STOP_S) and self._elector.stop()
         self._fleets.stop()
         ended &= self._recorder.stop(_EVENTS_S)
         return self._caches.stop() and ended
 
     def is_ready(self) -> bool:
-        """Whether it could lead: its caches are complete."""
+        """Tell whether it could lead: its caches are complete."""
         return self._caches.wait_synced(0)
 
-    def _num_waiting(self) -> int:
-        with self._lock:
-            return 0 if self._queue is None else len(self._queue)
-
-    def _enqueue(self, cluster: Key) -> None:
-        with self._lock:
-            if self._queue is not None:
-                self._queue.add(cluster)
-
-    def _begin(self) -> None:
-        log.info("%s leads", self._settings.identity)
-        queue: WorkQueue[Key] = WorkQueue()
-        workers = Workers(
-            queue,
-            self.metrics.counted(self._reconcile),
-            _NUM_WORKERS,
-            "cluster",
-            self._reconciler.report_fault,
-        )
-        with self._lock:
-            self._queue, self._workers = queue, workers
-        for key in self._caches.known_clusters:
-            queue.add(key)
-        workers.start()
-
-    def _end(self) -> None:
-        with self._lock:
-            workers, self._queue, self._workers = self._workers, None, None
-        if workers is not None and not workers.stop(_STOP_S):
-            log.warning("%s: a reconcile has not ended", self._settings.identity)
-        self._fleets.stop()
-
     def _reconcile(self, cluster: Key) -> float | None:
-        """Not before the caches are complete: what is missing there would be made anew."""
+        """Reconcile while this operator leads, and not before the caches are complete: what is
+        missing there would be made anew."""
+        if not self._elector.is_leading():
+            self._fleets.follow(cluster, None, ())
+            return _STAND_BY_S
         if not self._caches.wait_synced(_STOP_S):
             raise UnreachableError("the caches are not complete yet")
-        return self._reconciler.reconcile(cluster)
+        return self._counted(cluster)

@@ -52,7 +52,7 @@ class OperatorMetrics(Collector):
         )
 
     def counted(self, reconcile: Reconcile) -> Reconcile:
-        """The same, which is counted and timed; it raises what it raised."""
+        """Return a reconcile that is counted and timed; it raises what it raised."""
 
         def counted(key: Key) -> float | None:
             began_at, end = time.monotonic(), "failed"
@@ -72,7 +72,7 @@ class OperatorMetrics(Collector):
     def collect(self) -> Iterator[Metric]:
         is_leading = self._is_leading()
         yield _gauge("operator_is_leading", "1 for the operator that acts", is_leading)
-        waiting = self._num_waiting()
+        waiting = self._num_waiting() if is_leading else 0
         yield _gauge("operator_queue_depth", "ServingClusters that wait to be reconciled", waiting)
         conditions = GaugeMetricFamily(
             "baton_resource_condition",
@@ -110,7 +110,7 @@ def _add(
 def _add_figures(
     sizes: GaugeMetricFamily, shares: GaugeMetricFamily, key: Key, obj: Object
 ) -> None:
-    """Of a WorkerPool, and of a ServingCluster. None is wanted of a pool that is being deleted."""
+    """Add the figures of a WorkerPool or ServingCluster. A deleted pool wants no worker."""
     spec, status = obj.get("spec", {}), obj.get("status", {})
     if "pool" in spec and "readyReplicas" in status:
         name = (key.namespace, spec["cluster"], spec["pool"], spec["role"])

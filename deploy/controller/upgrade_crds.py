@@ -19,8 +19,9 @@ _FIELD_MANAGER = "baton-crds"
 
 
 def upgrade_crds(kube: Kube) -> None:
-    """A merge, not an apply: before 1.25 an API server knows no CEL, drops rules from a merge, but
-    refuses to apply them. Raises KubeError, NotFoundError where one is not installed."""
+    """Merge the CRDs into the installed ones: before 1.25 an API server knows no CEL, drops rules
+    from a merge, but refuses to apply them. Raises KubeError, NotFoundError where one is
+    missing."""
     for kind in KINDS:
         kube.merge_patch(CRDS, Key("", kind.crd_name), {"spec": kind.crd()["spec"]})
         print(f"{kind.crd_name}: as of this release", flush=True)

@@ -148,7 +148,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def in_a_pod(*arguments: str, **environment: str) -> subprocess.Popen[str]:
     """What a worker pod's init container runs."""
     return subprocess.Popen(
-        [sys.executable, "-m", "baton.model_folder", *arguments],
+        [sys.executable, "-m", "baton.fetch", *arguments],
         cwd=ROOT,
         env=os.environ | environment,
         stdout=subprocess.PIPE,

@@ -70,11 +70,6 @@ def test_up_names_any_port_that_is_taken_before_it_starts_anything(
             "control.port and router.port",
         ),
         (
-            "control: {host: '::1', port: PORT}\n"
-            "router: {host: '[::1]', port: PORT, http: {port: 0}}",
-            "control.port and router.port",
-        ),
-        (
             "control: {host: localhost, port: 0}\nrouter: {port: PORT, http: {port: 0}}\n"
             "worker: {metrics_port: PORT}",
             "router.port and worker.metrics_port",
@@ -91,16 +86,6 @@ def test_up_names_which_two_settings_name_one_port_before_it_starts_anything(
     assert main(["up", "-f", str(file)]) == 2
     shown = " ".join(capsys.readouterr().err.split())
     assert f"{keys} are both {port}: choose another" in shown
-
-
-def test_up_lets_two_hosts_have_the_same_port(tmp_path: Path, capsys: Capture) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    (file := tmp_path / "cluster.yaml").write_text(
-        f"router: {{port: {port}}}\ncontrol: {{host: 127.0.0.2, port: {port}}}\nmodel: /nowhere\n"
-    )
-    assert main(["up", "-f", str(file)]) == 2
-    assert f"are both {port}" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["port", "metrics_port"])

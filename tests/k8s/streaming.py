@@ -27,7 +27,7 @@ from baton.config.cluster import parse_config
 from baton.control.client import ControlClient
 from baton.errors import BatonError
 from baton.link.frames import LinkError
-from deploy.api.naming import snake_keys
+from deploy.api.naming import respelt, snake
 from deploy.controller.manifests.common import POOL_LABEL
 from engine.request import RequestId, RequestSpec, SamplingParams
 from tests.cluster.whole_cluster import books_of, engine_tokens, holds_nothing, live_workers
@@ -200,7 +200,7 @@ def said_alone(
     """To each prompt, by one engine in this process. What a fake engine says does not depend on its
     speed and its blocks."""
     pools = {"mixed": {"role": "mixed"}}
-    config = parse_config({"model": str(model), "engine": snake_keys(engine), "pools": pools})
+    config = parse_config({"model": str(model), "engine": respelt(engine, snake), "pools": pools})
     sampling = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=num_tokens)
     specs = [
         RequestSpec(RequestId(str(number)), np.array(prompt, np.uint32), len(prompt), sampling)

@@ -12,7 +12,6 @@ import pytest
 import yaml
 from kubernetes.config import incluster_config
 
-from deploy.controller.kit import kube as kube_module
 from deploy.controller.kit.connection import Connection
 from deploy.controller.kit.errors import (
     AlreadyExistsError,
@@ -115,10 +114,7 @@ def test_a_deletion_of_another_object_of_that_name_is_refused(kube: Kube, namesp
     kube.get(CONFIG_MAPS, key)
 
 
-def test_a_selection_is_listed_in_pages(
-    kube: Kube, namespace: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(kube_module, "_PAGE_SIZE", 2)
+def test_a_selection_is_listed(kube: Kube, namespace: str) -> None:
     for name in "abcde":
         obj = config_map(Key(namespace, name))
         obj["metadata"]["labels"] = {"vowel": "yes" if name in "ae" else "no"}

@@ -13,13 +13,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from baton.grammar_chains import MAX_CHAIN
+from baton.grammar_chains import MAX_RULES
 from engine.errors import InvalidRequestError as RefusedByEngine
 from engine.sampling.constraints import GrammarCompiler
 from router.text.grammar import GrammarError, of_lark, of_regex, of_schema
 
 ROOT = Path(__file__).resolve().parents[2]
-TAKEN = ["taken", "taken"]
+MANY = "rules or definitions"
 Ask = Callable[[str, str], list[str]]
 
 
@@ -70,24 +70,24 @@ def ask() -> Iterator[Ask]:
 
 @pytest.mark.parametrize("link", RULES + HIDING)
 def test_a_chain_of_rules_is_taken_up_to_the_bound(ask: Ask, link: str) -> None:
-    why = "chain" if link in RULES else "refused: "
-    for count in (MAX_CHAIN + 1, 7000):
+    why = MANY if link in RULES else "refused: "
+    for count in (MAX_RULES + 1, 7000):
         long = rules([link], count) + '\nb: "b"\n_0x1f: "c"'
         terminals = long.upper().replace("START", "start")
         for text in (long, rules([link], count, '"a" r0 | "c"'), *[terminals] * (link in RULES)):
             assert all(why in each for each in ask("lark", text))
     if link in RULES:
-        most = MAX_CHAIN // (2 if "[[" in link else 1) - 1
-        assert ask("lark", rules([link], most)) == TAKEN
+        most = MAX_RULES // (2 if "[[" in link else 1) - 2
+        assert MANY not in str(ask("lark", rules([link], most)))
     inner = link.format("%json " + schema(LINKS[1:2], 1500))
     assert "taken" not in ask("lark", f"start: {inner}")
 
 
 @pytest.mark.parametrize("link", LINKS)
 def test_a_chain_of_definitions_is_taken_up_to_the_bound(ask: Ask, link: str) -> None:
-    assert ask("schema", schema([link], MAX_CHAIN - 1)) == TAKEN
+    assert MANY not in str(ask("schema", schema([link], MAX_RULES - 1)))
     for last in ("true", '{"$ref": "#/$defs/d0"}'):
-        assert all("chain" in each for each in ask("schema", schema([link], 3000, last)))
+        assert all(MANY in each for each in ask("schema", schema([link], 3000, last)))
 
 
 def test_only_references_whose_chain_is_known_are_taken(ask: Ask) -> None:
@@ -109,7 +109,7 @@ def test_only_references_whose_chain_is_known_are_taken(ask: Ask) -> None:
 
 # --- anything -------------------------------------------------------------------------------------
 
-_COUNTS = st.one_of(st.integers(1, 12), st.integers(350, 420), st.sampled_from([1000, 3000, 9000]))
+_COUNTS = st.one_of(st.integers(1, 12), st.integers(950, 1020), st.sampled_from([1000, 3000, 9000]))
 _ENDS = st.sampled_from(['"a"', '"a" r0', "r1 | /b/", "x", "", "%json {}", "@g", "( r0"])
 _TOKENS = [*'":|()[]{}~&/<>@%_.*+?\\\n', "R", "start", "r0", "%json", "%lark", "{}", '"$ref"']
 _TEXTS = st.lists(st.sampled_from(_TOKENS)).map("".join)

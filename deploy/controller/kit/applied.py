@@ -45,7 +45,7 @@ class Applied:
         self._last: dict[Key, dict[tuple[Resource, Key], _Last]] = {}
 
     def apply(self, cluster: Key, resource: Resource, obj: Object) -> Object:
-        """Returns the object as it is then, as far as is known; raises KubeError."""
+        """Apply an object, and return it as it is then, as far as is known. Raises KubeError."""
         wanted = hashlib.sha256(json.dumps(obj, sort_keys=True).encode()).hexdigest()
         known = self._known(cluster, resource, key_of(obj))
         if known is not None and known.wanted == wanted:
@@ -90,7 +90,7 @@ class Applied:
         self._last.setdefault(cluster, {})[resource, key] = last
 
     def _untouched(self, resource: Resource, known: _Last) -> Object | None:
-        """The object as it is now; None where it has changed since, or that is not known."""
+        """Return the object as it is now; None where it has changed since, or nobody knows."""
         assert known.answer is not None
         informer = self._followed.get(resource)
         if informer is None:
@@ -105,7 +105,7 @@ class Applied:
 
 
 def _of_writers(obj: Object) -> Object:
-    """Without what changes by itself: status, versions, field managers."""
+    """Return an object without what changes by itself: status, versions, field managers."""
     changing = ("resourceVersion", "managedFields")
     metadata = {name: value for name, value in obj["metadata"].items() if name not in changing}
     return {name: value for name, value in obj.items() if name != "status"} | {"metadata": metadata}

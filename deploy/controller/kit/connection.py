@@ -38,7 +38,8 @@ _LONGEST_QUOTE = 300
 
 @dataclass(frozen=True)
 class Timeouts:
-    """Of one call: to connect, and between two pieces of the answer, the first one included."""
+    """How long a call may take to connect, and to the next piece of its answer, the first
+    included."""
 
     connect_s: float = 5.0
     read_s: float = 10.0
@@ -71,18 +72,18 @@ class Connection:
 
     @classmethod
     def from_kubeconfig(cls, path: Path | None = None) -> Connection:
-        """None: where kubectl looks ($KUBECONFIG, ~/.kube/config). Raises NotConfiguredError."""
+        """Connect by a kubeconfig; None: by kubectl's own. Raises NotConfiguredError."""
         file = None if path is None else str(path)
         load = partial(kubernetes_config.load_kube_config, file, persist_config=False)
         return cls(_loaded(f"kubeconfig {path or ''}", load))
 
     @classmethod
     def in_cluster(cls) -> Connection:
-        """By the service account of the pod that we are in. Raises NotConfiguredError."""
+        """Connect by the service account of the pod that we are in. Raises NotConfiguredError."""
         return cls(_loaded("service account", kubernetes_config.load_incluster_config))
 
     def answer(self, call: Call, timeouts: Timeouts) -> dict[str, Any]:
-        """The JSON object that the server answers with; StatusError and UnreachableError."""
+        """Return the JSON object of a call's answer. Raises StatusError and UnreachableError."""
         body = self._send(call, timeouts, streamed=False).data
         answer = _object_in(body)
         if answer is None:
@@ -90,7 +91,7 @@ class Connection:
         return answer
 
     def stream(self, call: Call, timeouts: Timeouts) -> urllib3.BaseHTTPResponse:
-        """An answer whose body the caller reads as it comes, and closes."""
+        """Return a call's answer, whose body the caller reads as it comes, and closes."""
         return self._send(call, timeouts, streamed=True)
 
     def _send(self, call: Call, timeouts: Timeouts, *, streamed: bool) -> urllib3.BaseHTTPResponse:
@@ -115,7 +116,7 @@ class Connection:
         return response
 
     def unreachable(self, call: Call, error: HTTPError) -> UnreachableError:
-        """What a broken call is reported as."""
+        """Make the error of a call that broke."""
         if isinstance(error, ConnectTimeoutError | ReadTimeoutError):
             # The pool's idle connections may be silent, too. Calls under way end on the old pool,
             # which closes its connections once nobody uses it.
@@ -158,7 +159,8 @@ def _object_in(body: bytes) -> dict[str, Any] | None:
 
 
 def _status_of(response: urllib3.BaseHTTPResponse, body: bytes) -> dict[str, Any]:
-    """A Status, made up where what answers is a proxy, or a server too busy to write one."""
+    """Return an answer's Status, made up where a proxy answers, or a server too busy to write
+    one."""
     status = _object_in(body)
     if status is None or status.get("kind") != "Status":
         status = {"message": body[:_LONGEST_QUOTE].decode(errors="replace").strip()}
@@ -170,8 +172,8 @@ def _status_of(response: urllib3.BaseHTTPResponse, body: bytes) -> dict[str, Any
 
 
 def command_connection(kubeconfig: Path | None) -> Connection:
-    """None: by the account of the pod that we are in. Without either the process ends with a
-    hint."""
+    """Connect by a kubeconfig, or by the account of the pod that we are in. Without either the
+    process ends with a hint."""
     try:
         return Connection.from_kubeconfig(kubeconfig) if kubeconfig else Connection.in_cluster()
     except NotConfiguredError as error:

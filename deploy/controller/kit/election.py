@@ -1,12 +1,11 @@
 """Of several operators one acts: whoever holds the Lease.
 
 1. Each candidate attempts to take the lease every `retry_s`; the holder renews it as often.
-2. `on_gained` once it is held. From then `is_leading` says whether to act: at each key, at each
-   write (`Kube.guarded(elector.is_leading)`) and at each order to a supervisor, since a process may
-   stand still between any two.
-3. A holder that could not renew within `renew_deadline_s`, or finds another holder,
-   has lost: `is_leading` is false from that moment, `on_lost` follows. It is a candidate again.
-4. `stop` ends leading, waits for `on_lost`, then gives the lease back: the next one takes it at its
+2. `is_leading` says whether to act: at each key, at each write (`Kube.guarded(elector.is_leading)`)
+   and at each order to a supervisor, since a process may stand still between any two.
+3. A holder that could not renew within `renew_deadline_s`, or finds another holder, has lost:
+   `is_leading` is false from that moment. It is a candidate again.
+4. `stop` gives the lease back, once its owner has ended what acts: the next one takes it at its
    next attempt.
 
 No clock is ever compared with another machine's. A candidate notes, by its own clock, when it last
@@ -40,11 +39,9 @@ log = logging.getLogger(__name__)
 LEASES = Resource("coordination.k8s.io", "v1", "leases")
 Clock = Callable[[], float]
 
-_SHORTEST_TIMEOUT_S = 0.05
-
 
 def uptime_s() -> float:
-    """Goes on while the machine sleeps, unlike `time.monotonic`."""
+    """Read a clock that goes on while the machine sleeps, unlike `time.monotonic`."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
@@ -88,28 +85,21 @@ class Candidate:
         clock: Clock = uptime_s,
     ) -> None:
         """`kube`: not one that writes for leaders only; `identity`: no other process has it."""
-        self._kube, self._lease, self._identity = kube, lease, identity
-        self._settings = settings
+        longest_s = settings.renew_deadline_s / 4  # two tries before leading ends
+        self._kube = kube.within(Timeouts(connect_s=longest_s, read_s=longest_s))
+        self._lease, self._identity, self._settings = lease, identity, settings
         self._clock = clock
         self._seen: _Seen | None = None
         self._held_version: str | None = None
         """The lease as we wrote it; None: not ours, or somebody else has changed it."""
         self._leads_until = float("-inf")
 
-    @property
-    def holder(self) -> str | None:
-        """Who held the lease when it was seen last; None: nobody, or never seen."""
-        return (self._seen.holder or None) if self._seen is not None else None
-
     def is_leading(self) -> bool:
         return self._clock() < self._leads_until
 
-    def leads_for_s(self) -> float:
-        return max(0.0, self._leads_until - self._clock())
-
     def attempt(self) -> None:
         """Renew the lease, or take it where it may be taken. Raises KubeError where the server
-        cannot be asked, which takes no longer than leading lasts."""
+        cannot be asked."""
         asked_at = self._clock()
         try:
             lease = self._renewed() or self._taken()
@@ -120,14 +110,10 @@ class Candidate:
             self._held_version = resource_version_of(lease)
             self._leads_until = asked_at + self._settings.renew_deadline_s
 
-    def resign(self) -> None:
-        """Stop leading; others still leave the lease alone."""
-        self._leads_until = float("-inf")
-
     def release(self) -> None:
         """Stop leading, then let others take the lease at once, where it is ours. Raises KubeError
         where the server cannot be reached: the lease runs out then."""
-        self.resign()
+        self._leads_until = float("-inf")
         version, self._held_version = self._held_version, None
         if version is None:
             return
@@ -137,7 +123,7 @@ class Candidate:
             log.info("lease %s: not ours any more, nothing to release", self._lease)
 
     def _renewed(self) -> Object | None:
-        """The lease as it is then; None where it is not as we left it: to be looked at."""
+        """Renew the lease and return it; None where it is not as we left it: to be looked at."""
         if self._held_version is None:
             return None
         try:
@@ -147,8 +133,8 @@ class Candidate:
             return None
 
     def _taken(self) -> Object | None:
-        """The lease, ours; None where another one holds it, or was faster."""
-        lease = self._client().get(LEASES, self._lease)
+        """Take the lease and return it; None where another one holds it, or was faster."""
+        lease = self._kube.get(LEASES, self._lease)
         self._see(lease)
         assert self._seen is not None
         if self._seen.holder != self._identity:
@@ -161,7 +147,7 @@ class Candidate:
             return None
 
     def _created(self) -> Object | None:
-        """A new lease, ours; None where another one was faster."""
+        """Make the lease, ours, and return it; None where another one was faster."""
         lease = {
             "apiVersion": LEASES.api_version,
             "kind": "Lease",
@@ -169,44 +155,29 @@ class Candidate:
             "spec": self._claim(),
         }
         try:
-            return self._client().create(LEASES, lease)
+            return self._kube.create(LEASES, lease)
         except ConflictError:
             self._leads_until = float("-inf")
             return None
 
     def _see(self, lease: Object) -> None:
-        """Called after the answer has come: to see a change late is to wait longer."""
+        """Note what the lease says, after the answer has come: to see a change late is to wait
+        longer."""
         spec = lease.get("spec") or {}
         if self._seen is None or self._seen.spec != spec:
             self._seen = _Seen(spec, self._clock())
 
     def _claim(self) -> dict[str, Any]:
         now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")  # for people; nobody compares it
-        claim = {
+        return {
             "holderIdentity": self._identity,
             "leaseDurationSeconds": self._settings.lease_duration_s,
             "renewTime": now,
         }
-        if self.holder != self._identity:
-            claim |= {"acquireTime": now, "leaseTransitions": self._num_transitions()}
-        return claim
-
-    def _num_transitions(self) -> int:
-        """Counts our own claim; the first holder's is none."""
-        if self._seen is None:
-            return 0
-        return int(self._seen.spec.get("leaseTransitions") or 0) + 1
 
     def _write(self, spec: Mapping[str, Any], version: str) -> Object:
         patch = {"metadata": {"resourceVersion": version}, "spec": spec}
-        return self._client().merge_patch(LEASES, self._lease, patch)
-
-    def _client(self) -> Kube:
-        """Patient enough for two tries before leading ends, and never beyond its end."""
-        most_s = self._settings.renew_deadline_s / 4
-        if self.is_leading():
-            most_s = min(most_s, max(self.leads_for_s() / 2, _SHORTEST_TIMEOUT_S))
-        return self._kube.within(Timeouts(connect_s=most_s, read_s=most_s))
+        return self._kube.merge_patch(LEASES, self._lease, patch)
 
 
 _USUAL = ElectionSettings()
@@ -225,31 +196,24 @@ class Elector:
         self._candidate = Candidate(kube, lease, identity, settings)
         self._identity = identity
         self._settings = settings
-        self._rng = random.Random()
-        self._on_gained: Callable[[], None] = lambda: None
-        self._on_lost: Callable[[], None] = lambda: None
-        self._is_acting = False
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"elector-{identity}", daemon=True)
 
-    def start(self, on_gained: Callable[[], None], on_lost: Callable[[], None]) -> None:
-        """Both are called on the elector's thread, in turns, and must not block: while they do,
-        nothing is renewed. `on_lost` comes after a `stop`, too."""
-        self._on_gained, self._on_lost = on_gained, on_lost
+    def start(self) -> None:
         self._thread.start()
 
     def is_leading(self) -> bool:
         return self._candidate.is_leading()
 
     def stop(self) -> bool:
-        """First end what acts: the next leader starts as soon as the lease is given back. False
-        where something did not end, or the server did not answer, in time; the lease runs out
-        then."""
+        """Give the lease back. The owner has ended what acts: the next leader starts at once. False
+        where the server did not answer in time; the lease runs out then."""
         self._stopping.set()
         self._thread.join(self._settings.renew_deadline_s)
         return not self._thread.is_alive()
 
     def _run(self) -> None:
+        led = False
         while not self._stopping.is_set():
             try:
                 self._candidate.attempt()
@@ -257,34 +221,10 @@ class Elector:
                 log.warning("lease: %s", error)
             except Exception:
                 log.exception("lease: an attempt failed")
-            self._act()
-            self._wait()
-        self._release()
-
-    def _act(self) -> None:
-        is_leading = self._candidate.is_leading()
-        if is_leading == self._is_acting:
-            return
-        self._is_acting = is_leading
-        log.info("%s %s the lease", self._identity, "holds" if is_leading else "has lost")
-        if is_leading:
-            self._on_gained()
-        else:
-            self._on_lost()
-
-    def _wait(self) -> None:
-        """Until the next attempt; where leading ends before it, act on that at once."""
-        retry_s = self._settings.retry_s * self._rng.uniform(1.0, 1.2)
-        if not self._is_acting:
-            self._stopping.wait(retry_s)
-            return
-        leads_for_s = self._candidate.leads_for_s()
-        self._stopping.wait(min(retry_s, leads_for_s))
-        self._act()
-
-    def _release(self) -> None:
-        self._candidate.resign()
-        self._act()
+            if (leads := self.is_leading()) != led:
+                log.info("%s %s the lease", self._identity, "holds" if leads else "has lost")
+                led = leads
+            self._stopping.wait(self._settings.retry_s * random.uniform(1.0, 1.2))
         try:
             self._candidate.release()
         except KubeError as error:

@@ -6,9 +6,8 @@ KubeError
 ├── WriteRefusedError        refused here, before anything was sent: this process may not write now
 └── StatusError              the API server's own answer, and its message
     ├── NotFoundError        404
-    ├── ConflictError        409: stale resourceVersion, precondition, another manager's field
-    │   └── AlreadyExistsError
-    └── GoneError            410: the resourceVersion or the continue token is too old
+    └── ConflictError        409: stale resourceVersion, precondition, another manager's field
+        └── AlreadyExistsError
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from typing import Any
 
 
 class KubeError(Exception):
-    """Base of all; itself: the objects that exist do not allow it."""
+    """Base of all errors. Raised itself where the objects that exist do not allow a change."""
 
 
 class NotConfiguredError(KubeError):
@@ -34,8 +33,8 @@ class WriteRefusedError(KubeError):
 
 
 class StatusError(KubeError):
-    """`code`: the HTTP status; `reason`: the server's name for it, such as `Conflict`;
-    `retry_after_s`: how long the server wants to be left alone, None where it did not say."""
+    """The API server's answer. `code`: the HTTP status; `reason`: the server's name for it, such as
+    `Conflict`; `retry_after_s`: how long it wants to be left alone, None where it did not say."""
 
     def __init__(self, status: Mapping[str, Any], doing: str) -> None:
         """`status`: the fields of a `meta/v1 Status`, as far as they are there."""
@@ -59,15 +58,11 @@ class AlreadyExistsError(ConflictError):
     pass
 
 
-class GoneError(StatusError):
-    pass
-
-
-_BY_CODE: Mapping[int, type[StatusError]] = {404: NotFoundError, 409: ConflictError, 410: GoneError}
+_BY_CODE: Mapping[int, type[StatusError]] = {404: NotFoundError, 409: ConflictError}
 
 
 def status_error(status: Mapping[str, Any], doing: str) -> StatusError:
-    """The error that a Status stands for; `doing` says what was asked for."""
+    """Make the error that a Status stands for; `doing` says what was asked for."""
     if status.get("reason") == "AlreadyExists":
         return AlreadyExistsError(status, doing)
     return _BY_CODE.get(int(status.get("code") or 0), StatusError)(status, doing)

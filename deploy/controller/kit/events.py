@@ -15,11 +15,13 @@ dropped.
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import queue
 import secrets
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from datetime import UTC, datetime
 from enum import StrEnum
 from typing import Any
@@ -37,7 +39,7 @@ _MOST_WAITING = 1000
 _MOST_SERIES = 4096
 _LONGEST_MESSAGE = 1024
 _LONGEST_NAME = 230
-"""Of the 253 characters that a name may have, with room for what makes it unique."""
+"""Most of the 253 characters of a name, with room for what makes it unique."""
 _BURST = 10
 _REFILL_S = 60.0
 """One write more, per object and reason."""
@@ -60,8 +62,8 @@ class EventSeries:
         """Writes that an object's reason has left."""
 
     def note(self, event: Event, now: float) -> Event | None:
-        """Count it; the Event to write now, None where nothing is to be written. `now`: seconds of
-        any clock that never goes back."""
+        """Count an occurrence. Returns the Event to write now, or None. `now`: seconds of any clock
+        that never goes back."""
         uid, reason = event["involvedObject"]["uid"], event["reason"]
         key = (uid, event["type"], reason, event["message"])
         if (known := self._events.pop(key, None)) is not None:
@@ -84,7 +86,8 @@ def _put(newest: OrderedDict[Any, Any], key: object, value: object) -> None:
 def event_of(
     about: Object, type_: EventType, reason: str, message: str, component: str, at: datetime
 ) -> Event:
-    """A core/v1 Event of its first occurrence. That of a cluster-scoped object is in `default`."""
+    """Make the core/v1 Event of a first occurrence. That of a cluster-scoped object is in
+    `default`."""
     named = {name: about["metadata"].get(name, "") for name in ("namespace", "name", "uid")}
     stamp = at.strftime("%Y-%m-%dT%H:%M:%SZ")
     return {
@@ -113,10 +116,7 @@ class EventRecorder:
         self._kube = kube
         self._component = component
         self._series = EventSeries()
-        self._waiting: deque[Event] = deque()
-        self._changed = threading.Condition()
-        self._num_dropped = 0
-        self._is_closed = False
+        self._waiting = queue.Queue[Event | None](_MOST_WAITING)
         self._thread = threading.Thread(target=self._run, name="events", daemon=True)
 
     def start(self) -> None:
@@ -124,25 +124,22 @@ class EventRecorder:
 
     def stop(self, timeout_s: float) -> bool:
         """Write what waits, as far as time allows. Returns whether all was written."""
-        with self._changed:
-            self._is_closed = True
-            self._changed.notify()
+        with contextlib.suppress(queue.Full):
+            self._waiting.put(None, timeout=timeout_s)
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
     def record(self, about: Object, type_: EventType, reason: str, message: str) -> None:
-        """`about`: an object of the API; `reason`: a name in CamelCase, for programs; `message`:
-        a sentence for people."""
+        """Have an Event written. `about`: an object of the API; `reason`: a name in CamelCase, for
+        programs; `message`: a sentence for people."""
         event = event_of(about, type_, reason, message, self._component, datetime.now(UTC))
-        with self._changed:
-            if self._is_closed or len(self._waiting) >= _MOST_WAITING:
-                self._num_dropped += 1
-                return
-            self._waiting.append(event)
-            self._changed.notify()
+        try:
+            self._waiting.put_nowait(event)
+        except queue.Full:
+            log.warning("event dropped, too many at once: %s: %s", reason, message)
 
     def _run(self) -> None:
-        while (event := self._take()) is not None:
+        while (event := self._waiting.get()) is not None:
             about = event["involvedObject"]
             said = f"{about['kind']} {about['name']}: {event['reason']}: {event['message']}"
             try:
@@ -152,15 +149,6 @@ class EventRecorder:
                 log.warning("event not written: %s: %s", said, error)
             except Exception:
                 log.exception("event not written: %s", said)
-
-    def _take(self) -> Event | None:
-        with self._changed:
-            while not self._waiting and not self._is_closed:
-                self._changed.wait()
-            if self._num_dropped:
-                log.warning("%d events dropped: too many at once", self._num_dropped)
-                self._num_dropped = 0
-            return self._waiting.popleft() if self._waiting else None
 
     def _write(self, event: Event) -> None:
         if event["count"] > 1:

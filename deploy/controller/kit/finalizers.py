@@ -13,22 +13,23 @@ FINALIZER = f"{GROUP}/drain"
 
 
 def keep_finalizer(kube: Kube, resource: Resource, obj: Object) -> None:
+    """Put our finalizer on an object that is not being deleted."""
     metadata = obj["metadata"]
     if "deletionTimestamp" not in metadata and FINALIZER not in metadata.get("finalizers", ()):
         _patch(kube, resource, obj, [*metadata.get("finalizers", ()), FINALIZER])
 
 
-def drop_finalizer(kube: Kube, resource: Resource, obj: Object, finalizer: str = FINALIZER) -> None:
-    """Unless the object has changed meanwhile: then the next look tries again."""
+def drop_finalizer(kube: Kube, resource: Resource, obj: Object) -> None:
+    """Take our finalizer off an object. One that has changed meanwhile is left to the next look."""
     finalizers = obj["metadata"].get("finalizers", ())
-    if finalizer in finalizers:
-        left = [name for name in finalizers if name != finalizer]
+    if FINALIZER in finalizers:
+        left = [name for name in finalizers if name != FINALIZER]
         with contextlib.suppress(NotFoundError, ConflictError):
             _patch(kube, resource, obj, left)
 
 
 def _patch(kube: Kube, resource: Resource, obj: Object, finalizers: list[str]) -> None:
-    """Only if the version is still this: others have finalizers here, too."""
+    """Write the finalizers if the object is still of this version: others have some, too."""
     version = obj["metadata"]["resourceVersion"]
     patch = {"metadata": {"finalizers": finalizers, "resourceVersion": version}}
     kube.merge_patch(resource, key_of(obj), patch)

@@ -1,7 +1,6 @@
 """A kind's objects, followed: list, then watch, for as long as the process lives.
 
-1. List: as etcd has it now. Handlers hear of what is new, changed or gone; `has_synced` is true
-   from then on.
+1. List: as etcd has it now. Handlers hear of what is new, changed or gone; `wait_synced` ends.
 2. Watch from the list's resourceVersion, in windows of `Window.watch_s`; each event's and each
    bookmark's resourceVersion is where the next window begins.
 3. A window that broke or went silent: wait (back-off), then the next one begins where it ended.
@@ -9,8 +8,7 @@
 4. The server refuses to go on from there (410: too old, as an answer or as an event; a server that
    was set back; no permission): wait, then list again. What was deleted meanwhile is missing from
    the list, and so it is noticed.
-5. Every `resync_s` handlers hear of every key, whether or not anything happened.
-6. A kind that others install and the server does not serve has no objects, until a list finds it
+5. A kind that others install and the server does not serve has no objects, until a list finds it
    served. Two lists in a row have to say so: one may be a bad moment of a server's, or a proxy's.
 
 Handlers hear keys only, on the informer's thread, and must not block: they add to a work queue. A
@@ -69,12 +67,12 @@ class Cache:
             return self._objects.get(key)
 
     def snapshot(self) -> Mapping[Key, Object]:
-        """All objects at one moment; what happens later does not show in it."""
+        """Return all objects at one moment; what happens later does not show in it."""
         with self._lock:
             return MappingProxyType(dict(self._objects))
 
     def replace(self, listing: Listing) -> list[Change]:
-        """What the list lacks is gone. What it has unchanged is no change."""
+        """Take in a list and return what it changes: what it lacks is gone."""
         objects = {key_of(item): _kept(item) for item in listing.items}
         with self._lock:
             before, self._objects = self._objects, objects
@@ -107,12 +105,11 @@ def _kept(obj: Object) -> Object:
 
 @dataclass(frozen=True)
 class InformerSettings:
-    """With the defaults a cut is noticed within 25 s. It is made up for at most
-    `backoff.longest_s` after the server could answer."""
+    """How an informer follows. With the defaults a cut is noticed within 25 s, and made up for at
+    most `backoff.longest_s` after the server could answer."""
 
     window: Window = field(default_factory=Window)
     backoff: Backoff = field(default_factory=lambda: Backoff(first_s=0.5, longest_s=10.0))
-    resync_s: float = 600.0
 
 
 _USUAL = InformerSettings()
@@ -141,16 +138,15 @@ class Informer:
         """Where the next window begins; None: list first."""
         self._backoff = replace(settings.backoff)
         self._changes: deque[Change] = deque()
-        self._resync_at = time.monotonic() + settings.resync_s
         self._synced = threading.Event()
         self._stopping = threading.Event()
         self._stream: WatchStream | None = None
         self._thread = threading.Thread(target=self._run, name=f"informer-{resource}", daemon=True)
 
     def add_handler(self, handler: Handler, keys_of: KeysOf = lambda obj: (key_of(obj),)) -> None:
-        """Before `start`. `keys_of`: the keys that the handler hears for an object; its own, or its
-        owner's. It is asked for the states before and after a change, so that an owner who lost an
-        object hears of it, too."""
+        """Add a handler, before `start`. `keys_of` names the keys that it hears for an object: its
+        own, or its owner's. It is asked for the states before and after a change, so that an owner
+        who lost an object hears of it, too."""
         assert not self._thread.is_alive(), "handlers are added before the start"
         self._handlers.append((handler, keys_of))
 
@@ -166,17 +162,14 @@ class Informer:
         self._thread.join(_STOP_S)
         return not self._thread.is_alive()
 
-    @property
-    def has_synced(self) -> bool:
-        """Whether the cache was complete once, and handlers have heard of all in it."""
-        return self._synced.is_set()
-
     def wait_synced(self, timeout_s: float) -> bool:
+        """Wait until the cache was complete once, and handlers have heard of all in it. Returns
+        whether it was."""
         return self._synced.wait(timeout_s)
 
     @property
     def is_served(self) -> bool:
-        """Whether the server knew the kind at one of the last two lists; of others' kinds alone."""
+        """Tell whether the server knew a kind of others at one of the last two lists."""
         return self._is_served
 
     def get(self, key: Key) -> Object | None:
@@ -202,15 +195,12 @@ class Informer:
         self._call_handlers()
         if self._version is None:
             self._version = self._list()
-        elif time.monotonic() >= self._resync_at:
-            self._changes.extend((obj,) for obj in self._cache.snapshot().values())
-            self._resync_at = time.monotonic() + self._settings.resync_s
         self._call_handlers()
         self._synced.set()
         self._watch(self._version)
 
     def _list(self) -> str:
-        """The resourceVersion to watch from."""
+        """List the objects, and return the resourceVersion to watch from."""
         try:
             listing = self._kube.list(self._resource, self._selection)
         except NotFoundError:
@@ -251,7 +241,7 @@ class Informer:
         self._call_handlers()
 
     def _call_handlers(self) -> None:
-        """Where a handler fails, the changes behind its own come on the next round."""
+        """Tell handlers of all changes. Where one fails, those behind come on the next round."""
         while self._changes:
             change = self._changes.popleft()
             for handler, keys_of in self._handlers:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from deploy.controller.kit.connection import USUAL, Call, Connection, Timeouts
-from deploy.controller.kit.errors import GoneError, NotFoundError, WriteRefusedError
+from deploy.controller.kit.errors import NotFoundError, WriteRefusedError
 from deploy.controller.kit.objects import (
     EVERYTHING,
     Key,
@@ -26,7 +26,6 @@ from deploy.controller.kit.objects import (
 )
 from deploy.controller.kit.watch_stream import WatchStream, Window
 
-_PAGE_SIZE = 500
 _APPLY = "application/apply-patch+yaml"
 _MERGE = "application/merge-patch+json"
 _FRESH_S = 60.0
@@ -54,18 +53,19 @@ class Kube:
         self._may_write: Callable[[], bool] = lambda: True
 
     def check_may_write(self, doing: object) -> None:
-        """Raises WriteRefusedError. Also for orders to others that only a writer may give."""
+        """Raise WriteRefusedError where this client may not write. Also asked before orders that
+        only a writer may give to others."""
         if not self._may_write():
             raise WriteRefusedError(f"{doing}: may not write now")
 
     def within(self, timeouts: Timeouts) -> Kube:
-        """The same client with other timeouts."""
+        """Make the same client with other timeouts."""
         other = copy.copy(self)
         other._timeouts = timeouts
         return other
 
     def guarded(self, may_write: Callable[[], bool]) -> Kube:
-        """The same client, which asks before each write: WriteRefusedError where it may not."""
+        """Make the same client, which asks before each write and raises WriteRefusedError."""
         other = copy.copy(self)
         other._may_write = may_write
         return other
@@ -74,14 +74,15 @@ class Kube:
         return self._answer(Call("GET", resource.path_of(key, subresource)))
 
     def version(self) -> tuple[int, int]:
-        """The API server's, such as (1, 31)."""
+        """Return the API server's version, such as (1, 31)."""
         answer = self._answer(Call("GET", "/version"))
         minor = re.match(r"\d+", answer["minor"])
         assert minor is not None, answer
         return int(answer["major"]), int(minor[0])
 
     def served_plurals(self, resource: Resource) -> frozenset[str]:
-        """All kinds that are served in the resource's group and version; none where it is not."""
+        """Return the kinds that are served in the resource's group and version, by their plurals;
+        none where it is not served."""
         path = resource.path_of_all(None).removesuffix(f"/{resource.plural}")
         try:
             answer = self._answer(Call("GET", path))
@@ -90,15 +91,13 @@ class Kube:
         return frozenset(each["name"] for each in answer["resources"])
 
     def list(self, resource: Resource, selection: Selection = EVERYTHING) -> Listing:
-        """As etcd has it now, never an older state out of a cache. It comes in pages; where they
-        expire on the way, it is asked for once more as a whole."""
-        try:
-            return self._list(resource, selection, _PAGE_SIZE)
-        except GoneError:
-            return self._list(resource, selection, None)
+        """List objects as etcd has them now, never as an older state out of a cache."""
+        path = resource.path_of_all(selection.namespace)
+        answer = self._answer(Call("GET", path, selection.query()))
+        return Listing(tuple(_typed_items(answer)), resource_version_of(answer))
 
     def create(self, resource: Resource, obj: Object) -> dict[str, Any]:
-        """AlreadyExistsError where there is one of that name."""
+        """Create an object. Raises AlreadyExistsError where there is one of that name."""
         path = resource.path_of_all(key_of(obj).namespace or None)
         return self._write(Call("POST", path, self._manager(None), obj))
 
@@ -114,15 +113,16 @@ class Kube:
     def merge_patch(
         self, resource: Resource, key: Key, patch: Object, subresource: str | None = None
     ) -> dict[str, Any]:
-        """None removes a key, a list replaces a list. A `metadata.resourceVersion` in it makes the
-        patch one of that version alone: ConflictError where the object is another by now.
+        """Merge a patch: None removes a key, a list replaces a list. A `metadata.resourceVersion`
+        in it makes it a patch of that version alone: ConflictError where the object is another by
+        now.
 
         A subresource has a field manager of its own, `<manager>-status`."""
         path = resource.path_of(key, subresource)
         return self._write(Call("PATCH", path, self._manager(subresource), patch, _MERGE))
 
     def delete(self, resource: Resource, key: Key, *, uid: str | None = None) -> None:
-        """Begins the deletion: finalizers may hold the object for long, and its dependents follow.
+        """Begin the deletion: finalizers may hold the object for long, and its dependents follow.
         NotFoundError where there is none, ConflictError where its uid is another."""
         body: dict[str, Any] = {
             "apiVersion": "v1",
@@ -136,7 +136,7 @@ class Kube:
     def watch(
         self, resource: Resource, selection: Selection, resource_version: str, window: Window
     ) -> WatchStream:
-        """What happens after `resource_version`. Use it as a context manager."""
+        """Watch what happens after `resource_version`. Use it as a context manager."""
         query = {
             **selection.query(),
             "watch": "true",
@@ -145,22 +145,8 @@ class Kube:
             "timeoutSeconds": str(window.watch_s),
         }
         call = Call("GET", resource.path_of_all(selection.namespace), query)
-        timeouts = Timeouts(self._timeouts.connect_s, window.longest_silence_s)
+        timeouts = Timeouts(self._timeouts.connect_s, window.watch_s + window.grace_s)
         return WatchStream(self._connection, call, timeouts)
-
-    def _list(self, resource: Resource, selection: Selection, page_size: int | None) -> Listing:
-        path = resource.path_of_all(selection.namespace)
-        query = selection.query()
-        if page_size is not None:
-            query["limit"] = str(page_size)
-        items: list[Object] = []
-        while True:
-            page = self._answer(Call("GET", path, query))
-            items += _typed_items(page)
-            token = page["metadata"].get("continue")
-            if not token:
-                return Listing(tuple(items), resource_version_of(page))
-            query = {**query, "continue": token}
 
     def _manager(self, subresource: str | None) -> dict[str, str]:
         manager = self.field_manager
@@ -174,12 +160,10 @@ class Kube:
         return self._connection.answer(call, self._timeouts)
 
 
-def _typed_items(page: Mapping[str, Any]) -> list[Object]:
-    """A list names kind and version once for all items; a watch's objects name them each."""
-    kind = page["kind"].removesuffix("List")
-    return [
-        {"kind": kind, "apiVersion": page["apiVersion"], **item} for item in page["items"] or ()
-    ]
+def _typed_items(listed: Mapping[str, Any]) -> list[Object]:
+    """Give each item of a list the kind and version that the list names once for all."""
+    named = {"kind": listed["kind"].removesuffix("List"), "apiVersion": listed["apiVersion"]}
+    return [named | item for item in listed["items"] or ()]
 
 
 class Discovery:
@@ -193,13 +177,14 @@ class Discovery:
 
     @property
     def version(self) -> tuple[int, int]:
-        """The API server's when it was asked first, such as (1, 31); raises KubeError."""
+        """Return the API server's version when it was asked first, such as (1, 31). Raises
+        KubeError."""
         if self._version is None:
             self._version = self._kube.version()
         return self._version
 
     def serves(self, resource: Resource) -> bool:
-        """Raises KubeError."""
+        """Tell whether the API server serves a kind, as of the last minute. Raises KubeError."""
         name, now = resource.api_version, self._clock()
         if name not in self._served or now >= self._served[name][1] + _FRESH_S:
             self._served[name] = self._kube.served_plurals(resource), now

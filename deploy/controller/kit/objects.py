@@ -40,7 +40,7 @@ class Resource:
         return f"{self.group}/{self.version}" if self.group else self.version
 
     def path_of_all(self, namespace: str | None) -> str:
-        """Of all objects in a namespace, or everywhere."""
+        """Return the path of all objects in a namespace, or everywhere."""
         parts = ["apis", self.group, self.version] if self.group else ["api", self.version]
         if namespace is not None:
             assert self.namespaced, f"{self} has no namespaces"
@@ -54,7 +54,7 @@ class Resource:
 
 
 def _escaped(name: str) -> str:
-    """A name from a user's object must not lead to another path."""
+    """Escape a name from a user's object, which must not lead to another path."""
     assert name not in ("", ".", ".."), repr(name)
     return quote(name, safe="")
 
@@ -83,11 +83,11 @@ def key_of(obj: Object) -> Key:
 
 
 def resource_version_of(obj: Object) -> str:
-    """Of an object or a list: opaque, equal or not equal, never compared otherwise."""
+    """Return the version of an object or a list, which is opaque: equal to another, or not."""
     version: str = obj["metadata"]["resourceVersion"]
     return version
 
 
 def is_owned(obj: Object, owner_uid: str) -> bool:
-    """Whether it is deleted with that owner."""
+    """Tell whether an object is deleted with that owner."""
     return any(each["uid"] == owner_uid for each in obj["metadata"].get("ownerReferences", ()))

@@ -4,7 +4,7 @@
    bookmarks. So the resourceVersion to go on from stays young where nothing changes.
 2. It yields changes and bookmarks.
 3. It ends: the server's time is up (StopIteration); the server says why it cannot go on (a
-   StatusError, mostly GoneError); the connection broke or went silent (UnreachableError);
+   StatusError, mostly 410); the connection broke or went silent (UnreachableError);
    `stop` was called (UnreachableError, too: the reader knows better).
 
 A quiet watch and one that was cut without notice look alike. TCP keepalives do not help: a proxy
@@ -50,10 +50,6 @@ class Window:
     """Asked of the server, which takes whole seconds."""
     grace_s: float = 5.0
 
-    @property
-    def longest_silence_s(self) -> float:
-        return self.watch_s + self.grace_s
-
 
 class WatchStream(AbstractContextManager["WatchStream"]):
     """Own one open answer. One thread iterates; any thread may `stop` it."""
@@ -74,7 +70,7 @@ class WatchStream(AbstractContextManager["WatchStream"]):
             self._response.shutdown()
 
     def __exit__(self, *_: object) -> None:
-        """For the thread that iterates."""
+        """Close the answer. Called by the thread that iterates."""
         self._response.close()
 
     def _lines(self) -> Iterator[bytes]:

@@ -47,8 +47,8 @@ class WorkQueue(Generic[K]):
             self._changed.notify()
 
     def take(self) -> K | None:
-        """Waits for a key, the one that is due for longest, which the caller gives back by
-        `succeeded` or `failed`; None once the queue is closed, also when keys wait in it."""
+        """Wait for the key that is due for longest. The caller gives it back by `succeeded` or
+        `failed`. None once the queue is closed, also when keys wait in it."""
         with self._changed:
             while not self._is_closed:
                 free = {key: at for key, at in self._due.items() if key not in self._under_way}
@@ -68,7 +68,7 @@ class WorkQueue(Generic[K]):
             self._end(key, again_after_s)
 
     def failed(self, key: K, at_least_s: float = 0.0, at_most_s: float = math.inf) -> float:
-        """Returns the delay in seconds after which it comes back."""
+        """Put a key back whose work failed. Returns the seconds after which it comes again."""
         with self._changed:
             backoff = self._backoffs.setdefault(key, replace(self._retries))
             delay_s = max(min(backoff.next_s(), at_most_s), at_least_s)
@@ -81,7 +81,7 @@ class WorkQueue(Generic[K]):
             self._changed.notify_all()
 
     def __len__(self) -> int:
-        """Keys whose time has come."""
+        """Count the keys whose time has come."""
         with self._changed:
             return sum(due_at <= self._clock() for due_at in self._due.values())
 
@@ -155,7 +155,7 @@ class Workers(Generic[K]):
                 self._queue.succeeded(key, again_after_s)
 
     def _fault(self, key: K, error: Exception) -> None:
-        """No worker ends when the report fails."""
+        """Report a fault. No worker ends when the report fails."""
         try:
             self._report_fault(key, error)
         except KubeError as refusal:

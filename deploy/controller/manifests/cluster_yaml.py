@@ -11,7 +11,7 @@ from typing import Any
 from baton.config.cluster import ClusterConfig, ControlConfig, PoolConfig
 from baton.config.engine import AUTO
 from baton.config.internal import InternalConfig
-from deploy.api.naming import as_written, snake_keys
+from deploy.api.naming import as_written, respelt, snake
 from deploy.api.serving_cluster import ModelSource, ServingClusterSpec
 from deploy.api.worker_pool import MAX_REPLICAS, PoolShape, WorkerPoolSpec, seconds
 from deploy.controller.kit.objects import Object as Seen
@@ -32,7 +32,7 @@ _OF_GPUS = re.compile("nvidia[.]com/").match
 
 
 def model_path(model: ModelSource) -> str:
-    """Where workers read the model: a folder in the pod, or a name on the hub."""
+    """Return where workers read the model: a folder in the pod, or a name on the hub."""
     if model.claim is not None:
         return f"{model.claim.folder}/{model.claim.path or ''}".rstrip("/")
     if model.uri is not None:
@@ -42,13 +42,13 @@ def model_path(model: ModelSource) -> str:
 
 
 def model_field(model: ModelSource) -> str:
-    """Which field of the ServingCluster says where the model comes from."""
+    """Name the field of the ServingCluster that says where the model comes from."""
     (given,) = (name for name in ("name", "claim", "uri") if getattr(model, name) is not None)
     return f"spec.model.{given}"
 
 
 def model_name(spec: ServingClusterSpec) -> str:
-    """What clients call the model; by default the last part of its source."""
+    """Return what clients call the model; by default the last part of its source."""
     model = spec.model
     source = (
         model.name or model.uri or (model.claim and (model.claim.path or model.claim.claim_name))
@@ -58,8 +58,8 @@ def model_name(spec: ServingClusterSpec) -> str:
 
 
 def with_name(spec: ServingClusterSpec, cluster: Seen) -> ServingClusterSpec:
-    """With the model's name so far, where people give none. A router uses no worker of another
-    name: with each model's own name the one before would serve nobody."""
+    """Return the spec with the model's name so far, where people give none. A router uses no worker
+    of another name: with each model's own name the one before would serve nobody."""
     name = spec.served_model_name or cluster.get("status", {}).get("model")
     return dataclasses.replace(spec, served_model_name=name)
 
@@ -115,7 +115,7 @@ def cluster_config(
 
 
 def pool_device(spec: ServingClusterSpec, pool: PoolShape) -> str:
-    """cpu or cuda. `auto` is a GPU where a field of the pool asks for one."""
+    """Return cpu or cuda. `auto` is a GPU where a field of the pool asks for one."""
     device: str = pool.engine.get("device", spec.engine.device)
     if device != AUTO:
         return device
@@ -135,8 +135,8 @@ def gpu_field(pool: PoolShape) -> str:
 
 
 def _pool_config(spec: ServingClusterSpec, pool: PoolShape) -> PoolConfig:
-    """Without its size, which the supervisor gets beside it."""
-    engine = snake_keys(pool.engine)
+    """Make a pool's configuration without its size, which the supervisor gets beside it."""
+    engine = respelt(pool.engine, snake)
     if pool.engine.get("device", spec.engine.device) == AUTO:
         engine["device"] = pool_device(spec, pool)
     return PoolConfig(
@@ -153,7 +153,7 @@ def router_config_map(owner: Owner, config: ClusterConfig) -> Object:
 
 
 def unit_config_map(owner: Owner, unit: str, config: ClusterConfig, ray_cluster: Seen) -> Object:
-    """It is deleted with the RayCluster."""
+    """Make the ConfigMap of a unit, which is deleted with its RayCluster."""
     metadata = owner.metadata(owner.unit_name(unit), "config")
     metadata["labels"] = owner.unit_labels("config", unit)
     metadata["ownerReferences"] = [ray_reference(ray_cluster)]

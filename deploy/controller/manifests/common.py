@@ -16,17 +16,17 @@ CONTROL_PORT = 7101
 ROUTER_PORT = 7100
 METRICS_PORT = 7102
 HTTP_PORT = 8000
-"""Of OpenAI's API at the routers."""
+"""The port of OpenAI's API at the routers."""
 WORKER_PORT = 7104
-"""Of a worker's links."""
+"""The port of a worker's links."""
 HEALTH_PORT = 7103
-"""For probes alone: of workers, and of routers that serve TLS."""
+"""The port for probes alone, of workers and of routers that serve TLS."""
 RAY_PORT = 6379
 
 CONFIG_FOLDER = "/etc/baton/config"
 CONFIG_FILE = f"{CONFIG_FOLDER}/cluster.yaml"
 IDENTITY_FOLDER = "/etc/baton/identity"
-"""Where processes look for it by default."""
+"""Where processes look for their identity by default."""
 RUN_FOLDER = "/var/run/baton"
 WEIGHTS_FOLDER = "/var/cache/baton/weights"
 
@@ -45,7 +45,7 @@ class PodMonitors:
     """How the Prometheus operator is to scrape each cluster."""
 
     interval: str
-    """Of its scrapes, such as 15s."""
+    """The time between two scrapes, such as 15s."""
     labels: Mapping[str, str]
     """What a Prometheus selects PodMonitors by."""
 
@@ -57,7 +57,7 @@ class Release:
     worker_image: str
     router_image: str
     ray_version: str
-    """All three: for ServingClusters that name none."""
+    """What ServingClusters get that name no images or no version of Ray."""
     namespace: str | None = None
     """Where the operator's pods are; None: not in the cluster, or not known."""
     pod_monitors: PodMonitors | None = None
@@ -83,7 +83,7 @@ class Owner:
         }
 
     def pool_reference(self, pool: str, uid: str) -> Object:
-        """To a pool's WorkerPool, for what is deleted with it."""
+        """Return the owner reference of what is deleted with a pool's WorkerPool."""
         name = self.pool_name(pool)
         return {"apiVersion": API_VERSION, "kind": "WorkerPool", "name": name, "uid": uid}
 
@@ -108,20 +108,20 @@ class Owner:
         return self.labels(component) | {UNIT_LABEL: unit}
 
     def unit_name(self, unit: str) -> str:
-        """Of a unit's RayCluster and ConfigMap."""
+        """Name a unit's RayCluster and ConfigMap."""
         return f"{self.name}-{unit}"
 
     def head_host(self, unit: str) -> str:
-        """KubeRay's Service of a unit's head pod, as pods of any namespace reach it."""
+        """Name KubeRay's Service of a unit's head pod, as pods of any namespace reach it."""
         return f"{self.unit_name(unit)}-head-svc.{self.namespace}.svc"
 
     def control_of(self, unit: str) -> str:
-        """Address of a unit's control service."""
+        """Return the address of a unit's control service."""
         return f"{self.head_host(unit)}:{CONTROL_PORT}"
 
     @property
     def control_name(self) -> str:
-        """The Service that leads to the head of the oldest unit: routers ask it for all units."""
+        """Name the Service of the oldest unit's head, which routers ask for all units."""
         return f"{self.name}-control"
 
     @property
@@ -138,11 +138,11 @@ class Owner:
 
     @property
     def config_name(self) -> str:
-        """Of the routers' ConfigMap."""
+        """Name the routers' ConfigMap."""
         return f"{self.name}-config"
 
     def pool_name(self, pool: str) -> str:
-        """Of the WorkerPool. The pools of the cluster called `default` have bare names."""
+        """Name a pool's WorkerPool. The pools of the cluster called `default` have bare names."""
         return pool if self.name == "default" else f"{self.name}-{pool}"
 
 
@@ -151,7 +151,7 @@ def manifest(api_version: str, kind: str, metadata: Object, **parts: Any) -> Obj
 
 
 def ray_reference(ray_cluster: Seen) -> Object:
-    """For what is deleted with a RayCluster."""
+    """Return the owner reference of what is deleted with a RayCluster."""
     kind = {key: ray_cluster[key] for key in ("apiVersion", "kind")}
     return kind | {key: ray_cluster["metadata"][key] for key in ("name", "uid")}
 
@@ -159,7 +159,7 @@ def ray_reference(ray_cluster: Seen) -> Object:
 def issued_certificate(
     metadata: Object, issuer: IssuerRef, secret: str, usages: Sequence[str], **names: Sequence[str]
 ) -> Object:
-    """What cert-manager is asked to keep in a Secret."""
+    """Make the Certificate that asks cert-manager to keep one in a Secret."""
     spec = {
         "secretName": secret,
         **names,
@@ -190,9 +190,9 @@ CONTAINER_SECURITY: Mapping[str, Any] = {
     "runAsNonRoot": True,
     "seccompProfile": {"type": "RuntimeDefault"},
 }
-"""As the `restricted` pod security standard asks."""
+"""What the `restricted` pod security standard asks for."""
 SECRET_MODE = 0o440
-"""Of a Secret's files: for the pod's user, and nobody else."""
+"""The mode of a Secret's files: the pod's user alone reads them."""
 LAST_WORDS: Mapping[str, Any] = {"terminationMessagePolicy": "FallbackToLogsOnError"}
 """A container that fails leaves the end of its log in its pod's status."""
 POD_SECURITY: Mapping[str, Any] = {
@@ -219,7 +219,7 @@ def container_port(name: str, number: int) -> Object:
 
 
 def probe_of(port: int, has_grpc_probes: bool) -> Object:
-    """Asks whether the port's service serves; without gRPC probes, whether it listens."""
+    """Ask whether the port's service serves; without gRPC probes, whether it listens."""
     return {"grpc" if has_grpc_probes else "tcpSocket": {"port": port}}
 
 

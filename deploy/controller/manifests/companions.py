@@ -74,8 +74,9 @@ _SCRAPERS = {
 
 
 def network_policies(owner: Owner, operator_namespace: str | None) -> list[Object]:
-    """`operator_namespace`: None where it is not known, or namespaces do not carry their names. Any
-    pod with the operator's label may then speak to the ControlService."""
+    """Make a policy for each component. `operator_namespace`: None where it is not known, or
+    namespaces carry no names. Any pod with the operator's label may then speak to the
+    ControlService."""
     named = {"matchLabels": {"kubernetes.io/metadata.name": operator_namespace}}
     operator = {
         "namespaceSelector": _ANYWHERE if operator_namespace is None else named,
@@ -103,8 +104,8 @@ def network_policies(owner: Owner, operator_namespace: str | None) -> list[Objec
 
 
 def unit_policy(owner: Owner, ray_cluster: Seen) -> Object:
-    """Who writes into a worker's memory by UCX, or runs code by Ray, is of its unit. It is deleted
-    with the RayCluster."""
+    """Let the pods of a unit alone write into its workers' memory by UCX, or run code by Ray. The
+    policy is deleted with the RayCluster."""
     unit = ray_cluster["metadata"]["labels"][UNIT_LABEL]
     metadata = owner.metadata(f"{owner.unit_name(unit)}-peers", "ray")
     metadata["ownerReferences"] = [ray_reference(ray_cluster)]
@@ -119,7 +120,7 @@ def _policy(metadata: Object, pods: Object, ingress: Sequence[Object]) -> Object
 
 
 def _own_pods(owner: Owner, *components: str) -> Object:
-    """Of the cluster's own namespace."""
+    """Select pods of the cluster, in its own namespace."""
     among = {"key": COMPONENT_LABEL, "operator": "In", "values": list(components)}
     selector = {"matchLabels": {CLUSTER_LABEL: owner.name}, "matchExpressions": [among]}
     return {"podSelector": selector}
@@ -156,7 +157,7 @@ def router_budget(owner: Owner, kind: BudgetKind) -> Object:
 def pool_budget(
     owner: Owner, pool: str, pool_uid: str, kind: BudgetKind, num_expected: int
 ) -> Object:
-    """It goes with the WorkerPool. `num_expected`: pods that the pool is to have, or has."""
+    """Make a pool's budget, which goes with it. `num_expected`: pods that it is to have, or has."""
     metadata = owner.metadata(f"{owner.pool_name(pool)}-workers", "pool")
     metadata["labels"] |= {POOL_LABEL: pool}
     metadata["ownerReferences"] = [owner.pool_reference(pool, pool_uid)]
@@ -168,8 +169,8 @@ def pool_budget(
 
 
 def router_certificate(owner: Owner, router: RouterSpec) -> Object | None:
-    """What cert-manager is asked to keep in the Secret, by all names of the routers' Service; None
-    where a Secret is given."""
+    """Ask cert-manager for a certificate with all names of the routers' Service; None where a
+    Secret is given."""
     tls = router.tls
     if tls is None or tls.issuer_ref is None:
         return None
@@ -181,7 +182,7 @@ def router_certificate(owner: Owner, router: RouterSpec) -> Object | None:
 
 
 class Way(NamedTuple):
-    """How clients outside speak to the routers; `name`: of its Ingress or route."""
+    """How clients outside speak to the routers. `name` is that of its Ingress or route."""
 
     name: str
     hostname: str | None
@@ -195,7 +196,7 @@ def ways_in(owner: Owner, router: RouterSpec) -> tuple[Way, Way]:
 
 
 def route(owner: Owner, router: RouterSpec, way: Way) -> Object | None:
-    """None: there is no Gateway, or no hostname for this way."""
+    """Make a way's route. None: there is no Gateway, or no hostname for this way."""
     if router.gateway is None or way.hostname is None:
         return None
     namespace, _, name = router.gateway.rpartition("/")
@@ -242,7 +243,7 @@ def ingress(owner: Owner, spec: ServingClusterSpec, way: Way) -> Object | None:
 
 
 def pod_monitor(owner: Owner, monitors: PodMonitors, auth: RouterAuth | None) -> Object:
-    """What the Prometheus operator scrapes of a cluster: its routers and workers."""
+    """Make what has the Prometheus operator scrape a cluster's routers and workers."""
     metadata = owner.metadata(owner.name, "monitor")
     metadata["labels"] |= monitors.labels
     # KubeRay gives the head a port of that name, too: of Ray's own, which its NetworkPolicy closes.

@@ -18,24 +18,24 @@ from deploy.controller.manifests.common import (
 
 
 def identity_secret(owner: Owner, spec: ServingClusterSpec, role: Role) -> str:
-    """Its name: of the keys that the operator makes, or of a certificate."""
+    """Name the Secret with a role's keys, which the operator makes, or with its certificate."""
     return f"{owner.name}-{'identity' if spec.internal_tls is None else 'internal'}-{role}"
 
 
 def identity_of(owner: Owner, spec: ServingClusterSpec, role: Role) -> tuple[str, str, str]:
-    """For a pod of this role: a volume's name, its folder and its Secret."""
+    """Return a volume's name, its folder and its Secret for a pod of this role."""
     return "identity", f"{IDENTITY_FOLDER}/{role}", identity_secret(owner, spec, role)
 
 
 def keys_secret(owner: Owner, of: str, files: Mapping[str, bytes]) -> Object:
-    """`of`: a role, or `root`."""
+    """Make a Secret of keys. `of` is a role, or `root`."""
     data = {name: base64.b64encode(content).decode() for name, content in files.items()}
     metadata = owner.metadata(f"{owner.name}-identity-{of}", "identity")
     return manifest("v1", "Secret", metadata, type="Opaque", data=data)
 
 
 def role_certificates(owner: Owner, spec: ServingClusterSpec) -> list[Object]:
-    """What cert-manager is asked to keep: where an issuer is named, which no edit changes."""
+    """Ask cert-manager for the roles' certificates, where the spec names an issuer."""
     if spec.internal_tls is None or (issuer := spec.internal_tls.issuer_ref) is None:
         return []
     made, usages = [], ("server auth", "client auth")

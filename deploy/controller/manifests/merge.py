@@ -22,7 +22,7 @@ _OVER = {"topologyKey": "kubernetes.io/hostname", "whenUnsatisfiable": "Schedule
 
 
 def merged_template(own: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """A pod's template with a user's laid over it. Labels that others select by stay."""
+    """Lay a user's template over a pod's own. Labels that others select by stay."""
     result: dict[str, Any] = merged(own, over)
     labels = own["metadata"]["labels"]
     kept = {name: value for name, value in labels.items() if name in SHARED_LABELS}
@@ -52,7 +52,7 @@ def _limited(container: Mapping[str, Any], resources: Mapping[str, Any]) -> dict
 
 
 def merged(own: Any, over: Any, key: str = "") -> Any:
-    """`own` with `over` laid over it, as what lies under `key`. Neither is changed."""
+    """Lay `over` over `own`, as what lies under `key`. Neither is changed."""
     if isinstance(over, Mapping):
         under = own if isinstance(own, Mapping) else {}
         result = dict(under) | {
@@ -69,7 +69,7 @@ def _is_none(value: Any, name: str, parent: str) -> bool:
 
 
 def _merged_lists(own: Sequence[Any], over: Sequence[Any], key: str) -> list[Any]:
-    """Members of `own` keep their order; new ones come after them."""
+    """Merge two lists by keys. Members of `own` keep their order; new ones come after them."""
 
     def identity(item: Mapping[str, Any]) -> tuple[Any, ...]:
         return tuple(item.get(name, MERGE_DEFAULTS.get(name)) for name in MERGE_KEYS[key])

@@ -100,8 +100,8 @@ class PodContext:
 
 
 def head_template(context: PodContext) -> Object:
-    """Ray's head without a worker's resources, and the supervisor beside it in one container: a Ray
-    driver shares its raylet's memory and sockets."""
+    """Make the pod of Ray's head, without a worker's resources. The supervisor runs in the same
+    container: a Ray driver shares its raylet's memory and sockets."""
     supervise = f"python -m cluster.supervisor.head --config {CONFIG_FILE} --run-dir {RUN_FOLDER}"
     speaks_grpc = context.has_grpc_probes and context.spec.internal_tls is None
     container = {
@@ -120,7 +120,7 @@ def head_template(context: PodContext) -> Object:
 
 
 def worker_template(context: PodContext, pool: WorkerPoolSpec) -> Object:
-    """One replica's pod: all of its ranks, each with its GPU. They get their orders from the
+    """Make one replica's pod: all of its ranks, each with its GPU. They get their orders from the
     supervisor, not from a file of the pod."""
     drain_s = int(seconds(pool.drain_timeout))
     watch = _spot_watch(context.spec.spot_notices, drain_s)
@@ -148,8 +148,9 @@ def worker_template(context: PodContext, pool: WorkerPoolSpec) -> Object:
 
 
 def _drain_command(timeout_s: int) -> str:
-    """It logs to the container's own log where it may write there. In a pod with the node's process
-    ids, process 1 is not the container's: the drain must not fail for that."""
+    """Make the drain's command. It logs to the container's log where it may write there. In a pod
+    with the node's process ids, process 1 is not the container's: the drain must not fail for
+    that."""
     return (
         "if (: >>/proc/1/fd/1) 2>/dev/null; then exec >>/proc/1/fd/1 2>&1; fi; "
         f"exec python -m cluster.node.pod_drain --timeout {timeout_s}"
@@ -157,8 +158,8 @@ def _drain_command(timeout_s: int) -> str:
 
 
 def _spot_watch(notices: SpotNotices | None, timeout_s: int) -> str:
-    """The container's shell starts it beside Ray: another container's process could not see the
-    workers end."""
+    """Return the command that watches for spot notices. The container's shell starts it beside Ray:
+    another container's process could not see the workers end."""
     if notices is None:
         return ""
     asked = f"--cloud {notices.cloud} --address {shlex.quote(notices.address)}"
@@ -169,14 +170,14 @@ def _spot_watch(notices: SpotNotices | None, timeout_s: int) -> str:
 
 
 def ray_resources(pool: WorkerPoolSpec) -> str:
-    """What a pool's node offers to Ray, as KubeRay writes it into a shell's command line."""
+    """Return what a pool's node offers to Ray, as KubeRay writes it into a shell's command line."""
     return json.dumps(json.dumps({pod_resource(pool.pool): pool.parallelism.tensor}))
 
 
 def _template(
     context: PodContext, component: str, container: Object, *, grace_s: int, text_only: bool
 ) -> Object:
-    """`text_only`: nobody in the pod reads the model's weights."""
+    """Make what the pods of Ray share. `text_only`: nobody in the pod reads the model's weights."""
     role: Role = "worker" if component == "worker" else "operator"
     identity, folder, secret = identity_of(context.owner, context.spec, role)
     # The routers' configuration: all pods follow its level and format, and start without it, too.
@@ -219,13 +220,13 @@ def _template(
 
 
 def num_gpus(spec: ServingClusterSpec, pool: WorkerPoolSpec) -> int:
-    """Of a pool's pod: one for each rank where its engine computes on GPUs."""
+    """Count the GPUs of a pool's pod: one for each rank where its engine computes on GPUs."""
     return pool.parallelism.tensor if pool_device(spec, pool) == "cuda" else 0
 
 
 def _worker_resources(spec: ServingClusterSpec, pool: WorkerPoolSpec) -> Object:
-    """A GPU for each rank. Memory follows the weights, which pass through it, and stay on a CPU:
-    two bytes for each parameter that the model's name counts."""
+    """Ask for a GPU for each rank, and memory for the weights, which pass through it, and stay on a
+    CPU: two bytes for each parameter that the model's name counts."""
     source = model_name(dataclasses.replace(spec, served_model_name=None))
     ranks, counted = pool.parallelism.tensor, _BILLIONS.search(source)
     weights = counted and math.ceil(int(counted[1] or 1) * float(counted[2]) * 2e9 / 2**30)
@@ -237,8 +238,8 @@ def _worker_resources(spec: ServingClusterSpec, pool: WorkerPoolSpec) -> Object:
 
 
 def _same_fabric(context: PodContext) -> Object:
-    """All pools' workers near each other. Where that is required the first pod goes anywhere, and
-    the others near it."""
+    """Have all pools' workers near each other. Where that is required the first pod goes anywhere,
+    and the others near it."""
     fabric = context.spec.fabric
     term = {
         "labelSelector": {"matchLabels": context.owner.labels("worker")},
@@ -251,7 +252,7 @@ def _same_fabric(context: PodContext) -> Object:
 
 
 def _model_env(spec: ServingClusterSpec) -> list[Object]:
-    """Where the hub's files are kept, and how it is asked. HOME: the image's user has none."""
+    """Say where the hub's files are kept, and how it is asked. HOME: the image's user has none."""
     found = [env("HOME", "/tmp"), env("HF_HOME", f"{WEIGHTS_FOLDER}/hub")]
     if spec.hub.offline:
         found.append(env("HF_HUB_OFFLINE", "1"))
@@ -264,14 +265,14 @@ def _model_env(spec: ServingClusterSpec) -> list[Object]:
 
 
 def _fetching(spec: ServingClusterSpec, image: str, *, text_only: bool) -> Object:
-    """The pod's init containers. `text_only`: nobody in the pod reads weights."""
+    """Return the pod's init containers. `text_only`: nobody in the pod reads weights."""
     model = spec.model
     if model.uri is not None:
-        fetch = ["baton.fetch", "--uri", model.uri, "--folder", model_path(model)]
+        fetch = ["--uri", model.uri, "--folder", model_path(model)]
         fetch += ["--text-only"] if text_only else []
         environment = [env("HOME", "/tmp")]
     elif not text_only:
-        fetch = ["baton.model_folder", "--name", model_path(model)]
+        fetch = ["--name", model_path(model)]
         fetch += ["--revision", model.revision] if model.revision is not None else []
         environment = _model_env(spec)
     else:
@@ -280,8 +281,8 @@ def _fetching(spec: ServingClusterSpec, image: str, *, text_only: bool) -> Objec
         "name": FETCH,
         "image": image,
         "imagePullPolicy": spec.images.pull_policy,
-        "command": ["python", "-m", fetch[0]],
-        "args": fetch[1:],
+        "command": ["python", "-m", "baton.fetch"],
+        "args": fetch,
         "env": environment,
         "resources": {"requests": {"cpu": "1", "memory": "2Gi"}},  # no pod asks for less
         **LAST_WORDS,

@@ -82,8 +82,8 @@ def ray_cluster(
 
 
 def worker_group(context: PodContext, pool: WorkerPoolSpec) -> Object:
-    """A pool's pods, none of them yet. The group holds all of the pool's settings in this unit;
-    only its size ever changes."""
+    """Make the group of a pool's pods, none of them yet. It holds all of the pool's settings in
+    this unit; only its size ever changes."""
     start = {
         "num-cpus": "1",
         "num-gpus": str(num_gpus(context.spec, pool)),  # a template may take shared ones instead
@@ -115,7 +115,7 @@ def sized(group: Seen, size: GroupSize) -> Object:
 
 
 def unit_in(ray_cluster: Seen) -> Unit:
-    """The unit that `ray_cluster` was given."""
+    """Return the unit that a RayCluster was made for."""
     metadata, groups = ray_cluster["metadata"], ray_cluster["spec"]["workerGroupSpecs"]
     hashes = {each["groupName"]: _annotations_of(each)[_POOL_HASH] for each in groups}
     said = metadata["annotations"]
@@ -123,13 +123,13 @@ def unit_in(ray_cluster: Seen) -> Unit:
 
 
 def image_in(ray_cluster: Seen) -> str:
-    """Its workers' image. A pool that comes later gets the same."""
+    """Return the image of a RayCluster's workers. A pool that comes later gets the same."""
     image: str = ray_cluster["metadata"]["annotations"][_IMAGE]
     return image
 
 
 def name_in(ray_cluster: Seen) -> str:
-    """What clients call its model."""
+    """Return what clients call the model of a RayCluster."""
     name: str = ray_cluster["metadata"]["annotations"][_NAME]
     return name
 
@@ -139,7 +139,7 @@ def record_in(ray_cluster: Seen) -> Record:
 
 
 def settings_in(group: Seen) -> str:
-    """The cluster file that the supervisor makes the pool's workers from."""
+    """Return the cluster file that the supervisor makes the pool's workers from."""
     return _annotations_of(group)[_SETTINGS]
 
 
@@ -162,6 +162,6 @@ def pods_account(owner: Owner) -> Object:
 
 
 def ray_token(owner: Owner, token: str) -> Object:
-    """As KubeRay reads it."""
+    """Make the Secret of Ray's token, as KubeRay reads it."""
     metadata = owner.metadata(f"{owner.name}-ray-token", "ray")
     return manifest("v1", "Secret", metadata, type="Opaque", stringData={"auth_token": token})

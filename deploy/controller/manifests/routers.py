@@ -38,7 +38,7 @@ from deploy.controller.manifests.merge import with_settings
 
 ROUTER_CONTAINER = "router"
 FIRST_ROUTERS = 2
-"""As long as nobody says how many."""
+"""How many routers there are while nobody says."""
 _DRAIN_MARGIN_S = 15
 _CONFIG_HASH = f"{GROUP}/config-hash"
 _TLS_FOLDER = "/etc/baton-tls"
@@ -46,7 +46,7 @@ _TOKENS_FOLDER = "/etc/baton-tokens"
 
 
 def router_settings(spec: ServingClusterSpec) -> RouterConfig:
-    """What the routers of a cluster are to do, in a pod."""
+    """Return the settings of a cluster's routers in their pods."""
     router = spec.router
     return changed(
         spec.advanced.router,
@@ -67,7 +67,7 @@ def _tls_files(tls: RouterTls) -> TlsConfig:
 
 
 def tls_secret(owner: Owner, tls: RouterTls) -> str:
-    """Its name: given, or that of what the issuer signs."""
+    """Name the Secret of the routers' certificate: the given one, or what the issuer signs."""
     return tls.secret_name or f"{owner.router_name}-tls"
 
 
@@ -103,7 +103,7 @@ def router_deployment(
 
 
 def first_routers(deployment: Object) -> Object:
-    """The Deployment as it is made, where nobody has said how many routers there are."""
+    """Return the Deployment as it is made where nobody has said how many routers there are."""
     return deployment | {"spec": {"replicas": FIRST_ROUTERS} | deployment["spec"]}
 
 
@@ -158,7 +158,7 @@ def _router_pod(
 
 
 def _secrets(owner: Owner, spec: ServingClusterSpec) -> list[tuple[str, str, str]]:
-    """Each volume's name, its folder and its Secret."""
+    """Return each volume's name, its folder and its Secret."""
     router, found = spec.router, [identity_of(owner, spec, "router")]
     if router.tls is not None:
         found.append(("tls", _TLS_FOLDER, tls_secret(owner, router.tls)))
@@ -168,7 +168,7 @@ def _secrets(owner: Owner, spec: ServingClusterSpec) -> list[tuple[str, str, str
 
 
 def control_service(owner: Owner, unit: str) -> Object:
-    """Leads to the head of the oldest unit. Its address stays when that is another."""
+    """Make the Service of the oldest unit's head. Its address stays when that is another."""
     port = {"name": "control", "port": CONTROL_PORT, "targetPort": "control", "protocol": "TCP"}
     spec = {"selector": owner.unit_labels("head", unit), "ports": [port]}
     return manifest("v1", "Service", owner.metadata(owner.control_name, "head"), spec=spec)

@@ -6,21 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from deploy.api.naming import API_VERSION
-from deploy.controller.kit.objects import Object as Seen
-from deploy.controller.manifests.common import (
-    CLUSTER_LABEL,
-    POOL_LABEL,
-    ROLE_LABEL,
-    Object,
-    Owner,
-    manifest,
-)
-
-_LABEL_OF = {"cluster": CLUSTER_LABEL, "pool": POOL_LABEL, "role": ROLE_LABEL}
+from deploy.controller.manifests.common import POOL_LABEL, ROLE_LABEL, Object, Owner, manifest
 
 
 def worker_pool(owner: Owner, name: str, template: Mapping[str, Any], finalizer: str) -> Object:
-    """`template`: the pool as the ServingCluster's object spells it."""
+    """Make a pool's WorkerPool. `template`: the pool as the ServingCluster's object spells it."""
     metadata = owner.metadata(owner.pool_name(name), "pool")
     metadata["labels"] |= {POOL_LABEL: name, ROLE_LABEL: template["role"]}
     metadata["finalizers"] = [finalizer]
@@ -30,14 +20,3 @@ def worker_pool(owner: Owner, name: str, template: Mapping[str, Any], finalizer:
     shape = {key: value for key, value in template.items() if key not in left_out}
     spec = shape | {"cluster": owner.name, "pool": name}
     return manifest(API_VERSION, "WorkerPool", metadata, spec=spec)
-
-
-def kept(seen: Seen, made: Object) -> dict[str, str]:
-    """The fields of the WorkerPool `seen` that never change. Spec and label both hold each. Where
-    somebody changed one of them, the other still shows what was `made`."""
-    labels, spec = seen["metadata"].get("labels", {}), seen["spec"]
-    values = {}
-    for name, label in _LABEL_OF.items():
-        wanted, found = made["spec"][name], (spec.get(name), labels.get(label))
-        values[name] = wanted if wanted in found else found[0]
-    return values

@@ -40,9 +40,6 @@ class FleetPool:
     """Workers that act as prefill alone and as decode alone."""
     seen: SeenByClients = NOTHING_SEEN
 
-    def of_state(self, state: WorkerState) -> list[Slot]:
-        return [slot for slot in self.slots if slot.state is state]
-
 
 @dataclass(frozen=True)
 class Fleet:
@@ -64,15 +61,15 @@ class Heard:
     answer: tuple[control_pb2.WatchFleetResponse, float] | None = None
     """What `fleet` was made of, and when it came: seconds of any one clock."""
     is_certain: bool = False
-    """It has answered or been silent. An operator that has just begun to listen knows neither."""
+    """Whether it has answered or been silent, which a new listener does not know."""
 
     def pool(self, name: str) -> FleetPool | None:
-        """None while the supervisor is silent, or does not know it."""
+        """Return a pool; None while the supervisor is silent, or does not know it."""
         return None if self.fleet is None else self.fleet.pools.get(name)
 
     @property
     def settles(self) -> bool:
-        """It reports that workers may have yet to register."""
+        """Tell whether the supervisor says that workers may have yet to register."""
         return self.answer is not None and self.answer[0].settles
 
     @property
@@ -84,7 +81,7 @@ NOTHING_HEARD = Heard()
 
 
 def fleet_of(answer: control_pb2.WatchFleetResponse) -> Fleet:
-    """The supervisor's answer, as slots of pools. The wire calls a slot a place."""
+    """Read a supervisor's answer as slots of pools. The wire calls a slot a place."""
     pools, seen = {}, seen_by_clients(answer.routers)
     for pool in answer.pools:
         workers = [w for w in answer.workers if w.info.pool == pool.name and w.state in _HERE]
@@ -106,7 +103,7 @@ def fleet_of(answer: control_pb2.WatchFleetResponse) -> Fleet:
 
 
 def _to_come(pool: control_pb2.PoolStatus) -> list[str]:
-    """The slots of its size that the supervisor may not have opened yet."""
+    """List the slots of a pool's size that the supervisor may not have opened yet."""
     staying = {slot.worker_id for slot in pool.places if slot.HasField("standing")}
     numbered = (f"{pool.name}-{index}" for index in count())
     free = (worker_id for worker_id in numbered if worker_id not in staying)
@@ -127,8 +124,8 @@ def _slot(worker: control_pb2.FleetWorker) -> Slot:
 
 
 def merged(heard: Mapping[str, Heard]) -> Heard:
-    """What several supervisors report, the oldest first, as one fleet. `heard`: by names; a worker
-    of the second is called `<name>/<worker>`."""
+    """Merge what several supervisors report, the oldest first, into one fleet. `heard`: by names; a
+    worker of the second is called `<name>/<worker>`."""
     if len(heard) == 1:
         return next(iter(heard.values()))
     spoken = [(name, each) for name, each in heard.items() if each.answer is not None]
@@ -162,7 +159,7 @@ def _prefixed(
 
 
 def _add(pool: control_pb2.PoolStatus, more: control_pb2.PoolStatus) -> None:
-    """Sizes are sums; else the newest's values hold."""
+    """Add one pool's figures to another's. Sizes are sums; else the newest's values hold."""
     desired = pool.desired_replicas + more.desired_replicas
     live = pool.live_replicas + more.live_replicas
     pending = pool.pending_replicas + more.pending_replicas

@@ -26,7 +26,7 @@ class Pod:
     pool: str
     is_ready: bool
     is_going: bool
-    """Its deletion has begun."""
+    """Whether its deletion has begun."""
     created_at: str
     waits_for: str = ""
     """Why it does not run; empty: it does, or nothing says why."""
@@ -35,7 +35,7 @@ class Pod:
     unit: str = ""
     """The code of its unit; a router is of none."""
     is_lost: bool = False
-    """It should have ended and has not: its node may be lost."""
+    """Whether it should have ended and has not: its node may be lost."""
 
     @classmethod
     def of(cls, obj: Object, now: datetime.datetime) -> Pod:
@@ -57,14 +57,14 @@ class Pod:
 
 
 def _is_lost(metadata: Object, now: datetime.datetime) -> bool:
-    """The time of a deletion is when the pod's grace ends."""
+    """Tell whether a pod should have ended: the time of its deletion is when its grace ends."""
     if "deletionTimestamp" not in metadata:
         return False
     return now > datetime.datetime.fromisoformat(metadata["deletionTimestamp"]) + _ENDS_WITHIN
 
 
 def waits_for(pod: Object) -> str:
-    """Why it does not run yet, or no more; empty: it runs, or nothing says why."""
+    """Say why a pod does not run yet, or no more; empty: it runs, or nothing says why."""
     status = pod.get("status", {})
     if status.get("phase") == "Failed":
         return _worded(status.get("reason", "Failed"), status.get("message", ""))
@@ -84,8 +84,8 @@ def waits_for(pod: Object) -> str:
 
 
 def pods_refused(owner: Object | None) -> str:
-    """Why a RayCluster or a Deployment could not make a pod, such as a quota; empty: none says so.
-    `owner`: None where there is none."""
+    """Say why a RayCluster or a Deployment could not make a pod, such as a quota; empty: none says
+    so. `owner`: None where there is none."""
     status = {} if owner is None else owner.get("status", {})
     for condition in status.get("conditions", ()):
         if condition["type"] == "ReplicaFailure" and condition["status"] == "True":
@@ -94,7 +94,7 @@ def pods_refused(owner: Object | None) -> str:
 
 
 def together(waits: Mapping[str, str]) -> str:
-    """What several pods, by name, wait for: what most of them do first. Empty: nothing."""
+    """Say what several pods, by name, wait for: what most of them do first. Empty: nothing."""
     found = []
     counted = Counter(why for why in waits.values() if why)
     for why, count in sorted(counted.items(), key=lambda each: (-each[1], each[0])):
@@ -104,7 +104,7 @@ def together(waits: Mapping[str, str]) -> str:
 
 
 def _is_beside(pod: Object, status: Object) -> bool:
-    """An init container that runs for as long as the pod does: a sidecar."""
+    """Tell whether an init container is a sidecar, which runs for as long as the pod does."""
     specs: Sequence[Object] = pod.get("spec", {}).get("initContainers", ())
     return any(
         each["name"] == status["name"] and each.get("restartPolicy") == "Always" for each in specs
@@ -112,7 +112,7 @@ def _is_beside(pod: Object, status: Object) -> bool:
 
 
 def _trouble(container: Object) -> str:
-    """Why a container does not run; empty: it does, or is being made."""
+    """Say why a container does not run; empty: it does, or is being made."""
     state = container.get("state", {})
     ended, waiting = state.get("terminated"), state.get("waiting")
     if ended is not None:
@@ -126,7 +126,7 @@ def _trouble(container: Object) -> str:
 
 
 def _ended(terminated: Object) -> str:
-    """The last line is what a program says of its end."""
+    """Say how a container ended. The last line is what a program says of its end."""
     lines = terminated.get("message", "").strip().splitlines()
     how = f"{terminated.get('reason', 'ended')}, exit code {terminated.get('exitCode')}"
     return _worded(how, lines[-1] if lines else "")

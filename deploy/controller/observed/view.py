@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from baton.fleet import WorkerState
 from deploy.api.serving_cluster import ServingClusterSpec, UnitRollout
+from deploy.api.status import State
 from deploy.api.worker_pool import WorkerPoolSpec
 from deploy.controller.kit.objects import Key, Object, key_of
 from deploy.controller.manifests.cluster_yaml import model_name
@@ -28,7 +29,6 @@ from deploy.controller.rollout.rollout import (
     Figures,
     PoolSeen,
     Situation,
-    State,
     Step,
     UnitPlan,
     UnitSeen,
@@ -53,17 +53,17 @@ class PoolView:
     planned_size: int | None = None
     """Workers that the rollout gives it in this unit; None: all that it is to have."""
     makes_way: bool = False
-    """Its unit goes for another one."""
+    """Whether its unit makes way for another one."""
 
     @property
     def is_silent(self) -> bool:
-        """The supervisor is, not only of this pool."""
+        """Tell whether the supervisor is silent, and not only of this pool."""
         return self.fleet is None and self.heard.fleet is None
 
     @property
     def is_unknown(self) -> bool:
-        """Nobody reports what runs of it: the supervisor is silent, or its workers have yet to
-        register."""
+        """Tell whether nobody reports what runs of the pool: the supervisor is silent, or its
+        workers have yet to register."""
         if self.fleet is None:
             return not self.heard.is_settled
         if not self.heard.settles:
@@ -75,27 +75,28 @@ class PoolView:
 
     @property
     def live(self) -> Sequence[Slot]:
-        """Those whose workers serve."""
+        """Return the slots whose workers serve."""
         return self._slots(WorkerState.LIVE)
 
     @property
     def num_serving(self) -> int:
-        """Workers that take requests, as the supervisor reports; while it reports nothing, as their
-        pods' probes say."""
+        """Count the workers that take requests, as the supervisor reports; while it reports
+        nothing, as their pods' probes say."""
         if self.is_unknown:
             return sum(pod.is_ready and not pod.is_going for pod in self.pods)
         return len(self.live)
 
     @property
     def draining(self) -> Sequence[Slot]:
-        """Also one that drained at the last look and has hung since."""
+        """List slots that drain, and those that did at the last look and have hung since."""
         before = {each["worker"] for each in self.obj.get("status", {}).get("draining", ())}
         hanging = [slot for slot in self._slots(WorkerState.SUSPECT) if slot.worker_id in before]
         return (*self._slots(WorkerState.DRAINING), *hanging)
 
     def _slots(self, state: WorkerState) -> Sequence[Slot]:
-        """None while the supervisor is silent, or does not know the pool."""
-        return () if self.fleet is None else self.fleet.of_state(state)
+        """Return the slots of a state: none while the supervisor is silent or does not know the
+        pool."""
+        return [slot for slot in (self.fleet.slots if self.fleet else ()) if slot.state is state]
 
     @property
     def is_going(self) -> bool:
@@ -103,28 +104,28 @@ class PoolView:
 
     @property
     def replicas(self) -> int:
-        """None is wanted of a pool that is being deleted: its workers drain first."""
+        """Return the pool's size: 0 while it is being deleted, since its workers drain first."""
         return 0 if self.is_going else self.spec.replicas
 
     @property
     def size(self) -> int:
-        """Workers that it is to have now."""
+        """Return how many workers the pool is to have now."""
         return self.replicas if self.planned_size is None else self.planned_size
 
     @property
     def role_plan(self) -> tuple[int, int]:
-        """Workers that are to act as prefill alone and as decode alone."""
+        """Return how many workers are to act as prefill alone and as decode alone."""
         plan = self.spec.role_plan
         return (0, 0) if plan is None else (plan.prefill, plan.decode)
 
     @property
     def counted_pods(self) -> Sequence[Pod]:
-        """Without those that nobody ends."""
+        """Return the pods without those that should have ended and that nobody ends."""
         return [pod for pod in self.pods if not pod.is_lost]
 
     @property
     def is_over(self) -> bool:
-        """It is deleted, and no worker and no pod is left of it."""
+        """Tell whether the pool is deleted, and no worker and no pod is left of it."""
         has_slots = self.fleet is not None and bool(self.fleet.slots)
         return self.is_going and not self.counted_pods and not has_slots
 
@@ -140,7 +141,7 @@ class UnitView:
     pools: Mapping[str, PoolView]
     """Those that there are, in this unit; `pods` and `fleet` are the unit's own."""
     is_wanted: bool = True
-    """It is what the spec asks for."""
+    """Whether it is what the spec asks for."""
 
     @property
     def code(self) -> str:
@@ -152,7 +153,7 @@ class UnitView:
 
     @property
     def groups(self) -> dict[str, Object]:
-        """The RayCluster's worker groups, by pool."""
+        """Return the RayCluster's worker groups, by pool."""
         return groups_in(self.ray_cluster)
 
 
@@ -186,17 +187,17 @@ class ClusterView:
 
     @property
     def is_rolling(self) -> bool:
-        """The units are not, or not only, what the spec asks for."""
+        """Tell whether the units are not, or not only, what the spec asks for."""
         return self.step.state is not State.SERVING
 
     @property
     def staying_specs(self) -> dict[str, WorkerPoolSpec]:
-        """By pool; one that is being deleted takes nothing new, and carries no load to come."""
+        """Return specs of pools that are not being deleted: those take nothing new."""
         return {name: pool.spec for name, pool in self.pools.items() if not pool.is_going}
 
 
 def is_going(obj: Object) -> bool:
-    """Its deletion has begun."""
+    """Tell whether an object's deletion has begun."""
     return "deletionTimestamp" in obj["metadata"]
 
 
@@ -219,7 +220,7 @@ class Found:
     wanted: Unit
     pods: Sequence[Pod]
     ray_clusters: Mapping[str, Object]
-    """By their units' codes; `heard` likewise."""
+    """RayClusters, by their units' codes; `heard` likewise."""
     heard: Mapping[str, Heard]
 
     def view(self, now: datetime.datetime) -> ClusterView:
@@ -248,7 +249,7 @@ class Found:
         )
 
     def _rollout(self) -> UnitRollout:
-        """Routers know one name of the model: a unit that serves it under another is recreated."""
+        """Return the rollout's settings. A unit that calls the model otherwise is recreated."""
         rollout, name = self.spec.rollout, model_name(self.spec)
         is_renamed = any(name_in(ray) != name for ray in self.ray_clusters.values())
         return replace(rollout, strategy="Recreate") if is_renamed else rollout

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from deploy.controller.kit.informer import Informer, InformerSettings
 from deploy.controller.kit.kube import Kube
 from deploy.controller.kit.objects import Key, Object, Resource, Selection, key_of
-from deploy.controller.manifests.common import CLUSTER_LABEL, Owner
+from deploy.controller.manifests.common import CLUSTER_LABEL
 from deploy.controller.manifests.resources import (
     DEPLOYMENTS,
     PODS,
@@ -19,7 +19,7 @@ from deploy.controller.manifests.resources import (
 
 
 def cluster_keys(obj: Object) -> Iterable[Key]:
-    """By the label that everything of a ServingCluster carries."""
+    """Return the ServingCluster of an object, by the label that everything of one carries."""
     metadata = obj["metadata"]
     name = metadata.get("labels", {}).get(CLUSTER_LABEL)
     return [Key(metadata["namespace"], name)] if name else []
@@ -42,11 +42,10 @@ class Caches:
         self._all = (self.clusters, *self._dependents)
 
     def add_handler(self, handler: Callable[[Key], None]) -> None:
-        """`handler` gets the key of a ServingCluster of which anything has changed."""
+        """Have `handler` get the key of each ServingCluster of which anything has changed."""
         self.clusters.add_handler(handler, lambda obj: (key_of(obj),))
         for informer in self._dependents:
             informer.add_handler(handler, cluster_keys)
-        self.pools.add_handler(handler, self._clusters_with)
 
     def start(self) -> None:
         for informer in self._all:
@@ -61,32 +60,13 @@ class Caches:
         return all(ended)
 
     def of_cluster(self, informer: Informer, cluster: Key) -> list[Object]:
-        """Of one ServingCluster, by name."""
+        """List a kind's objects of one ServingCluster, by name."""
         found = informer.snapshot()
         return [found[key] for key in sorted(found) if cluster in cluster_keys(found[key])]
 
     @property
-    def known_clusters(self) -> frozenset[Key]:
-        """Also ServingClusters that are gone and have WorkerPools left."""
-        pools = self.pools.snapshot().values()
-        of_pools = (key for pool in pools for key in cluster_keys(pool))
-        return frozenset(self.clusters.snapshot()).union(of_pools)
-
-    def _clusters_with(self, pool: Object) -> Iterable[Key]:
-        """Those with a pool of this name, whoever has made it: one waits for another's to go."""
-        named = key_of(pool)
-        return [
-            key
-            for key, cluster in self.clusters.snapshot().items()
-            if any(
-                Key(key.namespace, Owner(key.name, key.namespace, "").pool_name(name)) == named
-                for name in cluster["spec"].get("pools") or ()
-            )
-        ]
-
-    @property
     def of_written(self) -> Mapping[Resource, Informer]:
-        """Of kinds that the operator writes, too."""
+        """Return the informers of kinds that the operator writes, too."""
         return {
             WORKER_POOLS: self.pools,
             RAY_CLUSTERS: self.ray_clusters,

@@ -75,6 +75,7 @@ from deploy.controller.status.statuses import Statuses
 log = logging.getLogger(__name__)
 
 _LOOK_AGAIN_S = 5.0
+_HINDERED_S = 30.0
 _SOON_S = 1.0
 """A supervisor reports every second at most."""
 _REFUSALS = (400, 403, 404, 422)
@@ -110,7 +111,7 @@ class ClusterReconciler:
         self._statuses = Statuses(kube, record, now)
 
     def reconcile(self, key: Key) -> float | None:
-        """In how many seconds to look again if nothing changes; raises KubeError."""
+        """Do what a ServingCluster lacks. Returns seconds to look again after. Raises KubeError."""
         obj = self._caches.clusters.get(key)
         if obj is None:
             self._forget(key)
@@ -138,7 +139,7 @@ class ClusterReconciler:
         return self._bring_nearer(view, contexts, groups, failed)
 
     def report_fault(self, key: Key, error: Exception) -> None:
-        """Of a reconcile that has raised what it never should; raises KubeError."""
+        """Report a reconcile that has raised what it never should. Raises KubeError."""
         obj = self._caches.clusters.get(key)
         if obj is not None:
             self._report(obj, conditions.internal_error(error))
@@ -147,15 +148,15 @@ class ClusterReconciler:
         self._statuses.write(key_of(obj), SERVING_CLUSTERS, obj, verdicts)
 
     def _report_refused(self, obj: Object, error: StatusError) -> None:
-        """Nothing of the cluster could be looked at. Conflicts and a server's own errors pass, and
-        are not reported."""
+        """Report that nothing of the cluster could be looked at. Conflicts and a server's own
+        errors pass, and are not reported."""
         if error.code in _REFUSALS:
             with contextlib.suppress(KubeError):  # the log has it
                 self._report(obj, conditions.refused(error))
 
     def _let_go(self, obj: Object) -> float | None:
-        """Its pools are gone. Its RayCluster goes before the rest: to empty the Redis of Ray's head
-        KubeRay runs a pod that needs the head's account, token and configuration."""
+        """Let a cluster without pools go, its RayCluster before the rest: to empty the Redis of
+        Ray's head KubeRay runs a pod that needs the head's account, token and configuration."""
         try:
             is_left = self._kuberay.end(obj)
         except StatusError as error:
@@ -176,12 +177,12 @@ class ClusterReconciler:
         self._statuses.forget(key)
 
     def _hindered(self, obj: Object, verdicts: list[Verdict]) -> float | None:
-        """It can be brought no nearer: a condition says so, and a deleted one may go."""
+        """Report that a cluster can be brought no nearer. A deleted one may go."""
         if is_going(obj):
             self._pools.release_orphans(key_of(obj))  # each pod drains by itself when it goes
             return self._let_go(obj)
         self._report(obj, verdicts)
-        return None
+        return _HINDERED_S
 
     def _without_kuberay(self, obj: Object) -> float:
         verdicts, key = conditions.kuberay_missing(), key_of(obj)
@@ -208,7 +209,7 @@ class ClusterReconciler:
     def _pool_specs(
         self, cluster: Object, pools: Mapping[str, Object]
     ) -> dict[str, WorkerPoolSpec]:
-        """A pool that cannot be read has a condition that says so. Raises ConfigError."""
+        """Read the pools' specs. A condition says where one cannot be. Raises ConfigError."""
         specs, problems = {}, []
         for name, pool in pools.items():
             try:
@@ -222,8 +223,8 @@ class ClusterReconciler:
         return specs
 
     def _context(self, view: ClusterView, unit: UnitView, wanted: Unit) -> PodContext:
-        """A unit that the spec asks for keeps its code, whichever pools have come since it was
-        made. Another one stays as it was made."""
+        """Return what a unit's pods are made from. A unit that the spec asks for keeps its code,
+        whichever pools have come since it was made. Another one stays as it was made."""
         ray = unit.ray_cluster
         made = wanted if ray is None or unit.is_wanted else unit_in(ray)
         return PodContext(
@@ -272,7 +273,7 @@ class ClusterReconciler:
         self._applied.apply(view.key, CONFIG_MAPS, router_config_map(view.owner, config))
 
     def _keep_routers(self, view: ClusterView) -> None:
-        """They are of no unit: none comes or goes with their settings."""
+        """Apply the routers, which are of no unit: none comes or goes with their settings."""
         owner, key = view.owner, view.key
         has_grpc_probes = self._discovery.version >= _GRPC_PROBES_SINCE
         routers = router_deployment(
@@ -290,7 +291,7 @@ class ClusterReconciler:
         self._applied.apply(key, SERVICES, router_service(owner, view.spec.router))
 
     def _supervise(self, view: ClusterView) -> Mapping[str, str]:
-        """What the supervisors refused, by pool."""
+        """Ask the supervisors for what is wanted. Returns what they refused, by pool."""
         refused: dict[str, str] = {}
         address_of = view.owner.control_of
         routes = [
@@ -306,8 +307,8 @@ class ClusterReconciler:
         return refused
 
     def _plans(self, view: ClusterView) -> Mapping[str, PoolPlan]:
-        """What the planner would have of pools that stay. With two units it sees both as one fleet,
-        and makes no pool smaller. Nothing while the only unit makes way."""
+        """Plan the pools that stay. With two units the planner sees both as one fleet, and makes no
+        pool smaller. It plans nothing while the only unit makes way."""
         answer = view.heard.answer
         if answer is None or not any(unit.is_wanted for unit in view.units):
             return {}
@@ -327,6 +328,6 @@ class ClusterReconciler:
 
 
 def _routers_hash_of(config: ClusterConfig) -> str:
-    """Of all that a router must be restarted for."""
+    """Hash the settings whose change restarts routers."""
     said = {name: value for name, value in settings.dump(config).items() if name in _OF_ROUTERS}
     return hashlib.sha256(repr(said).encode()).hexdigest()[:16]

@@ -43,7 +43,7 @@ _UNREADY_PODS_GO_SINCE = (1, 27)
 
 @dataclass(frozen=True)
 class Companion:
-    """`manifest`: None where the cluster is to have no such object."""
+    """An object beside a cluster. `manifest`: None where the cluster is to have no such one."""
 
     resource: Resource
     key: Key
@@ -53,7 +53,7 @@ class Companion:
 def companions(
     view: ClusterView, release: Release, budgets: BudgetKind, operator_namespace: str | None
 ) -> list[Companion]:
-    """`operator_namespace`: None where namespaces do not carry their names as a label."""
+    """List companions. `operator_namespace`: None where no label has a namespace's name."""
     owner, router = view.owner, view.spec.router
     key = Key(owner.namespace, owner.router_name)
     pools = [_pool_budget(owner, name, pool, budgets) for name, pool in view.pools.items()]
@@ -79,20 +79,20 @@ def _wanted(resource: Resource, manifest: Manifest) -> Companion:
 
 
 def _pool_budget(owner: Owner, name: str, pool: PoolView, budgets: BudgetKind) -> Manifest:
-    """Pods that are more than the pool's size stay until they have drained."""
+    """Make a budget. Pods beyond the pool's size stay until they have drained."""
     num_ready = sum(pod.is_ready and not pod.is_going for pod in pool.pods)
     num_expected = max(pool.replicas, num_ready)
     return pool_budget(owner, name, pool.obj["metadata"]["uid"], budgets, num_expected)
 
 
 class Companions:
-    """Keeps them as they are wanted, as far as the API server serves their kinds."""
+    """Keeps companions as they are wanted, as far as the API server serves their kinds."""
 
     def __init__(self, applied: Applied, discovery: Discovery, release: Release) -> None:
         self._applied, self._discovery, self._release = applied, discovery, release
 
     def keep(self, view: ClusterView) -> tuple[list[KubeError], list[str]]:
-        """What the API server refused, and which kinds it does not serve, in words."""
+        """Keep the companions. Returns what was refused, and which kinds are not served."""
         try:
             wanted = companions(view, self._release, self._budgets(), self._operator_namespace())
         except KubeError as error:  # nobody says what is served

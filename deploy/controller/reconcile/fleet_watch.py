@@ -42,10 +42,10 @@ class FleetWatch:
         self._on_change = on_change
         self._lock = threading.Lock()
         self._followed: dict[str, _Followed] = {}
-        """By address."""
+        """The watched services, by address."""
 
     def follow(self, cluster: Key, identity: Identity | None, addresses: Collection[str]) -> None:
-        """The cluster's control services, and no others of it; none without an identity."""
+        """Follow these control services of a cluster alone; none without an identity."""
         wanted = set(addresses) if identity is not None else set[str]()
         with self._lock:
             known = {name for name, each in self._followed.items() if each.cluster == cluster}
@@ -85,7 +85,7 @@ class FleetWatch:
                 followed.stopping.wait(_RETRY_S)
 
     def _follow(self, followed: _Followed) -> bool:
-        """One window of the stream; whether the supervisor still answers at its end."""
+        """Follow a window of the stream. Returns whether the supervisor answers at its end."""
         answers = False
         try:
             for answer in followed.client.watch_fleet(_WINDOW_S):
@@ -109,7 +109,7 @@ class FleetWatch:
 
 
 def _decisive(heard: Heard) -> object:
-    """What is acted on; figures change with every answer and can wait for the next look."""
+    """Return what is acted on. Figures change with every answer and can wait for the next look."""
     fleet = heard.fleet
     if fleet is None:
         return heard.is_certain

@@ -66,7 +66,7 @@ class Identities:
         shutil.rmtree(self._folder / str(cluster), ignore_errors=True)
 
     def _keep_keys(self, cluster: Object, owner: Owner) -> Files:
-        """Returns the operator's."""
+        """Keep the Secrets of all roles' keys. Returns the operator's files."""
         key, epoch = key_of(cluster), cluster["metadata"].get("annotations", {}).get(EPOCH, "0")
         if not epoch.isdecimal():
             field = f"metadata.annotations.{EPOCH}"
@@ -88,7 +88,7 @@ class Identities:
         return {name: base64.b64decode(text) for name, text in data.items()}
 
     def _opened(self, cluster: Key, kind: Literal["keys", "tls"], files: Files) -> Identity:
-        """Always the same one, which reads its files again. Raises ConfigError."""
+        """Return the one identity of a cluster, which reads its files again. Raises ConfigError."""
         folder = self._folder / str(cluster)
         (folder / "operator").mkdir(parents=True, exist_ok=True)
         for name, content in files.items():

@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence, Set
 
 from deploy.controller.kit.applied import Applied
 from deploy.controller.kit.errors import NotFoundError, UnreachableError
-from deploy.controller.kit.finalizers import drop_finalizer
 from deploy.controller.kit.kube import Kube
 from deploy.controller.kit.objects import Object, Selection, is_owned, key_of
 from deploy.controller.manifests.cluster_yaml import cluster_config, unit_config_map
@@ -35,25 +34,21 @@ from deploy.controller.observed.pod import Pod
 from deploy.controller.observed.view import ClusterView, PoolView, UnitView
 from deploy.controller.reconcile.caches import Caches
 
-_EMPTIES_REDIS = "ray.io/gcs-ft-redis-cleanup-finalizer"
-"""KubeRay's own. KubeRay drops it only while the RayCluster has a Redis (raycluster_controller.go;
-kuberay PR 5013): without one any more it would stay for ever."""
-
 
 class KubeRay:
-    """Each call may raise KubeError."""
+    """Keeps RayClusters as the rollout wants them. Each call may raise KubeError."""
 
     def __init__(self, kube: Kube, caches: Caches, applied: Applied) -> None:
         self._kube, self._caches, self._applied = kube, caches, applied
 
     @property
     def is_served(self) -> bool:
-        """Whether its kind is: without it nobody makes pods."""
+        """Tell whether the API server serves KubeRay's kind: without it nobody makes pods."""
         return self._caches.ray_clusters.is_served
 
     def find(self, cluster: Object) -> list[Object]:
-        """A ServingCluster's RayClusters, listed anew: a cache may not have the newest. One that is
-        in the cache and not in the list raises UnreachableError: another unit would be made beside
+        """List a ServingCluster's RayClusters anew: a cache may not have the newest. One that is in
+        the cache and not in the list raises UnreachableError: another unit would be made beside
         it."""
         key, uid = key_of(cluster), cluster["metadata"]["uid"]
         selection = Selection(key.namespace, f"{CLUSTER_LABEL}={key.name}")
@@ -70,7 +65,7 @@ class KubeRay:
         return sorted(found, key=key_of)
 
     def bring(self, view: ClusterView, contexts: Mapping[str, PodContext], groups: Groups) -> None:
-        """Every unit to what the rollout has it be. `contexts`: by the units' codes."""
+        """Bring every unit to what the rollout has it be. `contexts`: by the units' codes."""
         self._applied.apply(view.key, SERVICE_ACCOUNTS, pods_account(view.owner))
         if view.spec.ray.token_secret_name is None:
             # Once: another token would lock out the pods that run.
@@ -101,8 +96,6 @@ class KubeRay:
         return bool(found)
 
     def _end(self, ray: Object) -> None:
-        if "gcsFaultToleranceOptions" not in ray["spec"]:
-            drop_finalizer(self._kube, RAY_CLUSTERS, ray, _EMPTIES_REDIS)
         if "deletionTimestamp" not in ray["metadata"]:
             with contextlib.suppress(NotFoundError):
                 self._kube.delete(RAY_CLUSTERS, key_of(ray), uid=ray["metadata"]["uid"])
@@ -113,8 +106,8 @@ Groups = Mapping[str, Sequence[Object]]
 
 
 def groups_of(view: ClusterView, contexts: Mapping[str, PodContext]) -> Groups:
-    """What each unit's pools are to run on. Raises ConfigError or ValueError, so that nothing is
-    begun that cannot be made."""
+    """Make the worker groups that each unit's pools are to run on. Raises ConfigError or
+    ValueError, so that nothing is begun that cannot be made."""
     return {unit.code: _groups(view, unit, contexts[unit.code]) for unit in view.units}
 
 
@@ -135,7 +128,7 @@ def _groups(view: ClusterView, unit: UnitView, context: PodContext) -> list[Obje
 
 
 def size_of(pool: PoolView) -> GroupSize:
-    """What is to go waits for no silent supervisor: its pods drain by themselves."""
+    """Size a group. What goes waits for no silent supervisor: its pods drain by themselves."""
     if pool.group is None:
         return GroupSize(pool.size)
     if (pool.is_going or pool.makes_way) and pool.fleet is None:
@@ -184,11 +177,11 @@ def _empty(pods: Sequence[Pod], slots: Sequence[Slot]) -> list[Pod]:
 
 
 def _surplus(replicas: int, pods: Sequence[Pod], slots: Sequence[Slot]) -> int:
-    """Pods that neither the pool's size nor a slot without a pod will want."""
+    """Count the pods that neither the pool's size nor a slot without a pod will want."""
     num_homeless = sum(not slot.pod for slot in slots)
     return max(0, min(len(pods) - replicas, len(_empty(pods, slots)) - num_homeless))
 
 
 def _least_wanted_first(pod: Pod) -> tuple[bool, str, str]:
-    """Those that are not ready go first, then the oldest: what is new is of the newest version."""
+    """Put pods that are not ready first, then the oldest: new ones are of the newest version."""
     return pod.is_ready, pod.created_at, pod.name

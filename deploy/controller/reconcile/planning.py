@@ -36,8 +36,8 @@ class Planning:
         pools: Mapping[str, WorkerPoolSpec],
         config: PlannerConfig,
     ) -> Mapping[str, PoolPlan]:
-        """By pool. `answer`: the supervisor's, and when it came, in seconds of any one clock. A
-        pool that somebody else scales is planned for, too, and stays as it is."""
+        """Plan each pool, by name. `answer`: the supervisor's, and when it came, in seconds of any
+        one clock. A pool that somebody else scales is planned for, too, and stays as it is."""
         memory = self._memories.setdefault(cluster, _Memory())
         bounds = {name: _bounds(pool) for name, pool in pools.items()}
         fleet, answered_at_s = answer

@@ -14,7 +14,6 @@ from functools import partial
 
 from baton.errors import ConfigError
 from cluster.planner.planner import PoolPlan
-from deploy.api.checked import broken_by
 from deploy.api.serving_cluster import ServingClusterSpec
 from deploy.api.worker_pool import PoolTemplate, WorkerPoolSpec
 from deploy.controller.kit.applied import Applied
@@ -31,7 +30,7 @@ from deploy.controller.kit.objects import Key, Object, key_of
 from deploy.controller.manifests.common import Object as Manifest
 from deploy.controller.manifests.common import Owner
 from deploy.controller.manifests.resources import WORKER_POOLS
-from deploy.controller.manifests.worker_pool import kept, worker_pool
+from deploy.controller.manifests.worker_pool import worker_pool
 from deploy.controller.observed.view import ClusterView, is_going
 from deploy.controller.reconcile.caches import Caches
 from deploy.controller.status.events import Record
@@ -46,14 +45,17 @@ class Pools:
     def keep(
         self, cluster: Object, owner: Owner, spec: ServingClusterSpec
     ) -> tuple[dict[str, Object], list[KubeError]]:
-        """All that there are, by name, and what failed. A deleted cluster's are deleted. Raises
-        ConfigError, before anything is done, where one is to become what it cannot."""
+        """Keep the WorkerPools; a deleted cluster's go. Returns those there are, by name, and what
+        failed. Raises ConfigError, before anything is done, where one is to become what it
+        cannot."""
         templates = {} if is_going(cluster) else cluster["spec"]["pools"]
         wanted = {
             name: worker_pool(owner, name, template, FINALIZER)
             for name, template in templates.items()
         }
-        self._check_changes(cluster, wanted)
+        problems = [problem for name in wanted for problem in self._problems(name, wanted[name])]
+        if problems:  # an API server with CEL refuses these, one without takes them
+            raise ConfigError(f"ServingCluster {key_of(cluster)}: {'; '.join(problems)}")
         names = {made["metadata"]["name"]: name for name, made in wanted.items()}
         pools = {}
         for pool in self._of(key_of(cluster)):
@@ -68,18 +70,23 @@ class Pools:
         failed += each(partial(self._delete, pools[name]) for name in pools.keys() - wanted.keys())
         return pools, failed
 
-    def _check_changes(self, cluster: Object, wanted: Mapping[str, Manifest]) -> None:
-        """What an API server with CEL refuses; one without takes it."""
-        problems = []
-        for name, made in wanted.items():
-            seen = self._caches.pools.get(key_of(made))
-            if seen is not None:
-                problems += _problems(name, seen, made)
-        if problems:
-            raise ConfigError(f"ServingCluster {key_of(cluster)}: {'; '.join(problems)}")
+    def _problems(self, name: str, made: Manifest) -> list[str]:
+        """Say why the WorkerPool that is there does not become what the pool of that name is made
+        to. One that is being deleted makes way for another of its cluster."""
+        seen = self._caches.pools.get(key_of(made))
+        if seen is None:
+            return []
+        was, wanted = seen["spec"], made["spec"]
+        if any(was.get(field) != wanted[field] for field in ("cluster", "pool")):
+            whose = f"pool {was.get('pool')} of ServingCluster {was.get('cluster')}"
+            return [f"spec.pools.{name} needs another name: WorkerPool {key_of(seen)} is {whose}"]
+        if is_going(seen) or was.get("role") == wanted["role"]:
+            return []
+        has = f"WorkerPool {key_of(seen)} has role {was.get('role')}"
+        return [f"spec.pools.{name}.role cannot be changed: make another pool; {has}"]
 
     def _keep(self, cluster: Object, wanted: Manifest, template: PoolTemplate) -> Object:
-        """Made with the size that it last had, or its first; then whoever scales it writes it."""
+        """Keep a WorkerPool. It is made with its last size, or its first; others then scale it."""
         name, seen = wanted["spec"]["pool"], self._caches.pools.get(key_of(wanted))
         if seen is None:
             self._create(wanted, last_size(name, cluster))
@@ -97,7 +104,7 @@ class Pools:
         return _undeleted(self._applied.apply(key_of(cluster), WORKER_POOLS, wanted))
 
     def _create(self, wanted: Manifest, size: int) -> bool:
-        """False: it is there. The cache is old, or others' finalizers keep a deleted one."""
+        """Create a WorkerPool. False: it is there, by an old cache or others' finalizers."""
         try:
             self._kube.create(WORKER_POOLS, wanted | {"spec": wanted["spec"] | {"replicas": size}})
         except AlreadyExistsError:
@@ -133,13 +140,13 @@ class Pools:
                 drop_finalizer(self._kube, WORKER_POOLS, pool.obj)
 
     def release_orphans(self, cluster: Key) -> None:
-        """Pools whose ServingCluster is gone: what serves them goes with it, and so may they."""
+        """Let pools go whose ServingCluster is gone: what serves them goes with it."""
         for pool in self._of(cluster):
             drop_finalizer(self._kube, WORKER_POOLS, pool)
 
     def scale(self, view: ClusterView, plans: Mapping[str, PoolPlan]) -> None:
-        """The sizes and roles of pools whose `scaling.mode` is planner: nobody else writes them.
-        None of a pool that is being deleted is planned."""
+        """Write the sizes and roles of pools whose `scaling.mode` is planner: nobody else does. A
+        pool that is being deleted has no plan."""
         for name, plan in plans.items():
             pool = view.pools[name]
             if pool.spec.scaling.mode != "planner":
@@ -169,25 +176,14 @@ def _size_of(name: str, seen: Object, cluster: Object) -> int:
 
 
 def _is_made_again(seen: Object, made: Manifest) -> bool:
-    """Whether somebody deleted the WorkerPool, and one of the same role is wanted. One of another
-    role waits until the workers of the former have drained."""
-    return is_going(seen) and kept(seen, made)["role"] == made["spec"]["role"]
+    """Tell whether somebody deleted the WorkerPool, and one of the same role is wanted. One of
+    another role waits until the workers of the former have drained."""
+    return is_going(seen) and seen["spec"].get("role") == made["spec"]["role"]
 
 
 def _undeleted(pool: Object) -> Object:
     metadata = {key: value for key, value in pool["metadata"].items() if key != "deletionTimestamp"}
     return {**pool, "metadata": metadata}
-
-
-def _problems(name: str, seen: Object, made: Manifest) -> list[str]:
-    """Why the WorkerPool that is there does not become what the pool of that name is made to. One
-    that is being deleted makes way for another of its cluster."""
-    was = kept(seen, made)
-    broken = broken_by(WorkerPoolSpec, was, made["spec"])
-    if all(rule.keeps == "role" for rule in broken):
-        return [] if is_going(seen) else [f"spec.pools.{name}.{rule.message}" for rule in broken]
-    whose = f"pool {was['pool']} of ServingCluster {was['cluster']}"
-    return [f"spec.pools.{name} needs another name: WorkerPool {key_of(seen)} is {whose}"]
 
 
 def _check_size(name: str, seen: Object, size: int, template: PoolTemplate) -> None:
@@ -204,7 +200,7 @@ def _check_size(name: str, seen: Object, size: int, template: PoolTemplate) -> N
 
 
 def with_accepted_size(name: str, pool: Object, cluster: Object) -> Object:
-    """The WorkerPool of that name in the ServingCluster, with the size that it has."""
+    """Return a ServingCluster's WorkerPool of that name with the size that it has."""
     spec = pool["spec"]
     least = spec.get("minReplicas", WorkerPoolSpec.min_replicas)
     most = spec.get("maxReplicas", WorkerPoolSpec.max_replicas)
@@ -215,8 +211,8 @@ def with_accepted_size(name: str, pool: Object, cluster: Object) -> Object:
 
 
 def last_size(name: str, cluster: Object) -> int:
-    """The ServingCluster's status remembers it, also when the WorkerPool is gone. A pool without a
-    past has its first size."""
+    """Return a pool's last size, which the ServingCluster's status remembers, also when the
+    WorkerPool is gone. A pool without a past has its first size."""
     known = cluster.get("status", {}).get("pools", {}).get(name)
     if known is not None:
         return int(known.partition("/")[2])

@@ -27,8 +27,8 @@ def supervise(
     routes: Sequence[control_pb2.Unit],
     check_may_call: Callable[[str], None],
 ) -> dict[str, str]:
-    """What the supervisor refused, by pool. `routes`: the units and their shares; `check_may_call`
-    raises what keeps a call from being made."""
+    """Ask a supervisor for what is wanted. Returns what it refused, by pool. `routes`: the units
+    and their shares; `check_may_call` raises what keeps a call from being made."""
     refused: dict[str, list[str]] = {}
     for pool, call in _calls(client, unit, routes):
         check_may_call("a call to the supervisor")
@@ -42,7 +42,7 @@ def supervise(
 def _calls(
     client: ControlClient, unit: UnitView, routes: Sequence[control_pb2.Unit]
 ) -> Iterator[_Call]:
-    """None while it is silent."""
+    """Yield the calls that a supervisor needs: none while it is silent."""
     if unit.fleet is None:
         return
     # A group that is left as it is has names, too.

@@ -43,34 +43,19 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
 
 from deploy.api.serving_cluster import UnitRollout
+from deploy.api.status import State
 from deploy.controller.rollout.units import Unit, difference
 
 _ROUTERS_HEAR_S = 10.0
 _MIN_REQUESTS = 10
-"""In the last minute. A unit that ended fewer is not judged."""
+"""A unit that ended fewer requests in the last minute is not judged."""
 _CLEARLY_FAILED = 3
 _SLOW_AGAIN_S = 15.0
 """Between two looks that compare gaps. Within a minute the former unit has no figures any more,
 where the coming one got all requests at once."""
 _LIKE_LOAD = 1.25
-
-
-class State(StrEnum):
-    MAKING = "Making"
-    SERVING = "Serving"
-    GROWING = "Growing"
-    SHIFTING = "Shifting"
-    PAUSED = "Paused"
-    RETIRING = "Retiring"
-    STRANDED = "Stranded"
-    REVERTING = "Reverting"
-    REVERTED = "Reverted"
-    REPLACED = "Replaced"
-    DRAINING = "Draining"
-    ENDING = "Ending"
 
 
 @dataclass(frozen=True)
@@ -101,17 +86,17 @@ class Record:
     """What a unit's RayCluster remembers of its rollout."""
 
     share: float = 1.0
-    """Of requests."""
+    """The unit's share of the requests."""
     step: int = 0
     """Index of the step under way."""
     since_s: float = 0.0
     """When its share, or the number of its live workers, last rose. Seconds since 1970."""
     live: int = 0
-    """Its live workers then."""
+    """How many live workers the unit had then."""
     slow_since_s: float = 0.0
     """When its gaps were first seen too long, and at no look since then short enough; 0: never."""
     goes: bool = False
-    """It makes way for the coming unit, and requests never come back to it."""
+    """Whether it makes way for the coming unit: requests never come back to it then."""
     refused: str = ""
     """Code of a unit that went back."""
     refused_why: str = ""
@@ -127,7 +112,7 @@ class UnitSeen:
     figures: Figures | None = None
     """None: no router has it yet."""
     is_ending: bool = False
-    """The deletion of its RayCluster has begun."""
+    """Whether the deletion of its RayCluster has begun."""
 
     @property
     def num_pods(self) -> int:
@@ -141,7 +126,7 @@ class UnitSeen:
         return self.pools.get(name, PoolSeen())
 
     def serves(self, totals: Mapping[str, int]) -> bool:
-        """Whether a worker of each role that is to have any is live."""
+        """Tell whether a worker of each role that is to have any is live."""
         wanted = [pool for name, pool in self.pools.items() if totals.get(name)]
         roles = {pool.role for pool in wanted}
         return bool(roles) and roles == {pool.role for pool in wanted if pool.live}
@@ -155,9 +140,9 @@ class UnitPlan:
     sizes: Mapping[str, int]
     record: Record
     ends: bool = False
-    """Its RayCluster is deleted."""
+    """Whether its RayCluster is deleted."""
     is_leaving: bool = False
-    """It gets no new group, and its pods wait for no silent supervisor."""
+    """Whether it gets no new group, and its pods wait for no silent supervisor."""
 
 
 @dataclass(frozen=True)
@@ -165,13 +150,13 @@ class Step:
     state: State
     reason: str
     plans: tuple[UnitPlan, ...] = ()
-    """Of the units that there are, the oldest first, and of a unit to be made."""
+    """The plans of the units that there are, the oldest first, and of one to be made."""
     routes: tuple[tuple[str, float], ...] = ()
     """Codes of units and their shares of the requests, the oldest first. Empty: as it was."""
 
     @property
     def unit(self) -> str:
-        """The unit whose control service routers ask; empty: there is none."""
+        """Return the unit whose control service routers ask; empty: there is none."""
         return self.plans[0].code if self.plans else ""
 
 
@@ -235,7 +220,7 @@ def _make_first(now: Situation, wanted: Unit, units: Sequence[UnitSeen]) -> Step
 
 
 def _leaving(seen: UnitSeen) -> UnitPlan:
-    """It goes once its workers have drained."""
+    """Return the plan of a unit that goes once its workers have drained."""
     sizes = dict.fromkeys(seen.pools, 0)
     ends = seen.is_ending or not seen.num_pods
     return UnitPlan(seen.unit.code, sizes, seen.record, ends=ends, is_leaving=True)
@@ -269,7 +254,7 @@ def _alone(now: Situation, wanted: Unit, seen: UnitSeen) -> Step:
 
 
 def must_recreate(rollout: UnitRollout, totals: Mapping[str, int]) -> bool:
-    """Whether a unit would lack a pool beside the other one: there is no room for both."""
+    """Tell whether a unit would lack a pool beside the other one: there is no room for both."""
     sizes = [size for size in totals.values() if size]
     has_no_room = rollout.max_surge == 0 and any(n <= rollout.max_unavailable for n in sizes)
     return rollout.strategy == "Recreate" or not sizes or has_no_room
@@ -279,8 +264,8 @@ def must_recreate(rollout: UnitRollout, totals: Mapping[str, int]) -> bool:
 
 
 def _to_live(step: Step, pair: Iterable[UnitSeen], totals: Mapping[str, int]) -> Step:
-    """All requests go to the only unit that serves, if there is one. Where all pools are scaled to
-    zero neither does, and requests wait for the newest."""
+    """Send all requests to the only unit that serves, if there is one. Where all pools are scaled
+    to zero neither does, and requests wait for the newest."""
     serving = [each.unit.code for each in pair if each.serves(totals)]
     routes = tuple((code, float(code in serving)) for code, _ in step.routes)
     return replace(step, routes=routes) if len(serving) == 1 else step
@@ -314,8 +299,8 @@ class _Pair:
         return self._advance()
 
     def _revert(self, state: State, why: str, refused: str) -> Step:
-        """Requests go back at once, or once the former unit serves; workers as its own become
-        live. `refused`: the code of a unit that is not tried again."""
+        """Go back. Requests do so at once, or once the former unit serves; workers as its own
+        become live. `refused`: the code of a unit that is not tried again."""
         rollout, code = self.now.rollout, self.coming.unit.code
         of_former, of_coming = {}, {}
         least = 0 if self.former.serves(self.now.totals) else 1
@@ -341,7 +326,7 @@ class _Pair:
         return Step(state, f"{why}: unit {code} goes", plans, routes)
 
     def _begun_anew(self) -> Record:
-        """Should the spec ask for the coming unit again before it has gone."""
+        """Return a new record: the spec may ask for the coming unit again before it has gone."""
         record = self.coming.record
         has_begun = record.share or record.step or record.live
         return Record(share=0.0, since_s=self.now.now_s if has_begun else record.since_s)
@@ -372,8 +357,9 @@ class _Pair:
         return self._both(state, reason, record, keeps_former=True)
 
     def _retire(self, record: Record) -> Step:
-        """The coming unit has all requests. The former keeps a worker of each pool for its
-        streams, and until the coming unit is judged: it may yet get its requests back."""
+        """Retire the former unit, as the coming one has all requests. It keeps a worker of each
+        pool for its streams, and until the coming unit is judged: it may yet get its requests
+        back."""
         now, figures = self.now, self.former.figures
         spent_s = now.now_s - record.since_s
         num_active = 0 if figures is None else figures.num_active
@@ -402,8 +388,8 @@ class _Pair:
         return replace(step, plans=(goes, step.plans[1]))
 
     def _let_go(self) -> Step:
-        """The former unit has begun to go: there is no verdict any more, and no other unit comes
-        before it is gone."""
+        """Let the former unit go, which has begun to: there is no verdict any more, and no other
+        unit comes before it is gone."""
         code, coming = self.former.unit.code, self.coming.unit.code
         record = replace(self.coming.record, share=1.0)
         serves = self.coming.serves(self.now.totals)
@@ -417,15 +403,15 @@ class _Pair:
         return replace(step, plans=(_leaving(self.former), step.plans[1]))
 
     def _can_return(self) -> bool:
-        """Whether the former unit, which has begun to go, serves with the workers that it is to
-        keep, while the coming one does not serve."""
+        """Tell whether the former unit, which has begun to go, serves with the workers that it is
+        to keep, while the coming one does not serve."""
         pools = self.former.pools.items()
         kept = {name: replace(pool, live=min(pool.live, pool.size)) for name, pool in pools}
         totals = self.now.totals
         return replace(self.former, pools=kept).serves(totals) and not self.coming.serves(totals)
 
     def _both(self, state: State, reason: str, record: Record, *, keeps_former: bool) -> Step:
-        """`record`: the coming unit's."""
+        """Make the step of both units. `record` is the coming unit's."""
         of_former, of_coming = self._sizes(keeps_former=keeps_former)
         former, coming, share = self.former.unit.code, self.coming.unit.code, 1.0 - record.share
         plans = (
@@ -438,7 +424,7 @@ class _Pair:
 
     @property
     def steps(self) -> Sequence[float]:
-        """Where the model stays, requests follow the workers that are live."""
+        """Return the steps' shares; one where the model stays: requests follow live workers."""
         is_same_model = self.former.unit.model == self.coming.unit.model
         return (1.0,) if is_same_model else self.now.rollout.shares
 
@@ -448,12 +434,12 @@ class _Pair:
 
     @property
     def target(self) -> float:
-        """The step's share of workers and requests."""
+        """Return the step's share of workers and requests."""
         return 1.0 if self.former.record.goes else self.steps[self.index]
 
     def _sizes(self, *, keeps_former: bool) -> tuple[dict[str, int], dict[str, int]]:
-        """Workers of the former and the coming unit. `keeps_former`: it serves, or still runs
-        streams."""
+        """Return the workers of the former and of the coming unit. `keeps_former`: it serves, or
+        still runs streams."""
         rollout = self.now.rollout
         of_former, of_coming = {}, {}
         for name, size in self.now.totals.items():
@@ -471,7 +457,7 @@ class _Pair:
         return of_former, of_coming
 
     def _live_share(self) -> float:
-        """Of requests that the coming unit's live workers can take, as its scarcest pool says."""
+        """Return the requests' share that the coming unit's scarcest pool can take."""
         shares = []
         for name, size in self.now.totals.items():
             was, comes = self.former.pool(name).live, self.coming.pool(name).live
@@ -480,7 +466,7 @@ class _Pair:
         return math.floor(100 * min(shares, default=0.0)) / 100
 
     def _missing(self) -> str:
-        """What the coming unit lacks for the step's share of the requests; empty: nothing."""
+        """Say what the coming unit lacks for the step's share of the requests; empty: nothing."""
         late = []
         for name, size in self.now.totals.items():
             live = self.coming.pool(name).live
@@ -495,8 +481,8 @@ class _Pair:
     # --- whether the coming unit goes back ---
 
     def _failure(self) -> str:
-        """Why the coming unit goes back; empty: it does not. It has nowhere to go back to while the
-        former one does not serve."""
+        """Say why the coming unit goes back; empty: it does not. It has nowhere to go back to while
+        the former one does not serve."""
         if not self.former.serves(self.now.totals):
             return ""
         record, timeout_s = self.coming.record, self.now.rollout.ready_timeout_s
@@ -509,7 +495,7 @@ class _Pair:
         return self._slowness()[1]
 
     def _slowness(self) -> tuple[float, str]:
-        """Since when its gaps are seen too long, and whether it goes back for them: why, if so."""
+        """Return since when the coming unit's gaps are too long, and why it goes back if so."""
         now_s, rollout, since_s = self.now.now_s, self.now.rollout, self.coming.record.slow_since_s
         ratio = slowdown(self.former, self.coming)
         if ratio is None:
@@ -522,8 +508,8 @@ class _Pair:
 
 
 def judge(former: Figures | None, coming: Figures | None, rollout: UnitRollout) -> str:
-    """Why the coming unit is worse than the former one, by what became of their requests in the
-    last minute: it fails `max_failure_percent` more of them; empty: it does not.
+    """Say why the coming unit is worse than the former one, by what became of their requests in the
+    last minute: it fails `max_failure_percent` more of them. Empty: it does not.
 
     A unit that ended fewer than `_MIN_REQUESTS` is not judged, nor compared with. Where there is
     nothing to compare with, fewer than `_CLEARLY_FAILED` failures count as none.
@@ -541,8 +527,8 @@ def judge(former: Figures | None, coming: Figures | None, rollout: UnitRollout) 
 
 
 def slowdown(former: UnitSeen, coming: UnitSeen) -> float | None:
-    """The coming unit's median gap between tokens, in the former's. None: they cannot be compared,
-    or the coming unit's workers get more requests each."""
+    """Divide the coming unit's median gap between tokens by the former's. None: they cannot be
+    compared, or the coming unit's workers get more requests each."""
     was, comes = former.figures, coming.figures
     if was is None or comes is None or not (_can_judge(was) and _can_judge(comes)):
         return None
@@ -558,7 +544,7 @@ def _can_judge(figures: Figures | None) -> bool:
 
 
 def total(figures: Iterable[Figures]) -> Figures | None:
-    """Of one unit, over its routers. None: no router reports."""
+    """Add up one unit's figures over its routers. None: no router reports."""
     parts = list(figures)
     if not parts:
         return None

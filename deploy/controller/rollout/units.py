@@ -49,14 +49,14 @@ _SHARED = (
     ("ray", "gcsFaultTolerance"),
     ("ray", "headTemplate"),
 )
-"""Of a ServingCluster's spec."""
+"""The fields of a ServingCluster's spec that all pools share."""
 _MODEL = (*_WEIGHTS, ("tokenizer",), ("engine", "dtype"))
-"""Of these: what clients would notice."""
+"""The fields of which clients would notice a change."""
 _OF_POOL = (
     *("role", "parallelism", "engine", "drainTimeout"),
     *(camel(field.name) for field in dataclasses.fields(PodSettings)),
 )
-"""Of a WorkerPool's spec."""
+"""The fields of a WorkerPool's spec that its workers are made from."""
 _LETTERS = "bcdfghjkmnpqrstvwxz23456789"
 """No vowels, which make words, and none that is taken for another."""
 _LENGTH = 5
@@ -77,7 +77,7 @@ class Unit:
 
 
 def unit_of(cluster: Mapping[str, Any], pools: Mapping[str, Mapping[str, Any]]) -> Unit:
-    """What a ServingCluster's spec asks for with the specs of these WorkerPools."""
+    """Return the unit that a ServingCluster's spec asks for with the specs of these WorkerPools."""
     said = _at_all(cluster, _SHARED)
     said["hub.offline"] = _at(cluster, ("hub", "offline")) or None
     shared = _hash(said)
@@ -90,7 +90,7 @@ def unit_of(cluster: Mapping[str, Any], pools: Mapping[str, Mapping[str, Any]]) 
 
 
 def difference(there: Unit, wanted: Unit) -> str:
-    """Why a unit is not the one that is wanted, in words; empty: it is. Pools may come and go."""
+    """Say why a unit is not the one that is wanted; empty: it is. Pools may come and go."""
     if there.shared != wanted.shared:
         return "the spec changes what all workers share"
     both = sorted(there.pools.keys() & wanted.pools.keys())
@@ -103,7 +103,7 @@ def _at_all(value: Mapping[str, Any], paths: Iterable[Sequence[str]]) -> dict[st
 
 
 def _at(value: Mapping[str, Any], path: Sequence[str]) -> Any:
-    """None where a mapping on the way lacks it."""
+    """Return the value at a path; None where a mapping on the way lacks it."""
     found: Any = value
     for name in path:
         found = found.get(name) if isinstance(found, Mapping) else None
@@ -129,7 +129,7 @@ def _digest(said: Mapping[str, Any]) -> bytes:
 
 
 def _pruned(value: Any) -> Any:
-    """Without what says nothing: an empty section is the same as none."""
+    """Return a value without what says nothing: an empty section is the same as none."""
     if isinstance(value, Mapping):
         kept = {name: _pruned(item) for name, item in value.items()}
         return {name: item for name, item in kept.items() if item not in (None, {}, [])}

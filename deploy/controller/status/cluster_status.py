@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from baton.fleet import Role
 from deploy.api.naming import as_written
 from deploy.api.serving_cluster import ModelSource, RouterSpec
+from deploy.api.status import State
 from deploy.controller.kit.objects import Object as Seen
 from deploy.controller.manifests.cluster_yaml import model_field, model_name, model_path
 from deploy.controller.manifests.common import HTTP_PORT, ROUTER_PORT, Object
 from deploy.controller.manifests.routers import FIRST_ROUTERS
 from deploy.controller.observed.view import ClusterView, PoolView
-from deploy.controller.rollout.rollout import State
 from deploy.controller.status.conditions import AVAILABLE, DEGRADED, PROGRESSING, Verdict
 from deploy.controller.status.pool_status import gpu_problem, size_problem
 from deploy.controller.status.waiting import (
@@ -34,14 +34,14 @@ class Refusals:
 
     by_api_server: Sequence[str] = ()
     by_supervisor: Mapping[str, str] = field(default_factory=dict)
-    """By pool; empty where it is about all."""
+    """What a supervisor refused, by pool; under the empty name, what is about all."""
     unserved: Sequence[str] = ()
     """Kinds that the API server does not know."""
 
 
 def cluster_status(view: ClusterView, verdicts: Sequence[Verdict]) -> Object:
-    """Without conditions; None takes an entry away. The model's name stays once clients could use
-    it."""
+    """Make a ServingCluster's status without conditions; None takes an entry away. The model's name
+    stays once clients could use it."""
     is_available = any(each.type == AVAILABLE and each.is_true for each in verdicts)
     called = {"model": model_name(view.spec)} if is_available else {}
     host = f"{view.owner.router_name}.{view.owner.namespace}.svc"
@@ -71,7 +71,7 @@ def cluster_status(view: ClusterView, verdicts: Sequence[Verdict]) -> Object:
 
 
 def _units(view: ClusterView) -> Object:
-    """Nothing of one alone."""
+    """Show each unit's share and workers; nothing of one alone."""
     if len(view.units) < 2:
         return {"units": None, "shares": None}
     routes = dict(view.step.routes)
@@ -86,7 +86,7 @@ def _units(view: ClusterView) -> Object:
 
 
 def _external(router: RouterSpec, hostname: str | None, scheme: str = "https://") -> str | None:
-    """The port is the gateway's or ingress's. None: nothing leads to the routers from outside."""
+    """Return the routers' address outside, at the gateway's or ingress's port; None: none."""
     shows_another = router.ingress is not None and router.ingress.tls_secret_name is not None
     if hostname is None or (router.tls is None and not shows_another):
         return hostname
@@ -96,8 +96,8 @@ def _external(router: RouterSpec, hostname: str | None, scheme: str = "https://"
 def cluster_verdicts(
     view: ClusterView, routers: Seen | None, refusals: Refusals, now: str
 ) -> list[Verdict]:
-    """Available: a prompt would be answered. Progressing: something is not yet as wanted. Degraded:
-    something has failed. `routers`: their Deployment."""
+    """Judge a cluster. Available: a prompt would be answered. Progressing: something is not yet as
+    wanted. Degraded: something has failed. `routers`: their Deployment."""
     silent = silence(view, now)
     num_ready = 0 if routers is None else routers.get("status", {}).get("readyReplicas", 0)
     errors = [f"{name}: {_start_error(view.spec.model, p.fleet.last_error)}"
@@ -119,7 +119,7 @@ def cluster_verdicts(
 
 
 def _start_error(model: ModelSource, error: str) -> str:
-    """With the field that names the model, where it is about the model."""
+    """Word a start's error, with the field that names the model where it is about the model."""
     field = f"{model_field(model)}: " if model_path(model) in error else ""
     return field + as_written(error)
 
@@ -127,8 +127,8 @@ def _start_error(model: ModelSource, error: str) -> str:
 def availability(
     view: ClusterView, num_routers_ready: int, routers_wait: str = "", silent: Silence = SILENT
 ) -> Verdict:
-    """Whether a prompt would be answered. `routers_wait`: what their pods wait for. A silent head
-    prevents no answer, but explains what is missing."""
+    """Tell whether a prompt would be answered. `routers_wait`: what their pods wait for. A silent
+    head prevents no answer, but explains what is missing."""
     missing = _missing(view, num_routers_ready, routers_wait)
     if missing is not None and view.fleet is None:
         return Verdict(AVAILABLE, False, *silent)
@@ -141,7 +141,7 @@ def availability(
 
 
 def _progressing(view: ClusterView, late: Sequence[str], silent: Silence) -> Verdict:
-    """A rollout comes first: it explains the rest."""
+    """Tell whether something is not yet as wanted. A rollout comes first: it explains the rest."""
     if view.is_rolling:
         is_over = view.step.state is State.REVERTED
         reason = f"Unit{view.step.state.value}"
@@ -161,7 +161,7 @@ def _progressing(view: ClusterView, late: Sequence[str], silent: Silence) -> Ver
 
 
 def _degraded(view: ClusterView, refusals: Refusals, errors: Sequence[str]) -> Verdict:
-    """The reason of the worst fault, the messages of all."""
+    """Give the reason of the worst fault, and the messages of all."""
     problems = {name: size_problem(pool) for name, pool in view.pools.items()}
     no_model = model_problem([pod for pool in view.pools.values() for pod in pool.pods])
     idle = [gpu_problem(view.spec, pool.spec) for pool in view.pools.values()]
@@ -186,7 +186,7 @@ def _degraded(view: ClusterView, refusals: Refusals, errors: Sequence[str]) -> V
 
 
 def _missing(view: ClusterView, num_routers_ready: int, routers_wait: str) -> Verdict | None:
-    """What prevents an answer to a prompt; None: nothing."""
+    """Say what prevents an answer to a prompt; None: nothing."""
     if not num_routers_ready:
         message = with_waits("no router is ready", routers_wait)
         return Verdict(AVAILABLE, False, "NoRouterReady", message)
@@ -198,7 +198,7 @@ def _missing(view: ClusterView, num_routers_ready: int, routers_wait: str) -> Ve
 
 
 def _without_worker(view: ClusterView, role: Role, reason: str, message: str) -> Verdict | None:
-    """None: one of the role is live, or starts for the next request."""
+    """Say that no worker of a role serves. None: one is live, or starts for the next request."""
     pools = [pool for pool in view.pools.values() if pool.spec.role in (role, Role.MIXED)]
     wakes = view.fleet is not None
     if any(pool.num_serving or (wakes and _is_stopped(pool)) for pool in pools):
@@ -215,6 +215,6 @@ def _noted(message: str, waits: str) -> str:
 
 
 def _is_stopped(pool: PoolView) -> bool:
-    """The planner has it at zero, and starts it again for the next request."""
+    """Tell whether the planner has a pool at zero, and starts it again for the next request."""
     is_planned = pool.spec.scaling.mode == "planner" and not pool.is_going
     return is_planned and not pool.spec.replicas

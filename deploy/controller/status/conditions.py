@@ -21,14 +21,14 @@ class Verdict:
     type: str
     is_true: bool
     reason: str
-    """In CamelCase, for programs."""
+    """A name in CamelCase, for programs."""
     message: str
-    """For people."""
+    """A sentence for people."""
 
 
 def conditions(verdicts: Sequence[Verdict], seen: Seen, now: str) -> list[Object]:
-    """As `.status.conditions`. Those of `seen` that no verdict is about stay as they are. A
-    transition's time changes with the status only. `now`: RFC 3339."""
+    """Write verdicts as `.status.conditions`. Those of `seen` that no verdict is about stay as they
+    are. A transition's time changes with the status only. `now`: RFC 3339."""
     before = {each["type"]: each for each in seen.get("status", {}).get("conditions", ())}
     generation = seen["metadata"].get("generation", 0)
     found = []
@@ -50,12 +50,12 @@ def conditions(verdicts: Sequence[Verdict], seen: Seen, now: str) -> list[Object
 
 
 def timestamp(moment: datetime.datetime) -> str:
-    """As Kubernetes writes one; whole seconds."""
+    """Write a moment as Kubernetes does, in whole seconds."""
     return moment.astimezone(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def shortened(text: str) -> str:
-    """As much as a status takes: an API server's refusal may quote all that it refuses."""
+    """Cut a text to what a status takes: an API server's refusal may quote all that it refuses."""
     return text if len(text) <= MESSAGE else f"{text[: MESSAGE - 3]}..."
 
 
@@ -63,7 +63,7 @@ _LONGEST_QUOTE = 300
 
 
 def invalid_spec(obj: Seen, problem: str) -> list[Verdict]:
-    """Nothing of it is touched: what runs goes on, and is as available as it was."""
+    """Say that nothing is touched: what runs goes on, and is as available as it was."""
     found = [
         Verdict(DEGRADED, True, "InvalidSpec", problem),
         Verdict(PROGRESSING, False, "InvalidSpec", "waits for a spec that can be read"),
@@ -75,7 +75,7 @@ def invalid_spec(obj: Seen, problem: str) -> list[Verdict]:
 
 
 def kuberay_missing() -> list[Verdict]:
-    """Nobody would make pods, nor keep those that there were."""
+    """Say that nobody would make pods, nor keep those that there were."""
     reason = "KubeRayMissing"
     problem = f"{RAY_CLUSTERS} ({RAY_CLUSTERS.version}) are not served: install KubeRay's operator"
     return [
@@ -86,18 +86,18 @@ def kuberay_missing() -> list[Verdict]:
 
 
 def ray_ends() -> list[Verdict]:
-    """Of one that is deleted, and whose pools are gone."""
+    """Say what a deleted cluster waits for whose pools are gone."""
     message = "waits for KubeRay to let the RayCluster go"
     return [Verdict(PROGRESSING, True, "Deleting", message)]
 
 
 def refused(error: Exception) -> list[Verdict]:
-    """By the API server, before anything could be done."""
+    """Say what the API server refused before anything could be done."""
     return [Verdict(DEGRADED, True, "Refused", str(error))]
 
 
 def internal_error(error: Exception) -> list[Verdict]:
-    """A fault of the operator's own."""
+    """Say that the operator itself failed."""
     said = f"{type(error).__name__}: {error}".splitlines()[0][:_LONGEST_QUOTE]
     message = f"the operator failed, and tries again; its log says where: {said}"
     return [Verdict(DEGRADED, True, "InternalError", message)]

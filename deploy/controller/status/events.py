@@ -15,12 +15,6 @@ from deploy.controller.status.waiting import SILENT
 
 _ROUTINE = ("AsWanted", "Changing", "Deleting", "Draining", "InvalidSpec", "KubeRayMissing")
 """Reasons of Progressing that come and go, or that other events say better."""
-_OPERATOR = "baton-controller"
-_WRITERS = {
-    _OPERATOR: "the planner",
-    "kube-controller-manager": "a HorizontalPodAutoscaler",
-}
-"""By their names among those who write fields."""
 
 Record = Callable[[Object, EventType, str, str], None]
 """About what, its type, its reason in CamelCase, a sentence for people."""
@@ -46,7 +40,7 @@ class Look:
     """What events are made from: one object, as one look found it."""
 
     conditions: Mapping[str, Object] = field(default_factory=dict)
-    """By type."""
+    """The conditions by type."""
     drains: Mapping[str, Object] = field(default_factory=dict)
     """A pool's `status.draining`, by worker."""
     size: int | None = None
@@ -63,7 +57,7 @@ class Look:
 
 
 def exposure(view: ClusterView) -> str:
-    """Why the loss of Ray's head would end workers on other nodes; empty: it would not."""
+    """Say why the loss of Ray's head would end workers on other nodes; empty: it would not."""
     num_workers = sum(pool.replicas for pool in view.pools.values())
     if view.spec.ray.gcs_fault_tolerance is not None or num_workers < 2:
         return ""
@@ -73,15 +67,15 @@ def exposure(view: ClusterView) -> str:
     )
 
 
-def happenings(obj: Object, before: Look, after: Look) -> list[Happening]:
+def happenings(before: Look, after: Look) -> list[Happening]:
+    """Say what has happened between two looks at one object."""
     found = [
         _condition(kind, before.conditions.get(kind), now) for kind, now in after.conditions.items()
     ]
     found += _drains(before.drains, after.drains)
     if before.size is not None and after.size is not None and after.size != before.size:
         reason = "ScaledOut" if after.size > before.size else "ScaledIn"
-        message = f"from {before.size} to {after.size} replicas{_by(obj)}"
-        found.append(_normal(reason, message))
+        found.append(_normal(reason, f"from {before.size} to {after.size} replicas"))
     if after.exposure and not before.exposure:
         found.append(_warning("HeadUnprotected", after.exposure))
     return [each for each in found if each is not None]
@@ -117,21 +111,3 @@ def _drains(before: Mapping[str, Object], after: Mapping[str, Object]) -> list[H
             found.append(_warning("DrainOverdue", message))
     gone = sorted(before.keys() - after.keys())
     return [*found, *(_normal("Drained", f"worker {worker} has drained") for worker in gone)]
-
-
-def _by(obj: Object) -> str:
-    """Who wrote a WorkerPool's size last; empty where nobody knows. API servers before 1.22 do not
-    note who scales: the operator, which made the pool, stays noted."""
-    writers = [
-        (each.get("time", ""), each["manager"])
-        for each in obj["metadata"].get("managedFields", ())
-        if "f:replicas" in each.get("fieldsV1", {}).get("f:spec", {})
-    ]
-    if not writers:
-        return ""
-    _, manager = max(writers)
-    spec, planned = obj.get("spec", {}), obj.get("status", {}).get("desiredReplicas")
-    is_planners = spec.get("scaling", {}).get("mode") == "planner"
-    if manager == _OPERATOR and not (is_planners and spec.get("replicas") == planned):
-        return ""
-    return f", by {_WRITERS.get(manager, manager)}"

@@ -23,7 +23,7 @@ _LOOKS = Silence(STARTING.reason, "Ray's head has just started, and waits for wo
 
 
 def pool_status(view: PoolView, targets: PlannerTargets, now: str) -> Object:
-    """Without conditions; None for what is not known."""
+    """Make a WorkerPool's status without conditions; None for what is not known."""
     spec, pool = view.spec, view.fleet
     slots = pool.slots if pool is not None else ()
     draining = _draining(view, now)
@@ -48,8 +48,8 @@ def _seconds(seen: float | None) -> float | None:
 
 
 def _draining(view: PoolView, now: str) -> list[Object]:
-    """The status alone keeps since when: another operator goes on counting. Drains stay while
-    nobody reports."""
+    """List what drains, and since when, which the status alone remembers: another operator goes on
+    counting. Drains stay while nobody reports."""
     before = view.obj.get("status", {}).get("draining", [])
     if view.is_unknown:
         return list(before)
@@ -68,7 +68,7 @@ def _drain(pool: WorkerPoolSpec, slot: Slot, since: str, now: str) -> Object:
 
 
 def held_by(slot: Slot) -> str:
-    """What holds up a drain."""
+    """Say what holds up a drain."""
     if slot.state is WorkerState.SUSPECT:
         return f"it is stuck or silent, {slot.num_running} requests on it"
     if slot.num_running:
@@ -77,7 +77,7 @@ def held_by(slot: Slot) -> str:
 
 
 def size_problem(pool: PoolView) -> str:
-    """Why its size is not as asked; empty: it is."""
+    """Say why a pool's size is not as asked; empty: it is."""
     spec = pool.spec
     asked = pool.obj.get("spec", {}).get("replicas", spec.replicas)
     if asked == spec.replicas:
@@ -93,7 +93,7 @@ def size_problem(pool: PoolView) -> str:
 
 
 def gpu_problem(spec: ServingClusterSpec, pool: WorkerPoolSpec) -> str:
-    """Why a pool's GPUs stay idle; empty: they do not, or it asks for none."""
+    """Say why a pool's GPUs stay idle; empty: they do not, or it asks for none."""
     field = gpu_field(pool)
     if not field or pool_device(spec, pool) == "cuda":
         return ""
@@ -103,8 +103,8 @@ def gpu_problem(spec: ServingClusterSpec, pool: WorkerPoolSpec) -> str:
 def pool_verdicts(
     view: PoolView, refused: str, waits: str = "", silent: Silence = SILENT
 ) -> list[Verdict]:
-    """Available, Progressing and Degraded. `refused`: what the supervisor refused of the pool;
-    `waits`: what its pods wait for; both empty: nothing."""
+    """Judge whether a pool is available, progressing and degraded. `refused`: what the supervisor
+    refused of the pool; `waits`: what its pods wait for; both empty: nothing."""
     spec, num_live, num_draining = view.spec, view.num_serving, len(view.draining)
     has_enough = num_live >= min(spec.replicas, max(1, spec.min_replicas))
     if view.is_unknown:

@@ -36,13 +36,12 @@ class Statuses:
     def write_pools(
         self, view: ClusterView, plans: Mapping[str, PoolPlan], refused: Mapping[str, str]
     ) -> list[KubeError]:
-        """What failed of it. `refused`: by the supervisor, by pool. An operator that has just begun
-        to listen to the supervisor leaves the statuses as they are."""
+        """Write the pools' statuses. Returns what failed. `refused`: by the supervisor, by pool. An
+        operator that has just begun to listen to it leaves the statuses as they are."""
         if not view.heard.is_certain:
             return []
         now = timestamp(self._now())
         silent = silence(view, now)
-        self._forget_gone_pools(view)
 
         def write(name: str) -> None:
             pool, plan = view.pools[name], plans.get(name)
@@ -56,20 +55,13 @@ class Statuses:
         return each(partial(write, name) for name in view.pools)
 
     def write_cluster(self, view: ClusterView, routers: Object | None, refusals: Refusals) -> None:
-        """`routers`: their Deployment."""
+        """Write the cluster's status. `routers`: their Deployment."""
         if not view.heard.is_certain:
             return
         verdicts = cluster_verdicts(view, routers, refusals, timestamp(self._now()))
         status = cluster_status(view, verdicts)
         exposed = exposure(view)
         self.write(view.key, SERVING_CLUSTERS, view.obj, verdicts, status, exposure=exposed)
-
-    def _forget_gone_pools(self, view: ClusterView) -> None:
-        """Another pool that gets the name of one begins without its history."""
-        looks, here = self._looks.get(view.key, {}), {key_of(p.obj) for p in view.pools.values()}
-        for resource, key in [*looks]:
-            if resource is WORKER_POOLS and key not in here:
-                del looks[resource, key]
 
     def forget(self, cluster: Key) -> None:
         self._looks.pop(cluster, None)
@@ -83,8 +75,8 @@ class Statuses:
         status: Manifest | None = None,
         **looked: Any,
     ) -> None:
-        """Unless it says so already. `status`: None where the object was not looked at as a whole;
-        a None in it takes a field away."""
+        """Write a status unless it says so already, and record what has changed. `status`: None
+        where the object was not looked at as a whole; a None in it takes a field away."""
         written = (status or {}) | {
             "observedGeneration": obj["metadata"].get("generation", 0),
             "conditions": conditions(verdicts, obj, timestamp(self._now())),
@@ -98,18 +90,18 @@ class Statuses:
         drains = now.drains if "draining" in written else before.drains
         after = replace(before, conditions=now.conditions, drains=drains, **looked)
         looks[resource, key_of(obj)] = after
-        for what in happenings(obj, before, after):
+        for what in happenings(before, after):
             self._record(obj, what.type, what.reason, what.message)
 
 
 def _first_look(obj: Object) -> Look:
-    """What was before an operator's first look is no news."""
+    """Return the look before an operator's first: what was there by then is no news."""
     look = Look.of(obj.get("status", {}))
     return replace(look, exposure="reported by an operator before" if look.conditions else "")
 
 
 def _says(before: Any, written: Any) -> bool:
-    """Whether a merge patch would change nothing."""
+    """Tell whether a merge patch would change nothing."""
     if isinstance(before, Mapping) and isinstance(written, Mapping):
         return all(_says(before.get(name), value) for name, value in written.items())
     return bool(before == written)

@@ -32,7 +32,7 @@ STARTING = Silence("Starting", "Ray's head is starting")
 
 
 def silence(view: ClusterView, now: str) -> Silence:
-    """Why Ray's head does not answer. It starts until its first answer, or for START_WITHIN."""
+    """Say why Ray's head does not answer. It starts until its first answer, or for START_WITHIN."""
     kind = STARTING if _may_start(view, datetime.datetime.fromisoformat(now)) else SILENT
     return Silence(kind.reason, with_waits(kind.message, head_waits(view)))
 
@@ -62,13 +62,13 @@ def head_waits(view: ClusterView) -> str:
 
 
 def router_waits(view: ClusterView, routers: Object | None) -> str:
-    """`routers`: their Deployment."""
+    """Say what the routers' pods wait for. `routers`: their Deployment."""
     pods = [pod for pod in view.poolless_pods if pod.component == "router"]
     return _joined(_of(pods), pods_refused(routers))
 
 
 def model_problem(pods: Sequence[Pod]) -> str:
-    """Why a worker's pod does not get the model's files; empty: none says so."""
+    """Say why a worker's pod does not get the model's files; empty: none says so."""
     found = (_NO_MODEL.match(pod.waits_for) for pod in pods if not pod.is_going)
     return next((match["why"] for match in found if match), "")
 

@@ -7,10 +7,10 @@ import datetime
 
 import pytest
 
-from deploy.api.status import RolloutStatus, ServingClusterStatus
+from deploy.api.status import RolloutStatus, ServingClusterStatus, State
 from deploy.controller.manifests.resources import SERVING_CLUSTERS
 from deploy.controller.observed.fleet import NOTHING_HEARD, Heard
-from deploy.controller.rollout.rollout import State, Step
+from deploy.controller.rollout.rollout import Step
 from deploy.controller.status.cluster_status import Refusals, availability, cluster_status
 from deploy.controller.status.conditions import DEGRADED, Verdict, conditions
 from deploy.controller.status.statuses import Statuses
@@ -91,7 +91,7 @@ def test_a_status_says_which_unit_there_is_and_how_far_the_next_one_is(state: St
     assert status["unit"] == "2x4bz"
     of_two = {"units": None, "shares": None}
     assert status["rollout"] == {"state": state.value, "reason": "so it is", **of_two}
-    said = ServingClusterStatus(unit="2x4bz", rollout=RolloutStatus(state.value, "so it is"))
+    said = ServingClusterStatus(unit="2x4bz", rollout=RolloutStatus(state, "so it is"))
     assert said.rollout is not None
     none = dataclasses.replace(view, step=Step(State.ENDING, "2 pods are left"))
     assert cluster_status(none, [])["unit"] is None

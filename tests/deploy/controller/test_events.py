@@ -18,8 +18,8 @@ OVERDUE = DRAIN | {"heldBy": "3 requests still run"}
 Event = tuple[EventType, str, str]
 
 
-def changes(before: Look, after: Look, obj: dict[str, Any] = POOL) -> list[Event]:
-    return [(each.type, each.reason, each.message) for each in happenings(obj, before, after)]
+def changes(before: Look, after: Look) -> list[Event]:
+    return [(each.type, each.reason, each.message) for each in happenings(before, after)]
 
 
 def with_condition(kind: str, is_true: bool, reason: str) -> Look:
@@ -60,31 +60,9 @@ def test_a_condition_is_news_when_it_changes(
     assert found == [(type_, reason, "so it is") for type_, reason in expected]
 
 
-@pytest.mark.parametrize(
-    ("writer", "mode", "planned", "by"),
-    [
-        ("kubectl", "manual", 3, ", by kubectl"),
-        ("kube-controller-manager", "hpa", 3, ", by a HorizontalPodAutoscaler"),
-        ("baton-controller", "planner", 3, ", by the planner"),
-        ("baton-controller", "planner", 2, ""),  # by a person, whom an old API server does not note
-        ("baton-controller", "manual", 3, ""),
-        (None, "manual", 3, ""),
-    ],
-)
-def test_a_pools_size_is_reported_with_who_wrote_it_last(
-    writer: str | None, mode: str, planned: int, by: str
-) -> None:
-    fields = [
-        {"manager": manager, "time": str(time), "fieldsV1": {"f:spec": {"f:replicas": {}}}}
-        for time, manager in enumerate(("old", writer))
-    ]
-    metadata = {"name": "main-decode"} | ({"managedFields": fields} if writer else {})
-    obj = {"metadata": metadata, "spec": {"replicas": 3, "scaling": {"mode": mode}},
-           "status": {"desiredReplicas": planned}}  # fmt: skip
-    out = changes(Look(size=1), Look(size=3), obj)
-    assert out == [(NORMAL, "ScaledOut", f"from 1 to 3 replicas{by}")]
-    down = changes(Look(size=3), Look(size=2), obj)
-    assert down == [(NORMAL, "ScaledIn", f"from 3 to 2 replicas{by}")]
+def test_a_pools_size_is_reported() -> None:
+    assert changes(Look(size=1), Look(size=3)) == [(NORMAL, "ScaledOut", "from 1 to 3 replicas")]
+    assert changes(Look(size=3), Look(size=2)) == [(NORMAL, "ScaledIn", "from 3 to 2 replicas")]
     assert changes(Look(), Look(size=3)) == [], "a first look is no news"
 
 

@@ -117,7 +117,7 @@ def test_two_units_are_one_fleet_whose_sizes_are_sums() -> None:
     assert {name: p.desired_replicas for name, p in both.fleet.pools.items()} == {
         "prefill": 1, "decode": 4,
     }  # fmt: skip
-    live = [p.worker_id for p in both.fleet.pools["decode"].of_state(WorkerState.LIVE)]
+    live = [p.worker_id for p in both.fleet.pools["decode"].slots if p.state is WorkerState.LIVE]
     assert live == ["decode-0", "hjkmn/decode-0"]
     assert both.answer is not None
     assert len(both.answer[0].routers) == 2

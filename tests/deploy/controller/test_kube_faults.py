@@ -10,7 +10,6 @@ from kubernetes.client import Configuration
 
 from deploy.controller.kit.connection import Connection
 from deploy.controller.kit.errors import (
-    GoneError,
     StatusError,
     UnreachableError,
     WriteRefusedError,
@@ -19,7 +18,7 @@ from deploy.controller.kit.kube import Kube
 from deploy.controller.kit.objects import Key, Resource, Selection
 from deploy.controller.kit.watch_stream import WatchEventType, Window
 from tests.deploy.controller.scripted_api import Exchange, kube_of, scripted
-from tests.deploy.controller.things import CONFIG_MAPS, config_map, config_map_list, gone
+from tests.deploy.controller.things import CONFIG_MAPS, config_map, gone
 
 _KEY = Key("n", "a")
 _WINDOW = Window(watch_s=5, grace_s=1)
@@ -99,33 +98,16 @@ def test_a_refused_connection_is_unreachable() -> None:
         kube.get(CONFIG_MAPS, _KEY)
 
 
-def test_pages_that_expire_on_the_way_are_listed_at_a_stroke() -> None:
-    def script(exchange: Exchange) -> None:
-        if "continue" in exchange.query:
-            exchange.answer(gone(), 410)
-        elif "limit" in exchange.query:
-            exchange.answer(config_map_list(config_map(_KEY), version="5", token="next"))
-        else:
-            both = (config_map(_KEY), config_map(Key("n", "b")))
-            exchange.answer(config_map_list(*both, version="6"))
-
-    with scripted(script) as server:
-        listing = kube_of(server).list(CONFIG_MAPS)
-    assert [item["metadata"]["name"] for item in listing.items] == ["a", "b"]
-    assert [item["kind"] for item in listing.items] == ["ConfigMap", "ConfigMap"]
-    assert listing.resource_version == "6"
-
-
 def test_a_watch_that_is_too_old_says_so_also_within_the_stream() -> None:
     def script(exchange: Exchange) -> None:
         exchange.begin_stream({"type": "ERROR", "object": gone()})
         exchange.end_stream()
 
-    with scripted(script) as server, pytest.raises(GoneError, match="too old resource version"):
+    with scripted(script) as server, pytest.raises(StatusError, match="too old resource version"):
         watched(kube_of(server))
     with (
         scripted(lambda exchange: exchange.answer(gone(), 410)) as server,
-        pytest.raises(GoneError, match="too old resource version"),
+        pytest.raises(StatusError, match="too old resource version"),
     ):
         watched(kube_of(server))
 

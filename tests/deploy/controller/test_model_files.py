@@ -72,7 +72,7 @@ HUB = {"offline": True, "endpoint": "https://hub.example.com", "tokenSecretName"
 def test_a_hubs_model_is_fetched_before_each_workers_pod_as_its_processes_would() -> None:
     made = pods(model={"name": "org/name", "revision": "v2"}, hub=HUB)
     (init,) = made["worker"]["initContainers"]
-    assert init["command"] == ["python", "-m", "baton.model_folder"]
+    assert init["command"] == ["python", "-m", "baton.fetch"]
     assert init["args"] == ["--name", "org/name", "--revision", "v2"]
     own = environment_of(made["worker"])
     env = {each["name"]: each.get("value", each.get("valueFrom")) for each in init["env"]}
@@ -105,7 +105,7 @@ def test_of_other_sources_the_workers_pod_checks_that_the_model_is_there(
 ) -> None:
     made = pods(model=model)
     (init,) = made["worker"]["initContainers"]
-    assert init["command"] == ["python", "-m", "baton.model_folder"]
+    assert init["command"] == ["python", "-m", "baton.fetch"]
     assert init["args"] == ["--name", folder]
     assert "initContainers" not in made["head"]
 

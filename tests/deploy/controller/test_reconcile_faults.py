@@ -307,22 +307,6 @@ def test_a_deleted_cluster_waits_for_its_ray_cluster_which_goes_before_what_its_
     assert (condition["type"], condition["reason"]) == ("Progressing", "Deleting")
 
 
-@pytest.mark.parametrize("has_redis", [True, False])
-def test_what_kuberay_would_empty_a_redis_for_holds_up_no_deletion_where_there_is_none(
-    has_redis: bool,
-) -> None:
-    """It was switched off: KubeRay drops its finalizer no more."""
-    ray = with_metadata(ray_cluster(), finalizers=["ray.io/gcs-ft-redis-cleanup-finalizer", "a/b"])
-    if has_redis:
-        ray["spec"] = ray["spec"] | {"gcsFaultToleranceOptions": {"redisAddress": "redis:6379"}}
-    server = server_of_deleted([ray])
-    with looking(server) as reconciler:
-        assert reconciler.reconcile(KEY)
-    patches = [body for body in server.written("rayclusters") if "metadata" in body]
-    left = [body["metadata"]["finalizers"] for body in patches]
-    assert left == ([] if has_redis else [["a/b"]])
-
-
 def test_a_ray_cluster_that_goes_already_is_waited_for() -> None:
     server = server_of_deleted([with_metadata(ray_cluster(), **DELETED)])
     with looking(server) as reconciler:

@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deploy.api.serving_cluster import UnitRollout
+from deploy.api.status import State
 from deploy.controller.rollout.rollout import (
     Figures,
     PoolSeen,
     Record,
     Situation,
-    State,
     Step,
     UnitSeen,
     judge,

@@ -14,11 +14,12 @@ from baton.config.router import RouterConfig
 from baton.config.settings import changed
 from baton.fleet import WorkerState
 from deploy.api.serving_cluster import Advanced, RouterIngress, RouterSpec, RouterTls
+from deploy.api.status import State
 from deploy.controller.manifests.common import COMPONENT_LABEL, POOL_LABEL
 from deploy.controller.observed.fleet import NOTHING_HEARD, FleetPool, Heard, Slot
 from deploy.controller.observed.pod import Pod
 from deploy.controller.observed.view import ClusterView, UnitView
-from deploy.controller.rollout.rollout import Record, State, Step, UnitPlan
+from deploy.controller.rollout.rollout import Record, Step, UnitPlan
 from deploy.controller.status.cluster_status import (
     Refusals,
     availability,

@@ -75,4 +75,4 @@ def test_a_list_that_does_not_find_the_kind_once_takes_nothing_away() -> None:
 def test_nothing_is_known_without_a_kind_of_our_own() -> None:
     with scripted(Kind()) as server, following(kube_of(server)) as heard:
         until(lambda: len(server.requests) >= 3, "it is asked for again and again")
-        assert not heard.informer.has_synced
+        assert not heard.informer.wait_synced(0)

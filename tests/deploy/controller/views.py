@@ -9,13 +9,14 @@ from typing import Any
 from baton.fleet import Role
 from deploy.api.naming import API_VERSION
 from deploy.api.serving_cluster import ModelSource, ServingClusterSpec
+from deploy.api.status import State
 from deploy.api.worker_pool import PoolTemplate, Scaling, ScalingMode, WorkerPoolSpec
 from deploy.controller.kit.objects import Key
 from deploy.controller.manifests.common import POOL_LABEL, Owner
 from deploy.controller.observed.fleet import NOTHING_HEARD, Fleet, FleetPool, Heard
 from deploy.controller.observed.pod import Pod
 from deploy.controller.observed.view import ClusterView, PoolView
-from deploy.controller.rollout.rollout import Record, State, Step, UnitPlan
+from deploy.controller.rollout.rollout import Record, Step, UnitPlan
 from tests.deploy.controller.clusters import OWNER, pools_of, spec_of
 
 PLAN = UnitPlan("2x4bz", {}, Record())
