@@ -28,7 +28,6 @@ from baton.errors import InvalidRequestError, OverloadedError
 from baton.status import from_rpc_error
 from baton.v1 import control_pb2, router_pb2
 from router.door.connections.credentials import read_certificates
-from router.door.grpc.call import metadata_of
 from tests.certificates import Authority
 from tests.router.answers import error_of
 from tests.router.deployment import deployment
@@ -227,16 +226,6 @@ async def test_what_is_no_grpc_is_refused_in_http() -> None:
             stream = client.begin(**headers)
             assert (await client.ended(stream))[":status"] == status
         assert (await client.ended(client.begin(__path=b"/nowhere")))["grpc-status"] == "12"
-
-
-def test_binary_metadata_are_decoded_with_or_without_padding() -> None:
-    headers = [(b"a-bin", b"AAE"), (b"b-bin", b"AAE=,Ag=="), (b"c", b"x"), (b"grpc-timeout", b"1S")]
-    assert list(metadata_of([*headers, (b"d-bin", b"A")])) == [
-        ("a-bin", b"\0\1"),
-        ("b-bin", b"\0\1"),
-        ("b-bin", b"\2"),
-        ("c", "x"),
-    ]
 
 
 # --- flow control ---------------------------------------------------------------------------------

@@ -11,9 +11,9 @@ is only being tokenized. A request that the router named is aborted at once, at 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from baton.config.router import TenantLimits
 from baton.errors import BatonError
@@ -26,7 +26,7 @@ from router.placement.placement import Placement
 from router.report.ended_request import EndedRequest, trace_id
 from router.request.client_request import ClientRequest, check_request
 from router.request.constraint import is_constrained
-from router.request.output import Event, Finished, OutputReader, Timings
+from router.request.output import Event, OutputReader
 from router.request.request_run import RequestRun
 from router.request.validate import (
     ParsedRequest,
@@ -84,20 +84,6 @@ class Opened:
         return None if made.is_plain else made
 
 
-@dataclass(frozen=True)
-class Ended:
-    """A request that was aborted before its router knew it, as only one with a client's id can."""
-
-    e2e_s: float
-
-    @property
-    def event(self) -> Finished:
-        return Finished(FinishReason.ABORTED, 0, 0, 0, Timings(e2e_s=self.e2e_s))
-
-    def leave(self) -> None:
-        """Nothing of it is left."""
-
-
 class Api:
     """Own the line before the tokenizer and the requests that arrive. Raises BatonErrors."""
 
@@ -120,8 +106,9 @@ class Api:
 
     # --- Generate ------------------------------------------------------------------------------
 
-    async def open(self, message: router_pb2.GenerateRequest, drawn_id: str) -> Opened | Ended:
-        """Run the request, or attach to it where it runs; the caller must `leave`.
+    async def open(self, message: router_pb2.GenerateRequest, drawn_id: str) -> Opened | None:
+        """Run the request, or attach to it where it runs; the caller must `leave`. None: it was
+        aborted before its router knew it, as only a request that its client named can be.
 
         `drawn_id`: what the door calls a request that its client did not name. A request that comes
         no further leaves its line in the log here.
@@ -130,29 +117,26 @@ class Api:
         opened: Opened | None = None
         try:
             request = check_request(message, self.units.model_names, drawn_id, arrived_s)
-            arriving: Coroutine[Any, Any, tuple[Router, ParsedRequest, float] | None]
-            arriving = self._parsed(request)
-            if request.head.is_named:
-                arriving = self.pending.run(request.head.key, arriving)
-            if (arrived := await arriving) is not None:
+            parsing, is_named = self._parsed(request), request.head.is_named
+            pending = self.pending.run(request.head.key, parsing) if is_named else parsing
+            if (arrived := await pending) is not None:
                 router, parsed, tokenize_s = arrived
                 opened = Opened(router, *router.open(parsed, tokenize_s), parsed)
         except BatonError as error:
             outcome = error.reason
             raise
         finally:
-            e2e_s = self.units.clock.now_s() - arrived_s
             if opened is None:
                 self.units.metrics.refused(message.tenant, outcome)
                 EndedRequest(
                     message.request_id or drawn_id,
                     message.tenant,
                     outcome,
-                    e2e_s,
+                    self.units.clock.now_s() - arrived_s,
                     message.session_id,
                     trace_id(message.traceparent),
                 ).write_line()
-        return opened or Ended(e2e_s)
+        return opened
 
     async def _parsed(self, request: ClientRequest) -> tuple[Router, ParsedRequest, float]:
         """The router that the request goes to, and the seconds that reading it took."""

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import binascii
 import functools
 import logging
 import re
@@ -83,19 +82,6 @@ def _on_wire(value: str | bytes) -> bytes:
     if isinstance(value, str):
         return value.encode()
     return base64.b64encode(value).rstrip(b"=")
-
-
-def metadata_of(headers: Headers) -> Iterable[tuple[str, str | bytes]]:
-    """A request's own metadata. What cannot be read is left out."""
-    for name, value in headers:
-        if name.endswith(b"-bin"):
-            for part in value.split(b","):
-                try:
-                    yield name.decode("latin-1"), base64.b64decode(part + b"=" * (-len(part) % 4))
-                except binascii.Error:
-                    continue
-        elif not name.startswith((b":", b"grpc-")):
-            yield name.decode("latin-1"), value.decode("latin-1")
 
 
 class _CallEndedError(Exception):
@@ -180,11 +166,9 @@ class Stream(Protocol):
 class Call:
     """Own one call. For a method it is its context, named as in gRPC."""
 
-    def __init__(
-        self, stream: Stream, stream_id: int, policy: CallPolicy, max_message_bytes: int
-    ) -> None:
+    def __init__(self, stream: Stream, stream_id: int, policy: CallPolicy) -> None:
         self._stream, self.stream_id, self._policy = stream, stream_id, policy
-        self._max_bytes = self._max_received = max_message_bytes
+        self._max_bytes = self._max_received = policy.max_message_bytes
         self._loop = asyncio.get_running_loop()
         self.arrived_s = self._loop.time()
         self.is_due = False
@@ -260,14 +244,13 @@ class Call:
             left_s = int(found[1]) * _UNITS_S[found[2]]
             self._timer = self._loop.call_later(left_s, self._on_deadline)
         self.is_open = self._policy.is_open(path)
-        if not self.is_open:
-            self.tenant = self._policy.admitted(metadata_of(headers))
+        if not self.is_open and self._policy.callers is not None:
+            sent = fields.get(b"authorization", b"").decode("latin-1")
+            self.tenant = self._policy.callers.tenant_of(sent)
         self._handler = methods.find(wire_path)
         if self._handler is None:
             raise _CallEndedError(StatusCode.UNIMPLEMENTED, "Method not found!")
-        most = self._policy.max_bytes(self.is_open)
-        if most is not None:
-            self._max_received = min(most, self._max_bytes)
+        self._max_received = self._policy.max_received_bytes(self.is_open)
         encoding = fields.get(b"grpc-encoding", b"identity")
         if encoding != b"identity":
             self._wbits = _ENCODINGS.get(encoding)
@@ -362,8 +345,8 @@ class Call:
         if len(data) <= AT_ONCE_BYTES:
             message = _message(deserialize, data)
         else:
-            reading = functools.partial(_large_message, deserialize, data)
-            message = await self._policy.off_loop(reading, self.tenant, len(data))
+            api, reading = self._policy.api, functools.partial(_large_message, deserialize, data)
+            message = await api.off_loop(reading, self.tenant, len(data)) if api else reading()
         confine(message, self.tenant)
         return message
 

@@ -17,7 +17,6 @@ import socket
 import ssl
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from grpc import StatusCode
@@ -60,13 +59,6 @@ _KNOWN_SETTINGS = frozenset[int](SettingCodes)
 _REQUEST_WITHIN_S = 60.0
 _CLOSES_WITHIN_S = 5.0
 _KEEPALIVE, _GOING = b"keepaliv", b"go away "
-
-
-@dataclass(frozen=True)
-class Limits:
-    max_message_bytes: int
-    keepalive_s: float = 7.5
-    """A peer that is silent for so long gets a PING, and has as long again to answer."""
 
 
 class _States(H2ConnectionStateMachine):
@@ -117,7 +109,7 @@ class Connection(asyncio.Protocol):
     """Own one client's connection and its calls."""
 
     def __init__(self, server: GrpcServer) -> None:
-        self._server, self._limits = server, server.limits
+        self._server, self._policy = server, server.policy
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
         self._is_open = False
@@ -155,7 +147,7 @@ class Connection(asyncio.Protocol):
             return self.cut()
         transport.set_write_buffer_limits(high=_HIGH_BYTES, low=_LOW_BYTES)
         self._write()
-        self._tick = self._loop.call_later(self._limits.keepalive_s, self._on_tick)
+        self._tick = self._loop.call_later(self._policy.keepalive_s, self._on_tick)
         if self._server.is_stopping:
             self.go_away()
         return None
@@ -224,10 +216,8 @@ class Connection(asyncio.Protocol):
         assert stream_id is not None
         if self._last_id is not None and stream_id > self._last_id:
             return self._reset(stream_id, ErrorCodes.REFUSED_STREAM)
-        server = self._server
-        call = Call(self, stream_id, server.policy, self._limits.max_message_bytes)
-        self._calls[stream_id] = call
-        call.begin(headers, server.methods)
+        call = self._calls[stream_id] = Call(self, stream_id, self._policy)
+        call.begin(headers, self._server.methods)
         if call.is_admitted and not call.is_open:
             self._callers_own[stream_id] = call
         is_refused = call.is_due or not call.is_admitted  # due: it has ended already
@@ -403,7 +393,7 @@ class Connection(asyncio.Protocol):
         for call in list(self._calls.values()):
             call.expire(late_s)
         self._flush()
-        self._tick = self._loop.call_later(self._limits.keepalive_s, self._on_tick)
+        self._tick = self._loop.call_later(self._policy.keepalive_s, self._on_tick)
         return None
 
     def go_away(self) -> None:
@@ -502,11 +492,9 @@ _HANDLERS: dict[type[Event], Callable[[Connection, Any], None]] = {
 class GrpcServer:
     """Own the connections of a port, and the tasks of their calls."""
 
-    def __init__(
-        self, limits: Limits, policy: CallPolicy, listener: socket.socket, sharing: Sharing
-    ) -> None:
+    def __init__(self, policy: CallPolicy, listener: socket.socket, sharing: Sharing) -> None:
         self.port: int = listener.getsockname()[1]
-        self.limits, self.policy, self.sharing = limits, policy, sharing
+        self.policy, self.sharing = policy, sharing
         self.methods = Methods()
         self.connections: set[Connection] = set()
         self.acceptor = Acceptor(listener, sharing, lambda: Connection(self))

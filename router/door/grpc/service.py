@@ -11,11 +11,11 @@ from itertools import chain
 from baton.finish_reason import FinishReason
 from baton.v1 import control_pb2, control_pb2_grpc, router_pb2, router_pb2_grpc
 from baton.wire import finish_reason_on_wire
-from router.door.api.api import Api, Ended, Opened, pieces
+from router.door.api.api import Api, Opened, pieces
 from router.door.grpc.call import Call, Feed
 from router.placement.placement import Placement
 from router.request.client_request import REQUEST_ID
-from router.request.output import Event, Finished, TokenRun
+from router.request.output import Event, Finished, Timings, TokenRun
 from router.text.answer import AnswerReader, Said, Thought
 
 
@@ -32,7 +32,9 @@ class RouterService(router_pb2_grpc.RouterServiceServicer, control_pb2_grpc.Flee
             context.request_id = request.request_id
         request.traceparent = request.traceparent or context.traceparent[:128]
         opened = await self._api.open(request, context.request_id)
-        return _response(opened.event) if isinstance(opened, Ended) else _Output(opened)
+        if opened is None:
+            return _response(Finished(FinishReason.ABORTED, 0, 0, 0, Timings()))
+        return _Output(opened)
 
     async def Abort(  # type: ignore[override]  # noqa: N802
         self, request: router_pb2.AbortRequest, context: Call

@@ -24,7 +24,7 @@ from baton.unfinished import Unfinished
 from kv_transfer.block_hash import TokenIds
 from router.door.api.api import Api, pieces
 from router.door.connections.acceptor import is_loopback
-from router.door.connections.credentials import Callers, confine
+from router.door.connections.credentials import confine
 from router.door.http.anthropic import messages
 from router.door.http.openai import bodies
 from router.door.http.openai.answering import Answering, Asked
@@ -62,15 +62,9 @@ class _Body:
 class OpenAiApp:
     """Own the routes. Holds nothing of any request."""
 
-    def __init__(
-        self,
-        api: Api,
-        callers: Callers | None,
-        config: RouterConfig,
-        unfinished: Unfinished,
-    ) -> None:
-        self._api, self._callers, self._config = api, callers, config
-        self._unfinished = unfinished
+    def __init__(self, api: Api, unfinished: Unfinished) -> None:
+        self._api, self._unfinished = api, unfinished
+        config = self._config = api.units.config
         self.is_ready = False
         self._created = int(time.time())
         self.routes = [
@@ -89,7 +83,7 @@ class OpenAiApp:
             Route("/ready", self._ready, methods=["GET"]),
             Route("/openapi.json", self._openapi, methods=["GET"]),
         ]
-        is_asked = callers is None and is_loopback(config.host.strip("[]"))
+        is_asked = api.callers is None and is_loopback(config.host.strip("[]"))
         guard = Middleware(Guard, config.http.allowed_hosts if is_asked else None)
         starlette = Starlette(
             routes=self.routes,
@@ -188,12 +182,13 @@ class OpenAiApp:
 
     def _tenant(self, request: Request) -> str | None:
         """None: any. Raises UnauthenticatedError."""
-        if self._callers is None:
+        if self._api.callers is None:
             return None
-        headers = request.headers.items()
-        if "authorization" not in request.headers and (key := request.headers.get("x-api-key")):
-            headers = [("authorization", f"Bearer {key}")]  # as Anthropic's clients send it
-        return self._callers.tenant_of(headers, "the header `Authorization: Bearer TOKEN`")
+        sent = request.headers.get("authorization")
+        if sent is None:  # Anthropic's clients send their key apart
+            key = request.headers.get("x-api-key")
+            sent = f"Bearer {key}" if key else ""
+        return self._api.callers.tenant_of(sent, "the header `Authorization: Bearer TOKEN`")
 
     async def _read(self, request: Request, tenant: str | None, kind: type[Any]) -> Any:
         """A body and its requests; parsed off the loop where it is large."""

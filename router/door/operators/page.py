@@ -83,7 +83,7 @@ class OperatorPort:
             if scheme.lower() == "basic":
                 sent = ("Bearer", " ", base64.b64decode(value).decode().partition(":")[2])
         if self._callers is not None:
-            self._callers.check_operator([("authorization", "".join(sent))])
+            self._callers.check_operator("".join(sent))
 
     async def _page(self, request: Request) -> HTMLResponse:
         self._check(request)

@@ -20,9 +20,9 @@ from typing import Any
 from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
-from baton.errors import BatonError
+from baton.errors import AlreadyExistsError, BatonError
 from baton.v1 import router_pb2
-from router.door.api.api import Api, Ended, Opened
+from router.door.api.api import Api, Opened
 from router.door.http.openai.bodies import ChatBody, CompletionBody
 from router.door.http.openai.choices import ChatChoice, Choice, Delta, TextChoice, usage_of
 from router.door.http.openai.echo import EchoChoice
@@ -93,6 +93,9 @@ class Answering:
             for index, request in enumerate(self._asked.requests):
                 suffix = f".{index}" if index else ""
                 opened = await self._api.open(request, self._asked.request_id + suffix)
+                if opened is None:
+                    problem = "the request was aborted over gRPC"
+                    raise AlreadyExistsError(problem, field="request_id")
                 stack.callback(opened.leave)
                 choices.append(self._choice(index, opened))
             if body.stream:
@@ -100,7 +103,7 @@ class Answering:
             else:
                 await JSONResponse(await self._whole(choices))(scope, receive, send)
 
-    def _choice(self, index: int, opened: Opened | Ended) -> Choice:
+    def _choice(self, index: int, opened: Opened) -> Choice:
         body = self._asked.body
         if isinstance(body, ChatBody):
             return ChatChoice(index, opened, body)

@@ -9,7 +9,7 @@ from typing import Any
 
 from baton.finish_reason import FinishReason
 from baton.v1 import common_pb2
-from router.door.api.api import Ended, Opened
+from router.door.api.api import Opened
 from router.door.http.openai.bodies import ChatBody, CompletionBody
 from router.request.output import Event, Finished, TokenRun
 from router.text import TextModel
@@ -26,23 +26,17 @@ _LEAST_LOGPROB = -9999.0  # JSON has no infinities
 class Choice(ABC):
     """Own one choice. `take` gives a stream's pieces; `whole`, at the end, the whole of them."""
 
-    def __init__(self, index: int, opened: Opened | Ended, body: ChatBody | CompletionBody) -> None:
+    def __init__(self, index: int, opened: Opened, body: ChatBody | CompletionBody) -> None:
         self.index, self._body = index, body
         self._reasoning = list[str]()
         self._ids, self._num_told = list[int](), -1  # -1: nor is the prompt
         self.opened = opened
         self.end: Finished | None = None
-        self._model = opened.router.text if isinstance(opened, Opened) else None
-        self._prompt = opened.parsed.token_ids if isinstance(opened, Opened) else ()
-        self._is_over = False
+        self._model, self._prompt = opened.router.text, opened.parsed.token_ids
 
     async def events(self) -> list[Event]:
         """What is new; empty after the end."""
-        if isinstance(self.opened, Opened):
-            return await self.opened.take()
-        events: list[Event] = [] if self._is_over else [self.opened.event]
-        self._is_over = True
-        return events
+        return await self.opened.take()
 
     def take(self, events: Sequence[Event]) -> list[Delta]:
         """The entries of `choices` that these events are."""
@@ -80,7 +74,7 @@ class Choice(ABC):
     @property
     def num_reasoning_tokens(self) -> int:
         """At the end: tokens up to `</think>`."""
-        if not self._reasoning or self._model is None:
+        if not self._reasoning:
             return 0
         tail = ""
         for count, token_id in enumerate(self._ids, 1):
@@ -107,7 +101,7 @@ _REASONS = {
 
 
 class ChatChoice(Choice):
-    def __init__(self, index: int, opened: Opened | Ended, body: ChatBody) -> None:
+    def __init__(self, index: int, opened: Opened, body: ChatBody) -> None:
         super().__init__(index, opened, body)
         self._content = list[str]()
         self._calls: list[Delta] = []
@@ -115,13 +109,13 @@ class ChatChoice(Choice):
         self._has_role = False
         self._reason: str | None = None
         self._is_parallel = body.parallel_tool_calls is not False
-        self._answer = opened.answer_reader() if isinstance(opened, Opened) else None
+        self._answer = opened.answer_reader()
 
     def _tokens(self, run: TokenRun) -> list[Delta]:
         plain = [run.text] if run.text else []
         deltas = self._deltas(plain if self._answer is None else self._answer.push(run.text))
         logprobs = None
-        if self._logprobs is not None and self._model is not None:
+        if self._logprobs is not None:
             new = [_chat_logprob(self._model, *each) for each in zip(run.ids, run.logprobs)]
             self._logprobs += new
             logprobs = {"content": new}
@@ -190,24 +184,24 @@ class ChatChoice(Choice):
 
 
 class TextChoice(Choice):
-    def __init__(self, index: int, opened: Opened | Ended, body: CompletionBody) -> None:
+    def __init__(self, index: int, opened: Opened, body: CompletionBody) -> None:
         super().__init__(index, opened, body)
         self._texts: list[str] = []
         self._has_logprobs = body.logprobs is not None
         self._logprobs: list[Delta] = []
         shows: Any = {"after_text": True, "shows_special": body.skip_special_tokens is False}
-        self._decoder = self._model and self._model.new_decoder(**shows)
+        self._decoder = self._model.new_decoder(**shows)
         self._offset = 0  # of the first character that is not whole yet
         self._reason: str | None = None
 
     def _tokens(self, run: TokenRun) -> list[Delta]:
         self._texts.append(run.text)
         logprobs = None
-        if self._has_logprobs and self._model is not None and run.ids:
+        if self._has_logprobs and run.ids:
             new = [_text_logprob(self._model, *each) for each in zip(run.ids, run.logprobs)]
             for token_id, each in zip(run.ids, new):
                 each["text_offset"] = max(0, self._offset)
-                self._offset += len(self._decoder.push(token_id)) if self._decoder else 0
+                self._offset += len(self._decoder.push(token_id))
             self._logprobs += new
             logprobs = _columns(new)
         if not run.text and logprobs is None:
