@@ -64,12 +64,12 @@ _REJECTIONS = {
 }
 
 
-# Reasons of a HandoffFailed that is none: the prompt was refused, nothing was begun.
-_HANDOFF_NOT_BEGUN = {
+HANDOFF_NOT_BEGUN = {
     "DRAINING": Failure.DRAINING,
     "FINGERPRINT": Failure.FINGERPRINT,
     "REPLACED": Failure.REPLACED,
 }
+"""Reasons of a HandoffFailed that is none: the prompt was refused, nothing was begun."""
 
 
 def rejection(rejected: worker_pb2.Rejected, decode: WorkerEntry) -> Failed:
@@ -77,10 +77,6 @@ def rejection(rejected: worker_pb2.Rejected, decode: WorkerEntry) -> Failed:
     message = f"{decode.facts.worker_id}: {failure.value}: {rejected.message}"
     after_s = rejected.retry_after_ms / 1e3
     return Failed(failure, decode, message, after_s, field, rejected.message)
-
-
-def failure_of_handoff(failed: worker_pb2.HandoffFailed) -> Failure:
-    return _HANDOFF_NOT_BEGUN.get(failed.reason, Failure.HANDOFF_FAILED)
 
 
 def failure_of_call(error: LinkError, worker: WorkerEntry) -> Failure:

@@ -16,6 +16,7 @@ from baton.finish_reason import FinishReason
 from baton.grpc_options import WORKER_MESSAGE_BYTES
 from baton.v1 import common_pb2, router_pb2, worker_pb2
 from baton.wire import DEADLINE, finish_reason_of
+from router.report.ended_request import EndedRequest
 
 TokenLogprobs = common_pb2.Logprobs  # carried from worker to client unread
 
@@ -31,29 +32,17 @@ def ended_by(tokens: worker_pb2.RequestTokens) -> FinishReason | None:
 
 
 @dataclass(frozen=True)
-class Timings:
-    """Seconds; 0 where a stage did not happen."""
-
-    queue_s: float = 0.0
-    ttft_s: float = 0.0
-    itl_s: float = 0.0
-    e2e_s: float = 0.0
-    tokenize_s: float = 0.0
-    reserve_s: float = 0.0
-    prefill_s: float = 0.0
-    second_token_s: float = 0.0
-    prefill_queue_s: float = 0.0
-    tpot_s: float = 0.0
-
-
-@dataclass(frozen=True)
 class Finished:
+    """The end of a request that did not fail, which clients see."""
+
     reason: FinishReason
     num_prompt_tokens: int
     num_output_tokens: int
     num_cached_tokens: int
-    timings: Timings
+    timings: EndedRequest
+    """Clients see its times."""
     stop: str = ""
+    """The stop string or stop id that ended it."""
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from router.placement.placement import least_prefill_s
 from router.report.ended_request import MISSED, EndedRequest, judged, trace_id
 from router.report.stages import Stages
 from router.report.tally import Buckets
-from router.request.output import Finished, OutputLog, Timings, TokenLogprobs
+from router.request.output import Finished, OutputLog, TokenLogprobs
 from router.request.run_parts import RunParts
 from router.request.validate import ParsedRequest
 from router.text import Detokenizer
@@ -297,10 +297,8 @@ class RequestOutput:
         self._close(FinishReason.ABORTED, "")
 
     def fail(self, error: BatonError) -> None:
-        timings = self._timings()
         self._count(self._judge(error))
-        self._count_goodput(timings, error)
-        self._report_end(error.reason, timings)
+        self._count_goodput(self._report_end(error.reason), error)
         self.log.close(error)
 
     def _judge(self, error: BatonError) -> Served:
@@ -331,40 +329,36 @@ class RequestOutput:
             self._parts.request_figures.ended(failed=served is Served.FAILED)
 
     def _close(self, reason: FinishReason, stop: str) -> None:
-        timings = self._timings()
         is_aborted = reason is FinishReason.ABORTED
         self._parts.counts.num_ended += not is_aborted
         self._count(self._judge_aborted() if is_aborted else Served.WELL)
-        self._count_goodput(timings)
-        num_out = len(self.log.ids)
+        num_prompt, num_out = len(self._request.token_ids), len(self.log.ids)
         if is_aborted and num_out:
-            num_wasted = len(self._request.token_ids) - self._num_cached_tokens + num_out
+            num_wasted = num_prompt - self._num_cached_tokens + num_out
             self._parts.metrics.wasted.labels(*self._labels, "abort").inc(num_wasted)
-        self._report_end(reason.value, timings)
-        self.log.close(
-            Finished(
-                reason=reason,
-                num_prompt_tokens=len(self._request.token_ids),
-                num_output_tokens=num_out,
-                num_cached_tokens=self._num_cached_tokens,
-                timings=timings,
-                stop=stop,
-            )
-        )
+        ended = self._report_end(reason.value)
+        self._count_goodput(ended)
+        end = Finished(reason, num_prompt, num_out, self._num_cached_tokens, ended, stop)
+        self.log.close(end)
 
-    def _report_end(self, outcome: str, timings: Timings) -> None:
-        """For operators: figures, a line in the log, and the counters of targets."""
+    def _report_end(self, outcome: str) -> EndedRequest:
+        """Report the end to operators: figures, a line in the log, and the counters of targets. The
+        gap before the second token is reported apart, since it contains the handoff."""
         self._report_tokens()
-        head, booking = self._request.head, self._booking
+        head, booking, gaps_s = self._request.head, self._booking, self._gaps_s[1:]
+        num_later, decode_s = (
+            len(self.log.ids) - self._num_at_once,
+            self._last_at_s - self._first_at_s,
+        )
         prefill = decode = ""
         if booking is not None:
             decode = booking.decode.facts.worker_id
             prefill = "" if booking.prefill is booking.decode else booking.prefill.facts.worker_id
-        ttft_target, itl_target = self._judged(timings)
         ended = EndedRequest(
             request_id=head.request_id,
             tenant=head.tenant,
             outcome=outcome,
+            e2e_s=self._parts.clock.now_s() - head.arrived_s,
             session_id=head.session_id,
             trace_id=trace_id(head.traceparent),
             reason="" if self._routed is None else self._routed.reason,
@@ -375,66 +369,52 @@ class RequestOutput:
             num_prompt_tokens=len(self._request.token_ids),
             num_cached_tokens=self._num_cached_tokens if self.log.ids else None,
             num_output_tokens=len(self.log.ids),
-            decode_s=self._last_at_s - self._first_at_s,
-            ttft_target=ttft_target,
-            itl_target=itl_target,
-            **vars(timings),
+            tokenize_s=self._tokenize_s,
+            queue_s=self.queue_s,
+            reserve_s=self._reserve_s,
+            prefill_queue_s=self._prefill_queue_s,
+            prefill_s=self._prefill_s,
+            second_token_s=self._second_token_s,
+            decode_s=decode_s,
+            tpot_s=decode_s / num_later if num_later else 0.0,
+            ttft_s=self._first_at_s - head.arrived_s if self.log.ids else 0.0,
+            itl_s=statistics.median(gaps_s) if gaps_s else 0.0,
         )
+        ended = self._judged(ended)
         traced = self._parts.trace(ended, head.traceparent, self.stages)
         ended = replace(ended, trace_id=traced or ended.trace_id)
         self._parts.recent.requests.append(ended)
         self._parts.metrics.ended(ended, *self._pools)
         ended.write_line()
+        return ended
 
-    def _judged(self, timings: Timings) -> tuple[str, str]:
-        """Its targets for the first token and for the median gap. A client that resumes has waited
-        for longer than this router knows."""
-        head, metrics = self._request.head, self._parts.metrics
+    def _judged(self, ended: EndedRequest) -> EndedRequest:
+        """Note and count whether it met its targets for the first token and for the median gap. A
+        client that resumes has waited for longer than this router knows."""
+        head = self._request.head
         if head.resume_from_index is not None:
-            return "", ""
-        has_begun = bool(self.log.ids)
-        first_s = timings.ttft_s if has_begun else timings.e2e_s
-        found = (
-            judged(head.ttft_target_s, first_s, is_over=has_begun),
-            judged(head.itl_target_s, timings.itl_s, is_over=timings.itl_s > 0),
-        )
-        for target, result in zip(("ttft", "itl"), found):
+            return ended
+        ttft = self._judged_first(head.ttft_target_s, ended)
+        itl = judged(head.itl_target_s, ended.itl_s, is_over=ended.itl_s > 0)
+        for target, result in (("ttft", ttft), ("itl", itl)):
             if result:
-                metrics.targets.labels(target, result).inc()
-        return found
+                self._parts.metrics.targets.labels(target, result).inc()
+        return replace(ended, ttft_target=ttft, itl_target=itl)
 
-    def _count_goodput(self, timings: Timings, error: BatonError | None = None) -> None:
+    def _judged_first(self, target_s: float | None, ended: EndedRequest) -> str:
+        has_begun = bool(self.log.ids)
+        return judged(target_s, ended.ttft_s if has_begun else ended.e2e_s, is_over=has_begun)
+
+    def _count_goodput(self, ended: EndedRequest, error: BatonError | None = None) -> None:
         """A request is good if it ends well within both targets, its own or the router's. A client
         that leaves, or names too short a deadline, judges what it had."""
         head, config = self._request.head, self._parts.config
         is_fault = type(error) in _MISSED
-        if head.resume_from_index is not None or not (
-            error is None or is_fault or isinstance(error, DeadlineError)
-        ):
+        is_of_client = error is not None and not is_fault and not isinstance(error, DeadlineError)
+        if head.resume_from_index is not None or is_of_client:
             return
-        has_begun = bool(self.log.ids)
-        first_s = timings.ttft_s if has_begun else timings.e2e_s
-        first_target_s = head.ttft_target_s or config.metrics.ttft_target_s
-        found = judged(first_target_s, first_s, is_over=has_begun)
-        gap_target_s = head.itl_target_s or config.metrics.itl_target_s
-        if is_fault or timings.tpot_s > gap_target_s:
+        found = self._judged_first(head.ttft_target_s or config.metrics.ttft_target_s, ended)
+        if is_fault or ended.tpot_s > (head.itl_target_s or config.metrics.itl_target_s):
             found = MISSED
         if found:
             self._parts.metrics.goodput.labels(*self._labels, found).inc()
-
-    def _timings(self) -> Timings:
-        """The gap before the second token is reported apart, since it contains the handoff."""
-        arrived_s, gaps_s = self._request.head.arrived_s, self._gaps_s[1:]
-        num_later = len(self.log.ids) - self._num_at_once
-        return Timings(
-            queue_s=self.queue_s,
-            ttft_s=self._first_at_s - arrived_s if self.log.ids else 0.0,
-            itl_s=statistics.median(gaps_s) if gaps_s else 0.0,
-            e2e_s=self._parts.clock.now_s() - arrived_s,
-            tokenize_s=self._tokenize_s,
-            reserve_s=self._reserve_s,
-            prefill_s=self._prefill_s,
-            second_token_s=self._second_token_s,
-            prefill_queue_s=self._prefill_queue_s,
-            tpot_s=(self._last_at_s - self._first_at_s) / num_later if num_later else 0.0,
-        )

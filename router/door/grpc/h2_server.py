@@ -202,9 +202,6 @@ class Connection(asyncio.Protocol):
         self._is_paused = False
         self._flush()
 
-    def eof_received(self) -> bool:
-        return False
-
     def connection_lost(self, error: Exception | None) -> None:
         self._forget_all()
         self._server.lose(self)

@@ -15,7 +15,7 @@ from router.door.api.api import Api, Opened, pieces
 from router.door.grpc.call import Call, Feed
 from router.placement.placement import Placement
 from router.request.client_request import REQUEST_ID
-from router.request.output import Event, Finished, Timings, TokenRun
+from router.request.output import Event, Finished, TokenRun
 from router.text.answer import AnswerReader, Said, Thought
 
 
@@ -33,7 +33,8 @@ class RouterService(router_pb2_grpc.RouterServiceServicer, control_pb2_grpc.Flee
         request.traceparent = request.traceparent or context.traceparent[:128]
         opened = await self._api.open(request, context.request_id)
         if opened is None:
-            return _response(Finished(FinishReason.ABORTED, 0, 0, 0, Timings()))
+            finished = router_pb2.Finished(reason=finish_reason_on_wire(FinishReason.ABORTED))
+            return router_pb2.GenerateResponse(finished=finished)
         return _Output(opened)
 
     async def Abort(  # type: ignore[override]  # noqa: N802
@@ -162,7 +163,9 @@ def _tokens(run: TokenRun, said: Iterable[Said]) -> router_pb2.GenerateResponse:
 
 
 def _finished(event: Finished, has_called: bool = False) -> router_pb2.Finished:
-    timings = {name.removesuffix("_s") + "_ms": s * 1e3 for name, s in vars(event.timings).items()}
+    names = [field.name for field in router_pb2.Timings.DESCRIPTOR.fields]
+    times_s = vars(event.timings)
+    timings = {name: times_s[name.removesuffix("_ms") + "_s"] * 1e3 for name in names}
     calls = has_called and event.reason is FinishReason.STOP
     reason = FinishReason.TOOL_CALLS if calls else event.reason
     return router_pb2.Finished(

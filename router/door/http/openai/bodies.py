@@ -30,9 +30,10 @@ _SAMPLING = (
     *("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty"),
     *("frequency_penalty", "max_tokens", "min_tokens", "ignore_eos"),
 )
-_PLAIN = (
-    *("request_id", "priority", "timeout_ms", "ttft_target_ms", "itl_target_ms", "tenant"),
-    *("cache_salt", "session_id", "include_stop_str_in_output"),
+_PLAIN = (  # as in `GenerateRequest`
+    *("model", "request_id", "priority", "timeout_ms", "ttft_target_ms", "itl_target_ms"),
+    *("tenant", "cache_salt", "session_id", "include_stop_str_in_output", "stop_token_ids"),
+    "bad_words",
 )
 _CONSTRAINTS = {
     **{f"guided_{name}": name for name in ("json", "regex", "choice", "grammar")},
@@ -41,6 +42,8 @@ _CONSTRAINTS = {
 """What older releases of vLLM, and SGLang, call those of `structured_outputs`."""
 
 _KINDS = ("str", "int", "float", "bool", "dict", "list")  # as pydantic names those of a union
+
+_BOUNDS = ("too_long", "greater_than_equal", "less_than", "less_than_equal")
 
 _FAIL_FAST = Field(fail_fast=True)
 
@@ -54,10 +57,15 @@ Int = Annotated[  # 16.0 is one, too
     int, BeforeValidator(lambda x: int(x) if isinstance(x, float) and x.is_integer() else x)
 ]
 TokenId = Annotated[Int, Field(ge=0, lt=1 << 32)]
+TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=1 << 32)]], _FAIL_FAST]
 
 
 class _Part(BaseModel):
-    model_config = ConfigDict(strict=True, extra="allow")  # `fields` judges what is not listed
+    model_config = ConfigDict(
+        strict=True,
+        extra="allow",  # `fields` judges what is not listed
+        use_attribute_docstrings=True,  # for OpenAPI
+    )
     renamed: ClassVar[Mapping[str, str]] = {}
     """What a body calls fields of its request, by patterns."""
 
@@ -175,16 +183,20 @@ class _Templated(_Part):
     continue_final_message: bool | None = None
 
     def chat(self, messages: list[Message], tools: list[Tool] | None) -> router_pb2.ChatMessages:
+        if self.continue_final_message and self.add_generation_prompt:
+            raise refused("continue_final_message", "not with add_generation_prompt")
         effort = self.reasoning_effort
         given: dict[str, Any] = {} if self.documents is None else {"documents": self.documents}
         if effort is not None:  # as vLLM has it
             given |= {"reasoning_effort": effort, "enable_thinking": effort != "none"}
-        chat = chat_of(messages, tools, given | (self.chat_template_kwargs or {}))
-        chat.continue_final_message = bool(self.continue_final_message)
-        chat.omit_generation_prompt = self.add_generation_prompt is False
-        if self.continue_final_message and self.add_generation_prompt:
-            raise refused("continue_final_message", "not with add_generation_prompt")
-        return chat
+        given |= self.chat_template_kwargs or {}
+        return router_pb2.ChatMessages(
+            messages=[_message(each, f"messages[{i}]") for i, each in enumerate(messages)],
+            tools=[_tool(each, f"tools[{i}]") for i, each in enumerate(tools or ())],
+            template_arguments=_json(given) if given else "",
+            continue_final_message=bool(self.continue_final_message),
+            omit_generation_prompt=self.add_generation_prompt is False,
+        )
 
 
 class _Body(_Part):
@@ -208,7 +220,7 @@ class _Body(_Part):
     min_tokens: Int | None = _UINT32
     ignore_eos: bool | None = None
     logit_bias: dict[str, float] | None = None
-    allowed_token_ids: Annotated[list[int], _FAIL_FAST] | None = None
+    allowed_token_ids: TokenIds | None = None
     bad_words: Annotated[list[str], _at_most(MAX_BAD_WORDS)] | None = None
     truncate_prompt_tokens: Int | None = Field(default=None, ge=-1, lt=ALL_THAT_FIT)
     skip_special_tokens: bool | None = None
@@ -258,63 +270,49 @@ class _Body(_Part):
     def requests(self) -> list[router_pb2.GenerateRequest]:
         """One for each prompt, whatever the number of choices (see `choices_of`)."""
 
-    def request(self) -> router_pb2.GenerateRequest:
-        """Without its prompt."""
+    def request(self, **more: Any) -> router_pb2.GenerateRequest:
+        """Make a request with these fields besides those that all bodies have."""
         if self.stream_options is not None and not self.stream:
             raise refused("stream_options", "only with stream: true")
-        made = router_pb2.GenerateRequest(
-            model=self.model or "", stop=self.stops, sampling=self._sampling()
-        )
-        made.show_special_tokens = self.skip_special_tokens is False
-        kept = self.truncate_prompt_tokens or 0
-        made.truncate_prompt_tokens = ALL_THAT_FIT if kept < 0 else kept
-        for name in _PLAIN:
-            if (value := getattr(self, name)) is not None:
-                setattr(made, name, value)
-        made.stop_token_ids.extend(self.stop_token_ids or ())
-        if self.seed is not None:
-            made.seed = self.seed & _OF_64_BITS
-        if self.request_id:  # it may come again, of which HTTP does not tell
-            made.resume_from_index = 0
-        self._limit_tokens(made)
-        self._constrain(made)
-        return made
-
-    def _limit_tokens(self, made: router_pb2.GenerateRequest) -> None:
-        for token, bias in (self.logit_bias or {}).items():
+        for token in self.logit_bias or ():
             if not (token.isdecimal() and len(token) <= 10 and int(token) < 1 << 32):
                 raise refused("logit_bias", f"{token!r} is no id")
-            made.sampling.logit_bias[int(token)] = bias
-        made.bad_words.extend(self.bad_words or ())
-        if self.allowed_token_ids is not None:
-            _add_ids(made.allowed_token_ids, self.allowed_token_ids, "allowed_token_ids")
+        sampling: dict[str, Any] = {name: getattr(self, name) for name in _SAMPLING}
+        sampling["logit_bias"] = {int(key): bias for key, bias in (self.logit_bias or {}).items()}
+        if self.top_k == -1:  # all
+            sampling["top_k"] = 0
+        kept, ids = self.truncate_prompt_tokens or 0, self.allowed_token_ids
+        return router_pb2.GenerateRequest(
+            **{name: getattr(self, name) for name in _PLAIN},
+            **self._constraint(),
+            stop=self.stops,
+            sampling=common_pb2.SamplingParams(**sampling),
+            seed=None if self.seed is None else self.seed & _OF_64_BITS,
+            show_special_tokens=self.skip_special_tokens is False,
+            truncate_prompt_tokens=ALL_THAT_FIT if kept < 0 else kept,
+            allowed_token_ids=None if ids is None else router_pb2.TokenIds(ids=ids),
+            # A named request may come again, of which HTTP does not tell.
+            resume_from_index=0 if self.request_id else None,
+            **more,
+        )
 
-    def _sampling(self) -> common_pb2.SamplingParams:
-        sampling = common_pb2.SamplingParams()
-        for name in _SAMPLING:
-            value = getattr(self, name)
-            if value is not None:
-                setattr(sampling, name, 0 if name == "top_k" and value == -1 else value)  # all
-        return sampling
-
-    def _constrain(self, made: router_pb2.GenerateRequest) -> None:
+    def _constraint(self) -> dict[str, Any]:
         named = self.constraints
         if len(named) > 1:
             raise refused(named[1], f"not beside {named[0]}; one constraint is taken")
         if not named:
-            return
+            return {}
         value, kind = getattr(self, named[0]), _CONSTRAINTS.get(named[0])
         if kind is None:
             kind, value = value.constraint()
-        if kind == "json":
-            made.json_schema = value if isinstance(value, str) else _json(value)
-        elif kind == "choice":
-            made.choice.texts.extend(value)
-            made.choice.SetInParent()
-        elif kind == "json_object":
-            made.json_object.SetInParent()
-        else:
-            setattr(made, kind, value)
+        match kind:
+            case "json":
+                return {"json_schema": value if isinstance(value, str) else _json(value)}
+            case "choice":
+                return {"choice": router_pb2.Choice(texts=value)}
+            case "json_object":
+                return {"json_object": router_pb2.JsonObject()}
+        return {kind: value}
 
 
 class ChatBody(_Body, _Templated):
@@ -339,16 +337,16 @@ class ChatBody(_Body, _Templated):
         return [] if choice == "none" else tools
 
     def requests(self) -> list[router_pb2.GenerateRequest]:
-        self._check_tool_choice()
-        made = self.request()
+        choice, offered = self.tool_choice, self.offered
+        if choice not in (None, "none") and not offered:
+            raise refused("tool_choice", "only with tools")
+        if self.top_logprobs and not self.logprobs:
+            raise refused("top_logprobs", "only with logprobs: true")
+        made = self.request(chat=self.chat(self.messages, offered))
         if self.max_completion_tokens is not None:
             made.sampling.max_tokens = self.max_completion_tokens
         if self.logprobs:
             made.sampling.logprobs = self.top_logprobs or 0
-        elif self.top_logprobs:
-            raise refused("top_logprobs", "only with logprobs: true")
-        made.chat.CopyFrom(self.chat(self.messages, self.offered))
-        choice = self.tool_choice
         if isinstance(choice, AllowedToolsChoice):
             choice = choice.allowed_tools.mode
         if isinstance(choice, NamedTool):
@@ -358,10 +356,6 @@ class ChatBody(_Body, _Templated):
             made.chat.tool_choice.is_single = self.parallel_tool_calls is False
         return [made]
 
-    def _check_tool_choice(self) -> None:
-        if self.tool_choice not in (None, "none") and not self.offered:
-            raise refused("tool_choice", "only with tools")
-
 
 class CompletionBody(_Body):
     """Continue a text."""
@@ -370,8 +364,8 @@ class CompletionBody(_Body):
     prompt: (
         str
         | Annotated[list[str], _at_most(MAX_CHOICES)]
-        | Annotated[list[int], _FAIL_FAST]
-        | Annotated[list[Annotated[list[int], _FAIL_FAST]], _at_most(MAX_CHOICES)]
+        | TokenIds
+        | Annotated[list[TokenIds], _at_most(MAX_CHOICES)]
     )
     logprobs: Int | None = _UINT32
     echo: bool | None = None
@@ -379,10 +373,15 @@ class CompletionBody(_Body):
     add_special_tokens: bool | None = None
 
     def requests(self) -> list[router_pb2.GenerateRequest]:
-        base = self.request()
         if self.stream and self.prompt_logprobs is not None:
             raise refused("prompt_logprobs", "not with stream: true")
-        base.omit_special_tokens = self.add_special_tokens is False
+        prompts = prompts_of(self.prompt)
+        if len(prompts) * self.num_choices > MAX_CHOICES:
+            asked = f"{len(prompts)} prompts of {self.num_choices} choices"
+            raise refused("prompt", f"{asked}; at most {MAX_CHOICES} in all are taken")
+        if self.request_id and len(prompts) > 1:
+            raise refused("request_id", "for one prompt only")
+        base = self.request(omit_special_tokens=self.add_special_tokens is False)
         if self.max_tokens is None:
             base.sampling.max_tokens = max(_COMPLETION_TOKENS, base.sampling.min_tokens)
         if self.logprobs is not None:
@@ -392,21 +391,12 @@ class CompletionBody(_Body):
             base.sampling.prompt_logprobs = max(wanted)
         if self.echo and self.max_tokens == 0:  # the first token is computed, and left out
             base.sampling.max_tokens = 1
-        prompts = prompts_of(self.prompt)
-        if len(prompts) * self.num_choices > MAX_CHOICES:
-            asked = f"{len(prompts)} prompts of {self.num_choices} choices"
-            raise refused("prompt", f"{asked}; at most {MAX_CHOICES} in all are taken")
-        if base.request_id and len(prompts) > 1:
-            raise refused("request_id", "for one prompt only")
         made = []
         for prompt in prompts:
-            request = router_pb2.GenerateRequest()
-            request.CopyFrom(base)
-            if isinstance(prompt, str):
-                request.text = prompt
-            else:
-                _add_ids(request.token_ids, prompt, "prompt")
-            made.append(request)
+            is_text = isinstance(prompt, str)
+            given: dict[str, Any] = {"text": prompt} if is_text else {"token_ids": {"ids": prompt}}
+            made.append(router_pb2.GenerateRequest(**given))
+            made[-1].MergeFrom(base)
         return made
 
 
@@ -422,14 +412,15 @@ class TokenizeBody(_Templated):
     tenant: str | None = None
 
     def requests(self) -> list[router_pb2.TokenizeRequest]:
-        made = router_pb2.TokenizeRequest(model=self.model or "", tenant=self.tenant or "")
         if (self.prompt is None) == (self.messages is None):
             raise refused("prompt", "either prompt or messages")
-        if self.messages is not None:
-            made.chat.CopyFrom(self.chat(self.messages, self.tools))
-        else:
-            made.text = self.prompt or ""
-        made.omit_special_tokens = self.add_special_tokens is False
+        made = router_pb2.TokenizeRequest(
+            model=self.model,
+            tenant=self.tenant,
+            text=self.prompt,
+            chat=None if self.messages is None else self.chat(self.messages, self.tools),
+            omit_special_tokens=self.add_special_tokens is False,
+        )
         return [made]
 
 
@@ -438,13 +429,12 @@ class DetokenizeBody(_Part):
 
     renamed = {r"prompt(.*)": r"tokens\1"}
     model: str | None = None
-    tokens: Annotated[list[int], _FAIL_FAST]
+    tokens: TokenIds
     tenant: str | None = None
 
     def requests(self) -> list[router_pb2.GenerateRequest]:
-        made = router_pb2.GenerateRequest(model=self.model or "", tenant=self.tenant or "")
-        _add_ids(made.token_ids, self.tokens, "tokens")
-        return [made]
+        ids = router_pb2.TokenIds(ids=self.tokens)
+        return [router_pb2.GenerateRequest(model=self.model, tenant=self.tenant, token_ids=ids)]
 
 
 def parsed(kind: type[Any], data: bytes) -> tuple[Any, list[Any], list[str]]:
@@ -459,7 +449,7 @@ def parsed(kind: type[Any], data: bytes) -> tuple[Any, list[Any], list[str]]:
         errors = error.errors(include_url=False, include_input=False)
         of_field = [each for each in errors if each["loc"][:1] == errors[0]["loc"][:1]]
         # Of a union's errors, the one that gets furthest is of the kind that was meant.
-        first = max(of_field, key=lambda each: (each["type"] == "too_long", len(each["loc"])))
+        first = max(of_field, key=lambda each: (each["type"] in _BOUNDS, len(each["loc"])))
         field, problem = _field(first["loc"]), first["msg"]
         if first["type"] == "too_long":
             problem = f"at most {first['ctx']['max_length']} are taken"
@@ -479,31 +469,22 @@ def _field(location: Sequence[str | int]) -> str | None:
     return path or None
 
 
-def chat_of(
-    messages: list[Message], tools: list[Tool] | None, arguments: dict[str, Any] | None
-) -> router_pb2.ChatMessages:
-    chat = router_pb2.ChatMessages()
-    for index, message in enumerate(messages):
-        _add(chat, message, f"messages[{index}]")
-    for index, tool in enumerate(tools or ()):
-        if tool.type != "function":
-            raise refused(f"tools[{index}].type", "functions only")
-        function = tool.function
-        parameters = "" if function.parameters is None else _json(function.parameters)
-        chat.tools.add(
-            name=function.name, description=function.description or "", parameters=parameters
-        )
-    if arguments:
-        chat.template_arguments = _json(arguments)
-    return chat
+def _tool(tool: Tool, field: str) -> router_pb2.Tool:
+    if tool.type != "function":
+        raise refused(f"{field}.type", "functions only")
+    function = tool.function
+    parameters = None if function.parameters is None else _json(function.parameters)
+    return router_pb2.Tool(
+        name=function.name, description=function.description, parameters=parameters
+    )
 
 
-def _add(chat: router_pb2.ChatMessages, message: Message, field: str) -> None:
-    made = chat.messages.add(
+def _message(message: Message, field: str) -> router_pb2.ChatMessage:
+    made = router_pb2.ChatMessage(
         role=message.role,
-        tool_call_id=message.tool_call_id or "",
-        reasoning_content=message.reasoning_content or message.reasoning or "",
-        name=message.name or "",
+        tool_call_id=message.tool_call_id,
+        reasoning_content=message.reasoning_content or message.reasoning,
+        name=message.name,
     )
     content = message.refusal if message.content is None else message.content
     if isinstance(content, str):
@@ -518,6 +499,7 @@ def _add(chat: router_pb2.ChatMessages, message: Message, field: str) -> None:
         given = call.function.arguments
         arguments = given if isinstance(given, str) else _json(given or {})
         made.tool_calls.add(id=call.id, name=call.function.name, arguments=arguments)
+    return made
 
 
 def _json(value: Any) -> str:
@@ -541,22 +523,11 @@ def choices_of(
             yield other
 
 
-def prompts_of(given: str | list[str] | list[int] | list[list[int]]) -> list[str | list[int]]:
-    if isinstance(given, str):
-        return [given]
+def prompts_of(given: str | list[str] | list[int] | list[list[int]]) -> list[Any]:
+    """Return the prompts, each a text or token ids."""
     if not given:
         raise refused("prompt", "the prompt is empty")
-    if isinstance(given[0], int):
-        return [given]
-    return list(given)
-
-
-def _add_ids(made: router_pb2.TokenIds, ids: list[int], field: str) -> None:
-    made.SetInParent()
-    try:
-        made.ids.extend(ids)
-    except ValueError:
-        raise refused(field, "a token id is out of range") from None
+    return [given] if isinstance(given, str) or isinstance(given[0], int) else given
 
 
 SERVED = frozenset(ChatBody.model_fields) | frozenset(CompletionBody.model_fields)

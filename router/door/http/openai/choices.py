@@ -120,30 +120,27 @@ class ChatChoice(Choice):
             self._logprobs += new
             logprobs = {"content": new}
             deltas = deltas or [{"content": ""}]
-        made = [] if self._has_role else [self._piece({"role": "assistant", "content": ""})]
-        self._has_role = True
-        for delta in deltas:
-            made.append(self._piece(delta, logprobs))
-            logprobs = None
-        return made
+        return self._pieces(deltas, logprobs)
 
     def _finish(self, reason: FinishReason) -> list[Delta]:
         deltas = self._deltas([] if self._answer is None else self._answer.finish())
-        made = [] if self._has_role else [self._piece({"role": "assistant", "content": ""})]
         has_called = reason is FinishReason.STOP and self._answer and self._answer.has_called
         self._reason = "tool_calls" if has_called else _REASONS[reason]
-        made += [self._piece(delta) for delta in deltas]
-        return [*made, self._piece({}, None, self._reason)]
+        made = self._pieces([*deltas, {}])
+        made[-1]["finish_reason"] = self._reason
+        return made
 
-    def _piece(
-        self, delta: Delta, logprobs: Delta | None = None, reason: str | None = None
-    ) -> Delta:
-        return {
-            "index": self.index,
-            "delta": delta,
-            "logprobs": logprobs,
-            "finish_reason": reason,
-        }
+    def _pieces(self, deltas: list[Delta], logprobs: Delta | None = None) -> list[Delta]:
+        """The first piece of all names the role. `logprobs` go with the first delta."""
+        opening: list[Delta] = [] if self._has_role else [{"role": "assistant", "content": ""}]
+        self._has_role = True
+        made: list[Delta] = [
+            {"index": self.index, "delta": delta, "logprobs": None, "finish_reason": None}
+            for delta in (*opening, *deltas)
+        ]
+        if logprobs is not None:
+            made[len(opening)]["logprobs"] = logprobs
+        return made
 
     def _deltas(self, said: Sequence[Said]) -> list[Delta]:
         made: list[Delta] = []
@@ -222,12 +219,10 @@ class TextChoice(Choice):
 
 def usage_of(choices: Sequence[Choice], num_of_prompt: int) -> dict[str, Any]:
     """`num_of_prompt`: choices of each prompt, which counts once."""
-    ends = [each.end for each in choices if each.end is not None]
-    firsts = [
-        each.end for each in choices if each.end is not None and each.index % num_of_prompt == 0
-    ]
+    ends = [(each.index, each.end) for each in choices if each.end is not None]
+    firsts = [end for index, end in ends if index % num_of_prompt == 0]
     prompt = sum(end.num_prompt_tokens for end in firsts)
-    output = sum(end.num_output_tokens for end in ends)
+    output = sum(end.num_output_tokens for _, end in ends)
     return {
         **_usage(prompt, output),
         "prompt_tokens_details": {"cached_tokens": sum(end.num_cached_tokens for end in firsts)},
