@@ -346,10 +346,8 @@ class RequestOutput:
         gap before the second token is reported apart, since it contains the handoff."""
         self._report_tokens()
         head, booking, gaps_s = self._request.head, self._booking, self._gaps_s[1:]
-        num_later, decode_s = (
-            len(self.log.ids) - self._num_at_once,
-            self._last_at_s - self._first_at_s,
-        )
+        num_later = len(self.log.ids) - self._num_at_once
+        decode_s = self._last_at_s - self._first_at_s
         prefill = decode = ""
         if booking is not None:
             decode = booking.decode.facts.worker_id

@@ -129,6 +129,11 @@ class _Output(Feed):
 
 # --- values to messages ---------------------------------------------------------------------------
 
+_TIMES = {
+    field.name: field.name.removesuffix("_ms") + "_s"
+    for field in router_pb2.Timings.DESCRIPTOR.fields
+}
+
 
 def _response(event: Event) -> router_pb2.GenerateResponse:
     match event:
@@ -163,9 +168,7 @@ def _tokens(run: TokenRun, said: Iterable[Said]) -> router_pb2.GenerateResponse:
 
 
 def _finished(event: Finished, has_called: bool = False) -> router_pb2.Finished:
-    names = [field.name for field in router_pb2.Timings.DESCRIPTOR.fields]
-    times_s = vars(event.timings)
-    timings = {name: times_s[name.removesuffix("_ms") + "_s"] * 1e3 for name in names}
+    timings = {name: getattr(event.timings, own) * 1e3 for name, own in _TIMES.items()}
     calls = has_called and event.reason is FinishReason.STOP
     reason = FinishReason.TOOL_CALLS if calls else event.reason
     return router_pb2.Finished(
