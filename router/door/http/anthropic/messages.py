@@ -26,8 +26,8 @@ class MessagesBody(translating.TranslatedBody):
     stop_sequences: Annotated[list[str], SEVERAL] | None = None
     tools: Annotated[list[dict[str, Any]], SEVERAL] | None = None
     tool_choice: dict[str, Any] | None = None
-    # Its `budget_tokens` is not kept to: `max_tokens` bounds thoughts and answer.
     thinking: dict[str, Any] | None = None
+    """`budget_tokens` is not kept to: `max_tokens` bounds thoughts and answer."""
     output_config: dict[Literal["format"], dict[str, Any] | None] | None = None
 
     renamed: ClassVar[Mapping[str, str]] = {

@@ -25,6 +25,7 @@ MAX_CHOICES = 128
 _COMPLETION_TOKENS = 16
 """Of a completion whose client names no number, as OpenAI and vLLM have it."""
 _OF_64_BITS = (1 << 64) - 1
+_OLDER = Field(default=None, description="One of `structured_outputs`, under its older name.")
 _UINT32 = Field(default=None, ge=0, le=(1 << 32) - 1)
 _SAMPLING = (
     *("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty"),
@@ -78,7 +79,8 @@ class _Part(BaseModel):
 class TextPart(_Part):
     type: str
     text: str | None = None
-    refusal: str | None = None  # of an assistant, in place of the text
+    refusal: str | None = None
+    """Of an assistant, in place of the text."""
 
 
 class Function(_Part):
@@ -108,9 +110,11 @@ class Message(_Part):
     tool_calls: Annotated[list[ToolCall], _at_most(MAX_CALLS)] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
-    reasoning: str | None = None  # what vLLM calls it
+    reasoning: str | None = None
+    """The same as `reasoning_content`, which goes before it."""
     name: str | None = None
-    refusal: str | None = None  # in place of content
+    refusal: str | None = None
+    """In place of the content."""
 
 
 class StreamOptions(_Part):
@@ -177,10 +181,15 @@ class _Templated(_Part):
     """What the chat template reads beside messages and tools."""
 
     chat_template_kwargs: dict[str, Any] | None = None
+    """Further variables of the chat template."""
     documents: Annotated[list[dict[str, Any]], _FAIL_FAST] | None = None
+    """Documents for the chat template."""
     reasoning_effort: str | None = None
+    """A variable of the chat template, as `enable_thinking`: false where it is `none`."""
     add_generation_prompt: bool | None = None
+    """False: the prompt does not open the assistant's turn."""
     continue_final_message: bool | None = None
+    """The answer continues the last message."""
 
     def chat(self, messages: list[Message], tools: list[Tool] | None) -> router_pb2.ChatMessages:
         if self.continue_final_message and self.add_generation_prompt:
@@ -204,47 +213,68 @@ class _Body(_Part):
 
     model: str | None = None
     n: Int | None = Field(default=None, ge=1, le=MAX_CHOICES)
+    """Answers to each prompt, with the seeds `seed`, `seed` + 1 and so on."""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     stop: str | Annotated[list[str], _at_most(MAX_STOP_STRINGS)] | None = None
+    """Texts that end the answer, which leaves them out."""
     stop_token_ids: Annotated[list[TokenId], _at_most(MAX_STOP_TOKEN_IDS)] | None = None
+    """Ids that end the answer, besides end-of-sequence ids."""
     seed: Int | None = Field(default=None, ge=-(1 << 63), le=_OF_64_BITS)
+    """Drawn where it is missing. The same seed and body give the same tokens."""
     temperature: float | None = None
     top_p: float | None = None
     top_k: Int | None = Field(default=None, ge=-1, le=(1 << 32) - 1)
+    """Tokens to sample from, the likeliest ones; -1 and 0: all."""
     min_p: float | None = None
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     max_tokens: Int | None = _UINT32
+    """Missing: 16 for a completion; for a chat the tenant's default, or what fits."""
     min_tokens: Int | None = _UINT32
+    """The answer does not end before it has so many tokens."""
     ignore_eos: bool | None = None
+    """End-of-sequence tokens do not end the answer."""
     logit_bias: dict[str, float] | None = None
+    """From token ids to what is added to their logits, -100 to 100."""
     allowed_token_ids: TokenIds | None = None
+    """No other tokens are sampled."""
     bad_words: Annotated[list[str], _at_most(MAX_BAD_WORDS)] | None = None
+    """Texts that are never sampled."""
     truncate_prompt_tokens: Int | None = Field(default=None, ge=-1, lt=ALL_THAT_FIT)
+    """Keep so many of the prompt's last tokens; -1: as many as fit beside `max_tokens`."""
     skip_special_tokens: bool | None = None
+    """False: the text shows special tokens."""
     include_stop_str_in_output: bool | None = None
+    """Leave what ended the answer in its text."""
     return_token_ids: bool | None = None
+    """Return the ids of the prompt's and the answer's tokens, too."""
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
-    guided_json: dict[str, Any] | str | None = None
-    guided_regex: str | None = None
-    guided_choice: Annotated[list[str], _FAIL_FAST] | None = None
-    guided_grammar: str | None = None
-    json_schema: dict[str, Any] | str | None = None
-    regex: str | None = None
-    ebnf: str | None = None
-    # Baton's own, as in `GenerateRequest`.
+    guided_json: dict[str, Any] | str | None = _OLDER
+    guided_regex: str | None = _OLDER
+    guided_choice: Annotated[list[str], _FAIL_FAST] | None = _OLDER
+    guided_grammar: str | None = _OLDER
+    json_schema: dict[str, Any] | str | None = _OLDER
+    regex: str | None = _OLDER
+    ebnf: str | None = _OLDER
     request_id: str | None = None
-    # Lower goes first, as in vLLM.
+    """Names the request. The same id and body again attach to it; another body is refused."""
     priority: Int | None = Field(default=None, ge=-(1 << 31), lt=1 << 31)
+    """Among the tenant's requests: lower goes first."""
     timeout_ms: Int | None = _UINT32
+    """The request ends with 504 after so many milliseconds."""
     ttft_target_ms: Int | None = _UINT32
+    """Wanted milliseconds until the first token; metrics count whether they are met."""
     itl_target_ms: Int | None = _UINT32
+    """Wanted median of milliseconds between tokens; metrics count whether it is met."""
     tenant: str | None = None
+    """Whose request it is. Missing: the API key's tenant."""
     cache_salt: str | None = None
+    """Cached prompts are shared only among requests of the same salt."""
     session_id: str | None = None
+    """A conversation: its requests prefer the worker that has its cache."""
 
     @property
     def stops(self) -> list[str]:
@@ -321,11 +351,14 @@ class ChatBody(_Body, _Templated):
     renamed = {"prompt|chat": "messages", "sampling.logprobs": "top_logprobs"}
     messages: Annotated[list[Message], _at_most(MAX_MESSAGES)]
     max_completion_tokens: Int | None = _UINT32
+    """The same as `max_tokens`, and goes before it."""
     logprobs: bool | None = None
     top_logprobs: Int | None = _UINT32
     tools: Annotated[list[Tool], _at_most(MAX_TOOLS)] | None = None
     tool_choice: Literal["auto", "none", "required"] | NamedTool | AllowedToolsChoice | None = None
+    """`required` or a function: the answer is calls alone, which keep to the parameters."""
     parallel_tool_calls: bool | None = None
+    """False: one call at most."""
 
     @property
     def offered(self) -> list[Tool]:
@@ -367,10 +400,15 @@ class CompletionBody(_Body):
         | TokenIds
         | Annotated[list[TokenIds], _at_most(MAX_CHOICES)]
     )
+    """A text, token ids, or several of either."""
     logprobs: Int | None = _UINT32
+    """Return log-probabilities of so many likeliest tokens at each position."""
     echo: bool | None = None
+    """The answer begins with the prompt."""
     prompt_logprobs: Int | None = _UINT32
+    """Return log-probabilities of the prompt's tokens; not streamed."""
     add_special_tokens: bool | None = None
+    """False: the tokenizer adds none to the prompt."""
 
     def requests(self) -> list[router_pb2.GenerateRequest]:
         if self.stream and self.prompt_logprobs is not None:

@@ -25,6 +25,7 @@ class ResponsesBody(translating.TranslatedBody):
     """Answer a chat, as OpenAI's responses."""
 
     input: Pieces
+    """A text, or the whole conversation: nothing is stored."""
     instructions: str | None = None
     max_output_tokens: Int | None = None
     tools: Annotated[list[dict[str, Any]], SEVERAL] | None = None
@@ -34,7 +35,9 @@ class ResponsesBody(translating.TranslatedBody):
         None
     )
     reasoning: dict[str, Any] | None = None
+    """Its `effort` goes to the chat template; `summary` changes nothing."""
     metadata: dict[str, str] | None = None
+    """Returned with the answer."""
     include: Annotated[list[Literal["reasoning.encrypted_content"]], SEVERAL] | None = None
     truncation: Literal["disabled"] | None = None
 

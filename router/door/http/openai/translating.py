@@ -124,7 +124,7 @@ def without_type(value: Delta) -> Delta:
 class TranslatedBody(BaseModel):
     """A chat in another API's shape. Further fields are those of a chat, such as `request_id`."""
 
-    model_config = ConfigDict(strict=True, extra="allow")
+    model_config = ConfigDict(strict=True, extra="allow", use_attribute_docstrings=True)
     model: str | None = None
     stream: bool | None = None
     temperature: float | None = None
