@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -35,17 +34,6 @@ _MISSED = (*_NOT_OF_CLIENT, OverloadedError, UnavailableError)
 _AT_ONCE_S = 0.001
 """Tokens that follow the first one sooner were there before it: no model is that fast."""
 REPORT_S = 0.25  # a stream's tokens reach the figures this often
-
-
-class Served(enum.Enum):
-    """How workers served a request."""
-
-    WELL = "served"
-    FAILED = "failed"
-    ABANDONED = "abandoned"
-    """It stood still for so long that its client ended it."""
-    NOT_JUDGED = "not judged"
-    """Its client ended it, or another router continues it."""
 
 
 class RequestOutput:
@@ -297,41 +285,40 @@ class RequestOutput:
         self._close(FinishReason.ABORTED, "")
 
     def fail(self, error: BatonError) -> None:
-        self._count(self._judge(error))
+        is_failure = self._is_failure(error)
+        if self._booking is not None and is_failure is not None:
+            self._parts.request_figures.ended(failed=is_failure)
         self._count_goodput(self._report_end(error.reason), error)
         self.log.close(error)
 
-    def _judge(self, error: BatonError) -> Served:
+    def _is_failure(self, error: BatonError) -> bool | None:
+        """Tell whether workers failed the request. None: it says nothing of them."""
         if self.has_failed or type(error) in _NOT_OF_CLIENT:
-            return Served.FAILED
+            return True
         if not isinstance(error, DeadlineError):
-            return Served.NOT_JUDGED
+            return None  # its client ended it, or another router continues it
         if self.log.ids:
-            return Served.WELL
+            return False
         # One that hangs until its client's patience ends is served no better than one that fails.
-        return Served.FAILED if self._had_time else Served.NOT_JUDGED
+        return True if self._had_time else None
 
-    def _judge_aborted(self) -> Served:
-        if self._booking is None:
-            return Served.NOT_JUDGED
-        parts = self._parts
-        least_s = least_prefill_s(self._booking.prefill_tokens, parts.fleet.arrays)
-        is_still = self._still_s > parts.request_figures.too_long_s(least_s)
-        return Served.ABANDONED if is_still else Served.NOT_JUDGED
-
-    def _count(self, served: Served) -> None:
-        """Count a request that a worker got at least once."""
-        if self._booking is None:
+    def _count_end(self, is_aborted: bool) -> None:
+        """Count an end without an error, of a request that a worker got at least once. One that
+        stood still for so long that its client ended it was abandoned."""
+        parts, booking = self._parts, self._booking
+        if booking is None:
             return
-        if served is Served.ABANDONED:
-            self._parts.request_figures.abandoned()
-        elif served is not Served.NOT_JUDGED:
-            self._parts.request_figures.ended(failed=served is Served.FAILED)
+        if not is_aborted:
+            parts.request_figures.ended(failed=False)
+        else:
+            least_s = least_prefill_s(booking.prefill_tokens, parts.fleet.arrays)
+            if self._still_s > parts.request_figures.too_long_s(least_s):
+                parts.request_figures.abandoned()
 
     def _close(self, reason: FinishReason, stop: str) -> None:
         is_aborted = reason is FinishReason.ABORTED
         self._parts.counts.num_ended += not is_aborted
-        self._count(self._judge_aborted() if is_aborted else Served.WELL)
+        self._count_end(is_aborted)
         num_prompt, num_out = len(self._request.token_ids), len(self.log.ids)
         if is_aborted and num_out:
             num_wasted = num_prompt - self._num_cached_tokens + num_out

@@ -26,7 +26,7 @@ from router.placement.placement import Placement
 from router.report.ended_request import EndedRequest, trace_id
 from router.request.client_request import ClientRequest, check_request
 from router.request.constraint import is_constrained
-from router.request.output import Event, OutputReader
+from router.request.output import OutputReader
 from router.request.request_run import RequestRun
 from router.request.validate import (
     ParsedRequest,
@@ -63,11 +63,6 @@ class Opened:
     reader: OutputReader
     parsed: ParsedRequest
     """As this client sent it: of a run that has ended the prompt is dropped."""
-
-    async def take(self) -> list[Event]:
-        """What is new, at least one event; empty after the end. Raises the BatonError that the
-        request ended with."""
-        return await self.reader.take()
 
     def leave(self) -> None:
         """Its client has gone, with or without having seen the end."""

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from google.protobuf.message import Message
 
 from baton.config import settings
 from baton.config.router import RouterConfig, TenantLimits, TlsConfig
@@ -189,20 +188,13 @@ def _wrong(problem: str, field: str = "auth.tokens") -> ConfigError:
     return ConfigError(f"router.{field}: {problem}", field=f"router.{field}")
 
 
-def confine(message: Message, tenant: str | None) -> None:
-    """Fill in the caller's tenant. Raises PermissionDeniedError if the message names another
-    one."""
-    if tenant is None:
+def confine(message: Any, tenant: str | None) -> None:
+    """Fill in the caller's tenant where the message has one. Raises PermissionDeniedError if it
+    names another."""
+    is_wrapped = isinstance(message, router_pb2.ExplainRouteRequest)
+    asked, field = (message.request, "request.tenant") if is_wrapped else (message, "tenant")
+    if tenant is None or "tenant" not in asked.DESCRIPTOR.fields_by_name:
         return
-    match message:
-        case (
-            router_pb2.GenerateRequest() | router_pb2.AbortRequest() | router_pb2.TokenizeRequest()
-        ):
-            asked, field = message, "tenant"
-        case router_pb2.ExplainRouteRequest():
-            asked, field = message.request, "request.tenant"
-        case _:
-            return
     if asked.tenant not in ("", tenant):
         raise PermissionDeniedError(f"{field}: the token is another tenant's", field=field)
     asked.tenant = tenant

@@ -72,10 +72,6 @@ class Status:
 _OK = Status(StatusCode.OK)
 
 
-def status_of(error: BatonError) -> Status:
-    return Status(status_code(error), shortened(error).message, status_metadata(error))
-
-
 def _on_wire(value: str | bytes) -> bytes:
     if isinstance(value, str):
         return value.encode()
@@ -88,6 +84,12 @@ class _CallEndedError(Exception):
     def __init__(self, code: StatusCode, message: str, metadata: Metadata = ()) -> None:
         super().__init__(message)
         self.status = Status(code, message, metadata)
+
+
+def status_of(error: BatonError | _CallEndedError) -> Status:
+    if isinstance(error, _CallEndedError):
+        return error.status
+    return Status(status_code(error), shortened(error).message, status_metadata(error))
 
 
 def _message(deserialize: Any, data: bytes) -> Any:
@@ -208,9 +210,7 @@ class Call:
             return self._refuse_http(b"415")
         try:
             self._admit(fields, headers, methods)
-        except _CallEndedError as error:
-            self.end(error.status)
-        except BatonError as error:
+        except (_CallEndedError, BatonError) as error:
             self.end(status_of(error))
         return None
 
@@ -363,9 +363,7 @@ class Call:
                     return self._follow(answer)
                 if answer is not None:
                     await self.write(answer)
-        except _CallEndedError as error:
-            status = error.status
-        except BatonError as error:
+        except (_CallEndedError, BatonError) as error:
             status = status_of(error)
         except Exception as error:
             log.exception("a method failed")
@@ -453,10 +451,8 @@ class Call:
             else:
                 self._unsent = self._framed(messages)
                 return bool(messages)
-        except BatonError as error:
+        except (_CallEndedError, BatonError) as error:
             self._status = status_of(error)
-        except _CallEndedError as error:
-            self._status = error.status
         return True
 
     # --- the end -------------------------------------------------------------------------------

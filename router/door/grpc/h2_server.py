@@ -419,10 +419,10 @@ class Connection(asyncio.Protocol):
         if self._knows and not self._calls:
             self._loop.call_soon(self._close)
 
-    def shut(self, status: Status) -> None:
+    def shut(self) -> None:
         """Take leave of what still runs."""
         for call in list(self._calls.values()):
-            call.end(status)
+            call.end(_SHUT_DOWN)
         self._flush()
         self._close()
 
@@ -508,15 +508,14 @@ class GrpcServer:
         """Take nothing new; what runs has `grace_s` to end."""
         self.is_stopping = True
         await self.acceptor.stop()
-        for connection in list(self.connections):
-            connection.go_away()
-        await self._wait_for_connections(grace_s)
-        for connection in list(self.connections):
-            connection.shut(_SHUT_DOWN)
-        await self._wait_for_connections(SHUT_WITHIN_S)
-        for connection in list(self.connections):
-            connection.cut()
-        await self._wait_for_connections(SHUT_WITHIN_S)
+        for end, within_s in (
+            (Connection.go_away, grace_s),
+            (Connection.shut, SHUT_WITHIN_S),
+            (Connection.cut, SHUT_WITHIN_S),
+        ):
+            for connection in list(self.connections):
+                end(connection)
+            await self._wait_for_connections(within_s)
         if self._tasks:
             await asyncio.wait(self._tasks)
 

@@ -34,13 +34,13 @@ from router.door.http.server.errors import response_to
 from router.door.http.server.guard import Guard
 from router.door.http.server.http_server import HttpServer
 from router.fleet.fleet import WorkerEntry
-from router.fleet.worker_facts import WorkerFacts
 from router.report.tally import Buckets, Family
 from router.units.router import Router
 from router.units.units import Units
 
 EVERY_S = 1.0
 _MAX_LOOKERS = 256
+_ROLES = {(True, True): Role.MIXED, (True, False): Role.PREFILL, (False, True): Role.DECODE}
 _HTML = Path(__file__).with_name("page.html")
 
 
@@ -147,7 +147,7 @@ def _worker(router: Router, entry: WorkerEntry) -> dict[str, Any]:
     return {
         "id": facts.worker_id,
         "pool": facts.pool,
-        "role": _role(facts).value,
+        "role": _ROLES[facts.can_prefill, facts.can_decode].value,
         "state": entry.state.value if entry.connected else "disconnected",
         "kv_used": router.fleet.kv_use(entry),
         "running": int(arrays.running[slot]),
@@ -155,12 +155,6 @@ def _worker(router: Router, entry: WorkerEntry) -> dict[str, Any]:
         "queued_tokens": int(arrays.queued_tokens[slot]),
         "prefill_tokens_per_s": float(arrays.prefill_tokens_per_s[slot]),
     }
-
-
-def _role(facts: WorkerFacts) -> Role:
-    if facts.can_prefill and facts.can_decode:
-        return Role.MIXED
-    return Role.PREFILL if facts.can_prefill else Role.DECODE
 
 
 def _buckets(family: Family[Buckets]) -> list[tuple[str, int]]:

@@ -35,8 +35,9 @@ class Choice(ABC):
         self._model, self._prompt = opened.router.text, opened.parsed.token_ids
 
     async def events(self) -> list[Event]:
-        """What is new; empty after the end."""
-        return await self.opened.take()
+        """Return what is new; nothing after the end. Raises the BatonError that the request ended
+        with."""
+        return await self.opened.reader.take()
 
     def take(self, events: Sequence[Event]) -> list[Delta]:
         """The entries of `choices` that these events are."""
