@@ -79,7 +79,7 @@ class RouterServer:
         return server
 
     def _make_health(self, opened: ExitStack, config: RouterConfig) -> GrpcServer | None:
-        """On a port of its own, in plain text, where the configuration names one."""
+        """Make a server of health alone, in plain text, where the configuration names its port."""
         if config.health_port is None:
             return None
         listener = opened.enter_context(
@@ -109,7 +109,7 @@ class RouterServer:
 
     @property
     def http_address(self) -> str | None:
-        """Where OpenAI's API is served; None: nowhere."""
+        """Return where OpenAI's API is served; None: nowhere."""
         return None if self.http is None else f"{self._config.host}:{self.http.port}"
 
     async def start(self) -> None:

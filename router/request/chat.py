@@ -16,7 +16,7 @@ MAX_MESSAGES, MAX_TOOLS, MAX_CALLS, MAX_PARTS = 4096, 1024, 1024, 4096
 
 
 def conversation_of(chat: router_pb2.ChatMessages) -> Conversation:
-    """Raises InvalidRequestError, and RecursionError for JSON that is nested too deeply."""
+    """Check a chat. Raises InvalidRequestError; RecursionError where JSON is nested too deeply."""
     if not chat.messages:
         raise wrong("chat.messages", "at least one is needed")
     _check_count("chat.messages", len(chat.messages), MAX_MESSAGES)
@@ -67,7 +67,7 @@ def _content(message: router_pb2.ChatMessage, field: str) -> str:
 
 
 def _call(call: router_pb2.ToolCall) -> dict[str, Any]:
-    """Whatever a model wrote, since its conversation is to go on: arguments that are no object
+    """Take whatever a model wrote, since its conversation is to go on: arguments that are no object
     stand in one, which every template can read."""
     try:
         arguments = _object(call.arguments, "arguments") if call.arguments != "null" else {}
@@ -87,7 +87,7 @@ def _tool(index: int, tool: router_pb2.Tool) -> dict[str, Any]:
 
 
 def _object(text: str, field: str) -> dict[str, Any]:
-    """A JSON object; empty where there is none."""
+    """Read a JSON object; an empty text is an empty one."""
     check_json(text.encode(), field)
     try:
         value = json.loads(text) if text else {}

@@ -141,7 +141,7 @@ def _seconds(
     message: router_pb2.GenerateRequest,
     field: Literal["timeout_ms", "ttft_target_ms", "itl_target_ms"],
 ) -> float | None:
-    """None where the client named none."""
+    """Return a time in seconds; None where the client named none."""
     if not message.HasField(field):
         return None
     milliseconds: int = getattr(message, field)
@@ -161,13 +161,13 @@ def drawn_id(given: str) -> str:
 
 
 def wire_id(tenant: str, request_id: str) -> str:
-    """The id workers know a request by: one tenant's ids never meet another's."""
+    """Return the id that workers know a request by: tenants' ids never meet."""
     own = quote(request_id, safe="")
     return f"{quote(tenant, safe='')}/{own}" if tenant else own
 
 
 def key_of(named: str) -> Key:
-    """Tenant and request id of a `wire_id`."""
+    """Return tenant and request id of a `wire_id`."""
     tenant, _, own = named.rpartition("/")
     return unquote(tenant), unquote(own)
 

@@ -47,7 +47,7 @@ class Failed:
     message: str
     retry_after_s: float = 0.0
     field: str | None = None
-    """Of the request, that the worker calls INVALID."""
+    """The field of the request that the worker calls INVALID."""
     problem: str = ""  # what the client reads of it
     was_running: bool = False
     """The decode worker computed the request: it may be what the worker died of."""
@@ -80,7 +80,7 @@ def rejection(rejected: worker_pb2.Rejected, decode: WorkerEntry) -> Failed:
 
 
 def failure_of_call(error: LinkError, worker: WorkerEntry) -> Failure:
-    """Why a prefill worker ended a call with an error."""
+    """Tell why a prefill worker ended a call with an error."""
     if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
         return Failure.INVALID
     lost = error.code() is grpc.StatusCode.UNAVAILABLE
@@ -88,5 +88,5 @@ def failure_of_call(error: LinkError, worker: WorkerEntry) -> Failure:
 
 
 def loss_of(worker: WorkerEntry, otherwise: Failure) -> Failure:
-    """The failure of losing a worker. A draining one was about to leave."""
+    """Return the failure of losing a worker. A draining one was about to leave."""
     return Failure.DRAINED if worker.state is WorkerState.DRAINING else otherwise

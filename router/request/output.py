@@ -81,7 +81,7 @@ class OutputLog:
 
     @property
     def num_bytes(self) -> int:
-        """About what it takes in memory, as of the last `measure`."""
+        """Return about what it takes in memory, as of the last `measure`."""
         return self._measured_bytes + _MARK_BYTES * (1 + len(self.marks))
 
     def measure(self, max_unread_bytes: int) -> None:
@@ -119,7 +119,7 @@ class OutputLog:
         return reader
 
     def remove(self, reader: OutputReader) -> None:
-        """Unless it was removed before."""
+        """Remove a reader, unless it was removed before."""
         reader.on_cut_off = _nobody_waits
         if reader in self._readers:
             self._readers.remove(reader)
@@ -152,7 +152,7 @@ class OutputReader:
         self.on_cut_off: Callable[[], None] = _nobody_waits
 
     async def take(self) -> list[Event]:
-        """What is new, at least one event, neighbouring tokens as one run; empty after the end.
+        """Return what is new, at least one event, neighbouring tokens as one run; empty at the end.
 
         Raises the BatonError the request ended with, after everything before it was taken.
         """
@@ -163,7 +163,7 @@ class OutputReader:
         return events or []
 
     def take_now(self) -> list[Event] | None:
-        """What is new, if anything is; None after the end. Raises as `take`."""
+        """Return what is new, if anything is; None after the end. Raises as `take`."""
         events = self._take_now()
         if events:
             return events
@@ -178,13 +178,13 @@ class OutputReader:
         return self._ending(end)
 
     def take_seen(self) -> str:
-        """Text of the tokens before its first one, once they are there; a second time, none."""
+        """Return the text of the tokens before its first one; a second time, none."""
         num_seen, self._num_seen = self._num_seen, 0
         return "".join(self._log.texts[:num_seen])
 
     @property
     def num_unread(self) -> int:
-        """Tokens."""
+        """Count the tokens that it has yet to take."""
         return len(self._log.ids) - max(self._index, self._num_before)
 
     def cut_off(self) -> None:
@@ -195,7 +195,7 @@ class OutputReader:
 
     @property
     def has_more(self) -> bool:
-        """Whether there is something to take although nothing new came: the end."""
+        """Tell whether there is something to take although nothing new came: the end."""
         return self._log.end is not None
 
     def _ending(self, end: Finished) -> list[Event]:
@@ -236,7 +236,7 @@ def _set(coming: asyncio.Future[None]) -> None:
 def sendable_logprobs(
     known: Sequence[TokenLogprobs], spec: worker_pb2.RequestSpec, max_message_bytes: int
 ) -> Sequence[TokenLogprobs]:
-    """Log-probabilities of all tokens so far. Empty if they could make the message to the worker
-    too large: that would break the session for all its requests."""
+    """Return the log-probabilities of all tokens so far; none if they could make the message to
+    the worker too large: that would break the session for all its requests."""
     num_bytes = spec.ByteSize() + sum(one.ByteSize() for one in known)
     return known if num_bytes <= min(max_message_bytes, WORKER_MESSAGE_BYTES) // 2 else ()

@@ -99,13 +99,13 @@ class RequestOutput:
         self.stages.enter("reserve" if routed else "attached", booking.decode.facts.worker_id)
 
     def attempt_over(self) -> None:
-        """The time in line from here on is no worker's fault."""
+        """End the attempt's time. That in line, from here on, is no worker's fault."""
         self._still_s += self._parts.clock.now_s() - max(self._attempt_at_s, self._last_at_s)
         self.stages.leave()
 
     @property
     def _pools(self) -> tuple[str, str]:
-        """That prefill and decode; empty before the first attempt."""
+        """Return which prefill and decode; empty before the first attempt."""
         booking = self._booking
         return (
             ("", "") if booking is None else (booking.prefill.facts.pool, booking.decode.facts.pool)
@@ -116,7 +116,7 @@ class RequestOutput:
         return len(self.log.ids)
 
     def reserved(self, lease_id: str) -> None:
-        """The decode worker has room; the lease's id is empty where it prefills by itself."""
+        """Note that the decode worker has room. It prefills by itself where the id is empty."""
         self._lease_id = lease_id
         self._reserve_s = self._parts.clock.now_s() - self._attempt_at_s
         self._on_taken_in()
@@ -128,11 +128,11 @@ class RequestOutput:
             self.log.mark(self._routed)
 
     def attached(self, num_cached_tokens: int) -> None:
-        """Another router had the prompt computed, all but what was cached."""
+        """Note that another router had the prompt computed, all but what was cached."""
         self._num_cached_tokens = num_cached_tokens
 
     def first_token(self, first: worker_pb2.FirstToken | None, num_cached_tokens: int) -> None:
-        """The prompt is computed, all but what was cached; None where the decode worker did it."""
+        """Note that the prompt is computed, all but what was cached; None: by the decode worker."""
         now, metrics = self._parts.clock.now_s(), self._parts.metrics
         booking = self._booking
         self.stages.first_token(first, "" if booking is None else booking.decode.facts.worker_id)
@@ -278,7 +278,7 @@ class RequestOutput:
     # --- the end -------------------------------------------------------------------------------
 
     def finish(self) -> None:
-        """After `emit` said that the request is over, and its attempt is."""
+        """End the request, once `emit` said that it is over, and its attempt is."""
         self._close(self._reason, self._stop_found)
 
     def abort(self) -> None:

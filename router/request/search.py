@@ -92,7 +92,7 @@ def check_resumable(head: RequestHead) -> None:
 
 
 async def is_kept(sought: Sought, links: FleetLinks, timeout_s: float) -> bool:
-    """Whether a decode worker keeps the request. Raises what `find_running` does."""
+    """Ask whether a decode worker keeps the request. Raises what `find_running` does."""
     await links.wait_tried(timeout_s)
     asked = links.with_open_session()
     asking = (_attach(link, sought, timeout_s) for link in asked)
@@ -136,7 +136,7 @@ async def find_running(sought: Sought, links: FleetLinks, timeout_s: float) -> R
 
 
 def _check_nowhere(sought: Sought, links: FleetLinks, answers: Mapping[WorkerLink, object]) -> None:
-    """No worker that answered keeps the request. Raise the reason why it cannot run again."""
+    """Raise the reason why a request that no worker is known to keep cannot run again."""
     heard = {k: answer for k, answer in answers.items() if not isinstance(answer, _NoAnswerError)}
     if sought.head.resume_from_index:
         _check_all_heard(links, heard.keys())

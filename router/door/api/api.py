@@ -50,7 +50,7 @@ _PIECE = 32_768  # ids
 
 
 def pieces(ids: TokenIds) -> Iterator[list[int]]:
-    """In steps that do not hold up the loop from a thread."""
+    """Yield ids in lists so short that a thread that makes them does not hold up the loop."""
     return (ids[at : at + _PIECE].tolist() for at in range(0, len(ids), _PIECE))
 
 
@@ -65,11 +65,11 @@ class Opened:
     """As this client sent it: of a run that has ended the prompt is dropped."""
 
     def leave(self) -> None:
-        """Its client has gone, with or without having seen the end."""
+        """Let go of it: its client has gone, with or without having seen the end."""
         self.router.leave(self.run, self.reader)
 
     def answer_reader(self) -> AnswerReader | None:
-        """None: the answer is all that the model writes."""
+        """Return what tells thoughts, text and calls apart; None: all of the answer is text."""
         parsed, model = self.parsed, self.router.text
         if not parsed.is_chat:
             return None
@@ -92,7 +92,7 @@ class Api:
         self.tokenizer.close()
 
     async def off_loop(self, work: Callable[[], T], tenant: str | None, num_bytes: int) -> T:
-        """Do what a large request takes in the tokenizer's line, and on its thread."""
+        """Run work for a large request on the tokenizer's thread, after a turn in its line."""
         timeout_s = self.units.config.timeouts.default_s
         return await self.tokenizer.run(work, tenant or "", num_bytes, timeout_s)
 
@@ -134,7 +134,7 @@ class Api:
         return opened
 
     async def _parsed(self, request: ClientRequest) -> tuple[Router, ParsedRequest, float]:
-        """The router that the request goes to, and the seconds that reading it took."""
+        """Return the request's router, what it asks for, and the seconds that reading it took."""
         router = await self.units.router_for(request)
         started_s = time.perf_counter()
         model, head, message = router.text, request.head, request.message
@@ -164,7 +164,7 @@ class Api:
             await self.units.abort(tenant, request_id)
 
     async def tokenize(self, request: Prompted, answer: Callable[[Router, TokenIds], T]) -> T:
-        """What `answer`, which is called off the loop, makes of the ids: there may be millions."""
+        """Return what `answer` makes of the ids. It runs off the loop: there may be millions."""
         check_tokenize(request, self.units.model_names)
         router, num_bytes = await self.units.main_router(), request.ByteSize()
         model, limits = router.text, router.request_limits()
@@ -175,7 +175,7 @@ class Api:
         )
 
     async def explain(self, message: router_pb2.GenerateRequest) -> tuple[Router, list[Placement]]:
-        """Where a request would go, cheapest first. Books nothing."""
+        """Return where a request would go, cheapest first. Books nothing."""
         request = check_request(message, self.units.model_names)
         router, parsed, _ = await self._parsed(request)
         return router, router.candidates(parsed, MAX_CANDIDATES)

@@ -32,7 +32,7 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether it is this machine's own, by its name or address alone."""
+    """Tell whether a host is this machine's own, by its name or address alone."""
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -71,7 +71,7 @@ def listening(host: str, port: int, reuse_port: bool, begins: bool = True) -> so
 
 
 def _is_over(accepted: socket.socket) -> bool:
-    """Whether the client has closed it already."""
+    """Tell whether the client has closed it already."""
     try:
         return not accepted.recv(1, socket.MSG_PEEK)
     except BlockingIOError:

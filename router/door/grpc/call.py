@@ -79,7 +79,7 @@ def _on_wire(value: str | bytes) -> bytes:
 
 
 class _CallEndedError(Exception):
-    """Raised by whatever ends a call of its own."""
+    """Ends the call that it is raised in, with a status."""
 
     def __init__(self, code: StatusCode, message: str, metadata: Metadata = ()) -> None:
         super().__init__(message)
@@ -107,24 +107,24 @@ def _large_message(deserialize: Any, data: bytes) -> Any:
 
 
 class Feed(ABC):
-    """Messages that come into being without their reader."""
+    """A source of messages, which come whether or not they are read."""
 
     @abstractmethod
     def follow(self, on_news: Callable[[], None]) -> None:
-        """Call this whenever there is something to take. It does not call the feed."""
+        """Have this called whenever there is something to take. It does not call back."""
 
     @property
     @abstractmethod
     def has_more(self) -> bool:
-        """Whether `take` shall be called again, although nothing new came."""
+        """Tell whether `take` shall be called again, although nothing new came."""
 
     @abstractmethod
     def take(self) -> Sequence[Message] | None:
-        """What is new, if anything is; None after the end. Raises BatonError."""
+        """Return what is new, if anything is; None after the end. Raises BatonError."""
 
     @abstractmethod
     def leave(self) -> None:
-        """The reader has gone; called once."""
+        """Let go: the reader has gone. Called once."""
 
 
 class Methods:
@@ -150,14 +150,14 @@ class Stream(Protocol):
     unfinished: Unfinished
 
     def send(self, stream_id: int, data: bytes | memoryview) -> int:
-        """How many bytes were taken; the rest has to wait for the next `pump`."""
+        """Return how many bytes were taken; the rest has to wait for the next `pump`."""
 
     def send_headers(self, stream_id: int, headers: Headers, ends: bool = False) -> None: ...
     def forget(self, stream_id: int, reset: bool) -> None:
-        """The call is over. `reset`: the client, which still sends, shall stop."""
+        """Forget a call that is over. `reset`: the client, which still sends, shall stop."""
 
     def own(self, task: asyncio.Task[None]) -> None:
-        """Hold it until it ends."""
+        """Hold a task until it ends."""
 
     def soon(self, call: Call) -> None:
         """Have `pump` called before long, once for any number of wishes."""
@@ -172,9 +172,9 @@ class Call:
         self._loop = asyncio.get_running_loop()
         self.arrived_s = self._loop.time()
         self.is_due = False
-        """`pump` will be called."""
+        """Whether `pump` will be called."""
         self.is_complete = False
-        """The whole request is here."""
+        """Whether the whole request is here."""
         self._received = bytearray()
         self._request: bytes | None = None
         self._requests: asyncio.Queue[bytes | None] | None = None  # of a request that streams
@@ -183,7 +183,7 @@ class Call:
         """What the answer's `x-request-id` says. It may be changed until the first message."""
         self.traceparent = ""
         self.is_open = False
-        """Anyone may make it."""
+        """Whether anyone may make it."""
         self.tenant: str | None = None
         """The caller's; None: any."""
         self._timer: asyncio.TimerHandle | None = None
@@ -192,7 +192,7 @@ class Call:
         self._unsent: bytes | memoryview = b""
         self._room: asyncio.Future[None] | None = None  # a writer waits for it
         self.has_opened = False
-        """Something was sent."""
+        """Whether something was sent."""
         self._refusal = b""
         self._status: Status | None = None  # to be sent after what is unsent
         self._is_over = False
@@ -222,7 +222,7 @@ class Call:
         self.end(status_of(error))
 
     def _refuse_http(self, status: bytes) -> None:
-        """What calls is no gRPC client."""
+        """End a call that no gRPC client makes, with a status of HTTP."""
         self._refusal = status
         self.end(_OK)
 
@@ -299,7 +299,7 @@ class Call:
             self._request = message
 
     def on_end(self) -> None:
-        """The client sends no more."""
+        """Run the method, unless it runs already: the client sends no more."""
         self.is_complete = True
         if self._status is not None:
             return
@@ -382,7 +382,7 @@ class Call:
             self._stream.soon(self)
 
     async def write(self, message: Message) -> None:
-        """Return once it is on its way. One at a time."""
+        """Send a message, and return once it is on its way. One at a time."""
         self._unsent = self._framed((message,))
         self.on_news()
         while self._unsent and not self._is_over:
@@ -430,7 +430,7 @@ class Call:
         return (*_OPENING, (b"x-request-id", self.request_id.encode()))
 
     def _send(self) -> bool:
-        """Whether all was taken."""
+        """Put out what is unsent. Tell whether all was taken."""
         if not self.has_opened:
             self.has_opened = True
             self._stream.send_headers(self.stream_id, self._opening)
@@ -443,7 +443,7 @@ class Call:
         return False
 
     def _take_news(self, feed: Feed) -> bool:
-        """False: there are none."""
+        """Take what is new from the feed. False: nothing is."""
         try:
             messages = feed.take()
             if messages is None:
@@ -458,7 +458,7 @@ class Call:
     # --- the end -------------------------------------------------------------------------------
 
     def end(self, status: Status) -> None:
-        """Nothing more comes of the method. What it has written goes first."""
+        """End the call with a status, after what its method has written."""
         if self._status is None:
             self._status = status
             self._drop_input()
@@ -476,7 +476,7 @@ class Call:
         self._close(reset=not self.is_complete)
 
     def _on_deadline(self) -> None:
-        """What is unsent has no reader any more."""
+        """End the call at once: what is unsent has no reader any more."""
         if not self._is_over:
             self._unsent = b""
             self._finish(Status(StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded"))

@@ -77,7 +77,7 @@ class _H2(H2Connection):
 
     @property
     def open_inbound_streams(self) -> int:
-        """No fewer than there are. It looks, and forgets the closed ones, now and then."""
+        """Return no fewer than there are. Now and then, look, and forget the closed ones."""
         self._num_begun += 1
         if self._num_begun % 64 and len(self.streams) < _MAX_STREAMS:
             return len(self.streams)
@@ -127,7 +127,7 @@ class Connection(asyncio.Protocol):
         self._input = H2Input()
         self._allowance = Allowance()
         self._is_waiting = False
-        """There is input for another turn."""
+        """Whether there is input for another turn."""
         self._stopped_reading = False
         self.unfinished = server.sharing.unfinished
         self.arriving: asyncio.Task[None] | None = None
@@ -271,7 +271,7 @@ class Connection(asyncio.Protocol):
             self._close_if_done()
 
     def _on_terminated(self, event: ConnectionTerminated) -> None:
-        """The client opens no more streams."""
+        """Take no more streams: the client opens none."""
         if event.error_code:
             return self._close()
         self._last_id, self._knows = self._h2.highest_inbound_stream_id, True
@@ -351,7 +351,7 @@ class Connection(asyncio.Protocol):
             self._loop.call_soon(self._flush)
 
     def _wait(self, call: Call) -> None:
-        """For a window, or only for the transport's buffer."""
+        """Pump the call again once a window, or only the transport's buffer, has room."""
         if self._h2.local_flow_control_window(call.stream_id) <= 0:
             self._blocked.add(call)
         elif not call.is_due:
@@ -403,7 +403,7 @@ class Connection(asyncio.Protocol):
 
     @property
     def is_idle(self) -> bool:
-        """Its oldest request, if there is one, is not even whole. Health's do not count: without a
+        """Tell whether not even its oldest request is whole. Health's do not count: without a
         token, they could hold all places for ever."""
         oldest = next(iter(self._callers_own.values()), None)
         return oldest is None or not oldest.is_complete
@@ -415,7 +415,7 @@ class Connection(asyncio.Protocol):
             self._close()
 
     def _close_if_done(self) -> None:
-        """Not before the peer knows: what it sends meanwhile is refused in order."""
+        """Close, but not before the peer knows: what it sends until then is refused in order."""
         if self._knows and not self._calls:
             self._loop.call_soon(self._close)
 
@@ -434,7 +434,7 @@ class Connection(asyncio.Protocol):
             self._close()
 
     def _close(self) -> None:
-        """What is written still goes out, while the peer reads it."""
+        """Close; what is written still goes out, while the peer reads it."""
         if self._is_open and self._transport is not None:
             self._forget_all()
             self._transport.close()

@@ -72,7 +72,7 @@ class RouterService(router_pb2_grpc.RouterServiceServicer, control_pb2_grpc.Flee
     async def WatchFleet(  # type: ignore[override]  # noqa: N802
         self, request: control_pb2.FleetServiceWatchFleetRequest, context: Call
     ) -> AsyncIterator[control_pb2.FleetServiceWatchFleetResponse]:
-        """Of the unit that gets most requests; ends with its router."""
+        """Show the fleet of the unit that gets most requests, until its router ends."""
         router, callers = await self._api.units.main_router(), self._api.callers
         is_tenant = callers is not None and not callers.is_operator(context.tenant)
         seen = None
@@ -82,7 +82,7 @@ class RouterService(router_pb2_grpc.RouterServiceServicer, control_pb2_grpc.Flee
 
 
 class _Output(Feed):
-    """What a request puts out, for the client that opened it."""
+    """The output of a request, for the client that opened it."""
 
     def __init__(self, opened: Opened) -> None:
         self._opened, self._reader = opened, opened.reader
@@ -108,7 +108,7 @@ class _Output(Feed):
     def _told_apart(
         self, answer: AnswerReader, events: Sequence[Event]
     ) -> Iterator[router_pb2.GenerateResponse]:
-        """What tokens say comes with them: so a client that comes back, and names the first token
+        """Send what tokens say with them: so a client that comes back, and names the first token
         that it has not seen, misses nothing. What is left at the end comes without ids, once."""
         rest: list[Said] = []
         for event in events:
@@ -184,7 +184,7 @@ def _finished(event: Finished, has_called: bool = False) -> router_pb2.Finished:
 
 
 def _for_tenants(fleet: control_pb2.WatchFleetResponse) -> control_pb2.WatchFleetResponse:
-    """What serves. Where it runs, and what work all tenants give it, is for operators."""
+    """Return what serves. Where it runs, and what work all tenants give it, is for operators."""
     shown = control_pb2.WatchFleetResponse(version=fleet.version)
     for worker in fleet.workers:
         info = shown.workers.add(state=worker.state).info

@@ -143,7 +143,7 @@ class OpenAiApp:
         return JSONResponse(self._entry(name))
 
     def _entry(self, name: str) -> dict[str, object]:
-        """At once, also while there are no workers yet."""
+        """Describe a model at once, also while there are no workers yet."""
         lengths = [router.max_model_len() for router in self._api.units.routers]
         return {
             "id": name,
@@ -181,7 +181,7 @@ class OpenAiApp:
     # --- what comes in -------------------------------------------------------------------------
 
     def _tenant(self, request: Request) -> str | None:
-        """None: any. Raises UnauthenticatedError."""
+        """Return the caller's tenant; None: any. Raises UnauthenticatedError."""
         if self._api.callers is None:
             return None
         sent = request.headers.get("authorization")
@@ -191,7 +191,7 @@ class OpenAiApp:
         return self._api.callers.tenant_of(sent, "the header `Authorization: Bearer TOKEN`")
 
     async def _read(self, request: Request, tenant: str | None, kind: type[Any]) -> Any:
-        """A body and its requests; parsed off the loop where it is large."""
+        """Return a body and its requests; a large one is parsed off the loop."""
         request.state.renamed = kind.renamed
         data = await self._body(request)
         if len(data) <= AT_ONCE_BYTES:
@@ -205,7 +205,7 @@ class OpenAiApp:
         return body, requests
 
     async def _body(self, request: Request) -> bytes:
-        """A body that says that it is too large is not read."""
+        """Read a body, but not one that says that it is too large."""
         limit = self._api.units.max_request_bytes
         too_large = HTTPException(413, f"the body has more than {limit} bytes")
         length = request.headers.get("content-length", "0")
@@ -237,7 +237,7 @@ class OpenAiApp:
         return response_to(error, getattr(request.state, "renamed", {}))
 
     def _renamed(self, request: Request, body: ChatBody | CompletionBody) -> dict[str, str]:
-        """What this body calls fields of the `GenerateRequest`."""
+        """Return what this body calls fields of the `GenerateRequest`."""
         renamed = dict(request.state.renamed)
         if isinstance(body, ChatBody) and body.max_completion_tokens is not None:
             renamed["max_tokens"] = "max_completion_tokens"

@@ -54,7 +54,7 @@ def _schemas(*kinds: type[BaseModel]) -> dict[str, Any]:
 
 
 def _kind(route: Route) -> type[BaseModel] | None:
-    """Of its body, if it has one."""
+    """Return the model of its body, if it has one."""
     kind: type[BaseModel] | None = next(iter(getattr(route.endpoint, "args", ())), None)
     return kind
 

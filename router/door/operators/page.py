@@ -115,7 +115,7 @@ def _refuse(request: Request, error: Exception) -> Response:
 
 
 def seen(units: Units) -> dict[str, Any]:
-    """What the page shows now."""
+    """Return what the page shows now."""
     targets_s = units.config.metrics.ttft_target_s, units.config.metrics.itl_target_s
     return {
         "model": units.model_names[0],
@@ -158,7 +158,7 @@ def _worker(router: Router, entry: WorkerEntry) -> dict[str, Any]:
 
 
 def _buckets(family: Family[Buckets]) -> list[tuple[str, int]]:
-    """(upper bound in seconds, how many up to it and above the one before), over all labels."""
+    """Return (upper bound in seconds, how many between the one before and it), of all labels."""
     children = list(family.children.values())
     if not children:
         return []

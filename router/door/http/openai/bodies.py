@@ -68,11 +68,11 @@ class _Part(BaseModel):
         use_attribute_docstrings=True,  # for OpenAPI
     )
     renamed: ClassVar[Mapping[str, str]] = {}
-    """What a body calls fields of its request, by patterns."""
+    """What a body calls fields of its request: their patterns, and its names."""
 
     @property
     def as_chat(self) -> _Part:
-        """What the body of another API becomes; any other is that itself."""
+        """Return the chat that the body of another API becomes; any other is its own."""
         return self
 
 
@@ -290,7 +290,7 @@ class _Body(_Part):
 
     @property
     def constraints(self) -> list[str]:
-        """The fields that say what its answer must be: at most one, if it is right."""
+        """Name the fields that say what its answer must be: one at most, if they are right."""
         named = [*_CONSTRAINTS, "structured_outputs", "response_format"]
         if self.response_format is not None and self.response_format.type == "text":
             named.pop()
@@ -298,7 +298,7 @@ class _Body(_Part):
 
     @abstractmethod
     def requests(self) -> list[router_pb2.GenerateRequest]:
-        """One for each prompt, whatever the number of choices (see `choices_of`)."""
+        """Return one for each prompt, whatever the number of choices (see `choices_of`)."""
 
     def request(self, **more: Any) -> router_pb2.GenerateRequest:
         """Make a request with these fields besides those that all bodies have."""
@@ -362,7 +362,7 @@ class ChatBody(_Body, _Templated):
 
     @property
     def offered(self) -> list[Tool]:
-        """The tools that its answer may call; the model sees no others."""
+        """Return the tools that its answer may call; the model sees no others."""
         tools, choice = self.tools or [], self.tool_choice
         if isinstance(choice, AllowedToolsChoice):
             names = {each.function.name for each in choice.allowed_tools.tools}

@@ -40,7 +40,7 @@ class Choice(ABC):
         return await self.opened.reader.take()
 
     def take(self, events: Sequence[Event]) -> list[Delta]:
-        """The entries of `choices` that these events are."""
+        """Return the entries of `choices` that these events are."""
         made: list[Delta] = []
         for event in events:
             if isinstance(event, TokenRun):
@@ -59,7 +59,7 @@ class Choice(ABC):
         return made
 
     def own_ids(self) -> Delta:
-        """Its token ids that were not told yet, and its prompt's with the first of them."""
+        """Return the token ids that were not told yet, and the prompt's with the first of them."""
         if not self._body.return_token_ids:
             return {}
         start, self._num_told = self._num_told, len(self._ids)
@@ -68,13 +68,13 @@ class Choice(ABC):
 
     @property
     def stop_reason(self) -> str | int | None:
-        """At the end: the stop string or stop id that ended it, as vLLM has it."""
+        """Return the stop string or stop id that ended it, as vLLM has it; None until then."""
         stop, ids = self.end.stop if self.end else "", self._body.stop_token_ids or ()
         return stop if stop in self._body.stops else int(stop) if stop in map(str, ids) else None
 
     @property
     def num_reasoning_tokens(self) -> int:
-        """At the end: tokens up to `</think>`."""
+        """Count the tokens up to `</think>`, at the end."""
         if not self._reasoning:
             return 0
         tail = ""
