@@ -70,7 +70,7 @@ class RouterServer:
         max_bytes = self._config.clients.max_message_bytes
         policy = CallPolicy(max_bytes, self._credentials.callers, self.api)
         server = GrpcServer(policy, listener, self._sharing)
-        methods: Any = server.methods
+        methods: Any = server
         service: Any = RouterService(self.api)
         router_pb2_grpc.add_RouterServiceServicer_to_server(service, methods)
         control_pb2_grpc.add_FleetServiceServicer_to_server(service, methods)
@@ -87,7 +87,7 @@ class RouterServer:
         )
         sharing = Sharing(_MAX_PROBES, _MAX_PROBES * _MAX_PROBE_BYTES)
         server = GrpcServer(CallPolicy(_MAX_PROBE_BYTES), listener, sharing)
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, server.methods)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         return server
 
     def _make_http(self, opened: ExitStack, config: RouterConfig) -> HttpServer | None:
@@ -163,7 +163,7 @@ class RouterServer:
             await self._health.set(name, status)
 
 
-def _add_reflection(methods: Any) -> None:
+def _add_reflection(server: Any) -> None:
     """Serve reflection as v1alpha, which the library has, and as v1: it differs in name alone."""
     names = (SERVICE, _FLEET_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME, _REFLECTION_V1)
     alpha, v1 = descriptor_pb2.FileDescriptorProto(), descriptor_pb2.FileDescriptorProto()
@@ -171,6 +171,6 @@ def _add_reflection(methods: Any) -> None:
     json_format.Parse(json_format.MessageToJson(alpha).replace("v1alpha", "v1"), v1)
     descriptor_pool.Default().AddSerializedFile(v1.SerializeToString())
     reflected: Any = reflection.aio.ReflectionServicer(names)
-    reflection_pb2_grpc.add_ServerReflectionServicer_to_server(reflected, methods)
-    handler = methods.find(f"/{reflection.SERVICE_NAME}/ServerReflectionInfo".encode())
-    methods.add_registered_method_handlers(_REFLECTION_V1, {"ServerReflectionInfo": handler})
+    reflection_pb2_grpc.add_ServerReflectionServicer_to_server(reflected, server)
+    handler = server.methods[f"/{reflection.SERVICE_NAME}/ServerReflectionInfo".encode()]
+    server.add_registered_method_handlers(_REFLECTION_V1, {"ServerReflectionInfo": handler})

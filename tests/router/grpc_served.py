@@ -141,9 +141,9 @@ async def served(context: ssl.SSLContext | None = None, **limits: Any) -> AsyncI
     policy = CallPolicy(**{"max_message_bytes": MAX_BYTES, **limits})
     server = GrpcServer(policy, listening("127.0.0.1", 0, False), sharing)
     service = TestedService()  # type: ignore[abstract]
-    methods: Any = server.methods
-    router_pb2_grpc.add_RouterServiceServicer_to_server(service, methods)
-    control_pb2_grpc.add_FleetServiceServicer_to_server(service, methods)  # type: ignore[arg-type]
+    registers: Any = server
+    router_pb2_grpc.add_RouterServiceServicer_to_server(service, registers)
+    control_pb2_grpc.add_FleetServiceServicer_to_server(service, registers)  # type: ignore[arg-type]
     server.start(context)
     try:
         yield Served(server, service)

@@ -146,8 +146,8 @@ async def test_messages_that_never_end_give_way_the_oldest_first() -> None:
 
 
 def serve_health(made: Served) -> None:
-    methods: Any = made.server.methods
-    health_pb2_grpc.add_HealthServicer_to_server(health.aio.HealthServicer(), methods)
+    server: Any = made.server
+    health_pb2_grpc.add_HealthServicer_to_server(health.aio.HealthServicer(), server)
 
 
 async def test_health_takes_short_messages_alone() -> None:

@@ -15,10 +15,9 @@ from typing import TypeVar
 from baton.config.router import AdmissionConfig
 from baton.errors import DeadlineError
 from router.placement.fairness import FairLine
+from router.request.client_request import Key
 
 T = TypeVar("T")
-
-Key = tuple[str, str]  # (tenant, request id), as the client named it
 
 
 class PendingRequests:

@@ -40,6 +40,8 @@ log = logging.getLogger(__name__)
 Headers = Sequence[tuple[bytes, bytes]]
 Metadata = Sequence[tuple[str, str | bytes]]
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+Methods = Mapping[bytes, Handler]
+"""A server's methods, by their paths."""
 T = TypeVar("T")
 
 MAX_METADATA_BYTES = 16 << 10
@@ -125,23 +127,6 @@ class Feed(ABC):
     @abstractmethod
     def leave(self) -> None:
         """Let go: the reader has gone. Called once."""
-
-
-class Methods:
-    """What a server serves: takes what the generated `add_..._to_server` register."""
-
-    def __init__(self) -> None:
-        self._by_path: dict[bytes, Handler] = {}
-
-    def add_generic_rpc_handlers(self, handlers: object) -> None:
-        """The same methods a second time, for servers that look them up one by one."""
-
-    def add_registered_method_handlers(self, service: str, handlers: Mapping[str, Handler]) -> None:
-        for name, handler in handlers.items():
-            self._by_path[f"/{service}/{name}".encode()] = handler
-
-    def find(self, path: bytes) -> Handler | None:
-        return self._by_path.get(path)
 
 
 class Stream(Protocol):
@@ -244,7 +229,7 @@ class Call:
         if not self.is_open and self._policy.callers is not None:
             sent = fields.get(b"authorization", b"").decode("latin-1")
             self.tenant = self._policy.callers.tenant_of(sent)
-        self._handler = methods.find(wire_path)
+        self._handler = methods.get(wire_path)
         if self._handler is None:
             raise _CallEndedError(StatusCode.UNIMPLEMENTED, "Method not found!")
         self._max_received = self._policy.max_received_bytes(self.is_open)

@@ -16,7 +16,7 @@ import logging
 import socket
 import ssl
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from grpc import StatusCode
@@ -39,7 +39,7 @@ from h2.settings import SettingCodes, Settings
 
 from router.door.connections.acceptor import SHUT_WITHIN_S, Acceptor
 from router.door.connections.sharing import Allowance, Sharing
-from router.door.grpc.call import MAX_METADATA_BYTES, Call, Headers, Methods, Status
+from router.door.grpc.call import MAX_METADATA_BYTES, Call, Handler, Headers, Status
 from router.door.grpc.call_policy import CallPolicy
 from router.door.grpc.h2_input import MAX_HEADER_BYTES, H2Input
 
@@ -492,12 +492,20 @@ class GrpcServer:
     def __init__(self, policy: CallPolicy, listener: socket.socket, sharing: Sharing) -> None:
         self.port: int = listener.getsockname()[1]
         self.policy, self.sharing = policy, sharing
-        self.methods = Methods()
+        self.methods: dict[bytes, Handler] = {}
         self.connections: set[Connection] = set()
         self.acceptor = Acceptor(listener, sharing, lambda: Connection(self))
         self.is_stopping = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._emptied = asyncio.Event()
+
+    def add_registered_method_handlers(self, service: str, handlers: Mapping[str, Handler]) -> None:
+        """Serve what the generated `add_..._to_server` register."""
+        for name, handler in handlers.items():
+            self.methods[f"/{service}/{name}".encode()] = handler
+
+    def add_generic_rpc_handlers(self, handlers: object) -> None:
+        """Hear of the same methods again, for servers that look them up one by one."""
 
     def start(self, context: ssl.SSLContext | None) -> None:
         """Take connections. `context` None: in plain text."""
