@@ -7,7 +7,7 @@ from typing import Any
 
 from baton.errors import InvalidRequestError
 from baton.v1 import router_pb2
-from router.request.client_request import wrong
+from router.request.client_request import check_count, wrong
 from router.request.counting import check_json
 from router.text import Conversation
 
@@ -19,8 +19,8 @@ def conversation_of(chat: router_pb2.ChatMessages) -> Conversation:
     """Check a chat. Raises InvalidRequestError; RecursionError where JSON is nested too deeply."""
     if not chat.messages:
         raise wrong("chat.messages", "at least one is needed")
-    _check_count("chat.messages", len(chat.messages), MAX_MESSAGES)
-    _check_count("chat.tools", len(chat.tools), MAX_TOOLS)
+    check_count("chat.messages", len(chat.messages), MAX_MESSAGES)
+    check_count("chat.tools", len(chat.tools), MAX_TOOLS)
     names: dict[str, str] = {}  # of tools, by the calls' ids
     messages = []
     for index, message in enumerate(chat.messages):
@@ -43,7 +43,7 @@ def _message(message: router_pb2.ChatMessage, field: str, names: dict[str, str])
     if message.tool_calls:
         if message.role != "assistant":
             raise wrong(f"{field}.tool_calls", "only an assistant's message has them")
-        _check_count(f"{field}.tool_calls", len(message.tool_calls), MAX_CALLS)
+        check_count(f"{field}.tool_calls", len(message.tool_calls), MAX_CALLS)
         made["tool_calls"] = [_call(call) for call in message.tool_calls]
     if message.role == "tool":
         made["tool_call_id"] = message.tool_call_id
@@ -59,7 +59,7 @@ def _message(message: router_pb2.ChatMessage, field: str, names: dict[str, str])
 def _content(message: router_pb2.ChatMessage, field: str) -> str:
     if message.parts and message.content:
         raise wrong(f"{field}.parts", "either content or parts")
-    _check_count(f"{field}.parts", len(message.parts), MAX_PARTS)
+    check_count(f"{field}.parts", len(message.parts), MAX_PARTS)
     for index, part in enumerate(message.parts):
         if part.WhichOneof("part") != "text":
             raise wrong(f"{field}.parts[{index}]", "parts other than text are not supported")
@@ -97,8 +97,3 @@ def _object(text: str, field: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise wrong(field, "a JSON object is expected")
     return value
-
-
-def _check_count(field: str, count: int, most: int) -> None:
-    if count > most:
-        raise wrong(field, f"{count}; at most {most} are taken")

@@ -179,6 +179,11 @@ def check_model(name: str, served: Collection[str]) -> None:
         raise NotFoundError(f"unknown model {name!r}; served here: {known}", field="model")
 
 
+def check_count(field: str, count: int, most: int) -> None:
+    if count > most:
+        raise wrong(field, f"{count}; at most {most} are taken")
+
+
 def check_name(field: str, value: str) -> None:
     if len(value) > _MAX_NAME_CHARS:
         raise wrong(field, f"longer than {_MAX_NAME_CHARS} characters")
@@ -190,14 +195,12 @@ def check_name(field: str, value: str) -> None:
 
 
 def _check_stop(message: router_pb2.GenerateRequest) -> None:
-    if len(message.stop) > MAX_STOP_STRINGS:
-        raise wrong("stop", f"{len(message.stop)} strings; at most {MAX_STOP_STRINGS} are taken")
+    check_count("stop", len(message.stop), MAX_STOP_STRINGS)
+    check_count("stop_token_ids", len(message.stop_token_ids), MAX_STOP_TOKEN_IDS)
     for index, stop in enumerate(message.stop):
         if not stop or len(stop) > MAX_WORD_CHARS:
             problem = "is empty" if not stop else f"exceeds {MAX_WORD_CHARS} characters"
             raise wrong(f"stop[{index}]", problem)
-    if len(message.stop_token_ids) > MAX_STOP_TOKEN_IDS:
-        raise wrong("stop_token_ids", f"at most {MAX_STOP_TOKEN_IDS} are taken")
 
 
 # Field, what it must satisfy, and how that reads. Not-a-number and infinities are refused first.

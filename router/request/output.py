@@ -175,7 +175,8 @@ class OutputReader:
         if self._tail_taken:
             return None
         self._tail_taken = True
-        return self._ending(end)
+        tail = self._log.tail
+        return [TokenRun(len(self._log.ids), (), tail, ()), end] if tail else [end]
 
     def take_seen(self) -> str:
         """Return the text of the tokens before its first one; a second time, none."""
@@ -197,10 +198,6 @@ class OutputReader:
     def has_more(self) -> bool:
         """Tell whether there is something to take although nothing new came: the end."""
         return self._log.end is not None
-
-    def _ending(self, end: Finished) -> list[Event]:
-        tail = self._log.tail
-        return [TokenRun(len(self._log.ids), (), tail, ()), end] if tail else [end]
 
     def _take_now(self) -> list[Event]:
         log, events = self._log, list[Event]()

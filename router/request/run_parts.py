@@ -37,8 +37,6 @@ class ServedModel:
     """It covers weights and configuration. Empty: the worker that sent its tokenizer has none."""
     code: str = ""
     """The code of the unit that serves it."""
-    names: tuple[str, ...] = ()
-    """What clients may call it, `name` among them; empty: that alone."""
 
     @property
     def unit(self) -> str:

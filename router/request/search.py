@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import grpc
@@ -136,26 +136,24 @@ async def find_running(sought: Sought, links: FleetLinks, timeout_s: float) -> R
 
 
 def _check_nowhere(sought: Sought, links: FleetLinks, answers: Mapping[WorkerLink, object]) -> None:
-    """Raise the reason why a request that no worker is known to keep cannot run again."""
+    """Raise the reason why a request that no worker is known to keep cannot run again.
+
+    With tokens out that is UnavailableError while a worker may keep it: one that may answer in a
+    moment, or one that a silent or just started registry may yet report.
+    """
     heard = {k: answer for k, answer in answers.items() if not isinstance(answer, _NoAnswerError)}
     if sought.head.resume_from_index:
-        _check_all_heard(links, heard.keys())
+        if not links.are_all_known:
+            message = "the registry has yet to report which workers may keep the request"
+            raise UnavailableError(message, retry_after_s=1.0)
+        for link in links:
+            if link not in heard and link.may_be_heard_again:
+                worker_id = link.entry.facts.worker_id
+                message = f"{worker_id} has yet to answer whether it keeps the request"
+                raise UnavailableError(message, retry_after_s=1.0)
     for answer in heard.values():
         if isinstance(answer, BaseException):
             raise answer
-
-
-def _check_all_heard(links: FleetLinks, heard: Set[WorkerLink]) -> None:
-    """Raises UnavailableError while a worker may keep the request: one that may answer in a moment,
-    or one that a silent or just started registry may yet report."""
-    if not links.are_all_known:
-        message = "the registry has yet to report which workers may keep the request"
-        raise UnavailableError(message, retry_after_s=1.0)
-    for link in links:
-        if link not in heard and link.may_be_heard_again:
-            worker_id = link.entry.facts.worker_id
-            message = f"{worker_id} has yet to answer whether it keeps the request"
-            raise UnavailableError(message, retry_after_s=1.0)
 
 
 class _NoAnswerError(Exception):

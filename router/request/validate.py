@@ -21,6 +21,7 @@ from router.request.client_request import (
     MAX_WORD_CHARS,
     ClientRequest,
     RequestHead,
+    check_count,
     check_model,
     check_name,
     wrong,
@@ -197,8 +198,7 @@ def _outside(token_id: int, vocab_size: int) -> str:
 
 
 def _check_biases(biases: Mapping[int, float], vocab_size: int) -> None:
-    if len(biases) > _MAX_BIASES:
-        raise wrong("sampling.logit_bias", f"at most {_MAX_BIASES} are taken")
+    check_count("sampling.logit_bias", len(biases), _MAX_BIASES)
     for token_id, bias in biases.items():
         field = f"sampling.logit_bias[{token_id}]"
         if token_id >= vocab_size:
@@ -223,8 +223,7 @@ def _allowed_tokens(request: router_pb2.GenerateRequest, vocab_size: int) -> byt
 
 def _bad_words(request: router_pb2.GenerateRequest, model: TextModel) -> tuple[bytes, ...]:
     """Return the ids of each text, at a line's beginning and after a space, as in vLLM."""
-    if len(request.bad_words) > MAX_BAD_WORDS:
-        raise wrong("bad_words", f"at most {MAX_BAD_WORDS} are taken")
+    check_count("bad_words", len(request.bad_words), MAX_BAD_WORDS)
     found = dict[bytes, None]()
     for index, word in enumerate(request.bad_words):
         if not word.strip() or len(word) > MAX_WORD_CHARS:

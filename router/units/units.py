@@ -335,7 +335,7 @@ class Units:
             reports.cancel()
             await asyncio.wait({reports})
         read = tokenizer.text, tokenizer.model_fingerprint
-        model = ServedModel(self.model_names[0], *read, key.code, self.model_names)
+        model = ServedModel(self.model_names[0], *read, key.code)
         return Router(
             registry,
             model,
