@@ -18,7 +18,6 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from baton.config.router import RouterConfig
 from baton.errors import BatonError, InvalidRequestError, NotFoundError
 from baton.unfinished import Unfinished
 from kv_transfer.block_hash import TokenIds
@@ -45,6 +44,7 @@ from router.request.counting import AT_ONCE_BYTES
 from router.units.router import Router
 
 _MAX_TRACE_CHARS = 128
+_SHOWN = ("X-Request-Id", "X-Baton-Ignored-Fields", "Retry-After", "X-Should-Retry")  # to browsers
 
 
 class _Body:
@@ -85,9 +85,16 @@ class OpenAiApp:
         ]
         is_asked = api.callers is None and is_loopback(config.host.strip("[]"))
         guard = Middleware(Guard, config.http.allowed_hosts if is_asked else None)
+        browsers = Middleware(
+            CORSMiddleware,
+            allow_origins=config.http.origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=_SHOWN,
+        )
         starlette = Starlette(
             routes=self.routes,
-            middleware=[guard, *_cors(config)],
+            middleware=[guard, browsers],
             exception_handlers={
                 BatonError: self._refuse,
                 HTTPException: _not_read,
@@ -280,23 +287,3 @@ def _not_read(request: Request, error: Exception) -> Response:
 def _plain(status: int, message: str, code: str | None = None) -> Response:
     headers = NEVER_RETRY if status == 501 else None
     return ErrorResponse(shape(status, message, code=code), status, headers)
-
-
-def _cors(config: RouterConfig) -> list[Middleware]:
-    """Return what answers browsers: nothing, unless origins are listed."""
-    if not config.http.origins:
-        return []
-    return [
-        Middleware(
-            CORSMiddleware,
-            allow_origins=config.http.origins,
-            allow_methods=["GET", "POST"],
-            allow_headers=["*"],
-            expose_headers=[
-                "X-Request-Id",
-                "X-Baton-Ignored-Fields",
-                "Retry-After",
-                "X-Should-Retry",
-            ],
-        )
-    ]
