@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from baton.config.ranges import between
 from baton.config.router import TenantLimits
 from baton.errors import InvalidRequestError, NoCapacityError
 from baton.v1 import common_pb2, router_pb2
@@ -31,6 +32,7 @@ from router.text import SamplingDefaults, TextModel
 
 ALL_THAT_FIT = (1 << 32) - 1  # of `truncate_prompt_tokens`
 MAX_BAD_WORDS, _MAX_BIASES = 128, 1024
+_BIAS = between(-100, 100)
 _MAX_PROMPT_LOGPROBS = 1 << 16  # of a request: they come in one message
 _MAX_BYTES_PER_TOKEN = 64  # of a whole message, for every token of the context: no text needs it
 
@@ -203,8 +205,8 @@ def _check_biases(biases: Mapping[int, float], vocab_size: int) -> None:
         field = f"sampling.logit_bias[{token_id}]"
         if token_id >= vocab_size:
             raise wrong(field, f"outside the vocabulary of {vocab_size}")
-        if not -100 <= bias <= 100:
-            raise wrong(field, f"must be between -100 and 100, not {bias:g}")
+        if problem := _BIAS.problem(bias):
+            raise wrong(field, problem)
 
 
 def _allowed_tokens(request: router_pb2.GenerateRequest, vocab_size: int) -> bytes:
