@@ -32,13 +32,6 @@ MAX_STALE = 10  # attempt numbers are raised fourfold each time: no request had 
 OUT_OF_TIME = "the request's deadline has passed"
 MIN_HOLD_S = 0.05  # a worker that has no room is not asked again sooner
 _OF_TRANSFER = (Failure.HANDOFF_FAILED, Failure.WRITER_UNKNOWN, Failure.PREFILL_FAILED)
-_NOT_BEGUN = (
-    Failure.NO_CAPACITY,
-    Failure.FINGERPRINT,
-    Failure.REPLACED,
-    Failure.DRAINING,
-    Failure.LEFT,
-)
 
 
 class Retrying:
@@ -100,14 +93,17 @@ class Retrying:
 
     def _was_not_begun(self, failed: Failed) -> bool:
         """Tell whether nothing was begun: the worker is left alone for a while, without blame."""
-        fleet, failure = self._parts.fleet, failed.failure
-        if failure is Failure.NO_CAPACITY:
-            fleet.hold(failed.worker, max(MIN_HOLD_S, failed.retry_after_s))
-        elif failure in (Failure.FINGERPRINT, Failure.REPLACED):  # the registry will report it
-            fleet.hold(failed.worker, self._parts.config.retries.eject_s)
-        elif failure is Failure.DRAINING:
-            fleet.set_state(failed.worker, WorkerState.DRAINING)
-        return failure in _NOT_BEGUN
+        fleet, worker = self._parts.fleet, failed.worker
+        match failed.failure:
+            case Failure.NO_CAPACITY:
+                fleet.hold(worker, max(MIN_HOLD_S, failed.retry_after_s))
+            case Failure.FINGERPRINT | Failure.REPLACED:  # the registry will report it
+                fleet.hold(worker, self._parts.config.retries.eject_s)
+            case Failure.DRAINING:
+                fleet.set_state(worker, WorkerState.DRAINING)
+            case _:
+                return failed.failure is Failure.LEFT
+        return True
 
     def _blame(self, failed: Failed) -> None:
         """Keep a worker that failed from this request, and for a while from all others."""
