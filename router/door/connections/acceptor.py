@@ -64,8 +64,8 @@ def listening(host: str, port: int, reuse_port: bool, begins: bool = True) -> so
             if begins:
                 made.listen(BACKLOG)
         except OSError as error:
-            why = error.strerror or str(error)
-            raise ConfigError(f"cannot listen on {host}:{port}: {why}") from error
+            shown, why = f"[{name}]" if ":" in name else name, error.strerror or error
+            raise ConfigError(f"cannot listen on {shown}:{port}: {why}") from error
         opened.pop_all()
     return made
 
