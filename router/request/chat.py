@@ -18,7 +18,7 @@ MAX_MESSAGES, MAX_TOOLS, MAX_CALLS, MAX_PARTS = 4096, 1024, 1024, 4096
 def conversation_of(chat: router_pb2.ChatMessages) -> Conversation:
     """Check a chat. Raises InvalidRequestError; RecursionError where JSON is nested too deeply."""
     if not chat.messages:
-        raise wrong("chat.messages", "at least one is needed")
+        raise wrong("chat.messages", "give at least one message")
     check_count("chat.messages", len(chat.messages), MAX_MESSAGES)
     check_count("chat.tools", len(chat.tools), MAX_TOOLS)
     names: dict[str, str] = {}  # of tools, by the calls' ids
@@ -58,7 +58,7 @@ def _message(message: router_pb2.ChatMessage, field: str, names: dict[str, str])
 
 def _content(message: router_pb2.ChatMessage, field: str) -> str:
     if message.parts and message.content:
-        raise wrong(f"{field}.parts", "either content or parts")
+        raise wrong(f"{field}.parts", "give either content or parts")
     check_count(f"{field}.parts", len(message.parts), MAX_PARTS)
     for index, part in enumerate(message.parts):
         if part.WhichOneof("part") != "text":
@@ -93,7 +93,7 @@ def _object(text: str, field: str) -> dict[str, Any]:
         value = json.loads(text) if text else {}
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode()  # no lone surrogate
     except ValueError as error:
-        raise wrong(field, f"no valid JSON: {error}") from None
+        raise wrong(field, f"is not valid JSON: {error}") from None
     if not isinstance(value, dict):
         raise wrong(field, "a JSON object is expected")
     return value

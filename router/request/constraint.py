@@ -93,7 +93,7 @@ def _calls(
     if not chat.tools:
         if not is_forced:
             return None
-        raise wrong(field, "only with tools")
+        raise wrong(field, "needs tools to choose from")
     assert model.tool_format is not None, "tools are refused then"
     if len(chat.tools) > _MAX_TOOLS:
         problem = f"{len(chat.tools)}; beside a constraint at most {_MAX_TOOLS}"

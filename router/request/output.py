@@ -191,7 +191,7 @@ class OutputReader:
     def cut_off(self) -> None:
         """Let go of the output: all that is left to take is an error."""
         asyncio.get_running_loop().call_soon(self.on_cut_off)
-        error = OverloadedError("its client left too much of the output unread")
+        error = OverloadedError("the client left too much of the output unread")
         self._log, self._index, self._next_mark = OutputLog(end=error), 0, 0
 
     @property

@@ -159,7 +159,7 @@ def encode_prompt(
             field=kind,
         )
     if kind is None:
-        raise wrong("prompt", "one is needed: text, chat or token_ids")
+        raise wrong("prompt", "give text, chat or token_ids")
     if kind == "chat":
         try:
             ids = model.encode_chat(conversation_of(request.chat))

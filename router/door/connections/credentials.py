@@ -102,7 +102,7 @@ class Callers:
         token = authorization[len(_SCHEME) :].strip()
         tenant = self._known.value[0].get(self._digest(token))
         if tenant is None:
-            raise UnauthenticatedError("the bearer token is none that this router knows")
+            raise UnauthenticatedError("this router does not know the bearer token")
         return tenant
 
     def limits_of(self, tenant: str) -> TenantLimits:

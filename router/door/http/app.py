@@ -219,7 +219,9 @@ class OpenAiApp:
         if length.isdecimal() and int(length) > limit:
             raise too_large
         if request.headers.get("content-encoding", "identity") != "identity":
-            raise InvalidRequestError("content-encoding: only identity", field="content-encoding")
+            raise InvalidRequestError(
+                "content-encoding: send the body uncompressed", field="content-encoding"
+            )
         parts, size = [], 0
         body = _Body(self._config.http.read_timeout_s)
         try:

@@ -136,7 +136,7 @@ class ResponseFormat(_Part):
             return self.type, True
         if self.type == "json_schema" and schema is not None:
             return "json", schema
-        problem = f"{self.type!r} is unknown, or not json_schema with json_schema.schema"
+        problem = f"{self.type!r}: give text, json_object, or json_schema with a schema"
         raise refused("response_format", problem)
 
 
@@ -154,7 +154,7 @@ class StructuredOutputs(_Part):
         every = ((name, getattr(self, field)) for name, field in known.items())
         given = [(name, value) for name, value in every if value is not None and value is not False]
         if len(given) != 1:
-            raise refused("structured_outputs", f"one constraint, of {', '.join(known)}")
+            raise refused("structured_outputs", f"give exactly one of {', '.join(known)}")
         return given[0]
 
 
@@ -193,7 +193,7 @@ class _Templated(_Part):
 
     def chat(self, messages: list[Message], tools: list[Tool] | None) -> router_pb2.ChatMessages:
         if self.continue_final_message and self.add_generation_prompt:
-            raise refused("continue_final_message", "not with add_generation_prompt")
+            raise refused("continue_final_message", "cannot be combined with add_generation_prompt")
         effort = self.reasoning_effort
         given: dict[str, Any] = {} if self.documents is None else {"documents": self.documents}
         if effort is not None:  # as vLLM has it
@@ -303,10 +303,10 @@ class _Body(_Part):
     def request(self, **more: Any) -> router_pb2.GenerateRequest:
         """Make a request with these fields besides those that all bodies have."""
         if self.stream_options is not None and not self.stream:
-            raise refused("stream_options", "only with stream: true")
+            raise refused("stream_options", "needs stream: true")
         for token in self.logit_bias or ():
             if not (token.isdecimal() and len(token) <= 10 and int(token) < 1 << 32):
-                raise refused("logit_bias", f"{token!r} is no id")
+                raise refused("logit_bias", f"{token!r} is no token id")
         sampling: dict[str, Any] = {name: getattr(self, name) for name in _SAMPLING}
         sampling["logit_bias"] = {int(key): bias for key, bias in (self.logit_bias or {}).items()}
         if self.top_k == -1:  # all
@@ -329,7 +329,7 @@ class _Body(_Part):
     def _constraint(self) -> dict[str, Any]:
         named = self.constraints
         if len(named) > 1:
-            raise refused(named[1], f"not beside {named[0]}; one constraint is taken")
+            raise refused(named[1], f"cannot be combined with {named[0]}: give one constraint")
         if not named:
             return {}
         value, kind = getattr(self, named[0]), _CONSTRAINTS.get(named[0])
@@ -372,9 +372,9 @@ class ChatBody(_Body, _Templated):
     def requests(self) -> list[router_pb2.GenerateRequest]:
         choice, offered = self.tool_choice, self.offered
         if choice not in (None, "none") and not offered:
-            raise refused("tool_choice", "only with tools")
+            raise refused("tool_choice", "needs tools to choose from")
         if self.top_logprobs and not self.logprobs:
-            raise refused("top_logprobs", "only with logprobs: true")
+            raise refused("top_logprobs", "needs logprobs: true")
         made = self.request(chat=self.chat(self.messages, offered))
         if self.max_completion_tokens is not None:
             made.sampling.max_tokens = self.max_completion_tokens
@@ -412,13 +412,13 @@ class CompletionBody(_Body):
 
     def requests(self) -> list[router_pb2.GenerateRequest]:
         if self.stream and self.prompt_logprobs is not None:
-            raise refused("prompt_logprobs", "not with stream: true")
+            raise refused("prompt_logprobs", "cannot be combined with stream: true")
         prompts = prompts_of(self.prompt)
         if len(prompts) * self.num_choices > MAX_CHOICES:
             asked = f"{len(prompts)} prompts of {self.num_choices} choices"
             raise refused("prompt", f"{asked}; at most {MAX_CHOICES} in all are taken")
         if self.request_id and len(prompts) > 1:
-            raise refused("request_id", "for one prompt only")
+            raise refused("request_id", "names a single prompt; several are given")
         base = self.request(omit_special_tokens=self.add_special_tokens is False)
         if self.max_tokens is None:
             base.sampling.max_tokens = max(_COMPLETION_TOKENS, base.sampling.min_tokens)
@@ -451,7 +451,7 @@ class TokenizeBody(_Templated):
 
     def requests(self) -> list[router_pb2.TokenizeRequest]:
         if (self.prompt is None) == (self.messages is None):
-            raise refused("prompt", "either prompt or messages")
+            raise refused("prompt", "give either prompt or messages")
         made = router_pb2.TokenizeRequest(
             model=self.model,
             tenant=self.tenant,
@@ -509,7 +509,7 @@ def _field(location: Sequence[str | int]) -> str | None:
 
 def _tool(tool: Tool, field: str) -> router_pb2.Tool:
     if tool.type != "function":
-        raise refused(f"{field}.type", "functions only")
+        raise refused(f"{field}.type", "only functions are served")
     function = tool.function
     parameters = None if function.parameters is None else _json(function.parameters)
     return router_pb2.Tool(

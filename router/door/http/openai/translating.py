@@ -66,7 +66,7 @@ class Piece(BaseModel):
                 return [{"role": "tool", "tool_call_id": self.call_id, "content": content}]
         text = self.of_text(field)
         if within is None:
-            raise refused(f"{GIVEN}{field}", "a part stands within a message")
+            raise refused(f"{GIVEN}{field}", "put the part into a message")
         return [{"role": within, "content": [text]}]
 
     def of_text(self, field: str) -> Delta:

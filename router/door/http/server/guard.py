@@ -33,7 +33,7 @@ class Guard:
     def _wrong(self, method: str, headers: Headers) -> tuple[int, str, str] | None:
         """Return status, header and what is wrong with it; None: nothing is."""
         if "content-length" in headers and "transfer-encoding" in headers:  # RFC 9112, 6.1
-            return 400, "content-length", "not beside transfer-encoding"
+            return 400, "content-length", "may not stand beside transfer-encoding"
         if self._hosts is None:
             return None
         try:
