@@ -18,7 +18,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from baton.errors import BatonError, InvalidRequestError, NotFoundError
+from baton.errors import BatonError, NotFoundError
 from baton.unfinished import Unfinished
 from kv_transfer.block_hash import TokenIds
 from router.door.api.api import Api, pieces
@@ -34,6 +34,7 @@ from router.door.http.openai.bodies import (
     choices_of,
     parsed,
 )
+from router.door.http.openai.fields import refused
 from router.door.http.openai.responses import ResponseAnswer, ResponsesBody
 from router.door.http.openapi import openapi
 from router.door.http.server.errors import FAULT, NEVER_RETRY, ErrorResponse, response_to, shape
@@ -219,9 +220,7 @@ class OpenAiApp:
         if length.isdecimal() and int(length) > limit:
             raise too_large
         if request.headers.get("content-encoding", "identity") != "identity":
-            raise InvalidRequestError(
-                "content-encoding: send the body uncompressed", field="content-encoding"
-            )
+            raise refused("content-encoding", "send the body uncompressed")
         parts, size = [], 0
         body = _Body(self._config.http.read_timeout_s)
         try:
