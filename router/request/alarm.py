@@ -112,5 +112,4 @@ class Alarm:
             if self._silent_at_s(worker) <= now:
                 self._workers = ()
                 self._on_silence(worker, self._what)
-        if self._deadline_s < math.inf or self._pause_until_s < math.inf or self._workers:
-            self.review()
+        self.review()

@@ -458,17 +458,14 @@ class Call:
         if self._refusal:
             headers = [(b":status", self._refusal)]
         self._stream.send_headers(self.stream_id, headers, ends=True)
-        self._close(reset=not self.is_complete)
+        self.cancel()
+        self._stream.forget(self.stream_id, reset=not self.is_complete)
 
     def _on_deadline(self) -> None:
         """End the call at once: what is unsent has no reader any more."""
         if not self._is_over:
             self._unsent = b""
             self._finish(Status(StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded"))
-
-    def _close(self, reset: bool) -> None:
-        self.cancel()
-        self._stream.forget(self.stream_id, reset)
 
     def expire(self, before_s: float) -> None:
         """Refuse it if its request began to arrive before then, and is not there yet."""

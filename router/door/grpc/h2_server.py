@@ -190,7 +190,8 @@ class Connection(asyncio.Protocol):
                     if not self._is_open:
                         return False
         except ProtocolError as error:
-            self._end(error.error_code, str(error))
+            self._server.sharing.note_ended(str(error))
+            self.leave(error.error_code, str(error))
         else:
             self._flush()
         return self._input.has_more
@@ -408,9 +409,9 @@ class Connection(asyncio.Protocol):
         oldest = next(iter(self._callers_own.values()), None)
         return oldest is None or not oldest.is_complete
 
-    def leave(self) -> None:
+    def leave(self, code: ErrorCodes = ErrorCodes.NO_ERROR, why: str = "") -> None:
         if self._is_open:
-            self._h2.close_connection()
+            self._h2.close_connection(code, why.encode())
             self._write()
             self._close()
 
@@ -425,13 +426,6 @@ class Connection(asyncio.Protocol):
             call.end(_SHUT_DOWN)
         self._flush()
         self._close()
-
-    def _end(self, code: ErrorCodes, why: str) -> None:
-        if self._is_open:
-            self._server.sharing.note_ended(why)
-            self._h2.close_connection(code, why.encode())
-            self._write()
-            self._close()
 
     def _close(self) -> None:
         """Close; what is written still goes out, while the peer reads it."""

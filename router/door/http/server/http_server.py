@@ -160,16 +160,12 @@ class _Protocol(H11Protocol):
 
     def _time(self) -> None:
         if self._reading is None:
-            self._reading = self.loop.call_later(self._timeout_s, self._end)
+            self._reading = self.loop.call_later(self._timeout_s, self.leave)
 
     def _untime(self) -> None:
         if self._reading is not None:
             self._reading.cancel()
             self._reading = None
-
-    def _end(self) -> None:
-        self._reading = None
-        self.transport.close()
 
 
 class _Server(uvicorn.Server):
