@@ -452,14 +452,12 @@ class TokenizeBody(_Templated):
     def requests(self) -> list[router_pb2.TokenizeRequest]:
         if (self.prompt is None) == (self.messages is None):
             raise refused("prompt", "give either prompt or messages")
-        made = router_pb2.TokenizeRequest(
-            model=self.model,
-            tenant=self.tenant,
-            text=self.prompt,
-            chat=None if self.messages is None else self.chat(self.messages, self.tools),
-            omit_special_tokens=self.add_special_tokens is False,
-        )
-        return [made]
+        prompt: dict[str, Any] = {"text": self.prompt}
+        if self.messages is not None:
+            prompt = {"chat": self.chat(self.messages, self.tools)}
+        bare = self.add_special_tokens is False
+        named = {"model": self.model or "", "tenant": self.tenant or ""}
+        return [router_pb2.TokenizeRequest(**prompt, **named, omit_special_tokens=bare)]
 
 
 class DetokenizeBody(_Part):
@@ -472,7 +470,8 @@ class DetokenizeBody(_Part):
 
     def requests(self) -> list[router_pb2.GenerateRequest]:
         ids = router_pb2.TokenIds(ids=self.tokens)
-        return [router_pb2.GenerateRequest(model=self.model, tenant=self.tenant, token_ids=ids)]
+        model, tenant = self.model or "", self.tenant or ""
+        return [router_pb2.GenerateRequest(model=model, tenant=tenant, token_ids=ids)]
 
 
 def parsed(kind: type[Any], data: bytes) -> tuple[Any, list[Any], list[str]]:
@@ -511,18 +510,18 @@ def _tool(tool: Tool, field: str) -> router_pb2.Tool:
     if tool.type != "function":
         raise refused(f"{field}.type", "only functions are served")
     function = tool.function
-    parameters = None if function.parameters is None else _json(function.parameters)
+    parameters = "" if function.parameters is None else _json(function.parameters)
     return router_pb2.Tool(
-        name=function.name, description=function.description, parameters=parameters
+        name=function.name, description=function.description or "", parameters=parameters
     )
 
 
 def _message(message: Message, field: str) -> router_pb2.ChatMessage:
     made = router_pb2.ChatMessage(
         role=message.role,
-        tool_call_id=message.tool_call_id,
-        reasoning_content=message.reasoning_content or message.reasoning,
-        name=message.name,
+        tool_call_id=message.tool_call_id or "",
+        reasoning_content=message.reasoning_content or message.reasoning or "",
+        name=message.name or "",
     )
     content = message.refusal if message.content is None else message.content
     if isinstance(content, str):
