@@ -24,7 +24,7 @@ from router.door.connections.acceptor import listening, split_address
 from router.door.connections.credentials import Contexts, Credentials
 from router.door.connections.sharing import Sharing
 from router.door.grpc.call_policy import CallPolicy
-from router.door.grpc.h2_server import GrpcServer, Limits
+from router.door.grpc.h2_server import GrpcServer
 from router.door.grpc.service import RouterService
 from router.door.http.app import OpenAiApp
 from router.door.http.server.http_server import HttpServer
@@ -33,8 +33,7 @@ from router.units.units import Units
 log = logging.getLogger(__name__)
 
 _GRACE_S = 1.0
-_OF_PROBES = Limits(max_message_bytes=1 << 16)
-_MAX_PROBES = 64
+_MAX_PROBES, _MAX_PROBE_BYTES = 64, 1 << 16
 SERVICE = router_pb2.DESCRIPTOR.services_by_name["RouterService"].full_name
 _FLEET_SERVICE = control_pb2.DESCRIPTOR.services_by_name["FleetService"].full_name
 _REFLECTION_V1 = reflection.SERVICE_NAME.replace("v1alpha", "v1")
@@ -62,17 +61,16 @@ class RouterServer:
                 opened.enter_context(listening(host, port, config.reuse_port))
             )
             self._health_server = self._make_health(opened, config)
-            unfinished = self._sharing.unfinished
-            self.http_app = OpenAiApp(self.api, self._credentials.callers, config, unfinished)
+            self.http_app = OpenAiApp(self.api, self._sharing.unfinished)
             self.http = self._make_http(opened, config)
             opened.pop_all()
         self.address = f"{listen.rpartition(':')[0]}:{self._server.port}"
 
     def _make_grpc(self, listener: socket.socket) -> GrpcServer:
-        limits = Limits(self._config.clients.max_message_bytes)
-        policy = CallPolicy(self._credentials.callers, self.api)
-        server = GrpcServer(limits, policy, listener, self._sharing)
-        methods: Any = server.methods
+        max_bytes = self._config.clients.max_message_bytes
+        policy = CallPolicy(max_bytes, self._credentials.callers, self.api)
+        server = GrpcServer(policy, listener, self._sharing)
+        methods: Any = server
         service: Any = RouterService(self.api)
         router_pb2_grpc.add_RouterServiceServicer_to_server(service, methods)
         control_pb2_grpc.add_FleetServiceServicer_to_server(service, methods)
@@ -81,15 +79,15 @@ class RouterServer:
         return server
 
     def _make_health(self, opened: ExitStack, config: RouterConfig) -> GrpcServer | None:
-        """On a port of its own, in plain text, where the configuration names one."""
+        """Make a server of health alone, in plain text, where the configuration names its port."""
         if config.health_port is None:
             return None
         listener = opened.enter_context(
             listening(config.host, config.health_port, config.reuse_port)
         )
-        sharing = Sharing(_MAX_PROBES, _MAX_PROBES * _OF_PROBES.max_message_bytes)
-        server = GrpcServer(_OF_PROBES, CallPolicy(None), listener, sharing)
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, server.methods)
+        sharing = Sharing(_MAX_PROBES, _MAX_PROBES * _MAX_PROBE_BYTES)
+        server = GrpcServer(CallPolicy(_MAX_PROBE_BYTES), listener, sharing)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         return server
 
     def _make_http(self, opened: ExitStack, config: RouterConfig) -> HttpServer | None:
@@ -111,7 +109,7 @@ class RouterServer:
 
     @property
     def http_address(self) -> str | None:
-        """Where OpenAI's API is served; None: nowhere."""
+        """Return where OpenAI's API is served; None: nowhere."""
         return None if self.http is None else f"{self._config.host}:{self.http.port}"
 
     async def start(self) -> None:
@@ -128,7 +126,7 @@ class RouterServer:
         self._starting = asyncio.create_task(self._report_serving())
         log.info("the router listens on %s", self.address)
 
-    async def _renew(self, contexts: Contexts) -> None:
+    def _renew(self, contexts: Contexts) -> None:
         self._server.acceptor.context = contexts.of_grpc
         if self.http is not None:
             self.http.acceptor.context = contexts.of_http
@@ -165,7 +163,7 @@ class RouterServer:
             await self._health.set(name, status)
 
 
-def _add_reflection(methods: Any) -> None:
+def _add_reflection(server: Any) -> None:
     """Serve reflection as v1alpha, which the library has, and as v1: it differs in name alone."""
     names = (SERVICE, _FLEET_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME, _REFLECTION_V1)
     alpha, v1 = descriptor_pb2.FileDescriptorProto(), descriptor_pb2.FileDescriptorProto()
@@ -173,6 +171,6 @@ def _add_reflection(methods: Any) -> None:
     json_format.Parse(json_format.MessageToJson(alpha).replace("v1alpha", "v1"), v1)
     descriptor_pool.Default().AddSerializedFile(v1.SerializeToString())
     reflected: Any = reflection.aio.ReflectionServicer(names)
-    reflection_pb2_grpc.add_ServerReflectionServicer_to_server(reflected, methods)
-    handler = methods.find(f"/{reflection.SERVICE_NAME}/ServerReflectionInfo".encode())
-    methods.add_registered_method_handlers(_REFLECTION_V1, {"ServerReflectionInfo": handler})
+    reflection_pb2_grpc.add_ServerReflectionServicer_to_server(reflected, server)
+    handler = server.methods[f"/{reflection.SERVICE_NAME}/ServerReflectionInfo".encode()]
+    server.add_registered_method_handlers(_REFLECTION_V1, {"ServerReflectionInfo": handler})

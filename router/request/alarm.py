@@ -41,7 +41,7 @@ class Alarm:
         self.rest()
 
     def set_timer(self, at_s: float, on_timer: Callable[[], None]) -> None:
-        """In place of the one before."""
+        """Set the pause's timer, in place of the one before."""
         self._pause_until_s, self._on_pause_over = at_s, on_timer
         self.review()
 
@@ -60,11 +60,11 @@ class Alarm:
         self.review()
 
     def progress(self, now_s: float) -> None:
-        """What was awaited came, and is awaited again."""
+        """Note that what was awaited came. It is awaited again."""
         self._since_s = now_s
 
     def rest(self) -> None:
-        """Nothing is awaited but the deadline."""
+        """Await nothing but the deadline."""
         self._workers = ()
         self._what, self._since_s, self._pause_until_s = "", 0.0, math.inf
         self._limit_s = lambda _: math.inf
@@ -72,7 +72,7 @@ class Alarm:
         self._on_pause_over = lambda: None
 
     def review(self) -> None:
-        """The next limit may have come nearer: another was set, or a worker's state changed."""
+        """Look for a nearer limit: another was set, or a worker's state changed."""
         at_s = min((self._deadline_s, self._pause_until_s, *map(self._silent_at_s, self._workers)))
         if at_s < self._timer_at_s:
             self._set(at_s)
@@ -112,5 +112,4 @@ class Alarm:
             if self._silent_at_s(worker) <= now:
                 self._workers = ()
                 self._on_silence(worker, self._what)
-        if self._deadline_s < math.inf or self._pause_until_s < math.inf or self._workers:
-            self.review()
+        self.review()

@@ -58,7 +58,7 @@ class Owner(AbstractContextManager[None, bool], Protocol):
     """The request that an attempt is of. In its context a fault ends it, and no other request."""
 
     def attempt_over(self, how: HowOver) -> None:
-        """Nothing of the attempt is left here. Called once."""
+        """Go on: nothing of the attempt is left here. Called once."""
 
 
 class Attempt:
@@ -206,7 +206,7 @@ class Attempt:
         self._alarm.expect(what, limit, workers, self._on_silence)
 
     def _first_token_limit_s(self, worker: WorkerEntry) -> float:
-        """By the newest measure: a worker's first long prompt is what its speed is learned from."""
+        """Use the newest measure: from its first long prompt a worker's speed is learned."""
         placement, parts = self._place.placement, self._parts
         tokens_per_s = parts.fleet.prefill_tokens_per_s(worker)
         if placement is not None:
@@ -216,7 +216,7 @@ class Attempt:
         return predicted_s + parts.config.timeouts.first_token_s
 
     def review_patience(self) -> None:
-        """The state of a worker has changed."""
+        """Look at the limits again: a worker's state has changed."""
         self._alarm.review()
 
     def _on_silence(self, worker: WorkerEntry, what: str) -> None:
@@ -231,7 +231,7 @@ class Attempt:
             self._expect("a first token", None, (worker,))
 
     def _serves_others(self, worker: WorkerEntry, since_s: float) -> bool:
-        """Whether a worker that is silent about this attempt serves others meanwhile. A writer does
+        """Tell whether a worker that is silent about this attempt serves others. A writer does
         if its other prompts come out, a decode worker if its other streams flow. It has preempted
         this attempt for memory, and elsewhere everything would be computed again."""
         state = self.state
@@ -259,7 +259,7 @@ class Attempt:
                 self._feed(Signal.MOVED)
 
     def _writer_of(self, lease: worker_pb2.Lease) -> WorkerEntry | None:
-        """The prefill worker of the placement, even if another router chose it."""
+        """Return the prefill worker of the placement, even if another router chose it."""
         if self._place.placement is not None or self.state.writer is not None:
             return self.state.writer
         link = self._parts.links.find(lease.writer.worker_id, lease.writer.incarnation)
@@ -270,12 +270,12 @@ class Attempt:
         return link.entry
 
     def on_session_lost(self, message: str) -> None:
-        """The worker keeps everything for a while, but an answer to Reserve."""
+        """Attach again: the worker keeps everything for a while, but an answer to Reserve."""
         failed = Failed(loss_of(self._decode, Failure.DECODE_LOST), self._decode, message)
         self._feed(machine.LinkLost(failed), message)
 
     def on_tokens(self, tokens: worker_pb2.RequestTokens) -> None:
-        """The next tokens of a stream that flows change nothing but the log and the time."""
+        """Take tokens. Of a stream that flows they change nothing but the log and the time."""
         flows = self.state.phase is Phase.DECODING and self.state.stream is Stream.OPEN
         if not flows or tokens.finished or self._early or self._is_stepping:
             return self._take(tokens)
@@ -298,7 +298,7 @@ class Attempt:
         self._feed(event, tokens)
 
     def _next_early(self) -> worker_pb2.RequestTokens | None:
-        """The first of those that were early, once nothing is missing before it."""
+        """Take the first of those that were early, once nothing is missing before it."""
         first = min(self._early, key=lambda run: run.index, default=None)
         if first is None or first.index > len(self._log.ids):
             return None

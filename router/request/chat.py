@@ -7,7 +7,7 @@ from typing import Any
 
 from baton.errors import InvalidRequestError
 from baton.v1 import router_pb2
-from router.request.client_request import wrong
+from router.request.client_request import check_count, wrong
 from router.request.counting import check_json
 from router.text import Conversation
 
@@ -16,11 +16,11 @@ MAX_MESSAGES, MAX_TOOLS, MAX_CALLS, MAX_PARTS = 4096, 1024, 1024, 4096
 
 
 def conversation_of(chat: router_pb2.ChatMessages) -> Conversation:
-    """Raises InvalidRequestError, and RecursionError for JSON that is nested too deeply."""
+    """Check a chat. Raises InvalidRequestError; RecursionError where JSON is nested too deeply."""
     if not chat.messages:
-        raise wrong("chat.messages", "at least one is needed")
-    _check_count("chat.messages", len(chat.messages), MAX_MESSAGES)
-    _check_count("chat.tools", len(chat.tools), MAX_TOOLS)
+        raise wrong("chat.messages", "give at least one message")
+    check_count("chat.messages", len(chat.messages), MAX_MESSAGES)
+    check_count("chat.tools", len(chat.tools), MAX_TOOLS)
     names: dict[str, str] = {}  # of tools, by the calls' ids
     messages = []
     for index, message in enumerate(chat.messages):
@@ -43,7 +43,7 @@ def _message(message: router_pb2.ChatMessage, field: str, names: dict[str, str])
     if message.tool_calls:
         if message.role != "assistant":
             raise wrong(f"{field}.tool_calls", "only an assistant's message has them")
-        _check_count(f"{field}.tool_calls", len(message.tool_calls), MAX_CALLS)
+        check_count(f"{field}.tool_calls", len(message.tool_calls), MAX_CALLS)
         made["tool_calls"] = [_call(call) for call in message.tool_calls]
     if message.role == "tool":
         made["tool_call_id"] = message.tool_call_id
@@ -58,8 +58,8 @@ def _message(message: router_pb2.ChatMessage, field: str, names: dict[str, str])
 
 def _content(message: router_pb2.ChatMessage, field: str) -> str:
     if message.parts and message.content:
-        raise wrong(f"{field}.parts", "either content or parts")
-    _check_count(f"{field}.parts", len(message.parts), MAX_PARTS)
+        raise wrong(f"{field}.parts", "give either content or parts")
+    check_count(f"{field}.parts", len(message.parts), MAX_PARTS)
     for index, part in enumerate(message.parts):
         if part.WhichOneof("part") != "text":
             raise wrong(f"{field}.parts[{index}]", "parts other than text are not supported")
@@ -67,7 +67,7 @@ def _content(message: router_pb2.ChatMessage, field: str) -> str:
 
 
 def _call(call: router_pb2.ToolCall) -> dict[str, Any]:
-    """Whatever a model wrote, since its conversation is to go on: arguments that are no object
+    """Take whatever a model wrote, since its conversation is to go on: arguments that are no object
     stand in one, which every template can read."""
     try:
         arguments = _object(call.arguments, "arguments") if call.arguments != "null" else {}
@@ -87,18 +87,13 @@ def _tool(index: int, tool: router_pb2.Tool) -> dict[str, Any]:
 
 
 def _object(text: str, field: str) -> dict[str, Any]:
-    """A JSON object; empty where there is none."""
+    """Read a JSON object; an empty text is an empty one."""
     check_json(text.encode(), field)
     try:
         value = json.loads(text) if text else {}
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode()  # no lone surrogate
     except ValueError as error:
-        raise wrong(field, f"no valid JSON: {error}") from None
+        raise wrong(field, f"is not valid JSON: {error}") from None
     if not isinstance(value, dict):
         raise wrong(field, "a JSON object is expected")
     return value
-
-
-def _check_count(field: str, count: int, most: int) -> None:
-    if count > most:
-        raise wrong(field, f"{count}; at most {most} are taken")

@@ -8,22 +8,21 @@ wrong. `validate` does the rest.
 from __future__ import annotations
 
 import hashlib
-import math
 import re
 import uuid
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 from urllib.parse import quote, unquote
 
+from baton.config.ranges import Bounds, at_least, between
 from baton.errors import InvalidRequestError, NotFoundError
 from baton.v1 import common_pb2, router_pb2
 
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:@/+=-]{1,128}")
 MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS = 16, 64
 MAX_WORD_CHARS = 256  # of a stop string or a bad word
-_MAX_LOGPROBS = 20
 _MAX_NAME_CHARS = 128
 _MAX_GIVEN_CHARS = 64
 # What a client may change when it comes back for a request that runs.
@@ -141,7 +140,7 @@ def _seconds(
     message: router_pb2.GenerateRequest,
     field: Literal["timeout_ms", "ttft_target_ms", "itl_target_ms"],
 ) -> float | None:
-    """None where the client named none."""
+    """Return a time in seconds; None where the client named none."""
     if not message.HasField(field):
         return None
     milliseconds: int = getattr(message, field)
@@ -161,13 +160,13 @@ def drawn_id(given: str) -> str:
 
 
 def wire_id(tenant: str, request_id: str) -> str:
-    """The id workers know a request by: one tenant's ids never meet another's."""
+    """Return the id that workers know a request by: tenants' ids never meet."""
     own = quote(request_id, safe="")
     return f"{quote(tenant, safe='')}/{own}" if tenant else own
 
 
 def key_of(named: str) -> Key:
-    """Tenant and request id of a `wire_id`."""
+    """Return tenant and request id of a `wire_id`."""
     tenant, _, own = named.rpartition("/")
     return unquote(tenant), unquote(own)
 
@@ -177,6 +176,11 @@ def check_model(name: str, served: Collection[str]) -> None:
     if name and name not in served:
         known = ", ".join(sorted(served))
         raise NotFoundError(f"unknown model {name!r}; served here: {known}", field="model")
+
+
+def check_count(field: str, count: int, most: int) -> None:
+    if count > most:
+        raise wrong(field, f"{count}; at most {most} are taken")
 
 
 def check_name(field: str, value: str) -> None:
@@ -190,38 +194,33 @@ def check_name(field: str, value: str) -> None:
 
 
 def _check_stop(message: router_pb2.GenerateRequest) -> None:
-    if len(message.stop) > MAX_STOP_STRINGS:
-        raise wrong("stop", f"{len(message.stop)} strings; at most {MAX_STOP_STRINGS} are taken")
+    check_count("stop", len(message.stop), MAX_STOP_STRINGS)
+    check_count("stop_token_ids", len(message.stop_token_ids), MAX_STOP_TOKEN_IDS)
     for index, stop in enumerate(message.stop):
         if not stop or len(stop) > MAX_WORD_CHARS:
             problem = "is empty" if not stop else f"exceeds {MAX_WORD_CHARS} characters"
             raise wrong(f"stop[{index}]", problem)
-    if len(message.stop_token_ids) > MAX_STOP_TOKEN_IDS:
-        raise wrong("stop_token_ids", f"at most {MAX_STOP_TOKEN_IDS} are taken")
 
 
-# Field, what it must satisfy, and how that reads. Not-a-number and infinities are refused first.
-_RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
-    ("temperature", lambda value: 0.0 <= value <= 100.0, "between 0 (greedy) and 100"),
-    ("top_p", lambda value: 0.0 < value <= 1.0, "above 0 and at most 1"),
-    ("min_p", lambda value: 0.0 <= value <= 1.0, "between 0 and 1"),
-    ("repetition_penalty", lambda value: 0.0 < value <= 100.0, "above 0 and at most 100"),
-    ("presence_penalty", lambda value: -2.0 <= value <= 2.0, "between -2 and 2"),
-    ("frequency_penalty", lambda value: -2.0 <= value <= 2.0, "between -2 and 2"),
-    ("max_tokens", lambda value: value >= 1, "at least 1"),
-)
+_LOGPROBS = between(0, 20)
+_BOUNDS = {
+    "temperature": between(0, 100),
+    "top_p": Bounds(above=0, maximum=1),
+    "min_p": between(0, 1),
+    "repetition_penalty": Bounds(above=0, maximum=100),
+    "presence_penalty": between(-2, 2),
+    "frequency_penalty": between(-2, 2),
+    "max_tokens": at_least(1),
+    "logprobs": _LOGPROBS,
+    "prompt_logprobs": _LOGPROBS,
+}
 
 
 def _check_sampling(sampling: common_pb2.SamplingParams) -> None:
-    for name, is_valid, meaning in _RANGES:
-        if not sampling.HasField(name):  # type: ignore[arg-type]
-            continue
-        value = getattr(sampling, name)
-        if not math.isfinite(value) or not is_valid(value):
-            raise wrong(f"sampling.{name}", f"must be {meaning}, not {value:g}")
-    for name in ("logprobs", "prompt_logprobs"):
-        if (wanted := getattr(sampling, name)) > _MAX_LOGPROBS:
-            raise wrong(f"sampling.{name}", f"at most {_MAX_LOGPROBS}, not {wanted}")
+    for name, bounds in _BOUNDS.items():
+        is_given = sampling.HasField(name)  # type: ignore[arg-type]
+        if is_given and (problem := bounds.problem(getattr(sampling, name))):
+            raise wrong(f"sampling.{name}", problem)
     if sampling.HasField("max_tokens") and sampling.min_tokens > sampling.max_tokens:
         problem = f"{sampling.min_tokens} exceeds max_tokens {sampling.max_tokens}"
         raise wrong("sampling.min_tokens", problem)

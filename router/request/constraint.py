@@ -30,7 +30,7 @@ class Constraint:
     grammar: str
     """As llguidance reads it."""
     field: str
-    """Of the client's request, that it comes from."""
+    """The field of the client's request that it comes from."""
 
 
 _ANY_OBJECT = '{"type": "object"}'
@@ -57,7 +57,7 @@ def constraint_of(
     token_ids: TokenIds,
     close_objects: bool,
 ) -> Constraint | None:
-    """The request's, if it has one. May take a second for a large one. `sampling` is complete,
+    """Compile the request's, if it has one, which may take a second. `sampling` is complete,
     `token_ids` are the prompt's, and `close_objects` is the router's setting.
 
     A tool choice goes before other constraints: there is no text then. Where the client only offers
@@ -87,13 +87,13 @@ def constraint_of(
 def _calls(
     request: router_pb2.GenerateRequest, model: TextModel, close_objects: bool
 ) -> Calls | None:
-    """None: the answer may not be calls."""
+    """Return what the answer may call; None: it may not be calls."""
     chat, choice = request.chat, request.chat.tool_choice
     is_forced, field = chat.HasField("tool_choice"), "chat.tool_choice"
     if not chat.tools:
         if not is_forced:
             return None
-        raise wrong(field, "only with tools")
+        raise wrong(field, "needs tools to choose from")
     assert model.tool_format is not None, "tools are refused then"
     if len(chat.tools) > _MAX_TOOLS:
         problem = f"{len(chat.tools)}; beside a constraint at most {_MAX_TOOLS}"

@@ -42,7 +42,7 @@ def check_json(data: bytes, field: str | None = None) -> None:
 
 
 def _cost(kinds: bytes) -> int:
-    """In sixths of a value. A list costs the garbage collector, a key a hash; no token id has
+    """Return sixths of a value. A list costs the garbage collector, a key a hash; no token id has
     eight digits."""
     cost = 6 * (kinds.count(b"v") + kinds.count(b",") + kinds.count(b"00000000"))
     return cost + 12 * kinds.count(b"w") - 5 * kinds.count(b"0,")
@@ -75,7 +75,7 @@ def check_message(data: bytes, kind: Descriptor) -> None:
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:
-    """The number, and where it ends. Raises IndexError where it does not."""
+    """Return the number, and where it ends. Raises IndexError where it does not."""
     value = 0
     for shift in range(0, 70, 7):
         value |= (data[at] & 0x7F) << shift
@@ -87,7 +87,7 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
 
 @functools.cache
 def _fields(kind: Descriptor) -> dict[int, tuple[str, Descriptor | None]]:
-    """Name and message of each field, by its number."""
+    """Return name and message of each field, by its number."""
     return {field.number: (field.name, field.message_type) for field in kind.fields}
 
 

@@ -47,7 +47,7 @@ class Failed:
     message: str
     retry_after_s: float = 0.0
     field: str | None = None
-    """Of the request, that the worker calls INVALID."""
+    """The field of the request that the worker calls INVALID."""
     problem: str = ""  # what the client reads of it
     was_running: bool = False
     """The decode worker computed the request: it may be what the worker died of."""
@@ -64,12 +64,12 @@ _REJECTIONS = {
 }
 
 
-# Reasons of a HandoffFailed that is none: the prompt was refused, nothing was begun.
-_HANDOFF_NOT_BEGUN = {
+HANDOFF_NOT_BEGUN = {
     "DRAINING": Failure.DRAINING,
     "FINGERPRINT": Failure.FINGERPRINT,
     "REPLACED": Failure.REPLACED,
 }
+"""Reasons of a HandoffFailed that is none: the prompt was refused, nothing was begun."""
 
 
 def rejection(rejected: worker_pb2.Rejected, decode: WorkerEntry) -> Failed:
@@ -79,12 +79,8 @@ def rejection(rejected: worker_pb2.Rejected, decode: WorkerEntry) -> Failed:
     return Failed(failure, decode, message, after_s, field, rejected.message)
 
 
-def failure_of_handoff(failed: worker_pb2.HandoffFailed) -> Failure:
-    return _HANDOFF_NOT_BEGUN.get(failed.reason, Failure.HANDOFF_FAILED)
-
-
 def failure_of_call(error: LinkError, worker: WorkerEntry) -> Failure:
-    """Why a prefill worker ended a call with an error."""
+    """Tell why a prefill worker ended a call with an error."""
     if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
         return Failure.INVALID
     lost = error.code() is grpc.StatusCode.UNAVAILABLE
@@ -92,5 +88,5 @@ def failure_of_call(error: LinkError, worker: WorkerEntry) -> Failure:
 
 
 def loss_of(worker: WorkerEntry, otherwise: Failure) -> Failure:
-    """The failure of losing a worker. A draining one was about to leave."""
+    """Return the failure of losing a worker. A draining one was about to leave."""
     return Failure.DRAINED if worker.state is WorkerState.DRAINING else otherwise

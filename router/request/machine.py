@@ -95,7 +95,7 @@ class State:
 
     @property
     def is_over_there(self) -> bool:
-        """Nothing of the attempt is left at the decode worker for this router to end."""
+        """Whether nothing of it is left at the decode worker for this router to end."""
         return self.stream in (Stream.MOVED, Stream.OVER)
 
 
@@ -240,7 +240,7 @@ class Expect:
 
 @dataclass(frozen=True, slots=True)
 class SetTimer:
-    """In place of the one before."""
+    """Set the timer, in place of the one before."""
 
     at_s: float
 
@@ -262,7 +262,7 @@ Step = tuple[State, tuple[Effect, ...]]
 
 
 def transition(state: State, event: Event, now_s: float, config: RouterConfig) -> Step:
-    """What follows. An event that means nothing in this state changes nothing."""
+    """Return what follows from an event. One that means nothing in this state changes nothing."""
     match event:
         case _ if state.phase is Phase.OVER:
             return state, ()
@@ -385,8 +385,8 @@ def _of_prefill_worker(state: State, event: OfPrefill, config: RouterConfig) -> 
 
 
 def _prefill_over(state: State, event: OfPrefill, config: RouterConfig) -> Step:
-    """What it means for an attempt that goes on. Once the decode worker has taken over, a failure
-    does not matter, unless the first token is lost."""
+    """Return what it means for an attempt that goes on. Once the decode worker has taken over, a
+    failure does not matter, unless the first token is lost."""
     if isinstance(event, PrefillFailed):
         return (state, ()) if state.phase is Phase.DECODING else _fail(state, event.failed)
     if state.is_running:

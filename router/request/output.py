@@ -16,6 +16,7 @@ from baton.finish_reason import FinishReason
 from baton.grpc_options import WORKER_MESSAGE_BYTES
 from baton.v1 import common_pb2, router_pb2, worker_pb2
 from baton.wire import DEADLINE, finish_reason_of
+from router.report.ended_request import EndedRequest
 
 TokenLogprobs = common_pb2.Logprobs  # carried from worker to client unread
 
@@ -31,29 +32,17 @@ def ended_by(tokens: worker_pb2.RequestTokens) -> FinishReason | None:
 
 
 @dataclass(frozen=True)
-class Timings:
-    """Seconds; 0 where a stage did not happen."""
-
-    queue_s: float = 0.0
-    ttft_s: float = 0.0
-    itl_s: float = 0.0
-    e2e_s: float = 0.0
-    tokenize_s: float = 0.0
-    reserve_s: float = 0.0
-    prefill_s: float = 0.0
-    second_token_s: float = 0.0
-    prefill_queue_s: float = 0.0
-    tpot_s: float = 0.0
-
-
-@dataclass(frozen=True)
 class Finished:
+    """The end of a request that did not fail, which clients see."""
+
     reason: FinishReason
     num_prompt_tokens: int
     num_output_tokens: int
     num_cached_tokens: int
-    timings: Timings
+    timings: EndedRequest
+    """Clients see its times."""
     stop: str = ""
+    """The stop string or stop id that ended it."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +81,7 @@ class OutputLog:
 
     @property
     def num_bytes(self) -> int:
-        """About what it takes in memory, as of the last `measure`."""
+        """Return about what it takes in memory, as of the last `measure`."""
         return self._measured_bytes + _MARK_BYTES * (1 + len(self.marks))
 
     def measure(self, max_unread_bytes: int) -> None:
@@ -130,7 +119,7 @@ class OutputLog:
         return reader
 
     def remove(self, reader: OutputReader) -> None:
-        """Unless it was removed before."""
+        """Remove a reader, unless it was removed before."""
         reader.on_cut_off = _nobody_waits
         if reader in self._readers:
             self._readers.remove(reader)
@@ -163,7 +152,7 @@ class OutputReader:
         self.on_cut_off: Callable[[], None] = _nobody_waits
 
     async def take(self) -> list[Event]:
-        """What is new, at least one event, neighbouring tokens as one run; empty after the end.
+        """Return what is new, at least one event, neighbouring tokens as one run; empty at the end.
 
         Raises the BatonError the request ended with, after everything before it was taken.
         """
@@ -174,7 +163,7 @@ class OutputReader:
         return events or []
 
     def take_now(self) -> list[Event] | None:
-        """What is new, if anything is; None after the end. Raises as `take`."""
+        """Return what is new, if anything is; None after the end. Raises as `take`."""
         events = self._take_now()
         if events:
             return events
@@ -186,32 +175,29 @@ class OutputReader:
         if self._tail_taken:
             return None
         self._tail_taken = True
-        return self._ending(end)
+        tail = self._log.tail
+        return [TokenRun(len(self._log.ids), (), tail, ()), end] if tail else [end]
 
     def take_seen(self) -> str:
-        """Text of the tokens before its first one, once they are there; a second time, none."""
+        """Return the text of the tokens before its first one; a second time, none."""
         num_seen, self._num_seen = self._num_seen, 0
         return "".join(self._log.texts[:num_seen])
 
     @property
     def num_unread(self) -> int:
-        """Tokens."""
+        """Count the tokens that it has yet to take."""
         return len(self._log.ids) - max(self._index, self._num_before)
 
     def cut_off(self) -> None:
         """Let go of the output: all that is left to take is an error."""
         asyncio.get_running_loop().call_soon(self.on_cut_off)
-        error = OverloadedError("its client left too much of the output unread")
+        error = OverloadedError("the client left too much of the output unread")
         self._log, self._index, self._next_mark = OutputLog(end=error), 0, 0
 
     @property
     def has_more(self) -> bool:
-        """Whether there is something to take although nothing new came: the end."""
+        """Tell whether there is something to take although nothing new came: the end."""
         return self._log.end is not None
-
-    def _ending(self, end: Finished) -> list[Event]:
-        tail = self._log.tail
-        return [TokenRun(len(self._log.ids), (), tail, ()), end] if tail else [end]
 
     def _take_now(self) -> list[Event]:
         log, events = self._log, list[Event]()
@@ -247,7 +233,7 @@ def _set(coming: asyncio.Future[None]) -> None:
 def sendable_logprobs(
     known: Sequence[TokenLogprobs], spec: worker_pb2.RequestSpec, max_message_bytes: int
 ) -> Sequence[TokenLogprobs]:
-    """Log-probabilities of all tokens so far. Empty if they could make the message to the worker
-    too large: that would break the session for all its requests."""
+    """Return the log-probabilities of all tokens so far; none if they could make the message to
+    the worker too large: that would break the session for all its requests."""
     num_bytes = spec.ByteSize() + sum(one.ByteSize() for one in known)
     return known if num_bytes <= min(max_message_bytes, WORKER_MESSAGE_BYTES) // 2 else ()

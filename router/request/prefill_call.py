@@ -17,7 +17,7 @@ from baton.status import from_rpc_error
 from baton.v1 import worker_pb2
 from router.fleet.fleet import WorkerEntry
 from router.fleet.worker_link import WorkerLink
-from router.request.failure import Failed, Failure, failure_of_call, failure_of_handoff
+from router.request.failure import HANDOFF_NOT_BEGUN, Failed, Failure, failure_of_call
 from router.request.machine import FirstToken, OfPrefill, PrefillFailed, Signal
 
 log = logging.getLogger(__name__)
@@ -63,7 +63,8 @@ class PrefillCall:
                 failed = response.handoff_failed
                 worker = self._receiver if failed.reason == "PEER_LOST" else self._writer.entry
                 message = f"{self._worker_id}: {failed.reason}: {failed.message}"
-                self._fail(Failed(failure_of_handoff(failed), worker, message))
+                failure = HANDOFF_NOT_BEGUN.get(failed.reason, Failure.HANDOFF_FAILED)
+                self._fail(Failed(failure, worker, message))
 
     def on_end(self, error: LinkError | None) -> None:
         writer = self._writer.entry

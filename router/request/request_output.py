@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -24,7 +23,7 @@ from router.placement.placement import least_prefill_s
 from router.report.ended_request import MISSED, EndedRequest, judged, trace_id
 from router.report.stages import Stages
 from router.report.tally import Buckets
-from router.request.output import Finished, OutputLog, Timings, TokenLogprobs
+from router.request.output import Finished, OutputLog, TokenLogprobs
 from router.request.run_parts import RunParts
 from router.request.validate import ParsedRequest
 from router.text import Detokenizer
@@ -35,17 +34,6 @@ _MISSED = (*_NOT_OF_CLIENT, OverloadedError, UnavailableError)
 _AT_ONCE_S = 0.001
 """Tokens that follow the first one sooner were there before it: no model is that fast."""
 REPORT_S = 0.25  # a stream's tokens reach the figures this often
-
-
-class Served(enum.Enum):
-    """How workers served a request."""
-
-    WELL = "served"
-    FAILED = "failed"
-    ABANDONED = "abandoned"
-    """It stood still for so long that its client ended it."""
-    NOT_JUDGED = "not judged"
-    """Its client ended it, or another router continues it."""
 
 
 class RequestOutput:
@@ -111,13 +99,13 @@ class RequestOutput:
         self.stages.enter("reserve" if routed else "attached", booking.decode.facts.worker_id)
 
     def attempt_over(self) -> None:
-        """The time in line from here on is no worker's fault."""
+        """End the attempt's time. That in line, from here on, is no worker's fault."""
         self._still_s += self._parts.clock.now_s() - max(self._attempt_at_s, self._last_at_s)
         self.stages.leave()
 
     @property
     def _pools(self) -> tuple[str, str]:
-        """That prefill and decode; empty before the first attempt."""
+        """Return which prefill and decode; empty before the first attempt."""
         booking = self._booking
         return (
             ("", "") if booking is None else (booking.prefill.facts.pool, booking.decode.facts.pool)
@@ -128,7 +116,7 @@ class RequestOutput:
         return len(self.log.ids)
 
     def reserved(self, lease_id: str) -> None:
-        """The decode worker has room; the lease's id is empty where it prefills by itself."""
+        """Note that the decode worker has room. It prefills by itself where the id is empty."""
         self._lease_id = lease_id
         self._reserve_s = self._parts.clock.now_s() - self._attempt_at_s
         self._on_taken_in()
@@ -140,11 +128,11 @@ class RequestOutput:
             self.log.mark(self._routed)
 
     def attached(self, num_cached_tokens: int) -> None:
-        """Another router had the prompt computed, all but what was cached."""
+        """Note that another router had the prompt computed, all but what was cached."""
         self._num_cached_tokens = num_cached_tokens
 
     def first_token(self, first: worker_pb2.FirstToken | None, num_cached_tokens: int) -> None:
-        """The prompt is computed, all but what was cached; None where the decode worker did it."""
+        """Note that the prompt is computed, all but what was cached; None: by the decode worker."""
         now, metrics = self._parts.clock.now_s(), self._parts.metrics
         booking = self._booking
         self.stages.first_token(first, "" if booking is None else booking.decode.facts.worker_id)
@@ -290,81 +278,72 @@ class RequestOutput:
     # --- the end -------------------------------------------------------------------------------
 
     def finish(self) -> None:
-        """After `emit` said that the request is over, and its attempt is."""
+        """End the request, once `emit` said that it is over, and its attempt is."""
         self._close(self._reason, self._stop_found)
 
     def abort(self) -> None:
         self._close(FinishReason.ABORTED, "")
 
     def fail(self, error: BatonError) -> None:
-        timings = self._timings()
-        self._count(self._judge(error))
-        self._count_goodput(timings, error)
-        self._report_end(error.reason, timings)
+        is_failure = self._is_failure(error)
+        if self._booking is not None and is_failure is not None:
+            self._parts.request_figures.ended(failed=is_failure)
+        self._count_goodput(self._report_end(error.reason), error)
         self.log.close(error)
 
-    def _judge(self, error: BatonError) -> Served:
+    def _is_failure(self, error: BatonError) -> bool | None:
+        """Tell whether workers failed the request. None: it says nothing of them."""
         if self.has_failed or type(error) in _NOT_OF_CLIENT:
-            return Served.FAILED
+            return True
         if not isinstance(error, DeadlineError):
-            return Served.NOT_JUDGED
+            return None  # its client ended it, or another router continues it
         if self.log.ids:
-            return Served.WELL
+            return False
         # One that hangs until its client's patience ends is served no better than one that fails.
-        return Served.FAILED if self._had_time else Served.NOT_JUDGED
+        return True if self._had_time else None
 
-    def _judge_aborted(self) -> Served:
-        if self._booking is None:
-            return Served.NOT_JUDGED
-        parts = self._parts
-        least_s = least_prefill_s(self._booking.prefill_tokens, parts.fleet.arrays)
-        is_still = self._still_s > parts.request_figures.too_long_s(least_s)
-        return Served.ABANDONED if is_still else Served.NOT_JUDGED
-
-    def _count(self, served: Served) -> None:
-        """Count a request that a worker got at least once."""
-        if self._booking is None:
+    def _count_end(self, is_aborted: bool) -> None:
+        """Count an end without an error, of a request that a worker got at least once. One that
+        stood still for so long that its client ended it was abandoned."""
+        parts, booking = self._parts, self._booking
+        if booking is None:
             return
-        if served is Served.ABANDONED:
-            self._parts.request_figures.abandoned()
-        elif served is not Served.NOT_JUDGED:
-            self._parts.request_figures.ended(failed=served is Served.FAILED)
+        if not is_aborted:
+            parts.request_figures.ended(failed=False)
+        else:
+            least_s = least_prefill_s(booking.prefill_tokens, parts.fleet.arrays)
+            if self._still_s > parts.request_figures.too_long_s(least_s):
+                parts.request_figures.abandoned()
 
     def _close(self, reason: FinishReason, stop: str) -> None:
-        timings = self._timings()
         is_aborted = reason is FinishReason.ABORTED
         self._parts.counts.num_ended += not is_aborted
-        self._count(self._judge_aborted() if is_aborted else Served.WELL)
-        self._count_goodput(timings)
-        num_out = len(self.log.ids)
+        self._count_end(is_aborted)
+        num_prompt, num_out = len(self._request.token_ids), len(self.log.ids)
         if is_aborted and num_out:
-            num_wasted = len(self._request.token_ids) - self._num_cached_tokens + num_out
+            num_wasted = num_prompt - self._num_cached_tokens + num_out
             self._parts.metrics.wasted.labels(*self._labels, "abort").inc(num_wasted)
-        self._report_end(reason.value, timings)
-        self.log.close(
-            Finished(
-                reason=reason,
-                num_prompt_tokens=len(self._request.token_ids),
-                num_output_tokens=num_out,
-                num_cached_tokens=self._num_cached_tokens,
-                timings=timings,
-                stop=stop,
-            )
-        )
+        ended = self._report_end(reason.value)
+        self._count_goodput(ended)
+        end = Finished(reason, num_prompt, num_out, self._num_cached_tokens, ended, stop)
+        self.log.close(end)
 
-    def _report_end(self, outcome: str, timings: Timings) -> None:
-        """For operators: figures, a line in the log, and the counters of targets."""
+    def _report_end(self, outcome: str) -> EndedRequest:
+        """Report the end to operators: figures, a line in the log, and the counters of targets. The
+        gap before the second token is reported apart, since it contains the handoff."""
         self._report_tokens()
-        head, booking = self._request.head, self._booking
+        head, booking, gaps_s = self._request.head, self._booking, self._gaps_s[1:]
+        num_later = len(self.log.ids) - self._num_at_once
+        decode_s = self._last_at_s - self._first_at_s
         prefill = decode = ""
         if booking is not None:
             decode = booking.decode.facts.worker_id
             prefill = "" if booking.prefill is booking.decode else booking.prefill.facts.worker_id
-        ttft_target, itl_target = self._judged(timings)
         ended = EndedRequest(
             request_id=head.request_id,
             tenant=head.tenant,
             outcome=outcome,
+            e2e_s=self._parts.clock.now_s() - head.arrived_s,
             session_id=head.session_id,
             trace_id=trace_id(head.traceparent),
             reason="" if self._routed is None else self._routed.reason,
@@ -375,66 +354,52 @@ class RequestOutput:
             num_prompt_tokens=len(self._request.token_ids),
             num_cached_tokens=self._num_cached_tokens if self.log.ids else None,
             num_output_tokens=len(self.log.ids),
-            decode_s=self._last_at_s - self._first_at_s,
-            ttft_target=ttft_target,
-            itl_target=itl_target,
-            **vars(timings),
+            tokenize_s=self._tokenize_s,
+            queue_s=self.queue_s,
+            reserve_s=self._reserve_s,
+            prefill_queue_s=self._prefill_queue_s,
+            prefill_s=self._prefill_s,
+            second_token_s=self._second_token_s,
+            decode_s=decode_s,
+            tpot_s=decode_s / num_later if num_later else 0.0,
+            ttft_s=self._first_at_s - head.arrived_s if self.log.ids else 0.0,
+            itl_s=statistics.median(gaps_s) if gaps_s else 0.0,
         )
+        ended = self._judged(ended)
         traced = self._parts.trace(ended, head.traceparent, self.stages)
         ended = replace(ended, trace_id=traced or ended.trace_id)
         self._parts.recent.requests.append(ended)
         self._parts.metrics.ended(ended, *self._pools)
         ended.write_line()
+        return ended
 
-    def _judged(self, timings: Timings) -> tuple[str, str]:
-        """Its targets for the first token and for the median gap. A client that resumes has waited
-        for longer than this router knows."""
-        head, metrics = self._request.head, self._parts.metrics
+    def _judged(self, ended: EndedRequest) -> EndedRequest:
+        """Note and count whether it met its targets for the first token and for the median gap. A
+        client that resumes has waited for longer than this router knows."""
+        head = self._request.head
         if head.resume_from_index is not None:
-            return "", ""
-        has_begun = bool(self.log.ids)
-        first_s = timings.ttft_s if has_begun else timings.e2e_s
-        found = (
-            judged(head.ttft_target_s, first_s, is_over=has_begun),
-            judged(head.itl_target_s, timings.itl_s, is_over=timings.itl_s > 0),
-        )
-        for target, result in zip(("ttft", "itl"), found):
+            return ended
+        ttft = self._judged_first(head.ttft_target_s, ended)
+        itl = judged(head.itl_target_s, ended.itl_s, is_over=ended.itl_s > 0)
+        for target, result in (("ttft", ttft), ("itl", itl)):
             if result:
-                metrics.targets.labels(target, result).inc()
-        return found
+                self._parts.metrics.targets.labels(target, result).inc()
+        return replace(ended, ttft_target=ttft, itl_target=itl)
 
-    def _count_goodput(self, timings: Timings, error: BatonError | None = None) -> None:
+    def _judged_first(self, target_s: float | None, ended: EndedRequest) -> str:
+        has_begun = bool(self.log.ids)
+        return judged(target_s, ended.ttft_s if has_begun else ended.e2e_s, is_over=has_begun)
+
+    def _count_goodput(self, ended: EndedRequest, error: BatonError | None = None) -> None:
         """A request is good if it ends well within both targets, its own or the router's. A client
         that leaves, or names too short a deadline, judges what it had."""
         head, config = self._request.head, self._parts.config
         is_fault = type(error) in _MISSED
-        if head.resume_from_index is not None or not (
-            error is None or is_fault or isinstance(error, DeadlineError)
-        ):
+        is_of_client = error is not None and not is_fault and not isinstance(error, DeadlineError)
+        if head.resume_from_index is not None or is_of_client:
             return
-        has_begun = bool(self.log.ids)
-        first_s = timings.ttft_s if has_begun else timings.e2e_s
-        first_target_s = head.ttft_target_s or config.metrics.ttft_target_s
-        found = judged(first_target_s, first_s, is_over=has_begun)
-        gap_target_s = head.itl_target_s or config.metrics.itl_target_s
-        if is_fault or timings.tpot_s > gap_target_s:
+        found = self._judged_first(head.ttft_target_s or config.metrics.ttft_target_s, ended)
+        if is_fault or ended.tpot_s > (head.itl_target_s or config.metrics.itl_target_s):
             found = MISSED
         if found:
             self._parts.metrics.goodput.labels(*self._labels, found).inc()
-
-    def _timings(self) -> Timings:
-        """The gap before the second token is reported apart, since it contains the handoff."""
-        arrived_s, gaps_s = self._request.head.arrived_s, self._gaps_s[1:]
-        num_later = len(self.log.ids) - self._num_at_once
-        return Timings(
-            queue_s=self.queue_s,
-            ttft_s=self._first_at_s - arrived_s if self.log.ids else 0.0,
-            itl_s=statistics.median(gaps_s) if gaps_s else 0.0,
-            e2e_s=self._parts.clock.now_s() - arrived_s,
-            tokenize_s=self._tokenize_s,
-            reserve_s=self._reserve_s,
-            prefill_s=self._prefill_s,
-            second_token_s=self._second_token_s,
-            prefill_queue_s=self._prefill_queue_s,
-            tpot_s=(self._last_at_s - self._first_at_s) / num_later if num_later else 0.0,
-        )

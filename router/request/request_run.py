@@ -248,7 +248,7 @@ class RequestRun:
         return self.stage
 
     def attempt_over(self, how: HowOver) -> None:
-        """What follows on an attempt of which nothing is left here."""
+        """Go on after an attempt of which nothing is left here."""
         self.stage = Waiting()
         with self:
             if not isinstance(how, Failed):
@@ -305,7 +305,7 @@ class RequestRun:
         )
 
     def _sampling(self, decode: WorkerEntry) -> common_pb2.SamplingParams:
-        """A client that named no `max_tokens` gets what fits where its request runs."""
+        """Bound `max_tokens`, where the client named none, by what fits where it runs."""
         asked = self.request.sampling
         room = decode.facts.longest_request - self._prompt.num_prompt_tokens
         if asked.max_tokens <= room:
@@ -318,7 +318,7 @@ class RequestRun:
     def _routed(
         self, decode: WorkerEntry, reason: str, placement: Placement | None = None
     ) -> router_pb2.Routed:
-        """`placement` None: another router's."""
+        """Say where it goes. `placement` None: another router chose."""
         return router_pb2.Routed(
             request_id=self.request.head.request_id,
             seed=self.seed,

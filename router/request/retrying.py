@@ -32,13 +32,6 @@ MAX_STALE = 10  # attempt numbers are raised fourfold each time: no request had 
 OUT_OF_TIME = "the request's deadline has passed"
 MIN_HOLD_S = 0.05  # a worker that has no room is not asked again sooner
 _OF_TRANSFER = (Failure.HANDOFF_FAILED, Failure.WRITER_UNKNOWN, Failure.PREFILL_FAILED)
-_NOT_BEGUN = (
-    Failure.NO_CAPACITY,
-    Failure.FINGERPRINT,
-    Failure.REPLACED,
-    Failure.DRAINING,
-    Failure.LEFT,
-)
 
 
 class Retrying:
@@ -59,12 +52,12 @@ class Retrying:
         self.attempt_number += 1
 
     def go_on_with(self, attempt_number: int) -> None:
-        """An attempt that another router began."""
+        """Go on with an attempt that another router began."""
         self.attempt_number = attempt_number
 
     def taken_in(self, worker: WorkerEntry) -> None:
-        """A worker has room for the request and could read it. So a worker that could not is sick
-        itself."""
+        """Note that a worker has room for the request and could read it. So a worker that could not
+        is sick itself."""
         fleet, config = self._parts.fleet, self._parts.config
         self._rejected_by.discard(worker.facts.identity)
         for slot in fleet.slots_of(self._rejected_by):
@@ -72,8 +65,8 @@ class Retrying:
         self._rejected_by.clear()
 
     def judge(self, failed: Failed) -> float:
-        """Book a failed attempt; seconds until the next one. Raises BatonError when none may
-        follow."""
+        """Book a failed attempt. Return the seconds until the next one, or raise BatonError when
+        none may follow."""
         parts, failure = self._parts, failed.failure
         parts.metrics.failures.labels(failure.name).inc()
         fields = {"request_id": self._request_id}
@@ -99,15 +92,18 @@ class Retrying:
         return parts.config.retries.backoff_s if self.num_failures > 1 else 0.0
 
     def _was_not_begun(self, failed: Failed) -> bool:
-        """Whether the worker is left alone for a while without being blamed."""
-        fleet, failure = self._parts.fleet, failed.failure
-        if failure is Failure.NO_CAPACITY:
-            fleet.hold(failed.worker, max(MIN_HOLD_S, failed.retry_after_s))
-        elif failure in (Failure.FINGERPRINT, Failure.REPLACED):  # the registry will report it
-            fleet.hold(failed.worker, self._parts.config.retries.eject_s)
-        elif failure is Failure.DRAINING:
-            fleet.set_state(failed.worker, WorkerState.DRAINING)
-        return failure in _NOT_BEGUN
+        """Tell whether nothing was begun: the worker is left alone for a while, without blame."""
+        fleet, worker = self._parts.fleet, failed.worker
+        match failed.failure:
+            case Failure.NO_CAPACITY:
+                fleet.hold(worker, max(MIN_HOLD_S, failed.retry_after_s))
+            case Failure.FINGERPRINT | Failure.REPLACED:  # the registry will report it
+                fleet.hold(worker, self._parts.config.retries.eject_s)
+            case Failure.DRAINING:
+                fleet.set_state(worker, WorkerState.DRAINING)
+            case _:
+                return failed.failure is Failure.LEFT
+        return True
 
     def _blame(self, failed: Failed) -> None:
         """Keep a worker that failed from this request, and for a while from all others."""
@@ -148,7 +144,7 @@ def _final(failed: Failed, why: str) -> BatonError:
 
 
 def _ending(failed: Failed) -> BatonError | None:
-    """Of a failure after which no other attempt makes sense."""
+    """Return the request's error, after a failure that no other attempt would mend."""
     if failed.failure is Failure.INVALID:
         named = f"{failed.field}: " if failed.field else ""
         return InvalidRequestError(named + failed.problem.removeprefix(named), field=failed.field)

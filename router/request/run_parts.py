@@ -34,15 +34,13 @@ class ServedModel:
     """What answers call it."""
     text: TextModel
     fingerprint: bytes = b""
-    """Of weights and configuration. Empty: the worker that sent its tokenizer has none."""
+    """It covers weights and configuration. Empty: the worker that sent its tokenizer has none."""
     code: str = ""
-    """Of the unit that serves it."""
-    names: tuple[str, ...] = ()
-    """That clients may call it, `name` among them; empty: that alone."""
+    """The code of the unit that serves it."""
 
     @property
     def unit(self) -> str:
-        """As Routed names it; empty: the fingerprint is not known."""
+        """Return the unit as Routed names it; empty: the fingerprint is not known."""
         return f"{self.code}/{self.fingerprint.hex()[:16]}" if self.fingerprint else ""
 
 
@@ -54,7 +52,7 @@ class RunParts:
     links: FleetLinks
     admission: Admission
     searching: FairLine
-    """Of requests that are looked for at the decode workers."""
+    """The line of requests that are looked for at the decode workers."""
     retries: RetryBudget
     metrics: RouterMetrics
     trace: Trace

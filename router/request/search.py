@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import grpc
@@ -92,7 +92,7 @@ def check_resumable(head: RequestHead) -> None:
 
 
 async def is_kept(sought: Sought, links: FleetLinks, timeout_s: float) -> bool:
-    """Whether a decode worker keeps the request. Raises what `find_running` does."""
+    """Ask whether a decode worker keeps the request. Raises what `find_running` does."""
     await links.wait_tried(timeout_s)
     asked = links.with_open_session()
     asking = (_attach(link, sought, timeout_s) for link in asked)
@@ -119,7 +119,10 @@ async def find_running(sought: Sought, links: FleetLinks, timeout_s: float) -> R
     try:
         answers = await asyncio.gather(*asked.values(), return_exceptions=True)
     except asyncio.CancelledError:
-        _abandon(asked.values())
+        for task in asked.values():
+            has_answer = task.done() and not task.cancelled() and not task.exception()
+            if has_answer and (one := task.result()) is not None:
+                one.leave()
         raise
     found = [answer for answer in answers if isinstance(answer, Running)]
     found.sort(key=lambda one: one.response.spec.attempt)
@@ -133,34 +136,24 @@ async def find_running(sought: Sought, links: FleetLinks, timeout_s: float) -> R
 
 
 def _check_nowhere(sought: Sought, links: FleetLinks, answers: Mapping[WorkerLink, object]) -> None:
-    """No worker that answered keeps the request. Raise the reason why it cannot run again."""
+    """Raise the reason why a request that no worker is known to keep cannot run again.
+
+    With tokens out that is UnavailableError while a worker may keep it: one that may answer in a
+    moment, or one that a silent or just started registry may yet report.
+    """
     heard = {k: answer for k, answer in answers.items() if not isinstance(answer, _NoAnswerError)}
     if sought.head.resume_from_index:
-        _check_all_heard(links, heard.keys())
+        if not links.are_all_known:
+            message = "the registry has yet to report which workers may keep the request"
+            raise UnavailableError(message, retry_after_s=1.0)
+        for link in links:
+            if link not in heard and link.may_be_heard_again:
+                worker_id = link.entry.facts.worker_id
+                message = f"{worker_id} has yet to answer whether it keeps the request"
+                raise UnavailableError(message, retry_after_s=1.0)
     for answer in heard.values():
         if isinstance(answer, BaseException):
             raise answer
-
-
-def _abandon(asked: Iterable[asyncio.Task[Running | None]]) -> None:
-    for task in asked:
-        if task.done() and not task.cancelled() and task.exception() is None:
-            one = task.result()
-            if one is not None:
-                one.leave()
-
-
-def _check_all_heard(links: FleetLinks, heard: Set[WorkerLink]) -> None:
-    """Raises UnavailableError while a worker may keep the request: one that may answer in a moment,
-    or one that a silent or just started registry may yet report."""
-    if not links.are_all_known:
-        message = "the registry has yet to report which workers may keep the request"
-        raise UnavailableError(message, retry_after_s=1.0)
-    for link in links:
-        if link not in heard and link.may_be_heard_again:
-            worker_id = link.entry.facts.worker_id
-            message = f"{worker_id} has yet to answer whether it keeps the request"
-            raise UnavailableError(message, retry_after_s=1.0)
 
 
 class _NoAnswerError(Exception):
@@ -222,38 +215,32 @@ class TakenOverError(Exception):
 async def attach_again(
     link: WorkerLink, spec: worker_pb2.RequestSpec, probe: Probe, timeout_s: float
 ) -> worker_pb2.AttachResponse:
-    """Attach to the attempt that `spec` began, in the session that comes next. The worker has
-    continued it, or kept its output, for the router that followed it last.
+    """Attach to the attempt that `spec` began, in the session that comes next; again whenever the
+    connection breaks under way. The worker has continued it, or kept its output, for the router
+    that followed it last.
 
     Raises NotAttachedError, TakenOverError.
     """
+    asked = worker_pb2.AttachRequest(
+        request_id=spec.request_id,
+        tenant=spec.tenant,
+        body_digest=spec.body_digest,
+        seed=spec.seed,
+        attempt=spec.attempt,
+    )
     try:
         async with asyncio.timeout(timeout_s):
-            return await _ask_again(link, spec, probe, timeout_s)
+            while True:
+                await link.session.wait_open()
+                link.session.listen(probe)
+                try:
+                    return await link.attach(asked, timeout_s)
+                except LinkError as error:
+                    if error.code() is not grpc.StatusCode.UNAVAILABLE:
+                        raise
     except LinkError as error:
         if error.code() is grpc.StatusCode.ALREADY_EXISTS:
             raise TakenOverError(error.details()) from None
         raise NotAttachedError(error.details()) from None
     except (TimeoutError, SessionLostError) as error:
         raise NotAttachedError(str(error) or "no answer") from None
-
-
-async def _ask_again(
-    link: WorkerLink, spec: worker_pb2.RequestSpec, probe: Probe, timeout_s: float
-) -> worker_pb2.AttachResponse:
-    """Again whenever the connection breaks under way; until cancelled."""
-    while True:
-        await link.session.wait_open()
-        link.session.listen(probe)
-        asked = worker_pb2.AttachRequest(
-            request_id=spec.request_id,
-            tenant=spec.tenant,
-            body_digest=spec.body_digest,
-            seed=spec.seed,
-            attempt=spec.attempt,
-        )
-        try:
-            return await link.attach(asked, timeout_s)
-        except LinkError as error:
-            if error.code() is not grpc.StatusCode.UNAVAILABLE:
-                raise

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from baton.config.ranges import between
 from baton.config.router import TenantLimits
 from baton.errors import InvalidRequestError, NoCapacityError
 from baton.v1 import common_pb2, router_pb2
@@ -21,6 +22,7 @@ from router.request.client_request import (
     MAX_WORD_CHARS,
     ClientRequest,
     RequestHead,
+    check_count,
     check_model,
     check_name,
     wrong,
@@ -30,6 +32,7 @@ from router.text import SamplingDefaults, TextModel
 
 ALL_THAT_FIT = (1 << 32) - 1  # of `truncate_prompt_tokens`
 MAX_BAD_WORDS, _MAX_BIASES = 128, 1024
+_BIAS = between(-100, 100)
 _MAX_PROMPT_LOGPROBS = 1 << 16  # of a request: they come in one message
 _MAX_BYTES_PER_TOKEN = 64  # of a whole message, for every token of the context: no text needs it
 
@@ -41,10 +44,10 @@ class RequestLimits:
     max_model_len: int
     """Prompt plus output tokens that some decode worker accepts."""
     model_context: int | None = None
-    """Of the model, where KV memory holds less than it; None: nothing holds less."""
+    """The model's context, where KV memory holds less; None: nothing holds less."""
     tenant: TenantLimits = NO_LIMITS
     close_objects: bool = True
-    """Of JSON schemas (`router.answers.close_objects`)."""
+    """Whether JSON schemas are closed (`router.answers.close_objects`)."""
 
     @property
     def context(self) -> int:
@@ -80,7 +83,7 @@ class ParsedRequest:
     constraint: Constraint | None = None
     allowed_tokens: bytes = b""
     bad_words: tuple[bytes, ...] = ()
-    """Both as workers are told them."""
+    """Both as they are sent to workers."""
 
     def is_same_as(self, body_digest: bytes, seed: int) -> bool:
         """Whether this is the request that runs under its id with that digest and effective seed.
@@ -146,7 +149,7 @@ def check_tokenize(request: Prompted, model_names: Collection[str]) -> None:
 def encode_prompt(
     request: Prompted, num_bytes: int, model: TextModel, limits: RequestLimits
 ) -> TokenIds:
-    """Token ids of a request's prompt, [num_prompt_tokens] uint32, in the vocabulary; read-only."""
+    """Return a prompt's token ids, [num_prompt_tokens] uint32, in the vocabulary; read-only."""
     kind = request.WhichOneof("prompt")
     ids: Sequence[int]
     if num_bytes > limits.max_bytes:  # seconds and gigabytes to tokenize, for nothing
@@ -156,7 +159,7 @@ def encode_prompt(
             field=kind,
         )
     if kind is None:
-        raise wrong("prompt", "one is needed: text, chat or token_ids")
+        raise wrong("prompt", "give text, chat or token_ids")
     if kind == "chat":
         try:
             ids = model.encode_chat(conversation_of(request.chat))
@@ -181,7 +184,7 @@ def encode_prompt(
 
 
 def _num_kept(request: Prompted, limits: RequestLimits) -> int:
-    """Of the prompt's last tokens; 0: all."""
+    """Return how many of the prompt's last tokens are kept; 0: all."""
     if not isinstance(request, router_pb2.GenerateRequest):
         return 0
     if request.truncate_prompt_tokens != ALL_THAT_FIT:
@@ -197,18 +200,17 @@ def _outside(token_id: int, vocab_size: int) -> str:
 
 
 def _check_biases(biases: Mapping[int, float], vocab_size: int) -> None:
-    if len(biases) > _MAX_BIASES:
-        raise wrong("sampling.logit_bias", f"at most {_MAX_BIASES} are taken")
+    check_count("sampling.logit_bias", len(biases), _MAX_BIASES)
     for token_id, bias in biases.items():
         field = f"sampling.logit_bias[{token_id}]"
         if token_id >= vocab_size:
             raise wrong(field, f"outside the vocabulary of {vocab_size}")
-        if not -100 <= bias <= 100:
-            raise wrong(field, f"must be between -100 and 100, not {bias:g}")
+        if problem := _BIAS.problem(bias):
+            raise wrong(field, problem)
 
 
 def _allowed_tokens(request: router_pb2.GenerateRequest, vocab_size: int) -> bytes:
-    """A bit for each token of the vocabulary; empty where the request names none."""
+    """Return a bit for each token of the vocabulary; nothing where the request names none."""
     if not request.HasField("allowed_token_ids"):
         return b""
     ids = np.array(request.allowed_token_ids.ids, np.int64)
@@ -222,9 +224,8 @@ def _allowed_tokens(request: router_pb2.GenerateRequest, vocab_size: int) -> byt
 
 
 def _bad_words(request: router_pb2.GenerateRequest, model: TextModel) -> tuple[bytes, ...]:
-    """The ids of each text at the beginning of a line and after a space, as in vLLM."""
-    if len(request.bad_words) > MAX_BAD_WORDS:
-        raise wrong("bad_words", f"at most {MAX_BAD_WORDS} are taken")
+    """Return the ids of each text, at a line's beginning and after a space, as in vLLM."""
+    check_count("bad_words", len(request.bad_words), MAX_BAD_WORDS)
     found = dict[bytes, None]()
     for index, word in enumerate(request.bad_words):
         if not word.strip() or len(word) > MAX_WORD_CHARS:
@@ -243,8 +244,8 @@ def _fill_in(
     num_prompt_tokens: int,
     limits: RequestLimits,
 ) -> common_pb2.SamplingParams:
-    """The request's values over the model's over neutral ones; max_tokens fits the context and the
-    tenant's limits."""
+    """Put the request's values over the model's over neutral ones. `max_tokens` fits the context
+    and the tenant's limits."""
     room = limits.max_model_len - num_prompt_tokens
     largest = limits.tenant.largest_max_tokens or limits.max_model_len
     for name, wanted in (
@@ -282,7 +283,7 @@ def _fill_in(
 def _too_long(
     name: str, num_prompt_tokens: int, wanted: int, limits: RequestLimits
 ) -> InvalidRequestError | NoCapacityError:
-    """Beyond the model's context it is the caller's mistake; else memory that is too small."""
+    """Return the caller's mistake, beyond the model's context; else memory is too small."""
     longest, room = limits.max_model_len, max(0, limits.max_model_len - num_prompt_tokens)
     asks = f"{name}: {num_prompt_tokens} prompt tokens and {wanted} more exceed"
     fit = f"at most {room} fit after the prompt" if room else "no answer fits after the prompt"

@@ -335,8 +335,7 @@ class Units:
         finally:
             reports.cancel()
             await asyncio.wait({reports})
-        names = self.model_names
-        model = ServedModel(names[0], text, fingerprint, key.code, names)
+        model = ServedModel(self.model_names[0], text, fingerprint, key.code)
         return Router(
             registry,
             model,

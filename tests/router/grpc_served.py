@@ -28,7 +28,7 @@ from router.door.connections.acceptor import listening
 from router.door.connections.sharing import Sharing
 from router.door.grpc.call import Feed
 from router.door.grpc.call_policy import CallPolicy
-from router.door.grpc.h2_server import GrpcServer, Limits
+from router.door.grpc.h2_server import GrpcServer
 
 MAX_BYTES = 1 << 16
 PATH = b"/baton.v1.RouterService/"
@@ -138,12 +138,12 @@ async def served(context: ssl.SSLContext | None = None, **limits: Any) -> AsyncI
     sharing = Sharing(
         limits.pop("max_connections", 100), limits.pop("max_unfinished_bytes", 1 << 20)
     )
-    made = Limits(**{"max_message_bytes": MAX_BYTES, **limits})
-    server = GrpcServer(made, CallPolicy(None), listening("127.0.0.1", 0, False), sharing)
+    policy = CallPolicy(**{"max_message_bytes": MAX_BYTES, **limits})
+    server = GrpcServer(policy, listening("127.0.0.1", 0, False), sharing)
     service = TestedService()  # type: ignore[abstract]
-    methods: Any = server.methods
-    router_pb2_grpc.add_RouterServiceServicer_to_server(service, methods)
-    control_pb2_grpc.add_FleetServiceServicer_to_server(service, methods)  # type: ignore[arg-type]
+    registers: Any = server
+    router_pb2_grpc.add_RouterServiceServicer_to_server(service, registers)
+    control_pb2_grpc.add_FleetServiceServicer_to_server(service, registers)  # type: ignore[arg-type]
     server.start(context)
     try:
         yield Served(server, service)

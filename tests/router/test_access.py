@@ -39,7 +39,7 @@ from baton.reread import Reread
 from baton.v1 import router_pb2, router_pb2_grpc
 from router.__main__ import operator_port
 from router.door.connections import credentials
-from router.door.connections.credentials import Credentials, ServerTls
+from router.door.connections.credentials import Credentials
 from tests.certificates import Authority, swap
 from tests.router.answers import PROMPT, ask_for, error_of, error_reason
 from tests.router.deployment import deployment
@@ -369,7 +369,7 @@ def test_a_key_that_is_taken_away_while_it_is_read_leaves_what_was_read_before(
 ) -> None:
     authority, config = a_site(tmp_path)
     assert config.tls is not None
-    tls = ServerTls(config.tls)
+    credentials = Credentials(config)
     key = Path(config.tls.key_file)
     key.write_bytes(authority.issue("other").key.read_bytes())
     load = ssl.SSLContext.load_cert_chain
@@ -379,7 +379,7 @@ def test_a_key_that_is_taken_away_while_it_is_read_leaves_what_was_read_before(
         load(context, *files, password=password)
 
     monkeypatch.setattr(ssl.SSLContext, "load_cert_chain", too_late)
-    tls.look()
+    credentials.look()
     assert not key.exists()
 
 

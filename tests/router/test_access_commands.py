@@ -58,7 +58,7 @@ async def test_what_is_missing_is_named_with_the_option_that_gives_it(
         (("--tls-ca", str(stranger.ca)), 3, "certificate is not trusted"),
         (("--tls-ca", ca), 1, "wants a bearer token"),
         (("--tls-ca", ca), 1, "--token-file"),
-        (("--tls-ca", ca, "--token-file", str(tmp_path / "guess")), 1, "none that this router"),
+        (("--tls-ca", ca, "--token-file", str(tmp_path / "guess")), 1, "not know the bearer token"),
         (("--tls-ca", ca, "--token-file", str(tmp_path / "none")), 2, "none cannot be read"),
         (("--tls-ca", str(tmp_path / "none")), 2, "none cannot be read"),
         (("--tls-cert", ca), 2, "certificate and its key are needed together"),

@@ -11,9 +11,9 @@ is only being tokenized. A request that the router named is aborted at once, at 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from baton.config.router import TenantLimits
 from baton.errors import BatonError
@@ -26,7 +26,7 @@ from router.placement.placement import Placement
 from router.report.ended_request import EndedRequest, trace_id
 from router.request.client_request import ClientRequest, check_request
 from router.request.constraint import is_constrained
-from router.request.output import Event, Finished, OutputReader, Timings
+from router.request.output import OutputReader
 from router.request.request_run import RequestRun
 from router.request.validate import (
     ParsedRequest,
@@ -50,7 +50,7 @@ _PIECE = 32_768  # ids
 
 
 def pieces(ids: TokenIds) -> Iterator[list[int]]:
-    """In steps that do not hold up the loop from a thread."""
+    """Yield ids in lists so short that a thread that makes them does not hold up the loop."""
     return (ids[at : at + _PIECE].tolist() for at in range(0, len(ids), _PIECE))
 
 
@@ -64,17 +64,12 @@ class Opened:
     parsed: ParsedRequest
     """As this client sent it: of a run that has ended the prompt is dropped."""
 
-    async def take(self) -> list[Event]:
-        """What is new, at least one event; empty after the end. Raises the BatonError that the
-        request ended with."""
-        return await self.reader.take()
-
     def leave(self) -> None:
-        """Its client has gone, with or without having seen the end."""
+        """Let go of it: its client has gone, with or without having seen the end."""
         self.router.leave(self.run, self.reader)
 
     def answer_reader(self) -> AnswerReader | None:
-        """None: the answer is all that the model writes."""
+        """Return what tells thoughts, text and calls apart; None: all of the answer is text."""
         parsed, model = self.parsed, self.router.text
         if not parsed.is_chat:
             return None
@@ -82,20 +77,6 @@ class Opened:
         must = parsed.constraint is not None and parsed.constraint.field == "chat.tool_choice"
         made = AnswerReader(model, parsed.token_ids[-64:].tolist(), parsed.tool_names, key, must)
         return None if made.is_plain else made
-
-
-@dataclass(frozen=True)
-class Ended:
-    """A request that was aborted before its router knew it, as only one with a client's id can."""
-
-    e2e_s: float
-
-    @property
-    def event(self) -> Finished:
-        return Finished(FinishReason.ABORTED, 0, 0, 0, Timings(e2e_s=self.e2e_s))
-
-    def leave(self) -> None:
-        """Nothing of it is left."""
 
 
 class Api:
@@ -111,7 +92,7 @@ class Api:
         self.tokenizer.close()
 
     async def off_loop(self, work: Callable[[], T], tenant: str | None, num_bytes: int) -> T:
-        """Do what a large request takes in the tokenizer's line, and on its thread."""
+        """Run work for a large request on the tokenizer's thread, after a turn in its line."""
         timeout_s = self.units.config.timeouts.default_s
         return await self.tokenizer.run(work, tenant or "", num_bytes, timeout_s)
 
@@ -120,8 +101,9 @@ class Api:
 
     # --- Generate ------------------------------------------------------------------------------
 
-    async def open(self, message: router_pb2.GenerateRequest, drawn_id: str) -> Opened | Ended:
-        """Run the request, or attach to it where it runs; the caller must `leave`.
+    async def open(self, message: router_pb2.GenerateRequest, drawn_id: str) -> Opened | None:
+        """Run the request, or attach to it where it runs; the caller must `leave`. None: it was
+        aborted before its router knew it, as only a request that its client named can be.
 
         `drawn_id`: what the door calls a request that its client did not name. A request that comes
         no further leaves its line in the log here.
@@ -130,32 +112,29 @@ class Api:
         opened: Opened | None = None
         try:
             request = check_request(message, self.units.model_names, drawn_id, arrived_s)
-            arriving: Coroutine[Any, Any, tuple[Router, ParsedRequest, float] | None]
-            arriving = self._parsed(request)
-            if request.head.is_named:
-                arriving = self.pending.run(request.head.key, arriving)
-            if (arrived := await arriving) is not None:
+            parsing, is_named = self._parsed(request), request.head.is_named
+            pending = self.pending.run(request.head.key, parsing) if is_named else parsing
+            if (arrived := await pending) is not None:
                 router, parsed, tokenize_s = arrived
                 opened = Opened(router, *router.open(parsed, tokenize_s), parsed)
         except BatonError as error:
             outcome = error.reason
             raise
         finally:
-            e2e_s = self.units.clock.now_s() - arrived_s
             if opened is None:
                 self.units.metrics.refused(message.tenant, outcome)
                 EndedRequest(
                     message.request_id or drawn_id,
                     message.tenant,
                     outcome,
-                    e2e_s,
+                    self.units.clock.now_s() - arrived_s,
                     message.session_id,
                     trace_id(message.traceparent),
                 ).write_line()
-        return opened or Ended(e2e_s)
+        return opened
 
     async def _parsed(self, request: ClientRequest) -> tuple[Router, ParsedRequest, float]:
-        """The router that the request goes to, and the seconds that reading it took."""
+        """Return the request's router, what it asks for, and the seconds that reading it took."""
         router = await self.units.router_for(request)
         started_s = time.perf_counter()
         model, head, message = router.text, request.head, request.message
@@ -185,7 +164,7 @@ class Api:
             await self.units.abort(tenant, request_id)
 
     async def tokenize(self, request: Prompted, answer: Callable[[Router, TokenIds], T]) -> T:
-        """What `answer`, which is called off the loop, makes of the ids: there may be millions."""
+        """Return what `answer` makes of the ids. It runs off the loop: there may be millions."""
         check_tokenize(request, self.units.model_names)
         router, num_bytes = await self.units.main_router(), request.ByteSize()
         model, limits = router.text, router.request_limits()
@@ -196,7 +175,7 @@ class Api:
         )
 
     async def explain(self, message: router_pb2.GenerateRequest) -> tuple[Router, list[Placement]]:
-        """Where a request would go, cheapest first. Books nothing."""
+        """Return where a request would go, cheapest first. Books nothing."""
         request = check_request(message, self.units.model_names)
         router, parsed, _ = await self._parsed(request)
         return router, router.candidates(parsed, MAX_CANDIDATES)

@@ -7,58 +7,51 @@ of their messages. Tenants get equal parts of the threads, by bytes.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections import defaultdict
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from baton.config.router import AdmissionConfig
 from baton.errors import DeadlineError
 from router.placement.fairness import FairLine
+from router.request.client_request import Key
 
 T = TypeVar("T")
 
-Key = tuple[str, str]  # (tenant, request id), as the client named it
-
 
 class PendingRequests:
-    """Own the tasks of requests that arrive, so that each can be aborted by its name."""
+    """Own the limits of requests that arrive, so that each can be aborted by its name."""
 
     def __init__(self) -> None:
-        self._tasks: dict[Key, set[asyncio.Task[Any]]] = {}
+        self._limits: defaultdict[Key, set[asyncio.Timeout]] = defaultdict(set)
 
-    async def run(self, key: Key, work: Coroutine[Any, Any, T]) -> T | None:
+    async def run(self, key: Key, work: Awaitable[T]) -> T | None:
         """Return or raise what `work` does. None when `abort` came first, even if only just."""
-        task = asyncio.create_task(work)
-        self._tasks.setdefault(key, set()).add(task)
+        limit = asyncio.timeout(None)
+        self._limits[key].add(limit)
         try:
-            result = await task
-        except asyncio.CancelledError:
-            if self._holds(key, task):
-                raise  # not by `abort`: its client has left
+            async with limit:
+                result = await work
+            return result if limit.when() is None else None
+        except TimeoutError:
+            if not limit.expired():
+                raise
             return None
-        else:
-            return result if self._holds(key, task) else None
         finally:
-            self._remove(key, task)
+            self._limits[key].discard(limit)
+            if not self._limits[key]:
+                del self._limits[key]
 
     def abort(self, key: Key) -> bool:
         """End what arrives under this name; False when nothing does."""
-        tasks = self._tasks.pop(key, set())
-        for task in tasks:
-            task.cancel()
-        return bool(tasks)
+        limits = self._limits.pop(key, set())
+        for limit in limits:
+            limit.reschedule(0.0)
+        return bool(limits)
 
     def __len__(self) -> int:
-        return sum(map(len, self._tasks.values()))
-
-    def _holds(self, key: Key, task: asyncio.Task[Any]) -> bool:
-        return task in self._tasks.get(key, ())
-
-    def _remove(self, key: Key, task: asyncio.Task[Any]) -> None:
-        tasks = self._tasks.get(key, set())
-        tasks.discard(task)
-        if not tasks:
-            self._tasks.pop(key, None)
+        return sum(map(len, self._limits.values()))
 
 
 class TokenizerLine:

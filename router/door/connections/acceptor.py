@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import ipaddress
 import logging
 import socket
 import ssl
 from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from typing import Any
 
 from baton.errors import ConfigError
@@ -32,7 +32,7 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether it is this machine's own, by its name or address alone."""
+    """Tell whether a host is this machine's own, by its name or address alone."""
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -40,56 +40,38 @@ def is_loopback(host: str) -> bool:
 
 
 def check_can_listen(address: str, reuse_port: bool) -> None:
-    """Raises ConfigError when the port is taken or the host is not this machine's.
+    """Raises ConfigError as `listening` would."""
+    listening(*split_address(address), reuse_port, begins=False).close()
+
+
+def listening(host: str, port: int, reuse_port: bool, begins: bool = True) -> socket.socket:
+    """Bind a socket, and listen unless `begins` is False. 0.0.0.0 means all addresses, IPv6
+    included. Raises ConfigError when the port is taken or the host is not this machine's.
 
     `reuse_port`: other processes may listen there that allow it too.
     """
-    host, port = split_address(address)
-    try:
-        family, kind, protocol, _, target = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, int(reuse_port))
-            probe.bind(target)
-    except OSError as error:
-        raise cannot_listen(address, error) from error
-
-
-def cannot_listen(address: str, error: OSError) -> ConfigError:
-    why = (error.strerror or str(error)).partition(" (while")[0]
-    return ConfigError(f"cannot listen on {address}: {why}")
-
-
-def listening(host: str, port: int, reuse_port: bool) -> socket.socket:
-    """0.0.0.0 means all addresses, IPv6 included. Raises ConfigError when the port is taken or the
-    host is not this machine's.
-
-    `reuse_port`: other processes may listen there that allow it too.
-    """
-    try:
-        return _listening(host.strip("[]"), port, reuse_port)
-    except OSError as error:
-        raise cannot_listen(f"{host}:{port}", error) from error
-
-
-def _listening(host: str, port: int, reuse_port: bool) -> socket.socket:
-    is_any = host in ("0.0.0.0", "::") and socket.has_dualstack_ipv6()
-    if is_any:
-        return socket.create_server(
-            ("::", port),
-            family=socket.AF_INET6,
-            backlog=BACKLOG,
-            reuse_port=reuse_port,
-            dualstack_ipv6=True,
-        )
-    family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-    return socket.create_server((host, port), family=family, backlog=BACKLOG, reuse_port=reuse_port)
+    name = host.strip("[]")
+    is_any = name in ("0.0.0.0", "::") and socket.has_dualstack_ipv6()
+    with ExitStack() as opened:
+        try:
+            where = socket.getaddrinfo("::" if is_any else name, port, type=socket.SOCK_STREAM)[0]
+            made = opened.enter_context(socket.socket(*where[:3]))
+            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, int(reuse_port))
+            if made.family == socket.AF_INET6:
+                made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, int(not is_any))
+            made.bind(where[4])
+            if begins:
+                made.listen(BACKLOG)
+        except OSError as error:
+            shown, why = f"[{name}]" if ":" in name else name, error.strerror or error
+            raise ConfigError(f"cannot listen on {shown}:{port}: {why}") from error
+        opened.pop_all()
+    return made
 
 
 def _is_over(accepted: socket.socket) -> bool:
-    """Whether the client has closed it already."""
+    """Tell whether the client has closed it already."""
     try:
         return not accepted.recv(1, socket.MSG_PEEK)
     except BlockingIOError:
@@ -167,7 +149,7 @@ class Acceptor:
             if not isinstance(error, OSError):
                 raise
             log.info("a client's connection or its TLS handshake failed: %s", error)
-            with contextlib.suppress(OSError):
+            with suppress(OSError):
                 spare.shutdown(socket.SHUT_WR)
                 await asyncio.sleep(SHUT_WITHIN_S)
                 while spare.recv(1 << 16):

@@ -8,14 +8,13 @@ import logging
 import os
 import re
 import ssl
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import yaml
-from google.protobuf.message import Message
 
 from baton.config import settings
 from baton.config.router import RouterConfig, TenantLimits, TlsConfig
@@ -27,26 +26,13 @@ from baton.v1 import router_pb2
 log = logging.getLogger(__name__)
 
 
-class ServerTls:
-    """Own the certificate; `look` reads its files again when they have changed. Connections that
-    are there keep theirs."""
-
-    def __init__(self, config: TlsConfig) -> None:
-        """Raises ConfigError when the files hold no certificate and its key."""
-        named = (config.certificate_file, config.key_file, config.client_ca_file)
-        files = [Path(name) for name in named if name is not None]
-        self._certificates = Reread(lambda: files, partial(read_certificates, config))
-        self.look = self._certificates.look
-
-    @property
-    def contexts(self) -> Contexts:
-        """Others once the files have changed."""
-        return self._certificates.value
+_LOOK_S = 1.0
+_TLS_FILES = ("certificate_file", "key_file", "client_ca_file")
 
 
 @dataclass(frozen=True)
 class Contexts:
-    """Of either door's connections."""
+    """TLS contexts for new connections of each door."""
 
     of_grpc: ssl.SSLContext
     of_http: ssl.SSLContext
@@ -54,33 +40,32 @@ class Contexts:
 
 def read_certificates(config: TlsConfig) -> Contexts:
     """Raises ConfigError where the files hold no certificate and its key."""
+    for name in _TLS_FILES:
+        path = getattr(config, name)
+        try:
+            if path is not None:
+                Path(path).read_bytes()
+        except OSError as error:
+            raise _wrong(f"{path} cannot be read: {error.strerror}", f"tls.{name}") from error
     return Contexts(_context(config, "h2"), _context(config, "http/1.1"))
 
 
 def _context(config: TlsConfig, protocol: str) -> ssl.SSLContext:
-    _check_readable(config.certificate_file, "tls.certificate_file")
-    _check_readable(config.key_file, "tls.key_file")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:  # with a password, or OpenSSL would ask for one at the terminal
         context.load_cert_chain(config.certificate_file, config.key_file, password="")
     except OSError as error:  # an SSLError is one; so is that of a file that is replaced just now
-        raise ConfigError(
-            f"router.tls: {config.certificate_file} and {config.key_file} are not a certificate "
-            f"and its key, both PEM and without a password: {_why(error)}",
-            field="router.tls",
-        ) from error
+        problem = "are not a certificate and its key, both PEM and without a password"
+        files = f"{config.certificate_file} and {config.key_file}"
+        raise _wrong(f"{files} {problem}: {_why(error)}", "tls") from error
     context.set_alpn_protocols([protocol])
     if config.client_ca_file is None:
         return context
-    _check_readable(config.client_ca_file, "tls.client_ca_file")
     try:
         context.load_verify_locations(config.client_ca_file)
     except OSError as error:
-        raise ConfigError(
-            f"router.tls.client_ca_file: {config.client_ca_file} holds no certificates in PEM: "
-            f"{_why(error)}",
-            field="router.tls.client_ca_file",
-        ) from error
+        problem = f"{config.client_ca_file} holds no certificates in PEM: {_why(error)}"
+        raise _wrong(problem, "tls.client_ca_file") from error
     context.verify_mode = ssl.CERT_REQUIRED
     return context
 
@@ -89,18 +74,6 @@ def _why(error: OSError) -> str:
     return str((error.reason if isinstance(error, ssl.SSLError) else error.strerror) or error)
 
 
-def _check_readable(path: str, field: str) -> None:
-    try:
-        Path(path).read_bytes()
-    except OSError as error:
-        raise ConfigError(
-            f"router.{field}: {path} cannot be read: {error.strerror}", field=f"router.{field}"
-        ) from error
-
-
-Metadata = Iterable[tuple[str, str | bytes]]
-
-_HEADER = "authorization"
 _SCHEME = "bearer "
 _IN_METADATA = "the metadata `authorization: Bearer TOKEN`"
 _TOKEN = re.compile(r"[A-Za-z0-9._~+/-]+=*")  # RFC 6750
@@ -121,15 +94,15 @@ class Callers:
         self._known = Reread(partial(_files, path), partial(self._read, path))
         self.look = self._known.look
 
-    def tenant_of(self, metadata: Metadata, named: str = _IN_METADATA) -> str:
-        """Raises UnauthenticatedError where a call's metadata hold no token that is known. `named`:
-        what its caller should send."""
-        token = _bearer_token(metadata)
-        if token is None:
+    def tenant_of(self, authorization: str, named: str = _IN_METADATA) -> str:
+        """Return the tenant of "Bearer TOKEN". Raises UnauthenticatedError where there is no token,
+        or none that is known; `named`: what the caller should have sent."""
+        if authorization[: len(_SCHEME)].lower() != _SCHEME:
             raise UnauthenticatedError(f"this router wants a bearer token: {named}")
+        token = authorization[len(_SCHEME) :].strip()
         tenant = self._known.value[0].get(self._digest(token))
         if tenant is None:
-            raise UnauthenticatedError("the bearer token is none that this router knows")
+            raise UnauthenticatedError("this router does not know the bearer token")
         return tenant
 
     def limits_of(self, tenant: str) -> TenantLimits:
@@ -138,9 +111,9 @@ class Callers:
     def is_operator(self, tenant: str | None) -> bool:
         return tenant in self._operators
 
-    def check_operator(self, metadata: Metadata) -> None:
+    def check_operator(self, authorization: str) -> None:
         """Raises UnauthenticatedError, PermissionDeniedError."""
-        if not self.is_operator(tenant := self.tenant_of(metadata)):
+        if not self.is_operator(tenant := self.tenant_of(authorization)):
             raise PermissionDeniedError(f"{tenant} is not among router.auth.operators")
 
     def _digest(self, token: str) -> bytes:
@@ -158,8 +131,8 @@ class Callers:
 
 
 def read_tenants(path: Path, limits: TenantLimits) -> Iterator[tuple[str, list[str], TenantLimits]]:
-    """Each tenant, its tokens and its limits, `limits` where it names none. Raises ConfigError,
-    which never quotes a token."""
+    """Yield each tenant, its tokens and its limits, `limits` where it names none. Raises
+    ConfigError, which never quotes a token."""
     for tenant, said in _entries(path):
         if not 0 < len(tenant) <= _MAX_TENANT_CHARS:
             raise _wrong(f"{path}: a tenant's name has 1 to {_MAX_TENANT_CHARS} characters")
@@ -180,7 +153,7 @@ def read_tenants(path: Path, limits: TenantLimits) -> Iterator[tuple[str, list[s
 
 
 def _entries(path: Path) -> Iterator[tuple[str, Any]]:
-    """Each tenant with what a file says of it."""
+    """Yield each tenant with what a file says of it."""
     try:
         for file in _files(path):
             if file != path and file.suffix != ".yaml":
@@ -203,45 +176,28 @@ def _entries(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _files(path: Path) -> list[Path]:
-    """The tenants' files. Names with a leading dot are Kubernetes' own, for swapping a mounted
-    Secret."""
+    """Return the tenants' files. Names with a leading dot are Kubernetes' own, for swapping a
+    mounted Secret."""
     try:
         return sorted(file for file in path.iterdir() if not file.name.startswith("."))
     except OSError:  # a file, or nothing
         return [path]
 
 
-def _bearer_token(metadata: Metadata) -> str | None:
-    for name, value in metadata:
-        if name == _HEADER and isinstance(value, str) and value[:7].lower() == _SCHEME:
-            return value[7:].strip()
-    return None
+def _wrong(problem: str, field: str = "auth.tokens") -> ConfigError:
+    return ConfigError(f"router.{field}: {problem}", field=f"router.{field}")
 
 
-def _wrong(problem: str) -> ConfigError:
-    return ConfigError(f"router.auth.tokens: {problem}", field="router.auth.tokens")
-
-
-def confine(message: Message, tenant: str | None) -> None:
-    """Fill in the caller's tenant. Raises PermissionDeniedError if the message names another
-    one."""
-    if tenant is None:
+def confine(message: Any, tenant: str | None) -> None:
+    """Fill in the caller's tenant where the message has one. Raises PermissionDeniedError if it
+    names another."""
+    is_wrapped = isinstance(message, router_pb2.ExplainRouteRequest)
+    asked, field = (message.request, "request.tenant") if is_wrapped else (message, "tenant")
+    if tenant is None or "tenant" not in asked.DESCRIPTOR.fields_by_name:
         return
-    match message:
-        case (
-            router_pb2.GenerateRequest() | router_pb2.AbortRequest() | router_pb2.TokenizeRequest()
-        ):
-            asked, field = message, "tenant"
-        case router_pb2.ExplainRouteRequest():
-            asked, field = message.request, "request.tenant"
-        case _:
-            return
     if asked.tenant not in ("", tenant):
         raise PermissionDeniedError(f"{field}: the token is another tenant's", field=field)
     asked.tenant = tenant
-
-
-_LOOK_S = 1.0
 
 
 class Credentials:
@@ -249,24 +205,33 @@ class Credentials:
 
     def __init__(self, config: RouterConfig) -> None:
         """Raises ConfigError when their files cannot be read."""
-        self._tls = None if config.tls is None else ServerTls(config.tls)
+        self._certificates: Reread[Contexts] | None = None
+        if (tls := config.tls) is not None:
+            named = (getattr(tls, name) for name in _TLS_FILES)
+            files = [Path(name) for name in named if name is not None]
+            self._certificates = Reread(lambda: files, partial(read_certificates, tls))
         self.callers = None if config.auth is None else Callers(config)
         for warning in open_to_others(config.secret_files):
             log.warning(warning)
 
     @property
     def contexts(self) -> Contexts | None:
-        """None: plain text."""
-        return None if self._tls is None else self._tls.contexts
+        """Return the newest certificate's contexts; None: plain text. Connections that are there
+        keep theirs."""
+        return None if self._certificates is None else self._certificates.value
 
-    async def follow(self, on_contexts: Callable[[Contexts], Awaitable[None]]) -> None:
-        """Read what has changed, again and again. `on_contexts` gets a new certificate's."""
+    def look(self) -> None:
+        """Read again what has changed."""
+        for part in (self._certificates, self.callers):
+            if part is not None:
+                part.look()
+
+    async def follow(self, on_contexts: Callable[[Contexts], None]) -> None:
+        """Look again and again. `on_contexts` gets the contexts of a new certificate."""
         shown = self.contexts
-        looks = [part.look for part in (self._tls, self.callers) if part is not None]
         while True:
             await asyncio.sleep(_LOOK_S)
-            for look in looks:
-                await asyncio.to_thread(look)
+            await asyncio.to_thread(self.look)
             if self.contexts is not None and self.contexts is not shown:
                 shown = self.contexts
-                await on_contexts(shown)
+                on_contexts(shown)

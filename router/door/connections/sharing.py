@@ -38,7 +38,7 @@ class Allowance:
             self._left += amount
 
     def spend(self, amount: int) -> bool:
-        """False: it is used up."""
+        """Take so much of it. False: it is used up."""
         self._left -= amount
         if self._left < 0:
             now_s = time.monotonic()
@@ -98,7 +98,7 @@ class Guest(Protocol):
 
     @property
     def is_idle(self) -> bool:
-        """No whole request of it is being answered, but for what anyone may ask."""
+        """Tell whether no whole request of it is being answered, but for what anyone may ask."""
 
     def leave(self) -> None:
         """End it, to make room."""
@@ -121,7 +121,7 @@ class Sharing:
         self._num_ended, self._told_s = 0, -math.inf
 
     def admit(self, guest: Guest) -> bool:
-        """False: there is no room, since all are being served."""
+        """Count it in. False: there is no room, since all are being served."""
         if len(self._guests) >= self._max_guests and not self.make_room():
             return False
         self._guests[guest] = None

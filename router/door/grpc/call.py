@@ -12,12 +12,10 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import binascii
 import functools
 import logging
 import re
 import struct
-import zlib
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
@@ -42,6 +40,8 @@ log = logging.getLogger(__name__)
 Headers = Sequence[tuple[bytes, bytes]]
 Metadata = Sequence[tuple[str, str | bytes]]
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+Methods = Mapping[bytes, Handler]
+"""A server's methods, by their paths."""
 T = TypeVar("T")
 
 MAX_METADATA_BYTES = 16 << 10
@@ -49,8 +49,7 @@ _PREFIX = struct.Struct(">BI")  # compressed or not; length
 _MAX_QUEUED = 16  # messages of a streaming request that nobody has read yet
 _TIMEOUT = re.compile(rb"(\d{1,8})([HMSmun])")
 _UNITS_S = {b"H": 3600.0, b"M": 60.0, b"S": 1.0, b"m": 1e-3, b"u": 1e-6, b"n": 1e-9}
-_ENCODINGS = {b"gzip": 16 + zlib.MAX_WBITS, b"deflate": zlib.MAX_WBITS}
-_ACCEPTED = (b"grpc-accept-encoding", b"identity, deflate, gzip")
+_ACCEPTED = (b"grpc-accept-encoding", b"identity")
 _OPENING = ((b":status", b"200"), (b"content-type", b"application/grpc"), _ACCEPTED)
 _PLAIN = " !\"#$&'()*+,-./:;<=>?@[\\]^_`{|}~"  # in grpc-message, besides letters and digits
 
@@ -75,35 +74,24 @@ class Status:
 _OK = Status(StatusCode.OK)
 
 
-def status_of(error: BatonError) -> Status:
-    return Status(status_code(error), shortened(error).message, status_metadata(error))
-
-
 def _on_wire(value: str | bytes) -> bytes:
     if isinstance(value, str):
         return value.encode()
     return base64.b64encode(value).rstrip(b"=")
 
 
-def metadata_of(headers: Headers) -> Iterable[tuple[str, str | bytes]]:
-    """A request's own metadata. What cannot be read is left out."""
-    for name, value in headers:
-        if name.endswith(b"-bin"):
-            for part in value.split(b","):
-                try:
-                    yield name.decode("latin-1"), base64.b64decode(part + b"=" * (-len(part) % 4))
-                except binascii.Error:
-                    continue
-        elif not name.startswith((b":", b"grpc-")):
-            yield name.decode("latin-1"), value.decode("latin-1")
-
-
 class _CallEndedError(Exception):
-    """Raised by whatever ends a call of its own."""
+    """Ends the call that it is raised in, with a status."""
 
     def __init__(self, code: StatusCode, message: str, metadata: Metadata = ()) -> None:
         super().__init__(message)
         self.status = Status(code, message, metadata)
+
+
+def status_of(error: BatonError | _CallEndedError) -> Status:
+    if isinstance(error, _CallEndedError):
+        return error.status
+    return Status(status_code(error), shortened(error).message, status_metadata(error))
 
 
 def _message(deserialize: Any, data: bytes) -> Any:
@@ -121,41 +109,24 @@ def _large_message(deserialize: Any, data: bytes) -> Any:
 
 
 class Feed(ABC):
-    """Messages that come into being without their reader."""
+    """A source of messages, which come whether or not they are read."""
 
     @abstractmethod
     def follow(self, on_news: Callable[[], None]) -> None:
-        """Call this whenever there is something to take. It does not call the feed."""
+        """Have this called whenever there is something to take. It does not call back."""
 
     @property
     @abstractmethod
     def has_more(self) -> bool:
-        """Whether `take` shall be called again, although nothing new came."""
+        """Tell whether `take` shall be called again, although nothing new came."""
 
     @abstractmethod
     def take(self) -> Sequence[Message] | None:
-        """What is new, if anything is; None after the end. Raises BatonError."""
+        """Return what is new, if anything is; None after the end. Raises BatonError."""
 
     @abstractmethod
     def leave(self) -> None:
-        """The reader has gone; called once."""
-
-
-class Methods:
-    """What a server serves: takes what the generated `add_..._to_server` register."""
-
-    def __init__(self) -> None:
-        self._by_path: dict[bytes, Handler] = {}
-
-    def add_generic_rpc_handlers(self, handlers: object) -> None:
-        """The same methods a second time, for servers that look them up one by one."""
-
-    def add_registered_method_handlers(self, service: str, handlers: Mapping[str, Handler]) -> None:
-        for name, handler in handlers.items():
-            self._by_path[f"/{service}/{name}".encode()] = handler
-
-    def find(self, path: bytes) -> Handler | None:
-        return self._by_path.get(path)
+        """Let go: the reader has gone. Called once."""
 
 
 class Stream(Protocol):
@@ -164,14 +135,14 @@ class Stream(Protocol):
     unfinished: Unfinished
 
     def send(self, stream_id: int, data: bytes | memoryview) -> int:
-        """How many bytes were taken; the rest has to wait for the next `pump`."""
+        """Return how many bytes were taken; the rest has to wait for the next `pump`."""
 
     def send_headers(self, stream_id: int, headers: Headers, ends: bool = False) -> None: ...
     def forget(self, stream_id: int, reset: bool) -> None:
-        """The call is over. `reset`: the client, which still sends, shall stop."""
+        """Forget a call that is over. `reset`: the client, which still sends, shall stop."""
 
     def own(self, task: asyncio.Task[None]) -> None:
-        """Hold it until it ends."""
+        """Hold a task until it ends."""
 
     def soon(self, call: Call) -> None:
         """Have `pump` called before long, once for any number of wishes."""
@@ -180,17 +151,15 @@ class Stream(Protocol):
 class Call:
     """Own one call. For a method it is its context, named as in gRPC."""
 
-    def __init__(
-        self, stream: Stream, stream_id: int, policy: CallPolicy, max_message_bytes: int
-    ) -> None:
+    def __init__(self, stream: Stream, stream_id: int, policy: CallPolicy) -> None:
         self._stream, self.stream_id, self._policy = stream, stream_id, policy
-        self._max_bytes = self._max_received = max_message_bytes
+        self._max_bytes = self._max_received = policy.max_message_bytes
         self._loop = asyncio.get_running_loop()
         self.arrived_s = self._loop.time()
         self.is_due = False
-        """`pump` will be called."""
+        """Whether `pump` will be called."""
         self.is_complete = False
-        """The whole request is here."""
+        """Whether the whole request is here."""
         self._received = bytearray()
         self._request: bytes | None = None
         self._requests: asyncio.Queue[bytes | None] | None = None  # of a request that streams
@@ -199,17 +168,16 @@ class Call:
         """What the answer's `x-request-id` says. It may be changed until the first message."""
         self.traceparent = ""
         self.is_open = False
-        """Anyone may make it."""
+        """Whether anyone may make it."""
         self.tenant: str | None = None
         """The caller's; None: any."""
-        self._wbits: int | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._task: asyncio.Task[None] | None = None
         self._feed: Feed | None = None
         self._unsent: bytes | memoryview = b""
         self._room: asyncio.Future[None] | None = None  # a writer waits for it
         self.has_opened = False
-        """Something was sent."""
+        """Whether something was sent."""
         self._refusal = b""
         self._status: Status | None = None  # to be sent after what is unsent
         self._is_over = False
@@ -227,9 +195,7 @@ class Call:
             return self._refuse_http(b"415")
         try:
             self._admit(fields, headers, methods)
-        except _CallEndedError as error:
-            self.end(error.status)
-        except BatonError as error:
+        except (_CallEndedError, BatonError) as error:
             self.end(status_of(error))
         return None
 
@@ -241,7 +207,7 @@ class Call:
         self.end(status_of(error))
 
     def _refuse_http(self, status: bytes) -> None:
-        """What calls is no gRPC client."""
+        """End a call that no gRPC client makes, with a status of HTTP."""
         self._refusal = status
         self.end(_OK)
 
@@ -260,20 +226,17 @@ class Call:
             left_s = int(found[1]) * _UNITS_S[found[2]]
             self._timer = self._loop.call_later(left_s, self._on_deadline)
         self.is_open = self._policy.is_open(path)
-        if not self.is_open:
-            self.tenant = self._policy.admitted(metadata_of(headers))
-        self._handler = methods.find(wire_path)
+        if not self.is_open and self._policy.callers is not None:
+            sent = fields.get(b"authorization", b"").decode("latin-1")
+            self.tenant = self._policy.callers.tenant_of(sent)
+        self._handler = methods.get(wire_path)
         if self._handler is None:
             raise _CallEndedError(StatusCode.UNIMPLEMENTED, "Method not found!")
-        most = self._policy.max_bytes(self.is_open)
-        if most is not None:
-            self._max_received = min(most, self._max_bytes)
+        self._max_received = self._policy.max_received_bytes(self.is_open)
         encoding = fields.get(b"grpc-encoding", b"identity")
         if encoding != b"identity":
-            self._wbits = _ENCODINGS.get(encoding)
-            if self._wbits is None:
-                why = f"grpc-encoding {encoding.decode('latin-1')} is not taken"
-                raise _CallEndedError(StatusCode.UNIMPLEMENTED, why)
+            why = f"grpc-encoding {encoding.decode('latin-1')} is not taken: send uncompressed"
+            raise _CallEndedError(StatusCode.UNIMPLEMENTED, why)
         if self._handler.request_streaming:
             self._requests = asyncio.Queue()
             self._run(self._handler, self._each_request())
@@ -298,28 +261,11 @@ class Call:
         end = _PREFIX.size + length
         if len(received) < end:
             return None
+        if flag != 0:
+            raise _CallEndedError(StatusCode.INTERNAL, "a message's prefix cannot be read")
         message = bytes(received[_PREFIX.size : end])
         del received[:end]
-        if flag == 0:
-            return message
-        if flag != 1 or self._wbits is None:
-            raise _CallEndedError(StatusCode.INTERNAL, "a message's prefix cannot be read")
-        plain = self._inflated(message, self._wbits)
-        self._stream.unfinished.hold(self, len(plain))
-        return plain if self._status is None else None  # it may have had to give way
-
-    def _inflated(self, message: bytes, wbits: int) -> bytes:
-        """No more of it than a message may have."""
-        inflating = zlib.decompressobj(wbits)
-        try:
-            plain = inflating.decompress(message, self._max_received + 1)
-        except zlib.error as error:
-            why = f"a message cannot be decompressed: {error}"
-            raise _CallEndedError(StatusCode.INTERNAL, why) from error
-        self._check_length(len(plain), "Received decompressed", self._max_received)
-        if not inflating.eof:
-            raise _CallEndedError(StatusCode.INTERNAL, "a compressed message is cut off")
-        return plain
+        return message
 
     def _check_length(self, length: int, which: str, most: int) -> None:
         if length > most:
@@ -338,7 +284,7 @@ class Call:
             self._request = message
 
     def on_end(self) -> None:
-        """The client sends no more."""
+        """Run the method, unless it runs already: the client sends no more."""
         self.is_complete = True
         if self._status is not None:
             return
@@ -362,8 +308,8 @@ class Call:
         if len(data) <= AT_ONCE_BYTES:
             message = _message(deserialize, data)
         else:
-            reading = functools.partial(_large_message, deserialize, data)
-            message = await self._policy.off_loop(reading, self.tenant, len(data))
+            api, reading = self._policy.api, functools.partial(_large_message, deserialize, data)
+            message = await api.off_loop(reading, self.tenant, len(data)) if api else reading()
         confine(message, self.tenant)
         return message
 
@@ -402,9 +348,7 @@ class Call:
                     return self._follow(answer)
                 if answer is not None:
                     await self.write(answer)
-        except _CallEndedError as error:
-            status = error.status
-        except BatonError as error:
+        except (_CallEndedError, BatonError) as error:
             status = status_of(error)
         except Exception as error:
             log.exception("a method failed")
@@ -423,7 +367,7 @@ class Call:
             self._stream.soon(self)
 
     async def write(self, message: Message) -> None:
-        """Return once it is on its way. One at a time."""
+        """Send a message, and return once it is on its way. One at a time."""
         self._unsent = self._framed((message,))
         self.on_news()
         while self._unsent and not self._is_over:
@@ -471,7 +415,7 @@ class Call:
         return (*_OPENING, (b"x-request-id", self.request_id.encode()))
 
     def _send(self) -> bool:
-        """Whether all was taken."""
+        """Put out what is unsent. Tell whether all was taken."""
         if not self.has_opened:
             self.has_opened = True
             self._stream.send_headers(self.stream_id, self._opening)
@@ -484,7 +428,7 @@ class Call:
         return False
 
     def _take_news(self, feed: Feed) -> bool:
-        """False: there are none."""
+        """Take what is new from the feed. False: nothing is."""
         try:
             messages = feed.take()
             if messages is None:
@@ -492,16 +436,14 @@ class Call:
             else:
                 self._unsent = self._framed(messages)
                 return bool(messages)
-        except BatonError as error:
+        except (_CallEndedError, BatonError) as error:
             self._status = status_of(error)
-        except _CallEndedError as error:
-            self._status = error.status
         return True
 
     # --- the end -------------------------------------------------------------------------------
 
     def end(self, status: Status) -> None:
-        """Nothing more comes of the method. What it has written goes first."""
+        """End the call with a status, after what its method has written."""
         if self._status is None:
             self._status = status
             self._drop_input()
@@ -516,17 +458,14 @@ class Call:
         if self._refusal:
             headers = [(b":status", self._refusal)]
         self._stream.send_headers(self.stream_id, headers, ends=True)
-        self._close(reset=not self.is_complete)
+        self.cancel()
+        self._stream.forget(self.stream_id, reset=not self.is_complete)
 
     def _on_deadline(self) -> None:
-        """What is unsent has no reader any more."""
+        """End the call at once: what is unsent has no reader any more."""
         if not self._is_over:
             self._unsent = b""
             self._finish(Status(StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded"))
-
-    def _close(self, reset: bool) -> None:
-        self.cancel()
-        self._stream.forget(self.stream_id, reset)
 
     def expire(self, before_s: float) -> None:
         """Refuse it if its request began to arrive before then, and is not there yet."""

@@ -2,43 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import TypeVar
+from dataclasses import dataclass
 
 from grpc_health.v1 import health
 
 from router.door.api.api import Api
 from router.door.connections.credentials import Callers
 
-T = TypeVar("T")
-
 _OPEN = (f"/{health.SERVICE_NAME}/", "/grpc.reflection.")
 _MAX_OPEN_BYTES = 1 << 10  # of what all may call: health's `Watch` keeps its message
 
 
+@dataclass(frozen=True)
 class CallPolicy:
-    """Every call but health and reflection needs a token where there are `callers`."""
+    """What a port takes. Every call but health and reflection needs a token where there are
+    `callers`."""
 
-    def __init__(self, callers: Callers | None, api: Api | None = None) -> None:
-        """`api` None: messages are as large as the server takes, and read at once."""
-        self._callers, self._api = callers, api
+    max_message_bytes: int
+    callers: Callers | None = None
+    api: Api | None = None
+    """It limits messages further, and reads large ones; None: they are read at once."""
+    keepalive_s: float = 7.5
+    """A peer that is silent for so long gets a PING, and has as long again to answer."""
 
     def is_open(self, path: str) -> bool:
-        """Whether anyone may call it."""
+        """Tell whether anyone may call the method at `path`."""
         return path.startswith(_OPEN)
 
-    def admitted(self, metadata: Iterable[tuple[str, str | bytes]]) -> str | None:
-        """Return the caller's tenant; None: any. Raises UnauthenticatedError."""
-        return None if self._callers is None else self._callers.tenant_of(metadata)
-
-    def max_bytes(self, is_open: bool) -> int | None:
-        """Of a message that comes in; None: as many as the server takes."""
+    def max_received_bytes(self, is_open: bool) -> int:
+        """Return how large a message may be that comes in."""
         if is_open:
             return _MAX_OPEN_BYTES
-        return None if self._api is None else self._api.units.max_request_bytes
-
-    async def off_loop(self, work: Callable[[], T], tenant: str | None, num_bytes: int) -> T:
-        """Read a large message."""
-        if self._api is None:
-            return work()
-        return await self._api.off_loop(work, tenant, num_bytes)
+        most = self.max_message_bytes
+        return most if self.api is None else min(most, self.api.units.max_request_bytes)

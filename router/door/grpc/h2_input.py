@@ -18,15 +18,15 @@ _COSTS = {_HEADERS: 8, _SETTINGS: 16}
 
 
 class H2Input(bytearray):
-    """What has come and was not read yet."""
+    """Input that came and was not read yet."""
 
     has_more = False
-    """There may be another piece."""
+    """Whether there may be another piece."""
     _preface_left = 24
     _header_bytes = 0
 
     def piece(self) -> tuple[bytes, int]:
-        """The next frames, and their cost in small ones. Raises ProtocolError for what is too
+        """Take the next frames, and their cost in small ones. Raises ProtocolError for what is too
         long, as soon as a frame's head says so."""
         at, cost, end = 0, 0, len(self)
         if self._preface_left:

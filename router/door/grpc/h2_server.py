@@ -16,8 +16,7 @@ import logging
 import socket
 import ssl
 import struct
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from grpc import StatusCode
@@ -40,7 +39,7 @@ from h2.settings import SettingCodes, Settings
 
 from router.door.connections.acceptor import SHUT_WITHIN_S, Acceptor
 from router.door.connections.sharing import Allowance, Sharing
-from router.door.grpc.call import MAX_METADATA_BYTES, Call, Headers, Methods, Status
+from router.door.grpc.call import MAX_METADATA_BYTES, Call, Handler, Headers, Status
 from router.door.grpc.call_policy import CallPolicy
 from router.door.grpc.h2_input import MAX_HEADER_BYTES, H2Input
 
@@ -62,13 +61,6 @@ _CLOSES_WITHIN_S = 5.0
 _KEEPALIVE, _GOING = b"keepaliv", b"go away "
 
 
-@dataclass(frozen=True)
-class Limits:
-    max_message_bytes: int
-    keepalive_s: float = 7.5
-    """A peer that is silent for so long gets a PING, and has as long again to answer."""
-
-
 class _States(H2ConnectionStateMachine):
     """h2's, but that GOAWAY lets streams that run go on, as HTTP/2 has it."""
 
@@ -85,7 +77,7 @@ class _H2(H2Connection):
 
     @property
     def open_inbound_streams(self) -> int:
-        """No fewer than there are. It looks, and forgets the closed ones, now and then."""
+        """Return no fewer than there are. Now and then, look, and forget the closed ones."""
         self._num_begun += 1
         if self._num_begun % 64 and len(self.streams) < _MAX_STREAMS:
             return len(self.streams)
@@ -117,7 +109,7 @@ class Connection(asyncio.Protocol):
     """Own one client's connection and its calls."""
 
     def __init__(self, server: GrpcServer) -> None:
-        self._server, self._limits = server, server.limits
+        self._server, self._policy = server, server.policy
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
         self._is_open = False
@@ -135,7 +127,7 @@ class Connection(asyncio.Protocol):
         self._input = H2Input()
         self._allowance = Allowance()
         self._is_waiting = False
-        """There is input for another turn."""
+        """Whether there is input for another turn."""
         self._stopped_reading = False
         self.unfinished = server.sharing.unfinished
         self.arriving: asyncio.Task[None] | None = None
@@ -155,7 +147,7 @@ class Connection(asyncio.Protocol):
             return self.cut()
         transport.set_write_buffer_limits(high=_HIGH_BYTES, low=_LOW_BYTES)
         self._write()
-        self._tick = self._loop.call_later(self._limits.keepalive_s, self._on_tick)
+        self._tick = self._loop.call_later(self._policy.keepalive_s, self._on_tick)
         if self._server.is_stopping:
             self.go_away()
         return None
@@ -198,7 +190,8 @@ class Connection(asyncio.Protocol):
                     if not self._is_open:
                         return False
         except ProtocolError as error:
-            self._end(error.error_code, str(error))
+            self._server.sharing.note_ended(str(error))
+            self.leave(error.error_code, str(error))
         else:
             self._flush()
         return self._input.has_more
@@ -209,9 +202,6 @@ class Connection(asyncio.Protocol):
     def resume_writing(self) -> None:
         self._is_paused = False
         self._flush()
-
-    def eof_received(self) -> bool:
-        return False
 
     def connection_lost(self, error: Exception | None) -> None:
         self._forget_all()
@@ -224,10 +214,8 @@ class Connection(asyncio.Protocol):
         assert stream_id is not None
         if self._last_id is not None and stream_id > self._last_id:
             return self._reset(stream_id, ErrorCodes.REFUSED_STREAM)
-        server = self._server
-        call = Call(self, stream_id, server.policy, self._limits.max_message_bytes)
-        self._calls[stream_id] = call
-        call.begin(headers, server.methods)
+        call = self._calls[stream_id] = Call(self, stream_id, self._policy)
+        call.begin(headers, self._server.methods)
         if call.is_admitted and not call.is_open:
             self._callers_own[stream_id] = call
         is_refused = call.is_due or not call.is_admitted  # due: it has ended already
@@ -284,7 +272,7 @@ class Connection(asyncio.Protocol):
             self._close_if_done()
 
     def _on_terminated(self, event: ConnectionTerminated) -> None:
-        """The client opens no more streams."""
+        """Take no more streams: the client opens none."""
         if event.error_code:
             return self._close()
         self._last_id, self._knows = self._h2.highest_inbound_stream_id, True
@@ -364,7 +352,7 @@ class Connection(asyncio.Protocol):
             self._loop.call_soon(self._flush)
 
     def _wait(self, call: Call) -> None:
-        """For a window, or only for the transport's buffer."""
+        """Pump the call again once a window, or only the transport's buffer, has room."""
         if self._h2.local_flow_control_window(call.stream_id) <= 0:
             self._blocked.add(call)
         elif not call.is_due:
@@ -403,7 +391,7 @@ class Connection(asyncio.Protocol):
         for call in list(self._calls.values()):
             call.expire(late_s)
         self._flush()
-        self._tick = self._loop.call_later(self._limits.keepalive_s, self._on_tick)
+        self._tick = self._loop.call_later(self._policy.keepalive_s, self._on_tick)
         return None
 
     def go_away(self) -> None:
@@ -416,38 +404,31 @@ class Connection(asyncio.Protocol):
 
     @property
     def is_idle(self) -> bool:
-        """Its oldest request, if there is one, is not even whole. Health's do not count: without a
+        """Tell whether not even its oldest request is whole. Health's do not count: without a
         token, they could hold all places for ever."""
         oldest = next(iter(self._callers_own.values()), None)
         return oldest is None or not oldest.is_complete
 
-    def leave(self) -> None:
+    def leave(self, code: ErrorCodes = ErrorCodes.NO_ERROR, why: str = "") -> None:
         if self._is_open:
-            self._h2.close_connection()
-            self._write()
-            self._close()
-
-    def _close_if_done(self) -> None:
-        """Not before the peer knows: what it sends meanwhile is refused in order."""
-        if self._knows and not self._calls:
-            self._loop.call_soon(self._close)
-
-    def shut(self, status: Status) -> None:
-        """Take leave of what still runs."""
-        for call in list(self._calls.values()):
-            call.end(status)
-        self._flush()
-        self._close()
-
-    def _end(self, code: ErrorCodes, why: str) -> None:
-        if self._is_open:
-            self._server.sharing.note_ended(why)
             self._h2.close_connection(code, why.encode())
             self._write()
             self._close()
 
+    def _close_if_done(self) -> None:
+        """Close, but not before the peer knows: what it sends until then is refused in order."""
+        if self._knows and not self._calls:
+            self._loop.call_soon(self._close)
+
+    def shut(self) -> None:
+        """Take leave of what still runs."""
+        for call in list(self._calls.values()):
+            call.end(_SHUT_DOWN)
+        self._flush()
+        self._close()
+
     def _close(self) -> None:
-        """What is written still goes out, while the peer reads it."""
+        """Close; what is written still goes out, while the peer reads it."""
         if self._is_open and self._transport is not None:
             self._forget_all()
             self._transport.close()
@@ -502,17 +483,23 @@ _HANDLERS: dict[type[Event], Callable[[Connection, Any], None]] = {
 class GrpcServer:
     """Own the connections of a port, and the tasks of their calls."""
 
-    def __init__(
-        self, limits: Limits, policy: CallPolicy, listener: socket.socket, sharing: Sharing
-    ) -> None:
+    def __init__(self, policy: CallPolicy, listener: socket.socket, sharing: Sharing) -> None:
         self.port: int = listener.getsockname()[1]
-        self.limits, self.policy, self.sharing = limits, policy, sharing
-        self.methods = Methods()
+        self.policy, self.sharing = policy, sharing
+        self.methods: dict[bytes, Handler] = {}
         self.connections: set[Connection] = set()
         self.acceptor = Acceptor(listener, sharing, lambda: Connection(self))
         self.is_stopping = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._emptied = asyncio.Event()
+
+    def add_registered_method_handlers(self, service: str, handlers: Mapping[str, Handler]) -> None:
+        """Serve what the generated `add_..._to_server` register."""
+        for name, handler in handlers.items():
+            self.methods[f"/{service}/{name}".encode()] = handler
+
+    def add_generic_rpc_handlers(self, handlers: object) -> None:
+        """Hear of the same methods again, for servers that look them up one by one."""
 
     def start(self, context: ssl.SSLContext | None) -> None:
         """Take connections. `context` None: in plain text."""
@@ -523,15 +510,14 @@ class GrpcServer:
         """Take nothing new; what runs has `grace_s` to end."""
         self.is_stopping = True
         await self.acceptor.stop()
-        for connection in list(self.connections):
-            connection.go_away()
-        await self._wait_for_connections(grace_s)
-        for connection in list(self.connections):
-            connection.shut(_SHUT_DOWN)
-        await self._wait_for_connections(SHUT_WITHIN_S)
-        for connection in list(self.connections):
-            connection.cut()
-        await self._wait_for_connections(SHUT_WITHIN_S)
+        for end, within_s in (
+            (Connection.go_away, grace_s),
+            (Connection.shut, SHUT_WITHIN_S),
+            (Connection.cut, SHUT_WITHIN_S),
+        ):
+            for connection in list(self.connections):
+                end(connection)
+            await self._wait_for_connections(within_s)
         if self._tasks:
             await asyncio.wait(self._tasks)
 

@@ -11,7 +11,7 @@ from itertools import chain
 from baton.finish_reason import FinishReason
 from baton.v1 import control_pb2, control_pb2_grpc, router_pb2, router_pb2_grpc
 from baton.wire import finish_reason_on_wire
-from router.door.api.api import Api, Ended, Opened, pieces
+from router.door.api.api import Api, Opened, pieces
 from router.door.grpc.call import Call, Feed
 from router.placement.placement import Placement
 from router.request.client_request import REQUEST_ID
@@ -32,7 +32,10 @@ class RouterService(router_pb2_grpc.RouterServiceServicer, control_pb2_grpc.Flee
             context.request_id = request.request_id
         request.traceparent = request.traceparent or context.traceparent[:128]
         opened = await self._api.open(request, context.request_id)
-        return _response(opened.event) if isinstance(opened, Ended) else _Output(opened)
+        if opened is None:
+            finished = router_pb2.Finished(reason=finish_reason_on_wire(FinishReason.ABORTED))
+            return router_pb2.GenerateResponse(finished=finished)
+        return _Output(opened)
 
     async def Abort(  # type: ignore[override]  # noqa: N802
         self, request: router_pb2.AbortRequest, context: Call
@@ -69,7 +72,7 @@ class RouterService(router_pb2_grpc.RouterServiceServicer, control_pb2_grpc.Flee
     async def WatchFleet(  # type: ignore[override]  # noqa: N802
         self, request: control_pb2.FleetServiceWatchFleetRequest, context: Call
     ) -> AsyncIterator[control_pb2.FleetServiceWatchFleetResponse]:
-        """Of the unit that gets most requests; ends with its router."""
+        """Show the fleet of the unit that gets most requests, until its router ends."""
         router, callers = await self._api.units.main_router(), self._api.callers
         is_tenant = callers is not None and not callers.is_operator(context.tenant)
         seen = None
@@ -79,7 +82,7 @@ class RouterService(router_pb2_grpc.RouterServiceServicer, control_pb2_grpc.Flee
 
 
 class _Output(Feed):
-    """What a request puts out, for the client that opened it."""
+    """The output of a request, for the client that opened it."""
 
     def __init__(self, opened: Opened) -> None:
         self._opened, self._reader = opened, opened.reader
@@ -105,7 +108,7 @@ class _Output(Feed):
     def _told_apart(
         self, answer: AnswerReader, events: Sequence[Event]
     ) -> Iterator[router_pb2.GenerateResponse]:
-        """What tokens say comes with them: so a client that comes back, and names the first token
+        """Send what tokens say with them: so a client that comes back, and names the first token
         that it has not seen, misses nothing. What is left at the end comes without ids, once."""
         rest: list[Said] = []
         for event in events:
@@ -125,6 +128,11 @@ class _Output(Feed):
 
 
 # --- values to messages ---------------------------------------------------------------------------
+
+_TIMES = {
+    field.name: field.name.removesuffix("_ms") + "_s"
+    for field in router_pb2.Timings.DESCRIPTOR.fields
+}
 
 
 def _response(event: Event) -> router_pb2.GenerateResponse:
@@ -160,7 +168,7 @@ def _tokens(run: TokenRun, said: Iterable[Said]) -> router_pb2.GenerateResponse:
 
 
 def _finished(event: Finished, has_called: bool = False) -> router_pb2.Finished:
-    timings = {name.removesuffix("_s") + "_ms": s * 1e3 for name, s in vars(event.timings).items()}
+    timings = {name: getattr(event.timings, own) * 1e3 for name, own in _TIMES.items()}
     calls = has_called and event.reason is FinishReason.STOP
     reason = FinishReason.TOOL_CALLS if calls else event.reason
     return router_pb2.Finished(
@@ -176,7 +184,7 @@ def _finished(event: Finished, has_called: bool = False) -> router_pb2.Finished:
 
 
 def _for_tenants(fleet: control_pb2.WatchFleetResponse) -> control_pb2.WatchFleetResponse:
-    """What serves. Where it runs, and what work all tenants give it, is for operators."""
+    """Return what serves. Where it runs, and what work all tenants give it, is for operators."""
     shown = control_pb2.WatchFleetResponse(version=fleet.version)
     for worker in fleet.workers:
         info = shown.workers.add(state=worker.state).info

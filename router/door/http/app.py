@@ -18,13 +18,12 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from baton.config.router import RouterConfig
-from baton.errors import BatonError, InvalidRequestError, NotFoundError
+from baton.errors import BatonError, NotFoundError
 from baton.unfinished import Unfinished
 from kv_transfer.block_hash import TokenIds
 from router.door.api.api import Api, pieces
 from router.door.connections.acceptor import is_loopback
-from router.door.connections.credentials import Callers, confine
+from router.door.connections.credentials import confine
 from router.door.http.anthropic import messages
 from router.door.http.openai import bodies
 from router.door.http.openai.answering import Answering, Asked
@@ -35,6 +34,7 @@ from router.door.http.openai.bodies import (
     choices_of,
     parsed,
 )
+from router.door.http.openai.fields import refused
 from router.door.http.openai.responses import ResponseAnswer, ResponsesBody
 from router.door.http.openapi import openapi
 from router.door.http.server.errors import FAULT, NEVER_RETRY, ErrorResponse, response_to, shape
@@ -45,6 +45,7 @@ from router.request.counting import AT_ONCE_BYTES
 from router.units.router import Router
 
 _MAX_TRACE_CHARS = 128
+_SHOWN = ("X-Request-Id", "X-Baton-Ignored-Fields", "Retry-After", "X-Should-Retry")  # to browsers
 
 
 class _Body:
@@ -62,15 +63,9 @@ class _Body:
 class OpenAiApp:
     """Own the routes. Holds nothing of any request."""
 
-    def __init__(
-        self,
-        api: Api,
-        callers: Callers | None,
-        config: RouterConfig,
-        unfinished: Unfinished,
-    ) -> None:
-        self._api, self._callers, self._config = api, callers, config
-        self._unfinished = unfinished
+    def __init__(self, api: Api, unfinished: Unfinished) -> None:
+        self._api, self._unfinished = api, unfinished
+        config = self._config = api.units.config
         self.is_ready = False
         self._created = int(time.time())
         self.routes = [
@@ -89,11 +84,18 @@ class OpenAiApp:
             Route("/ready", self._ready, methods=["GET"]),
             Route("/openapi.json", self._openapi, methods=["GET"]),
         ]
-        is_asked = callers is None and is_loopback(config.host.strip("[]"))
+        is_asked = api.callers is None and is_loopback(config.host.strip("[]"))
         guard = Middleware(Guard, config.http.allowed_hosts if is_asked else None)
+        browsers = Middleware(
+            CORSMiddleware,
+            allow_origins=config.http.origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=_SHOWN,
+        )
         starlette = Starlette(
             routes=self.routes,
-            middleware=[guard, *_cors(config)],
+            middleware=[guard, browsers],
             exception_handlers={
                 BatonError: self._refuse,
                 HTTPException: _not_read,
@@ -149,7 +151,7 @@ class OpenAiApp:
         return JSONResponse(self._entry(name))
 
     def _entry(self, name: str) -> dict[str, object]:
-        """At once, also while there are no workers yet."""
+        """Describe a model at once, also while there are no workers yet."""
         lengths = [router.max_model_len() for router in self._api.units.routers]
         return {
             "id": name,
@@ -187,16 +189,17 @@ class OpenAiApp:
     # --- what comes in -------------------------------------------------------------------------
 
     def _tenant(self, request: Request) -> str | None:
-        """None: any. Raises UnauthenticatedError."""
-        if self._callers is None:
+        """Return the caller's tenant; None: any. Raises UnauthenticatedError."""
+        if self._api.callers is None:
             return None
-        headers = request.headers.items()
-        if "authorization" not in request.headers and (key := request.headers.get("x-api-key")):
-            headers = [("authorization", f"Bearer {key}")]  # as Anthropic's clients send it
-        return self._callers.tenant_of(headers, "the header `Authorization: Bearer TOKEN`")
+        sent = request.headers.get("authorization")
+        if sent is None:  # Anthropic's clients send their key apart
+            key = request.headers.get("x-api-key")
+            sent = f"Bearer {key}" if key else ""
+        return self._api.callers.tenant_of(sent, "the header `Authorization: Bearer TOKEN`")
 
     async def _read(self, request: Request, tenant: str | None, kind: type[Any]) -> Any:
-        """A body and its requests; parsed off the loop where it is large."""
+        """Return a body and its requests; a large one is parsed off the loop."""
         request.state.renamed = kind.renamed
         data = await self._body(request)
         if len(data) <= AT_ONCE_BYTES:
@@ -210,14 +213,14 @@ class OpenAiApp:
         return body, requests
 
     async def _body(self, request: Request) -> bytes:
-        """A body that says that it is too large is not read."""
+        """Read a body, but not one that says that it is too large."""
         limit = self._api.units.max_request_bytes
         too_large = HTTPException(413, f"the body has more than {limit} bytes")
         length = request.headers.get("content-length", "0")
         if length.isdecimal() and int(length) > limit:
             raise too_large
         if request.headers.get("content-encoding", "identity") != "identity":
-            raise InvalidRequestError("content-encoding: only identity", field="content-encoding")
+            raise refused("content-encoding", "send the body uncompressed")
         parts, size = [], 0
         body = _Body(self._config.http.read_timeout_s)
         try:
@@ -242,7 +245,7 @@ class OpenAiApp:
         return response_to(error, getattr(request.state, "renamed", {}))
 
     def _renamed(self, request: Request, body: ChatBody | CompletionBody) -> dict[str, str]:
-        """What this body calls fields of the `GenerateRequest`."""
+        """Return what this body calls fields of the `GenerateRequest`."""
         renamed = dict(request.state.renamed)
         if isinstance(body, ChatBody) and body.max_completion_tokens is not None:
             renamed["max_tokens"] = "max_completion_tokens"
@@ -285,23 +288,3 @@ def _not_read(request: Request, error: Exception) -> Response:
 def _plain(status: int, message: str, code: str | None = None) -> Response:
     headers = NEVER_RETRY if status == 501 else None
     return ErrorResponse(shape(status, message, code=code), status, headers)
-
-
-def _cors(config: RouterConfig) -> list[Middleware]:
-    """Return what answers browsers: nothing, unless origins are listed."""
-    if not config.http.origins:
-        return []
-    return [
-        Middleware(
-            CORSMiddleware,
-            allow_origins=config.http.origins,
-            allow_methods=["GET", "POST"],
-            allow_headers=["*"],
-            expose_headers=[
-                "X-Request-Id",
-                "X-Baton-Ignored-Fields",
-                "Retry-After",
-                "X-Should-Retry",
-            ],
-        )
-    ]

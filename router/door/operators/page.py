@@ -34,13 +34,13 @@ from router.door.http.server.errors import response_to
 from router.door.http.server.guard import Guard
 from router.door.http.server.http_server import HttpServer
 from router.fleet.fleet import WorkerEntry
-from router.fleet.worker_facts import WorkerFacts
 from router.report.tally import Buckets, Family
 from router.units.router import Router
 from router.units.units import Units
 
 EVERY_S = 1.0
 _MAX_LOOKERS = 256
+_ROLES = {(True, True): Role.MIXED, (True, False): Role.PREFILL, (False, True): Role.DECODE}
 _HTML = Path(__file__).with_name("page.html")
 
 
@@ -83,7 +83,7 @@ class OperatorPort:
             if scheme.lower() == "basic":
                 sent = ("Bearer", " ", base64.b64decode(value).decode().partition(":")[2])
         if self._callers is not None:
-            self._callers.check_operator([("authorization", "".join(sent))])
+            self._callers.check_operator("".join(sent))
 
     async def _page(self, request: Request) -> HTMLResponse:
         self._check(request)
@@ -115,7 +115,7 @@ def _refuse(request: Request, error: Exception) -> Response:
 
 
 def seen(units: Units) -> dict[str, Any]:
-    """What the page shows now."""
+    """Return what the page shows now."""
     targets_s = units.config.metrics.ttft_target_s, units.config.metrics.itl_target_s
     return {
         "model": units.model_names[0],
@@ -147,7 +147,7 @@ def _worker(router: Router, entry: WorkerEntry) -> dict[str, Any]:
     return {
         "id": facts.worker_id,
         "pool": facts.pool,
-        "role": _role(facts).value,
+        "role": _ROLES[facts.can_prefill, facts.can_decode].value,
         "state": entry.state.value if entry.connected else "disconnected",
         "kv_used": router.fleet.kv_use(entry),
         "running": int(arrays.running[slot]),
@@ -157,14 +157,8 @@ def _worker(router: Router, entry: WorkerEntry) -> dict[str, Any]:
     }
 
 
-def _role(facts: WorkerFacts) -> Role:
-    if facts.can_prefill and facts.can_decode:
-        return Role.MIXED
-    return Role.PREFILL if facts.can_prefill else Role.DECODE
-
-
 def _buckets(family: Family[Buckets]) -> list[tuple[str, int]]:
-    """(upper bound in seconds, how many up to it and above the one before), over all labels."""
+    """Return (upper bound in seconds, how many between the one before and it), of all labels."""
     children = list(family.children.values())
     if not children:
         return []

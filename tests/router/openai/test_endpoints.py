@@ -66,6 +66,7 @@ async def test_the_document_and_the_page_name_every_endpoint(http: Http) -> None
     body = document["components"]["schemas"]["ChatBody"]
     assert body["required"] == ["messages"]
     assert {"tools", "stream_options", "seed", "top_k"} <= body["properties"].keys()
+    assert body["properties"]["session_id"]["description"]
 
 
 async def test_a_router_is_ready_while_it_serves_and_healthy_before(

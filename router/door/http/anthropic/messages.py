@@ -7,7 +7,6 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic_core import from_json, to_json
 
-from router.door.api.api import Opened
 from router.door.http.openai import translating
 from router.door.http.openai.bodies import Int
 from router.door.http.openai.choices import Choice, Delta, usage_of
@@ -27,8 +26,8 @@ class MessagesBody(translating.TranslatedBody):
     stop_sequences: Annotated[list[str], SEVERAL] | None = None
     tools: Annotated[list[dict[str, Any]], SEVERAL] | None = None
     tool_choice: dict[str, Any] | None = None
-    # Its `budget_tokens` is not kept to: `max_tokens` bounds thoughts and answer.
     thinking: dict[str, Any] | None = None
+    """`budget_tokens` is not kept to: `max_tokens` bounds thoughts and answer."""
     output_config: dict[Literal["format"], dict[str, Any] | None] | None = None
 
     renamed: ClassVar[Mapping[str, str]] = {
@@ -97,9 +96,8 @@ class MessageAnswer(translating.Translating):
         return {**head, "model": self._head["model"]}
 
     def _opening(self, choices: Sequence[Choice]) -> bytes:
-        opened = choices[0].opened
-        known = len(opened.parsed.token_ids) if isinstance(opened, Opened) else 0
-        usage = {"input_tokens": known, "output_tokens": 0}
+        num_prompt_tokens = len(choices[0].opened.parsed.token_ids)
+        usage = {"input_tokens": num_prompt_tokens, "output_tokens": 0}
         ending = {"stop_reason": None, "stop_sequence": None, "usage": usage}
         message = {**self._common, "content": [], **ending}
         return events_of({"type": "message_start", "message": message})

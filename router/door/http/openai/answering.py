@@ -20,9 +20,9 @@ from typing import Any
 from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
-from baton.errors import BatonError
+from baton.errors import AlreadyExistsError, BatonError
 from baton.v1 import router_pb2
-from router.door.api.api import Api, Ended, Opened
+from router.door.api.api import Api, Opened
 from router.door.http.openai.bodies import ChatBody, CompletionBody
 from router.door.http.openai.choices import ChatChoice, Choice, Delta, TextChoice, usage_of
 from router.door.http.openai.echo import EchoChoice
@@ -93,6 +93,9 @@ class Answering:
             for index, request in enumerate(self._asked.requests):
                 suffix = f".{index}" if index else ""
                 opened = await self._api.open(request, self._asked.request_id + suffix)
+                if opened is None:
+                    problem = "the request was aborted over gRPC"
+                    raise AlreadyExistsError(problem, field="request_id")
                 stack.callback(opened.leave)
                 choices.append(self._choice(index, opened))
             if body.stream:
@@ -100,7 +103,7 @@ class Answering:
             else:
                 await JSONResponse(await self._whole(choices))(scope, receive, send)
 
-    def _choice(self, index: int, opened: Opened | Ended) -> Choice:
+    def _choice(self, index: int, opened: Opened) -> Choice:
         body = self._asked.body
         if isinstance(body, ChatBody):
             return ChatChoice(index, opened, body)
@@ -194,7 +197,7 @@ def _json(value: Any) -> bytes:
 
 
 async def _all(*works: Any) -> None:
-    """Run them together. Raises the first BatonError, once all have ended."""
+    """Run them together. Raises the first error, once all have ended."""
     if len(works) == 1:
         await works[0]
         return
@@ -202,11 +205,8 @@ async def _all(*works: Any) -> None:
         async with asyncio.TaskGroup() as group:
             for work in works:
                 group.create_task(work)
-    except* BatonError as errors:
-        first: BaseException = errors
-        while isinstance(first, BaseExceptionGroup):
-            first = first.exceptions[0]
-        raise first from None
+    except ExceptionGroup as errors:
+        raise errors.exceptions[0] from None
 
 
 async def _until_gone(receive: Receive) -> None:

@@ -25,14 +25,16 @@ MAX_CHOICES = 128
 _COMPLETION_TOKENS = 16
 """Of a completion whose client names no number, as OpenAI and vLLM have it."""
 _OF_64_BITS = (1 << 64) - 1
+_OLDER = Field(default=None, description="One of `structured_outputs`, under its older name.")
 _UINT32 = Field(default=None, ge=0, le=(1 << 32) - 1)
 _SAMPLING = (
     *("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty"),
     *("frequency_penalty", "max_tokens", "min_tokens", "ignore_eos"),
 )
-_PLAIN = (
-    *("request_id", "priority", "timeout_ms", "ttft_target_ms", "itl_target_ms", "tenant"),
-    *("cache_salt", "session_id", "include_stop_str_in_output"),
+_PLAIN = (  # as in `GenerateRequest`
+    *("model", "request_id", "priority", "timeout_ms", "ttft_target_ms", "itl_target_ms"),
+    *("tenant", "cache_salt", "session_id", "include_stop_str_in_output", "stop_token_ids"),
+    "bad_words",
 )
 _CONSTRAINTS = {
     **{f"guided_{name}": name for name in ("json", "regex", "choice", "grammar")},
@@ -41,6 +43,8 @@ _CONSTRAINTS = {
 """What older releases of vLLM, and SGLang, call those of `structured_outputs`."""
 
 _KINDS = ("str", "int", "float", "bool", "dict", "list")  # as pydantic names those of a union
+
+_BOUNDS = ("too_long", "greater_than_equal", "less_than", "less_than_equal")
 
 _FAIL_FAST = Field(fail_fast=True)
 
@@ -54,23 +58,29 @@ Int = Annotated[  # 16.0 is one, too
     int, BeforeValidator(lambda x: int(x) if isinstance(x, float) and x.is_integer() else x)
 ]
 TokenId = Annotated[Int, Field(ge=0, lt=1 << 32)]
+TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=1 << 32)]], _FAIL_FAST]
 
 
 class _Part(BaseModel):
-    model_config = ConfigDict(strict=True, extra="allow")  # `fields` judges what is not listed
+    model_config = ConfigDict(
+        strict=True,
+        extra="allow",  # `fields` judges what is not listed
+        use_attribute_docstrings=True,  # for OpenAPI
+    )
     renamed: ClassVar[Mapping[str, str]] = {}
-    """What a body calls fields of its request, by patterns."""
+    """What a body calls fields of its request: their patterns, and its names."""
 
     @property
     def as_chat(self) -> _Part:
-        """What the body of another API becomes; any other is that itself."""
+        """Return the chat that the body of another API becomes; any other is its own."""
         return self
 
 
 class TextPart(_Part):
     type: str
     text: str | None = None
-    refusal: str | None = None  # of an assistant, in place of the text
+    refusal: str | None = None
+    """Of an assistant, in place of the text."""
 
 
 class Function(_Part):
@@ -100,9 +110,11 @@ class Message(_Part):
     tool_calls: Annotated[list[ToolCall], _at_most(MAX_CALLS)] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
-    reasoning: str | None = None  # what vLLM calls it
+    reasoning: str | None = None
+    """The same as `reasoning_content`, which goes before it."""
     name: str | None = None
-    refusal: str | None = None  # in place of content
+    refusal: str | None = None
+    """In place of the content."""
 
 
 class StreamOptions(_Part):
@@ -124,7 +136,7 @@ class ResponseFormat(_Part):
             return self.type, True
         if self.type == "json_schema" and schema is not None:
             return "json", schema
-        problem = f"{self.type!r} is unknown, or not json_schema with json_schema.schema"
+        problem = f"{self.type!r}: give text, json_object, or json_schema with a schema"
         raise refused("response_format", problem)
 
 
@@ -142,7 +154,7 @@ class StructuredOutputs(_Part):
         every = ((name, getattr(self, field)) for name, field in known.items())
         given = [(name, value) for name, value in every if value is not None and value is not False]
         if len(given) != 1:
-            raise refused("structured_outputs", f"one constraint, of {', '.join(known)}")
+            raise refused("structured_outputs", f"give exactly one of {', '.join(known)}")
         return given[0]
 
 
@@ -169,22 +181,31 @@ class _Templated(_Part):
     """What the chat template reads beside messages and tools."""
 
     chat_template_kwargs: dict[str, Any] | None = None
+    """Further variables of the chat template."""
     documents: Annotated[list[dict[str, Any]], _FAIL_FAST] | None = None
+    """Documents for the chat template."""
     reasoning_effort: str | None = None
+    """A variable of the chat template, as `enable_thinking`: false where it is `none`."""
     add_generation_prompt: bool | None = None
+    """False: the prompt does not open the assistant's turn."""
     continue_final_message: bool | None = None
+    """The answer continues the last message."""
 
     def chat(self, messages: list[Message], tools: list[Tool] | None) -> router_pb2.ChatMessages:
+        if self.continue_final_message and self.add_generation_prompt:
+            raise refused("continue_final_message", "cannot be combined with add_generation_prompt")
         effort = self.reasoning_effort
         given: dict[str, Any] = {} if self.documents is None else {"documents": self.documents}
         if effort is not None:  # as vLLM has it
             given |= {"reasoning_effort": effort, "enable_thinking": effort != "none"}
-        chat = chat_of(messages, tools, given | (self.chat_template_kwargs or {}))
-        chat.continue_final_message = bool(self.continue_final_message)
-        chat.omit_generation_prompt = self.add_generation_prompt is False
-        if self.continue_final_message and self.add_generation_prompt:
-            raise refused("continue_final_message", "not with add_generation_prompt")
-        return chat
+        given |= self.chat_template_kwargs or {}
+        return router_pb2.ChatMessages(
+            messages=[_message(each, f"messages[{i}]") for i, each in enumerate(messages)],
+            tools=[_tool(each, f"tools[{i}]") for i, each in enumerate(tools or ())],
+            template_arguments=_json(given) if given else "",
+            continue_final_message=bool(self.continue_final_message),
+            omit_generation_prompt=self.add_generation_prompt is False,
+        )
 
 
 class _Body(_Part):
@@ -192,47 +213,68 @@ class _Body(_Part):
 
     model: str | None = None
     n: Int | None = Field(default=None, ge=1, le=MAX_CHOICES)
+    """Answers to each prompt, with the seeds `seed`, `seed` + 1 and so on."""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     stop: str | Annotated[list[str], _at_most(MAX_STOP_STRINGS)] | None = None
+    """Texts that end the answer, which leaves them out."""
     stop_token_ids: Annotated[list[TokenId], _at_most(MAX_STOP_TOKEN_IDS)] | None = None
+    """Ids that end the answer, besides end-of-sequence ids."""
     seed: Int | None = Field(default=None, ge=-(1 << 63), le=_OF_64_BITS)
+    """Drawn where it is missing. The same seed and body give the same tokens."""
     temperature: float | None = None
     top_p: float | None = None
     top_k: Int | None = Field(default=None, ge=-1, le=(1 << 32) - 1)
+    """Tokens to sample from, the likeliest ones; -1 and 0: all."""
     min_p: float | None = None
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     max_tokens: Int | None = _UINT32
+    """Missing: 16 for a completion; for a chat the tenant's default, or what fits."""
     min_tokens: Int | None = _UINT32
+    """The answer does not end before it has so many tokens."""
     ignore_eos: bool | None = None
+    """End-of-sequence tokens do not end the answer."""
     logit_bias: dict[str, float] | None = None
-    allowed_token_ids: Annotated[list[int], _FAIL_FAST] | None = None
+    """From token ids to what is added to their logits, -100 to 100."""
+    allowed_token_ids: TokenIds | None = None
+    """No other tokens are sampled."""
     bad_words: Annotated[list[str], _at_most(MAX_BAD_WORDS)] | None = None
+    """Texts that are never sampled."""
     truncate_prompt_tokens: Int | None = Field(default=None, ge=-1, lt=ALL_THAT_FIT)
+    """Keep so many of the prompt's last tokens; -1: as many as fit beside `max_tokens`."""
     skip_special_tokens: bool | None = None
+    """False: the text shows special tokens."""
     include_stop_str_in_output: bool | None = None
+    """Leave what ended the answer in its text."""
     return_token_ids: bool | None = None
+    """Return the ids of the prompt's and the answer's tokens, too."""
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
-    guided_json: dict[str, Any] | str | None = None
-    guided_regex: str | None = None
-    guided_choice: Annotated[list[str], _FAIL_FAST] | None = None
-    guided_grammar: str | None = None
-    json_schema: dict[str, Any] | str | None = None
-    regex: str | None = None
-    ebnf: str | None = None
-    # Baton's own, as in `GenerateRequest`.
+    guided_json: dict[str, Any] | str | None = _OLDER
+    guided_regex: str | None = _OLDER
+    guided_choice: Annotated[list[str], _FAIL_FAST] | None = _OLDER
+    guided_grammar: str | None = _OLDER
+    json_schema: dict[str, Any] | str | None = _OLDER
+    regex: str | None = _OLDER
+    ebnf: str | None = _OLDER
     request_id: str | None = None
-    # Lower goes first, as in vLLM.
+    """Names the request. The same id and body again attach to it; another body is refused."""
     priority: Int | None = Field(default=None, ge=-(1 << 31), lt=1 << 31)
+    """Among the tenant's requests: lower goes first."""
     timeout_ms: Int | None = _UINT32
+    """The request ends with 504 after so many milliseconds."""
     ttft_target_ms: Int | None = _UINT32
+    """Wanted milliseconds until the first token; metrics count whether they are met."""
     itl_target_ms: Int | None = _UINT32
+    """Wanted median of milliseconds between tokens; metrics count whether it is met."""
     tenant: str | None = None
+    """Whose request it is. Missing: the API key's tenant."""
     cache_salt: str | None = None
+    """Cached prompts are shared only among requests of the same salt."""
     session_id: str | None = None
+    """A conversation: its requests prefer the worker that has its cache."""
 
     @property
     def stops(self) -> list[str]:
@@ -248,7 +290,7 @@ class _Body(_Part):
 
     @property
     def constraints(self) -> list[str]:
-        """The fields that say what its answer must be: at most one, if it is right."""
+        """Name the fields that say what its answer must be: one at most, if they are right."""
         named = [*_CONSTRAINTS, "structured_outputs", "response_format"]
         if self.response_format is not None and self.response_format.type == "text":
             named.pop()
@@ -256,65 +298,51 @@ class _Body(_Part):
 
     @abstractmethod
     def requests(self) -> list[router_pb2.GenerateRequest]:
-        """One for each prompt, whatever the number of choices (see `choices_of`)."""
+        """Return one for each prompt, whatever the number of choices (see `choices_of`)."""
 
-    def request(self) -> router_pb2.GenerateRequest:
-        """Without its prompt."""
+    def request(self, **more: Any) -> router_pb2.GenerateRequest:
+        """Make a request with these fields besides those that all bodies have."""
         if self.stream_options is not None and not self.stream:
-            raise refused("stream_options", "only with stream: true")
-        made = router_pb2.GenerateRequest(
-            model=self.model or "", stop=self.stops, sampling=self._sampling()
-        )
-        made.show_special_tokens = self.skip_special_tokens is False
-        kept = self.truncate_prompt_tokens or 0
-        made.truncate_prompt_tokens = ALL_THAT_FIT if kept < 0 else kept
-        for name in _PLAIN:
-            if (value := getattr(self, name)) is not None:
-                setattr(made, name, value)
-        made.stop_token_ids.extend(self.stop_token_ids or ())
-        if self.seed is not None:
-            made.seed = self.seed & _OF_64_BITS
-        if self.request_id:  # it may come again, of which HTTP does not tell
-            made.resume_from_index = 0
-        self._limit_tokens(made)
-        self._constrain(made)
-        return made
-
-    def _limit_tokens(self, made: router_pb2.GenerateRequest) -> None:
-        for token, bias in (self.logit_bias or {}).items():
+            raise refused("stream_options", "needs stream: true")
+        for token in self.logit_bias or ():
             if not (token.isdecimal() and len(token) <= 10 and int(token) < 1 << 32):
-                raise refused("logit_bias", f"{token!r} is no id")
-            made.sampling.logit_bias[int(token)] = bias
-        made.bad_words.extend(self.bad_words or ())
-        if self.allowed_token_ids is not None:
-            _add_ids(made.allowed_token_ids, self.allowed_token_ids, "allowed_token_ids")
+                raise refused("logit_bias", f"{token!r} is no token id")
+        sampling: dict[str, Any] = {name: getattr(self, name) for name in _SAMPLING}
+        sampling["logit_bias"] = {int(key): bias for key, bias in (self.logit_bias or {}).items()}
+        if self.top_k == -1:  # all
+            sampling["top_k"] = 0
+        kept, ids = self.truncate_prompt_tokens or 0, self.allowed_token_ids
+        return router_pb2.GenerateRequest(
+            **{name: getattr(self, name) for name in _PLAIN},
+            **self._constraint(),
+            stop=self.stops,
+            sampling=common_pb2.SamplingParams(**sampling),
+            seed=None if self.seed is None else self.seed & _OF_64_BITS,
+            show_special_tokens=self.skip_special_tokens is False,
+            truncate_prompt_tokens=ALL_THAT_FIT if kept < 0 else kept,
+            allowed_token_ids=None if ids is None else router_pb2.TokenIds(ids=ids),
+            # A named request may come again, of which HTTP does not tell.
+            resume_from_index=0 if self.request_id else None,
+            **more,
+        )
 
-    def _sampling(self) -> common_pb2.SamplingParams:
-        sampling = common_pb2.SamplingParams()
-        for name in _SAMPLING:
-            value = getattr(self, name)
-            if value is not None:
-                setattr(sampling, name, 0 if name == "top_k" and value == -1 else value)  # all
-        return sampling
-
-    def _constrain(self, made: router_pb2.GenerateRequest) -> None:
+    def _constraint(self) -> dict[str, Any]:
         named = self.constraints
         if len(named) > 1:
-            raise refused(named[1], f"not beside {named[0]}; one constraint is taken")
+            raise refused(named[1], f"cannot be combined with {named[0]}: give one constraint")
         if not named:
-            return
+            return {}
         value, kind = getattr(self, named[0]), _CONSTRAINTS.get(named[0])
         if kind is None:
             kind, value = value.constraint()
-        if kind == "json":
-            made.json_schema = value if isinstance(value, str) else _json(value)
-        elif kind == "choice":
-            made.choice.texts.extend(value)
-            made.choice.SetInParent()
-        elif kind == "json_object":
-            made.json_object.SetInParent()
-        else:
-            setattr(made, kind, value)
+        match kind:
+            case "json":
+                return {"json_schema": value if isinstance(value, str) else _json(value)}
+            case "choice":
+                return {"choice": router_pb2.Choice(texts=value)}
+            case "json_object":
+                return {"json_object": router_pb2.JsonObject()}
+        return {kind: value}
 
 
 class ChatBody(_Body, _Templated):
@@ -323,15 +351,18 @@ class ChatBody(_Body, _Templated):
     renamed = {"prompt|chat": "messages", "sampling.logprobs": "top_logprobs"}
     messages: Annotated[list[Message], _at_most(MAX_MESSAGES)]
     max_completion_tokens: Int | None = _UINT32
+    """The same as `max_tokens`, and goes before it."""
     logprobs: bool | None = None
     top_logprobs: Int | None = _UINT32
     tools: Annotated[list[Tool], _at_most(MAX_TOOLS)] | None = None
     tool_choice: Literal["auto", "none", "required"] | NamedTool | AllowedToolsChoice | None = None
+    """`required` or a function: the answer is calls alone, which keep to the parameters."""
     parallel_tool_calls: bool | None = None
+    """False: one call at most."""
 
     @property
     def offered(self) -> list[Tool]:
-        """The tools that its answer may call; the model sees no others."""
+        """Return the tools that its answer may call; the model sees no others."""
         tools, choice = self.tools or [], self.tool_choice
         if isinstance(choice, AllowedToolsChoice):
             names = {each.function.name for each in choice.allowed_tools.tools}
@@ -339,16 +370,16 @@ class ChatBody(_Body, _Templated):
         return [] if choice == "none" else tools
 
     def requests(self) -> list[router_pb2.GenerateRequest]:
-        self._check_tool_choice()
-        made = self.request()
+        choice, offered = self.tool_choice, self.offered
+        if choice not in (None, "none") and not offered:
+            raise refused("tool_choice", "needs tools to choose from")
+        if self.top_logprobs and not self.logprobs:
+            raise refused("top_logprobs", "needs logprobs: true")
+        made = self.request(chat=self.chat(self.messages, offered))
         if self.max_completion_tokens is not None:
             made.sampling.max_tokens = self.max_completion_tokens
         if self.logprobs:
             made.sampling.logprobs = self.top_logprobs or 0
-        elif self.top_logprobs:
-            raise refused("top_logprobs", "only with logprobs: true")
-        made.chat.CopyFrom(self.chat(self.messages, self.offered))
-        choice = self.tool_choice
         if isinstance(choice, AllowedToolsChoice):
             choice = choice.allowed_tools.mode
         if isinstance(choice, NamedTool):
@@ -358,10 +389,6 @@ class ChatBody(_Body, _Templated):
             made.chat.tool_choice.is_single = self.parallel_tool_calls is False
         return [made]
 
-    def _check_tool_choice(self) -> None:
-        if self.tool_choice not in (None, "none") and not self.offered:
-            raise refused("tool_choice", "only with tools")
-
 
 class CompletionBody(_Body):
     """Continue a text."""
@@ -370,19 +397,29 @@ class CompletionBody(_Body):
     prompt: (
         str
         | Annotated[list[str], _at_most(MAX_CHOICES)]
-        | Annotated[list[int], _FAIL_FAST]
-        | Annotated[list[Annotated[list[int], _FAIL_FAST]], _at_most(MAX_CHOICES)]
+        | TokenIds
+        | Annotated[list[TokenIds], _at_most(MAX_CHOICES)]
     )
+    """A text, token ids, or several of either."""
     logprobs: Int | None = _UINT32
+    """Return log-probabilities of so many likeliest tokens at each position."""
     echo: bool | None = None
+    """The answer begins with the prompt."""
     prompt_logprobs: Int | None = _UINT32
+    """Return log-probabilities of the prompt's tokens; not streamed."""
     add_special_tokens: bool | None = None
+    """False: the tokenizer adds none to the prompt."""
 
     def requests(self) -> list[router_pb2.GenerateRequest]:
-        base = self.request()
         if self.stream and self.prompt_logprobs is not None:
-            raise refused("prompt_logprobs", "not with stream: true")
-        base.omit_special_tokens = self.add_special_tokens is False
+            raise refused("prompt_logprobs", "cannot be combined with stream: true")
+        prompts = prompts_of(self.prompt)
+        if len(prompts) * self.num_choices > MAX_CHOICES:
+            asked = f"{len(prompts)} prompts of {self.num_choices} choices"
+            raise refused("prompt", f"{asked}; at most {MAX_CHOICES} in all are taken")
+        if self.request_id and len(prompts) > 1:
+            raise refused("request_id", "names a single prompt; several are given")
+        base = self.request(omit_special_tokens=self.add_special_tokens is False)
         if self.max_tokens is None:
             base.sampling.max_tokens = max(_COMPLETION_TOKENS, base.sampling.min_tokens)
         if self.logprobs is not None:
@@ -392,21 +429,12 @@ class CompletionBody(_Body):
             base.sampling.prompt_logprobs = max(wanted)
         if self.echo and self.max_tokens == 0:  # the first token is computed, and left out
             base.sampling.max_tokens = 1
-        prompts = prompts_of(self.prompt)
-        if len(prompts) * self.num_choices > MAX_CHOICES:
-            asked = f"{len(prompts)} prompts of {self.num_choices} choices"
-            raise refused("prompt", f"{asked}; at most {MAX_CHOICES} in all are taken")
-        if base.request_id and len(prompts) > 1:
-            raise refused("request_id", "for one prompt only")
         made = []
         for prompt in prompts:
-            request = router_pb2.GenerateRequest()
-            request.CopyFrom(base)
-            if isinstance(prompt, str):
-                request.text = prompt
-            else:
-                _add_ids(request.token_ids, prompt, "prompt")
-            made.append(request)
+            is_text = isinstance(prompt, str)
+            given: dict[str, Any] = {"text": prompt} if is_text else {"token_ids": {"ids": prompt}}
+            made.append(router_pb2.GenerateRequest(**given))
+            made[-1].MergeFrom(base)
         return made
 
 
@@ -422,15 +450,14 @@ class TokenizeBody(_Templated):
     tenant: str | None = None
 
     def requests(self) -> list[router_pb2.TokenizeRequest]:
-        made = router_pb2.TokenizeRequest(model=self.model or "", tenant=self.tenant or "")
         if (self.prompt is None) == (self.messages is None):
-            raise refused("prompt", "either prompt or messages")
+            raise refused("prompt", "give either prompt or messages")
+        prompt: dict[str, Any] = {"text": self.prompt}
         if self.messages is not None:
-            made.chat.CopyFrom(self.chat(self.messages, self.tools))
-        else:
-            made.text = self.prompt or ""
-        made.omit_special_tokens = self.add_special_tokens is False
-        return [made]
+            prompt = {"chat": self.chat(self.messages, self.tools)}
+        bare = self.add_special_tokens is False
+        named = {"model": self.model or "", "tenant": self.tenant or ""}
+        return [router_pb2.TokenizeRequest(**prompt, **named, omit_special_tokens=bare)]
 
 
 class DetokenizeBody(_Part):
@@ -438,13 +465,13 @@ class DetokenizeBody(_Part):
 
     renamed = {r"prompt(.*)": r"tokens\1"}
     model: str | None = None
-    tokens: Annotated[list[int], _FAIL_FAST]
+    tokens: TokenIds
     tenant: str | None = None
 
     def requests(self) -> list[router_pb2.GenerateRequest]:
-        made = router_pb2.GenerateRequest(model=self.model or "", tenant=self.tenant or "")
-        _add_ids(made.token_ids, self.tokens, "tokens")
-        return [made]
+        ids = router_pb2.TokenIds(ids=self.tokens)
+        model, tenant = self.model or "", self.tenant or ""
+        return [router_pb2.GenerateRequest(model=model, tenant=tenant, token_ids=ids)]
 
 
 def parsed(kind: type[Any], data: bytes) -> tuple[Any, list[Any], list[str]]:
@@ -459,7 +486,7 @@ def parsed(kind: type[Any], data: bytes) -> tuple[Any, list[Any], list[str]]:
         errors = error.errors(include_url=False, include_input=False)
         of_field = [each for each in errors if each["loc"][:1] == errors[0]["loc"][:1]]
         # Of a union's errors, the one that gets furthest is of the kind that was meant.
-        first = max(of_field, key=lambda each: (each["type"] == "too_long", len(each["loc"])))
+        first = max(of_field, key=lambda each: (each["type"] in _BOUNDS, len(each["loc"])))
         field, problem = _field(first["loc"]), first["msg"]
         if first["type"] == "too_long":
             problem = f"at most {first['ctx']['max_length']} are taken"
@@ -479,27 +506,18 @@ def _field(location: Sequence[str | int]) -> str | None:
     return path or None
 
 
-def chat_of(
-    messages: list[Message], tools: list[Tool] | None, arguments: dict[str, Any] | None
-) -> router_pb2.ChatMessages:
-    chat = router_pb2.ChatMessages()
-    for index, message in enumerate(messages):
-        _add(chat, message, f"messages[{index}]")
-    for index, tool in enumerate(tools or ()):
-        if tool.type != "function":
-            raise refused(f"tools[{index}].type", "functions only")
-        function = tool.function
-        parameters = "" if function.parameters is None else _json(function.parameters)
-        chat.tools.add(
-            name=function.name, description=function.description or "", parameters=parameters
-        )
-    if arguments:
-        chat.template_arguments = _json(arguments)
-    return chat
+def _tool(tool: Tool, field: str) -> router_pb2.Tool:
+    if tool.type != "function":
+        raise refused(f"{field}.type", "only functions are served")
+    function = tool.function
+    parameters = "" if function.parameters is None else _json(function.parameters)
+    return router_pb2.Tool(
+        name=function.name, description=function.description or "", parameters=parameters
+    )
 
 
-def _add(chat: router_pb2.ChatMessages, message: Message, field: str) -> None:
-    made = chat.messages.add(
+def _message(message: Message, field: str) -> router_pb2.ChatMessage:
+    made = router_pb2.ChatMessage(
         role=message.role,
         tool_call_id=message.tool_call_id or "",
         reasoning_content=message.reasoning_content or message.reasoning or "",
@@ -518,6 +536,7 @@ def _add(chat: router_pb2.ChatMessages, message: Message, field: str) -> None:
         given = call.function.arguments
         arguments = given if isinstance(given, str) else _json(given or {})
         made.tool_calls.add(id=call.id, name=call.function.name, arguments=arguments)
+    return made
 
 
 def _json(value: Any) -> str:
@@ -541,22 +560,11 @@ def choices_of(
             yield other
 
 
-def prompts_of(given: str | list[str] | list[int] | list[list[int]]) -> list[str | list[int]]:
-    if isinstance(given, str):
-        return [given]
+def prompts_of(given: str | list[str] | list[int] | list[list[int]]) -> list[Any]:
+    """Return the prompts, each a text or token ids."""
     if not given:
         raise refused("prompt", "the prompt is empty")
-    if isinstance(given[0], int):
-        return [given]
-    return list(given)
-
-
-def _add_ids(made: router_pb2.TokenIds, ids: list[int], field: str) -> None:
-    made.SetInParent()
-    try:
-        made.ids.extend(ids)
-    except ValueError:
-        raise refused(field, "a token id is out of range") from None
+    return [given] if isinstance(given, str) or isinstance(given[0], int) else given
 
 
 SERVED = frozenset(ChatBody.model_fields) | frozenset(CompletionBody.model_fields)

@@ -9,7 +9,7 @@ from typing import Any
 
 from baton.finish_reason import FinishReason
 from baton.v1 import common_pb2
-from router.door.api.api import Ended, Opened
+from router.door.api.api import Opened
 from router.door.http.openai.bodies import ChatBody, CompletionBody
 from router.request.output import Event, Finished, TokenRun
 from router.text import TextModel
@@ -26,26 +26,21 @@ _LEAST_LOGPROB = -9999.0  # JSON has no infinities
 class Choice(ABC):
     """Own one choice. `take` gives a stream's pieces; `whole`, at the end, the whole of them."""
 
-    def __init__(self, index: int, opened: Opened | Ended, body: ChatBody | CompletionBody) -> None:
+    def __init__(self, index: int, opened: Opened, body: ChatBody | CompletionBody) -> None:
         self.index, self._body = index, body
         self._reasoning = list[str]()
         self._ids, self._num_told = list[int](), -1  # -1: nor is the prompt
         self.opened = opened
         self.end: Finished | None = None
-        self._model = opened.router.text if isinstance(opened, Opened) else None
-        self._prompt = opened.parsed.token_ids if isinstance(opened, Opened) else ()
-        self._is_over = False
+        self._model, self._prompt = opened.router.text, opened.parsed.token_ids
 
     async def events(self) -> list[Event]:
-        """What is new; empty after the end."""
-        if isinstance(self.opened, Opened):
-            return await self.opened.take()
-        events: list[Event] = [] if self._is_over else [self.opened.event]
-        self._is_over = True
-        return events
+        """Return what is new; nothing after the end. Raises the BatonError that the request ended
+        with."""
+        return await self.opened.reader.take()
 
     def take(self, events: Sequence[Event]) -> list[Delta]:
-        """The entries of `choices` that these events are."""
+        """Return the entries of `choices` that these events are."""
         made: list[Delta] = []
         for event in events:
             if isinstance(event, TokenRun):
@@ -64,7 +59,7 @@ class Choice(ABC):
         return made
 
     def own_ids(self) -> Delta:
-        """Its token ids that were not told yet, and its prompt's with the first of them."""
+        """Return the token ids that were not told yet, and the prompt's with the first of them."""
         if not self._body.return_token_ids:
             return {}
         start, self._num_told = self._num_told, len(self._ids)
@@ -73,14 +68,14 @@ class Choice(ABC):
 
     @property
     def stop_reason(self) -> str | int | None:
-        """At the end: the stop string or stop id that ended it, as vLLM has it."""
+        """Return the stop string or stop id that ended it, as vLLM has it; None until then."""
         stop, ids = self.end.stop if self.end else "", self._body.stop_token_ids or ()
         return stop if stop in self._body.stops else int(stop) if stop in map(str, ids) else None
 
     @property
     def num_reasoning_tokens(self) -> int:
-        """At the end: tokens up to `</think>`."""
-        if not self._reasoning or self._model is None:
+        """Count the tokens up to `</think>`, at the end."""
+        if not self._reasoning:
             return 0
         tail = ""
         for count, token_id in enumerate(self._ids, 1):
@@ -107,7 +102,7 @@ _REASONS = {
 
 
 class ChatChoice(Choice):
-    def __init__(self, index: int, opened: Opened | Ended, body: ChatBody) -> None:
+    def __init__(self, index: int, opened: Opened, body: ChatBody) -> None:
         super().__init__(index, opened, body)
         self._content = list[str]()
         self._calls: list[Delta] = []
@@ -115,41 +110,38 @@ class ChatChoice(Choice):
         self._has_role = False
         self._reason: str | None = None
         self._is_parallel = body.parallel_tool_calls is not False
-        self._answer = opened.answer_reader() if isinstance(opened, Opened) else None
+        self._answer = opened.answer_reader()
 
     def _tokens(self, run: TokenRun) -> list[Delta]:
         plain = [run.text] if run.text else []
         deltas = self._deltas(plain if self._answer is None else self._answer.push(run.text))
         logprobs = None
-        if self._logprobs is not None and self._model is not None:
+        if self._logprobs is not None:
             new = [_chat_logprob(self._model, *each) for each in zip(run.ids, run.logprobs)]
             self._logprobs += new
             logprobs = {"content": new}
             deltas = deltas or [{"content": ""}]
-        made = [] if self._has_role else [self._piece({"role": "assistant", "content": ""})]
-        self._has_role = True
-        for delta in deltas:
-            made.append(self._piece(delta, logprobs))
-            logprobs = None
-        return made
+        return self._pieces(deltas, logprobs)
 
     def _finish(self, reason: FinishReason) -> list[Delta]:
         deltas = self._deltas([] if self._answer is None else self._answer.finish())
-        made = [] if self._has_role else [self._piece({"role": "assistant", "content": ""})]
         has_called = reason is FinishReason.STOP and self._answer and self._answer.has_called
         self._reason = "tool_calls" if has_called else _REASONS[reason]
-        made += [self._piece(delta) for delta in deltas]
-        return [*made, self._piece({}, None, self._reason)]
+        made = self._pieces([*deltas, {}])
+        made[-1]["finish_reason"] = self._reason
+        return made
 
-    def _piece(
-        self, delta: Delta, logprobs: Delta | None = None, reason: str | None = None
-    ) -> Delta:
-        return {
-            "index": self.index,
-            "delta": delta,
-            "logprobs": logprobs,
-            "finish_reason": reason,
-        }
+    def _pieces(self, deltas: list[Delta], logprobs: Delta | None = None) -> list[Delta]:
+        """The first piece of all names the role. `logprobs` go with the first delta."""
+        opening: list[Delta] = [] if self._has_role else [{"role": "assistant", "content": ""}]
+        self._has_role = True
+        made: list[Delta] = [
+            {"index": self.index, "delta": delta, "logprobs": None, "finish_reason": None}
+            for delta in (*opening, *deltas)
+        ]
+        if logprobs is not None:
+            made[len(opening)]["logprobs"] = logprobs
+        return made
 
     def _deltas(self, said: Sequence[Said]) -> list[Delta]:
         made: list[Delta] = []
@@ -190,24 +182,24 @@ class ChatChoice(Choice):
 
 
 class TextChoice(Choice):
-    def __init__(self, index: int, opened: Opened | Ended, body: CompletionBody) -> None:
+    def __init__(self, index: int, opened: Opened, body: CompletionBody) -> None:
         super().__init__(index, opened, body)
         self._texts: list[str] = []
         self._has_logprobs = body.logprobs is not None
         self._logprobs: list[Delta] = []
         shows: Any = {"after_text": True, "shows_special": body.skip_special_tokens is False}
-        self._decoder = self._model and self._model.new_decoder(**shows)
+        self._decoder = self._model.new_decoder(**shows)
         self._offset = 0  # of the first character that is not whole yet
         self._reason: str | None = None
 
     def _tokens(self, run: TokenRun) -> list[Delta]:
         self._texts.append(run.text)
         logprobs = None
-        if self._has_logprobs and self._model is not None and run.ids:
+        if self._has_logprobs and run.ids:
             new = [_text_logprob(self._model, *each) for each in zip(run.ids, run.logprobs)]
             for token_id, each in zip(run.ids, new):
                 each["text_offset"] = max(0, self._offset)
-                self._offset += len(self._decoder.push(token_id)) if self._decoder else 0
+                self._offset += len(self._decoder.push(token_id))
             self._logprobs += new
             logprobs = _columns(new)
         if not run.text and logprobs is None:
@@ -228,12 +220,10 @@ class TextChoice(Choice):
 
 def usage_of(choices: Sequence[Choice], num_of_prompt: int) -> dict[str, Any]:
     """`num_of_prompt`: choices of each prompt, which counts once."""
-    ends = [each.end for each in choices if each.end is not None]
-    firsts = [
-        each.end for each in choices if each.end is not None and each.index % num_of_prompt == 0
-    ]
+    ends = [(each.index, each.end) for each in choices if each.end is not None]
+    firsts = [end for index, end in ends if index % num_of_prompt == 0]
     prompt = sum(end.num_prompt_tokens for end in firsts)
-    output = sum(end.num_output_tokens for end in ends)
+    output = sum(end.num_output_tokens for _, end in ends)
     return {
         **_usage(prompt, output),
         "prompt_tokens_details": {"cached_tokens": sum(end.num_cached_tokens for end in firsts)},

@@ -9,7 +9,7 @@ from functools import partial
 
 from baton.finish_reason import FinishReason
 from baton.v1 import common_pb2
-from router.door.api.api import Ended, Opened
+from router.door.api.api import Opened
 from router.door.http.openai.bodies import CompletionBody, prompts_of
 from router.door.http.openai.choices import Delta, TextChoice
 from router.request.output import Event, Finished, TokenRun
@@ -19,7 +19,7 @@ class EchoChoice(TextChoice):
     """With `echo`, text and log-probabilities begin with the prompt's. `prompt_logprobs` are as
     vLLM has them. Of `max_tokens: 0` nothing follows."""
 
-    def __init__(self, index: int, opened: Opened | Ended, body: CompletionBody) -> None:
+    def __init__(self, index: int, opened: Opened, body: CompletionBody) -> None:
         super().__init__(index, opened, body)
         self._asked, self._echoed = body, list(map(int, self._prompt))
         self._told: Delta = {}
@@ -27,7 +27,7 @@ class EchoChoice(TextChoice):
 
     async def events(self) -> list[Event]:
         """Before the first ones, decode the prompt, off the loop: it may be long."""
-        if self._shown is None and self._asked.echo and self._model is not None:
+        if self._shown is None and self._asked.echo:
             decode = partial(self._model.decode, self._echoed, shows_special=True)
             self._shown = await asyncio.to_thread(decode)
         return await super().events()
@@ -48,7 +48,6 @@ class EchoChoice(TextChoice):
         return super().whole() | self._told
 
     def _of_prompt(self, known: Sequence[common_pb2.Logprobs]) -> list[Delta]:
-        assert self._model is not None, "it has a token"
         unknown = common_pb2.Logprobs()  # nothing comes before the first token
         known = [*known, *[unknown] * (len(self._echoed) - 1 - len(known))]
         if self._asked.prompt_logprobs is not None:
@@ -68,7 +67,6 @@ class EchoChoice(TextChoice):
         return made
 
     def _ranked(self, token_id: int, known: common_pb2.Logprobs) -> Delta:
-        assert self._model is not None, "it has a token"
         ranked = {each.id: (rank, each.logprob) for rank, each in enumerate(known.top, 1)}
         ranked[token_id] = known.rank, known.logprob
         return {

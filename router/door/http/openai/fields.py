@@ -81,7 +81,7 @@ def ignored(body: BaseModel, chat: BaseModel, elsewhere: Collection[str]) -> lis
 
 
 def _unlisted(value: Any, name: str = "", place: str = "") -> Iterator[tuple[str, str, Any]]:
-    """The fields within a value that its bodies do not list: name, place and value."""
+    """Yield the fields within a value that its bodies do not list: name, place and value."""
     if isinstance(value, list) and value and isinstance(value[0], BaseModel):
         for index, each in enumerate(value):
             yield from _unlisted(each, name, f"{place}[{index}]")

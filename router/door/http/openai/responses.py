@@ -25,6 +25,7 @@ class ResponsesBody(translating.TranslatedBody):
     """Answer a chat, as OpenAI's responses."""
 
     input: Pieces
+    """A text, or the whole conversation: nothing is stored."""
     instructions: str | None = None
     max_output_tokens: Int | None = None
     tools: Annotated[list[dict[str, Any]], SEVERAL] | None = None
@@ -34,7 +35,9 @@ class ResponsesBody(translating.TranslatedBody):
         None
     )
     reasoning: dict[str, Any] | None = None
+    """Its `effort` goes to the chat template; `summary` changes nothing."""
     metadata: dict[str, str] | None = None
+    """Returned with the answer."""
     include: Annotated[list[Literal["reasoning.encrypted_content"]], SEVERAL] | None = None
     truncation: Literal["disabled"] | None = None
 
@@ -156,12 +159,12 @@ class ResponseAnswer(translating.Translating):
 
     @property
     def _is_whole(self) -> bool:
-        """Whether its end, or what is known before it, cuts nothing off."""
+        """Tell whether its end, or what is known before it, cuts nothing off."""
         is_call = bool(self._blocks) and self._blocks[-1].kind == "tool_calls"
         return self._reason in ("", "tool_calls") or (self._reason == "stop" and not is_call)
 
     def _items(self, status: str) -> list[Delta]:
-        """`status`: of the last one."""
+        """Return all items. `status` is of the last one."""
         statuses = {len(self._blocks) - 1: status}
         return [self._item(each, statuses.get(each.index, "completed")) for each in self._blocks]
 

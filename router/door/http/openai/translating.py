@@ -43,7 +43,7 @@ class Piece(BaseModel):
     arguments: str | dict[str, Any] | None = _called("arguments", "input")
 
     def messages(self, field: str, within: str | None) -> list[Delta]:
-        """A chat's. `within`: the role of what it is a part of."""
+        """Return it as a chat's messages. `within`: the role of what it is a part of."""
         place = f"{field}.content"
         if self.type == "message" and self.role not in ROLES:
             raise refused(f"{GIVEN}{field}.role", f"it is one of {', '.join(ROLES)}")
@@ -66,7 +66,7 @@ class Piece(BaseModel):
                 return [{"role": "tool", "tool_call_id": self.call_id, "content": content}]
         text = self.of_text(field)
         if within is None:
-            raise refused(f"{GIVEN}{field}", "a part stands within a message")
+            raise refused(f"{GIVEN}{field}", "put the part into a message")
         return [{"role": within, "content": [text]}]
 
     def of_text(self, field: str) -> Delta:
@@ -101,7 +101,7 @@ def messages_of(
 
 
 def tools_of(tools: Any, *kinds: str | None) -> Any:
-    """Return a chat's. `kinds`: functions' types. Chats refuse what is no list of objects."""
+    """Return a chat's tools. `kinds`: functions' types. Chats refuse what lists no objects."""
     if not isinstance(tools, list) or not all(isinstance(each, dict) for each in tools):
         return tools
     for index, tool in enumerate(tools):
@@ -124,7 +124,7 @@ def without_type(value: Delta) -> Delta:
 class TranslatedBody(BaseModel):
     """A chat in another API's shape. Further fields are those of a chat, such as `request_id`."""
 
-    model_config = ConfigDict(strict=True, extra="allow")
+    model_config = ConfigDict(strict=True, extra="allow", use_attribute_docstrings=True)
     model: str | None = None
     stream: bool | None = None
     temperature: float | None = None
@@ -148,7 +148,7 @@ class TranslatedBody(BaseModel):
 
     @abstractmethod
     def fields(self) -> Delta:
-        """What its own fields are in a chat's body."""
+        """Return its own fields as a chat's body has them."""
 
     def requests(self) -> Sequence[Any]:
         return self.as_chat.requests()
@@ -165,7 +165,7 @@ class Block:
 
     @property
     def text(self) -> str:
-        """Of a call: its arguments."""
+        """Return its text; of a call, the arguments."""
         return "".join(self.pieces)
 
 
@@ -179,11 +179,11 @@ class Translating(Answering, ABC):
 
     @abstractmethod
     def _changes(self, change: str, block: Block, text: str = "") -> list[Delta]:
-        """Events of a change, which is `start`, `delta` (it grows by the text) or `stop`."""
+        """Return events of a change: `start`, `delta` (it grows by the text) or `stop`."""
 
     @abstractmethod
     def _document(self, choices: Sequence[Choice]) -> Delta:
-        """The whole answer."""
+        """Return the whole answer."""
 
     def _take(self, piece: Delta) -> list[Delta]:
         self._reason = piece["finish_reason"] or self._reason

@@ -23,7 +23,7 @@ from baton.errors import (
 
 FAULT = "a fault of the router's; its log has more"
 NEVER_RETRY = {"X-Should-Retry": "false"}
-"""The openai client would, at every 409 and 5xx."""
+"""Without it the openai client retries at every 409 and 5xx."""
 _IN_VAIN = (AlreadyExistsError, DeadlineError, NoCapacityError, NotResumableError, PoisonError)
 _STATUSES = {
     "INVALID_ARGUMENT": 400,

@@ -13,11 +13,11 @@ from router.door.http.server.errors import ErrorResponse, shape
 
 
 class Guard:
-    """An ASGI application before another one."""
+    """An ASGI application that refuses requests before another one sees them."""
 
     def __init__(self, app: ASGIApp, hosts: Collection[str] | None) -> None:
-        """`hosts`: besides loopback's, where a web page that a developer's browser shows could call
-        by a name of its own, or by what needs no preflight; None: anywhere else."""
+        """`hosts`: names in `Host` that are taken besides loopback's, so that no web page in a
+        developer's browser can call by a name of its own; None: any, and any type of body."""
         self._app = app
         self._hosts = None if hosts is None else {host.lower() for host in hosts}
 
@@ -31,9 +31,9 @@ class Guard:
         await app(scope, receive, send)
 
     def _wrong(self, method: str, headers: Headers) -> tuple[int, str, str] | None:
-        """Status, header and what is wrong with it."""
+        """Return status, header and what is wrong with it; None: nothing is."""
         if "content-length" in headers and "transfer-encoding" in headers:  # RFC 9112, 6.1
-            return 400, "content-length", "not beside transfer-encoding"
+            return 400, "content-length", "may not stand beside transfer-encoding"
         if self._hosts is None:
             return None
         try:

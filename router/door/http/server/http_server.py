@@ -116,12 +116,12 @@ class _Protocol(H11Protocol):
             self.transport.close()
 
     def handle_events(self) -> None:
-        """There may be something to read."""
+        """Read in a turn, now or later: there may be something."""
         if not self.flow.is_waiting and self._sharing.turns.take(self._take_turn):
             self.flow.wait()
 
     def _take_turn(self) -> bool:
-        """False: all that came is read."""
+        """Read for a turn. False: all that came is read."""
         self.flow.is_waiting = False
         if self.transport.is_closing():
             return False
@@ -144,7 +144,7 @@ class _Protocol(H11Protocol):
             self._untime()  # from here on it is uvicorn's keep-alive that ends it
 
     def send_400_response(self, msg: str) -> None:
-        """What is no HTTP, or has too large a head."""
+        """Refuse what is no HTTP, or has too large a head."""
         body = json.dumps(shape(400, msg)).encode()
         headers = [
             (b"content-type", b"application/json"),
@@ -160,16 +160,12 @@ class _Protocol(H11Protocol):
 
     def _time(self) -> None:
         if self._reading is None:
-            self._reading = self.loop.call_later(self._timeout_s, self._end)
+            self._reading = self.loop.call_later(self._timeout_s, self.leave)
 
     def _untime(self) -> None:
         if self._reading is not None:
             self._reading.cancel()
             self._reading = None
-
-    def _end(self) -> None:
-        self._reading = None
-        self.transport.close()
 
 
 class _Server(uvicorn.Server):
@@ -228,7 +224,7 @@ class HttpServer:
         self.acceptor.start()
 
     async def stop(self) -> None:
-        """Answers under way have a second to end."""
+        """Stop; answers under way have a second to end."""
         await self.acceptor.stop()
         self._server.should_exit = True
         if self._serving is not None:
