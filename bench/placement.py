@@ -56,8 +56,7 @@ def median_us(*ways: Callable[[], object]) -> list[float]:
 def fleet_that_holds(size: int, index: PrefixIndex) -> Fleet:
     """Half prefill and half decode workers, each holding a thousand blocks of its own."""
     kinds = ((f"w{number}", number % 2 == 0, number % 2 == 1) for number in range(size))
-    changes = {"num_blocks": 100_000, "kv_fingerprint": FINGERPRINT}
-    fleet = fleet_of(*(facts(*kind, **changes) for kind in kinds))
+    fleet = fleet_of(*(facts(*k, num_blocks=100_000, kv_fingerprint=FINGERPRINT) for k in kinds))
     rng = random.Random(0)
     for slot in range(size):
         index.follow(slot, b"", [(b"", rng.randbytes(1000 * HASH_BYTES))])

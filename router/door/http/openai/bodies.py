@@ -456,8 +456,8 @@ class TokenizeBody(_Templated):
         if self.messages is not None:
             prompt = {"chat": self.chat(self.messages, self.tools)}
         bare = self.add_special_tokens is False
-        named = {"model": self.model or "", "tenant": self.tenant or ""}
-        return [router_pb2.TokenizeRequest(**prompt, **named, omit_special_tokens=bare)]
+        prompt |= {"model": self.model or "", "tenant": self.tenant or ""}
+        return [router_pb2.TokenizeRequest(**prompt, omit_special_tokens=bare)]
 
 
 class DetokenizeBody(_Part):
