@@ -7,14 +7,11 @@ machines' clocks are compared. Nothing is noted for a token.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from baton.clock import Clock
-from baton.errors import ConfigError
 from baton.v1 import worker_pb2
-from router.report.ended_request import EndedRequest
 
 _MAX_STAGES = 512  # of a request: the oldest are forgotten
 
@@ -80,19 +77,3 @@ class Stages:
         fields = {"link": link, "num_bytes": done.num_bytes, "bytes_per_s": rate}
         now_s = self.clock.now_s()
         self.all.append(Stage("handoff", self._first_step_s or now_s, now_s, None, fields))
-
-
-Trace = Callable[[EndedRequest, str, Stages], str]
-"""Traces a request that has ended now, given its `traceparent`. Returns the trace's id; empty: it
-is not traced."""
-
-
-def open_traces(endpoint: str | None, ratio: float) -> Trace:
-    """Return what traces requests. Raises ConfigError where OpenTelemetry's SDK is missing."""
-    if endpoint is None:
-        return lambda *_: ""
-    try:
-        from router.report.otlp import OtlpTraces
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"traces need the extra baton-serve[traces]: {error}") from error
-    return OtlpTraces(endpoint, ratio).trace

@@ -15,7 +15,7 @@ from router.placement.fairness import FairLine, RetryBudget
 from router.report.figures import Counts, PoolFigures, RequestFigures
 from router.report.metrics import RouterMetrics
 from router.report.recent import RecentTraffic
-from router.report.stages import Trace
+from router.report.traces import Trace
 from router.text import TextModel
 
 

@@ -35,7 +35,7 @@ from router.placement.ticket import Ticket
 from router.report.figures import Counts, Figures, PoolFigures, RequestFigures
 from router.report.metrics import Gauges, RouterMetrics
 from router.report.recent import RecentTraffic
-from router.report.stages import Trace
+from router.report.traces import Trace
 from router.request.client_request import ClientRequest, Key, key_of, wire_id
 from router.request.output import Finished, OutputReader
 from router.request.request_run import SHUTTING_DOWN, RequestRun

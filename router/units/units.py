@@ -32,7 +32,7 @@ from baton.identity.identity import Identity
 from baton.v1 import control_pb2
 from router.fleet.registry import Followed, RegistryAccess, keep_reporting
 from router.report.metrics import METRICS_EVERY_S, RouterMetrics
-from router.report.stages import open_traces
+from router.report.traces import open_traces
 from router.request.client_request import ClientRequest, RequestHead, wire_id
 from router.request.request_run import SHUTTING_DOWN
 from router.request.run_parts import ServedModel, not_resumable
