@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from baton.config.router import TlsConfig
-from baton.errors import ConfigError
-from cluster.local.bring_up import RouterProcess, UnavailableError, with_own_ports
+from baton.errors import ConfigError, UnavailableError
+from cluster.local.bring_up import RouterProcess, with_own_ports
 from cluster.local.process_tree import descendants, wait_until_gone
 from tests.certificates import Authority
 from tests.cluster.whole_cluster import fake_cluster, wait_until

@@ -116,7 +116,7 @@ class Planning:
     def __init__(self, config: PlannerConfig | None = None) -> None:
         self.config = config or PlannerConfig()
         self.state = PlannerState()
-        self.plan = {}
+        self.plan: Plan = {}
 
     def see(self, signals: Signals) -> Plan:
         self.state, self.plan = decide(self.state, signals, self.config)
