@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import struct
 import tracemalloc
 from collections.abc import Iterator
@@ -42,6 +43,9 @@ from tests.router.grpc_served import (
     stub_of,
     tokenize,
 )
+
+GZIP = grpc.Compression.Gzip
+
 
 # --- what calls are -------------------------------------------------------------------------------
 
@@ -193,14 +197,24 @@ async def test_requests_that_are_cut_off_or_too_many_are_refused() -> None:
             assert headers["grpc-status"] == "13", data
 
 
-async def test_compressed_requests_are_refused_by_name() -> None:
+async def test_requests_may_be_compressed_and_bombs_are_refused() -> None:
     async with asked() as (made, stub):
-        error = await error_of(stub.Tokenize(tokenize("x"), compression=grpc.Compression.Gzip))
-        assert error.code() is grpc.StatusCode.UNIMPLEMENTED
+        for how in (GZIP, grpc.Compression.Deflate):
+            answer = await stub.Tokenize(tokenize("x" * 5000), compression=how)
+            assert answer.ids == [5000]
+        error = await error_of(stub.Tokenize(tokenize("x" * (1 << 20)), compression=GZIP))
+        assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         async with RawClient.to(made.address) as client:
-            headers = await client.ended(client.ask(b"Tokenize", framed(b"", flag=1)))
-            assert headers["grpc-status"] == "13"
-            assert headers["grpc-accept-encoding"] == "identity"
+            for encoding, packed, status in (
+                (b"gzip", gzip.compress(b"")[:-4], "13"),
+                (b"gzip", b"nonsense", "13"),
+                (b"identity", gzip.compress(b""), "13"),
+                (b"snappy", b"", "12"),
+            ):
+                data = framed(packed, flag=1)
+                headers = await client.ended(client.ask(b"Tokenize", data, grpc_encoding=encoding))
+                assert headers["grpc-status"] == status
+                assert headers["grpc-accept-encoding"] == "identity, deflate, gzip"
 
 
 async def test_what_is_no_grpc_is_refused_in_http() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import gzip
 import socket
 import struct
 import tracemalloc
@@ -26,6 +27,7 @@ from tests.router.grpc_served import (
     Served,
     asked,
     channel_to,
+    framed,
     framed_text,
     served,
     stub_of,
@@ -121,16 +123,25 @@ def held(made: Served) -> int:
     return made.server.sharing.unfinished.num_bytes
 
 
-LONG = framed_text("x" * 40_000)
+LONG, PACKED = framed_text("x" * 40_000), gzip.compress(tokenize("x" * 32_000).SerializeToString())
 
 
-async def test_messages_that_never_end_give_way_the_oldest_first() -> None:
+@pytest.mark.parametrize(
+    ("encoding", "begun", "rest"),
+    [
+        (b"identity", (LONG[:16_000], LONG[16_000:32_000]), LONG[32_000:]),
+        (b"gzip", (framed(PACKED, flag=1),), b""),  # it counts as long as it is inflated
+    ],
+)
+async def test_messages_that_never_end_give_way_the_oldest_first(
+    encoding: bytes, begun: tuple[bytes, ...], rest: bytes
+) -> None:
     async with asked(max_unfinished_bytes=110_000) as (made, stub):
         async with RawClient.to(made.address) as client:
-            streams = [client.begin() for _ in range(3)]
+            streams = [client.begin(grpc_encoding=encoding) for _ in range(3)]
             for stream in streams:
-                for at in (0, 16_000):
-                    client.h2.send_data(stream, LONG[at : at + 16_000])
+                for data in begun:
+                    client.h2.send_data(stream, data)
                 client.flush()
                 await made.until(lambda n=stream: held(made) >= 16_000 * n)  # streams 1, 3, 5
             assert (await stub.Tokenize(tokenize("x" * 40_000))).ids == [40_000]
@@ -138,7 +149,7 @@ async def test_messages_that_never_end_give_way_the_oldest_first() -> None:
             assert headers["grpc-status"] == "8"
             assert "began first" in headers["grpc-message"]
             for stream in streams[1:]:
-                client.h2.send_data(stream, LONG[32_000:], end_stream=True)
+                client.h2.send_data(stream, rest, end_stream=True)
             client.flush()
             for stream in streams[1:]:
                 assert (await client.ended(stream))["grpc-status"] == "0"

@@ -16,6 +16,7 @@ import functools
 import logging
 import re
 import struct
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
@@ -49,7 +50,8 @@ _PREFIX = struct.Struct(">BI")  # compressed or not; length
 _MAX_QUEUED = 16  # messages of a streaming request that nobody has read yet
 _TIMEOUT = re.compile(rb"(\d{1,8})([HMSmun])")
 _UNITS_S = {b"H": 3600.0, b"M": 60.0, b"S": 1.0, b"m": 1e-3, b"u": 1e-6, b"n": 1e-9}
-_ACCEPTED = (b"grpc-accept-encoding", b"identity")
+_ENCODINGS = {b"gzip": 16 + zlib.MAX_WBITS, b"deflate": zlib.MAX_WBITS}
+_ACCEPTED = (b"grpc-accept-encoding", b"identity, deflate, gzip")
 _OPENING = ((b":status", b"200"), (b"content-type", b"application/grpc"), _ACCEPTED)
 _PLAIN = " !\"#$&'()*+,-./:;<=>?@[\\]^_`{|}~"  # in grpc-message, besides letters and digits
 
@@ -171,6 +173,7 @@ class Call:
         """Whether anyone may make it."""
         self.tenant: str | None = None
         """The caller's; None: any."""
+        self._wbits: int | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._task: asyncio.Task[None] | None = None
         self._feed: Feed | None = None
@@ -235,8 +238,10 @@ class Call:
         self._max_received = self._policy.max_received_bytes(self.is_open)
         encoding = fields.get(b"grpc-encoding", b"identity")
         if encoding != b"identity":
-            why = f"grpc-encoding {encoding.decode('latin-1')} is not taken: send uncompressed"
-            raise _CallEndedError(StatusCode.UNIMPLEMENTED, why)
+            self._wbits = _ENCODINGS.get(encoding)
+            if self._wbits is None:
+                why = f"grpc-encoding {encoding.decode('latin-1')} is not taken"
+                raise _CallEndedError(StatusCode.UNIMPLEMENTED, why)
         if self._handler.request_streaming:
             self._requests = asyncio.Queue()
             self._run(self._handler, self._each_request())
@@ -261,11 +266,28 @@ class Call:
         end = _PREFIX.size + length
         if len(received) < end:
             return None
-        if flag != 0:
-            raise _CallEndedError(StatusCode.INTERNAL, "a message's prefix cannot be read")
         message = bytes(received[_PREFIX.size : end])
         del received[:end]
-        return message
+        if flag == 0:
+            return message
+        if flag != 1 or self._wbits is None:
+            raise _CallEndedError(StatusCode.INTERNAL, "a message's prefix cannot be read")
+        plain = self._inflated(message, self._wbits)
+        self._stream.unfinished.hold(self, len(plain))
+        return plain if self._status is None else None  # it may have had to give way
+
+    def _inflated(self, message: bytes, wbits: int) -> bytes:
+        """No more of it than a message may have."""
+        inflating = zlib.decompressobj(wbits)
+        try:
+            plain = inflating.decompress(message, self._max_received + 1)
+        except zlib.error as error:
+            why = f"a message cannot be decompressed: {error}"
+            raise _CallEndedError(StatusCode.INTERNAL, why) from error
+        self._check_length(len(plain), "Received decompressed", self._max_received)
+        if not inflating.eof:
+            raise _CallEndedError(StatusCode.INTERNAL, "a compressed message is cut off")
+        return plain
 
     def _check_length(self, length: int, which: str, most: int) -> None:
         if length > most:

@@ -197,7 +197,7 @@ def _json(value: Any) -> bytes:
 
 
 async def _all(*works: Any) -> None:
-    """Run them together. Raises the first error, once all have ended."""
+    """Run them together. Raises the first BatonError, once all have ended."""
     if len(works) == 1:
         await works[0]
         return
@@ -205,8 +205,11 @@ async def _all(*works: Any) -> None:
         async with asyncio.TaskGroup() as group:
             for work in works:
                 group.create_task(work)
-    except ExceptionGroup as errors:
-        raise errors.exceptions[0] from None
+    except* BatonError as errors:
+        first: BaseException = errors
+        while isinstance(first, BaseExceptionGroup):
+            first = first.exceptions[0]
+        raise first from None
 
 
 async def _until_gone(receive: Receive) -> None:
