@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
-from engine.models.linear.int8 import Int8Rows
 from engine.models.linear.table import AT_LOAD, FORMATS
 from tests.engine.linear.suite import CASES, MODULE, Case, Tensors, Tried, weight_of
 
@@ -46,8 +46,8 @@ def test_each_method_conforms(case: Case, check: str) -> None:
 @pytest.mark.usefixtures("machine")
 @pytest.mark.parametrize("shape", [(32, 32), (100, 160), (96, 3200)])
 def test_products_of_other_sizes_conform(shape: tuple[int, int]) -> None:
-    """Sums in parts, strips that are not full. Groups of 64 do not divide them all."""
-    for case in CASES[:-1]:
+    """Sums in parts, strips that are not full."""
+    for case in (case for case in CASES if shape[1] % case.split == 0):
         for one in tried(case):
             one.check_products(*shape)
 
@@ -63,15 +63,13 @@ class Harmed:
     def __init__(self, one: Tried) -> None:
         self._method = one.method
 
-    def load(self, parts: list[object], *rest: object, **named: object) -> object:
-        (part,) = parts
-        order = [1, 0, *range(2, SHAPE[0])]
-        harmed = (
-            Int8Rows(part.values, part.scales[order].clone())
-            if isinstance(part, Int8Rows)
-            else part[order]  # type: ignore[index]
-        )
-        return self._method.load([harmed], *rest, **named)  # type: ignore[arg-type]
+    def load(self, *given: Any, **named: Any) -> Harmed:
+        self._linear = self._method.load(*given, **named)
+        return self
+
+    def apply(self, x: torch.Tensor, *rest: Any) -> torch.Tensor:
+        out = self._linear.apply(x, *rest)
+        return out[:, [1, 0, *range(2, out.shape[1])]]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
