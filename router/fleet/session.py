@@ -3,8 +3,8 @@
 1. It is opened on each new link to the worker. 2. Reservations and cancels go out in order; what
 comes in is handed to the attempt it names. 3. When the link is lost every attempt is informed once,
 and forgotten here. It may wait for the next session with the same worker (`wait_open`) and attach
-there. The cancels of the last `KEPT_S` go first in the next session, since some may have been lost:
-an abandoned attempt may still run there.
+there. Cancels that were not sent, or may have been lost, go first in the next session: an abandoned
+attempt may still run there.
 
 Every session has an id of its own. The worker may learn of the lost session after the next one, and
 must not attach a request to the lost one.
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
@@ -25,7 +25,7 @@ from baton.v1 import worker_pb2
 from baton.wire import ANY_ATTEMPT
 
 MAX_KEPT_CANCELS = 10_000
-KEPT_S = 30.0  # workers keep what no router attaches to about as long (`orphan_ttl_s`)
+SURELY_RECEIVED_S = 10.0  # a session that lived this long after a cancel has carried it
 
 
 @dataclass(frozen=True)
@@ -72,8 +72,8 @@ class Session:
         self._is_over = False
         self.end_request: Callable[[str], bool] = lambda wire_id: False
         """Ends a request that its client aborts at another router. False: it is not here."""
-        self._cancels: deque[tuple[float, worker_pb2.Cancel]] = deque(maxlen=MAX_KEPT_CANCELS)
-        """Each with its time, oldest first."""
+        self._cancels: OrderedDict[tuple[str, int], float | None] = OrderedDict()
+        """Request and attempt -> when it was sent, None: not yet. Oldest first."""
 
     @property
     def is_open(self) -> bool:
@@ -126,10 +126,16 @@ class Session:
 
     def cancel(self, wire_id: str, attempt: int) -> None:
         """Abort an attempt, now or when the worker is connected again."""
+        now = asyncio.get_running_loop().time()
+        sent_s: float | None = None
         cancel = worker_pb2.Cancel(request_id=wire_id, attempt=attempt)
-        self._cancels.append((asyncio.get_running_loop().time(), cancel))
-        with contextlib.suppress(SessionLostError):
+        try:
             self._send(worker_pb2.SessionRequest(cancel=cancel))
+            sent_s = now
+        except SessionLostError:
+            pass  # it is kept
+        self._cancels[(wire_id, attempt)] = sent_s
+        self._forget_received(now)
 
     def cancel_every_attempt(self, wire_id: str) -> None:
         """Abort what runs under the id. The cancel is not kept when the session is lost: nobody
@@ -137,6 +143,14 @@ class Session:
         cancel = worker_pb2.Cancel(request_id=wire_id, attempt=ANY_ATTEMPT)
         with contextlib.suppress(SessionLostError):
             self._send(worker_pb2.SessionRequest(cancel=cancel))
+
+    def _forget_received(self, now: float) -> None:
+        while self._cancels:
+            oldest, sent_s = next(iter(self._cancels.items()))
+            received = sent_s is not None and now - sent_s > SURELY_RECEIVED_S
+            if not received and len(self._cancels) <= MAX_KEPT_CANCELS:
+                return
+            del self._cancels[oldest]
 
     def _send(self, message: worker_pb2.SessionRequest) -> None:
         """Raises SessionLostError."""
@@ -151,16 +165,18 @@ class Session:
 
     def open(self, link: Link) -> None:
         """Begin the next session, on this link."""
-        since_s = asyncio.get_running_loop().time() - KEPT_S
+        now = asyncio.get_running_loop().time()
+        self._forget_received(now)
         self._num_sessions += 1
         opening = worker_pb2.OpenSession(
             router_id=self.session_id, incarnation=self._identity.incarnation
         )
         self._link = link
         self._call = link.call(Method.SESSION, worker_pb2.SessionRequest(open=opening), self)
-        for at_s, cancel in self._cancels:
-            if at_s > since_s:
-                self._call.send(worker_pb2.SessionRequest(cancel=cancel))
+        for wire_id, attempt in self._cancels:
+            cancel = worker_pb2.Cancel(request_id=wire_id, attempt=attempt)
+            self._call.send(worker_pb2.SessionRequest(cancel=cancel))
+            self._cancels[(wire_id, attempt)] = now
         for waiter in self._waiting:
             if not waiter.done():
                 waiter.set_result(None)

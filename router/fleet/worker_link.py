@@ -18,6 +18,7 @@ from typing import Protocol
 
 import grpc
 
+from baton.clock import NowS
 from baton.config.router import RouterConfig
 from baton.fleet import WorkerState
 from baton.identity.identity import Identity
@@ -33,6 +34,44 @@ from router.index.prefix_index import PrefixIndex
 _MAY_ANSWER = (ssl.SSLError, ConnectionResetError, TimeoutError)  # a connection's, yet
 STABLE_S = 1.0
 """A connection counts only after it has lasted this long."""
+
+
+class Contact:
+    """How long to wait for a worker that does not answer: it may keep what nobody else has.
+
+    Owns the time since which the worker seems out of reach. If its connections all end as soon as
+    they begin, that is the start of the first one.
+    """
+
+    def __init__(self, patience_s: float, clock: NowS) -> None:
+        self._patience_s, self._clock = patience_s, clock
+        self._stable_s = min(STABLE_S, patience_s)
+        self._in_doubt_since_s = clock()
+        self._began_s = math.inf  # the connection that there is
+        self._was_none_at_s = -math.inf  # when the last one ended, if it did too soon
+
+    def begin(self) -> None:
+        """A connection."""
+        now = self._began_s = self._clock()
+        if now - self._was_none_at_s >= self._patience_s:
+            self._in_doubt_since_s = now
+
+    def end(self) -> None:
+        now = self._clock()
+        if self._is_stable(now):
+            self._in_doubt_since_s, self._was_none_at_s = now, -math.inf
+        else:
+            self._was_none_at_s = now
+        self._began_s = math.inf
+
+    @property
+    def may_be_heard(self) -> bool:
+        """The worker may answer now or in a moment."""
+        now = self._clock()
+        return self._is_stable(now) or now - self._in_doubt_since_s < self._patience_s
+
+    def _is_stable(self, now: float) -> bool:
+        return now - self._began_s >= self._stable_s
 
 
 class KvFollower:
@@ -132,8 +171,7 @@ class WorkerLink:
         self._task: asyncio.Task[None] | None = None
         self._is_stopped = False
         self._last_why = ""
-        self._patience_s = LOST_FOR * config.timeouts.attach_s
-        self._connected_s, self._away_since_s = math.inf, time.monotonic()
+        self._contact = Contact(LOST_FOR * config.timeouts.attach_s, time.monotonic)
         self.tried = asyncio.Event()
         """Set when the first try to connect has ended, well or not."""
 
@@ -173,17 +211,11 @@ class WorkerLink:
     @property
     def may_be_heard_again(self) -> bool:
         """Whether a silent decode worker may answer in a moment with all that it kept: the registry
-        calls it healthy, and it has not been out of reach for long. Connections that end as they
-        begin do not reach it."""
+        calls it healthy, and it has not been out of reach for long."""
         entry = self.entry
         if not entry.facts.can_decode or entry.state in (WorkerState.STARTING, WorkerState.SUSPECT):
             return False
-        return self._is_stable or time.monotonic() - self._away_since_s < self._patience_s
-
-    @property
-    def _is_stable(self) -> bool:
-        lasts_s = time.monotonic() - self._connected_s
-        return self.entry.connected and lasts_s >= min(STABLE_S, self._patience_s)
+        return self._contact.may_be_heard
 
     def prefill(self, request: worker_pb2.PrefillRequest, caller: Caller) -> Call | None:
         """Begin a prefill. None: the worker is not connected, and the caller has been told."""
@@ -285,9 +317,9 @@ class WorkerLink:
         self.tried.set()
         if connected != self.entry.connected:
             if connected:
-                self._connected_s = time.monotonic()
-            elif self._is_stable:
-                self._away_since_s = time.monotonic()
+                self._contact.begin()
+            else:
+                self._contact.end()
             log.info(
                 "%s %s", self.entry.facts.worker_id, "connected" if connected else "disconnected"
             )

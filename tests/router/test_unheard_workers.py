@@ -11,9 +11,11 @@ import grpc
 import grpc.aio
 import pytest
 
+from baton.clock import ManualClock
 from baton.config.settings import changed
 from baton.fleet import Role, WorkerState
 from baton.v1 import control_pb2, router_pb2
+from router.fleet.worker_link import Contact
 from router.units.router import Router
 from tests.cluster.conftest import nothing_held, running_worker
 from tests.router.answers import PROMPT, Answer, Client, ask_for, expected
@@ -234,3 +236,59 @@ async def test_a_stream_goes_on_elsewhere_where_its_worker_is_not_reached_for_lo
         assert cut.seen.ids + answer.ids == alone(1)
         assert not cut.is_whole
         cut.way.thaw()
+
+
+PATIENCE_S = 6.0
+
+
+def test_a_worker_is_waited_for_while_it_is_connected_and_for_a_while_after() -> None:
+    clock = ManualClock(100.0)
+    contact = Contact(PATIENCE_S, clock.now_s)
+    assert contact.may_be_heard
+    contact.begin()
+    clock.advance(100.0)
+    assert contact.may_be_heard
+    contact.end()
+    clock.advance(5.9)
+    assert contact.may_be_heard
+    clock.advance(0.2)
+    assert not contact.may_be_heard
+
+
+def test_connections_that_end_as_they_begin_make_nobody_wait_longer() -> None:
+    clock = ManualClock(100.0)
+    contact = Contact(PATIENCE_S, clock.now_s)
+    contact.begin()
+    clock.advance(100.0)
+    contact.end()
+    waited_s = 0.0
+    while contact.may_be_heard:
+        clock.advance(0.5)
+        waited_s += 0.5
+        contact.begin()
+        contact.end()
+        assert waited_s < 2 * PATIENCE_S
+    contact.begin()
+    assert not contact.may_be_heard
+    clock.advance(1.0)
+    assert contact.may_be_heard, "this one lasts"
+
+
+def test_a_worker_that_comes_back_after_long_is_waited_for_again() -> None:
+    clock = ManualClock(100.0)
+    contact = Contact(PATIENCE_S, clock.now_s)
+    for lasted_s in (100.0, 0.0):
+        contact.begin()
+        clock.advance(lasted_s)
+        contact.end()
+        clock.advance(10.0)
+        assert not contact.may_be_heard
+    contact.begin()
+    assert contact.may_be_heard
+    contact.end()
+    clock.advance(3.0)
+    contact.begin()
+    contact.end()
+    assert contact.may_be_heard
+    clock.advance(3.0)
+    assert not contact.may_be_heard
