@@ -11,8 +11,11 @@ from __future__ import annotations
 import codecs
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
 
-from router.text.partial import num_begun
+from tokenizers import Tokenizer
+
 from router.text.reasoning import ReasoningSplitter
 from router.text.token_bytes import TokenBytes
 
@@ -25,13 +28,30 @@ class Scanned:
     """The stop string that ended the text; None while it continues."""
 
 
+def _borders(pattern: str) -> list[int]:
+    """For every prefix of `pattern`, the length of its longest proper prefix that is a suffix."""
+    borders = [0] * len(pattern)
+    matched = 0
+    for position in range(1, len(pattern)):
+        while matched and pattern[position] != pattern[matched]:
+            matched = borders[matched - 1]
+        if pattern[position] == pattern[matched]:
+            matched += 1
+        borders[position] = matched
+    return borders
+
+
 class StopScanner:
     """Hold back what could begin a stop string; what it lets through never depends on how the text
     was cut into pieces. Among several stop strings the one that ends first wins, then the longest.
+
+    Knuth-Morris-Pratt on every stop string at once: amortised O(stop strings) a character.
     """
 
     def __init__(self, stop: Sequence[str], includes_stop: bool = False) -> None:
-        self._stop, self._includes_stop = stop, includes_stop
+        self._includes_stop = includes_stop
+        self._patterns = [(pattern, _borders(pattern)) for pattern in stop]
+        self._matched = [0] * len(self._patterns)
         self._held = ""
         self._stopped: str | None = None
 
@@ -40,31 +60,55 @@ class StopScanner:
         begins here and ends later still counts."""
         if self._stopped is not None:
             return Scanned("", self._stopped)
-        if not self._stop:
+        if not self._patterns:
             return Scanned(text, None)
-        num_seen, text = len(self._held), self._held + text
-        ends = [
-            (start + len(stop), -len(stop), stop)
-            for stop in (self._stop if may_stop else ())
-            if (start := text.find(stop, max(0, num_seen + 1 - len(stop)))) >= 0
-        ]
-        if ends:
-            end, _, found = min(ends)
-            self._stopped, self._held = found, ""
-            return Scanned(text[: end - (0 if self._includes_stop else len(found))], found)
-        cut = len(text) - max(num_begun(text, stop) for stop in self._stop)
+        seen = len(self._held)
+        text = self._held + text
+        for position in range(seen, len(text)):
+            found = self._advance(text[position])
+            if found is not None and may_stop:
+                self._stopped, self._held = found, ""
+                end = position + 1 - (0 if self._includes_stop else len(found))
+                return Scanned(text[:end], found)
+        cut = len(text) - max(self._matched)
         self._held = text[cut:]
         return Scanned(text[:cut], None)
 
     def finish(self) -> str:
-        """Return what was held back, once it is certain that nothing follows."""
+        """What was held back, once it is certain that nothing follows."""
         held, self._held = self._held, ""
         return held
 
+    def _advance(self, char: str) -> str | None:
+        found: str | None = None
+        for index, (pattern, borders) in enumerate(self._patterns):
+            matched = self._matched[index]
+            while matched and pattern[matched] != char:
+                matched = borders[matched - 1]
+            if pattern[matched] == char:
+                matched += 1
+            if matched == len(pattern):
+                matched = borders[matched - 1]
+                if found is None or len(pattern) > len(found):
+                    found = pattern
+            self._matched[index] = matched
+        return found
+
+
+REPLACEMENT = "\ufffd"
+
+
+class TextDecoder(Protocol):
+    """Token ids to whole characters."""
+
+    def push(self, token_id: int) -> str: ...
+
+    def finish(self) -> str:
+        """The rest; bytes that never became a character are U+FFFD."""
+
 
 class BytesDecoder:
-    """Turn token ids into whole characters: concatenate the tokens' bytes and decode them as UTF-8,
-    O(1) a token."""
+    """Concatenate the tokens' bytes and decode them as UTF-8: O(1) a token."""
 
     def __init__(self, token_bytes: TokenBytes, *, after_text: bool) -> None:
         """`after_text`: the tokens continue a text, so a space at their beginning is kept."""
@@ -85,7 +129,6 @@ class BytesDecoder:
         return self._strip(text) if self._strip_left and text else text
 
     def finish(self) -> str:
-        """Return the rest; bytes that never became a character are U+FFFD."""
         return self._utf8.decode(b"", final=True)
 
     def _strip(self, text: str) -> str:
@@ -98,12 +141,42 @@ class BytesDecoder:
         return text
 
 
+class WindowDecoder:
+    """For any other tokenizer: decode the last few tokens with and without the newest ones."""
+
+    MAX_PENDING = 16  # a character never takes more tokens
+
+    def __init__(self, tokenizer: Tokenizer, shows_special: bool = False) -> None:
+        self._decode = partial(tokenizer.decode, skip_special_tokens=not shows_special)
+        self._context: list[int] = []  # tokens whose text is out, there for the rules that join
+        self._pending: list[int] = []
+
+    def push(self, token_id: int) -> str:
+        self._pending.append(token_id)
+        text = self._new_text()
+        if text.endswith(REPLACEMENT) and len(self._pending) < self.MAX_PENDING:
+            return ""
+        if text:
+            self._context, self._pending = self._pending, []
+        return text
+
+    def finish(self) -> str:
+        text = self._new_text() if self._pending else ""
+        self._pending = []
+        return text
+
+    def _new_text(self) -> str:
+        before: str = self._decode(self._context) if self._context else ""
+        whole: str = self._decode(self._context + self._pending)
+        return whole[len(before) :]
+
+
 class Detokenizer:
     """The text of one answer: whole characters only, and nothing of a stop string."""
 
     def __init__(
         self,
-        decoder: BytesDecoder,
+        decoder: TextDecoder,
         stop: Sequence[str] = (),
         *,
         min_tokens: int = 0,

@@ -5,8 +5,6 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-from router.text.partial import num_begun
-
 OPEN, CLOSE = "<think>", "</think>"
 
 
@@ -73,6 +71,8 @@ class ReasoningSplitter:
         if found:
             self._state = _State.BETWEEN
             return reasoning, rest
-        cut = len(text) - num_begun(text, CLOSE)
-        self._held = text[cut:]
-        return text[:cut], ""
+        for length in range(min(len(CLOSE) - 1, len(text)), 0, -1):
+            if CLOSE.startswith(text[-length:]):
+                self._held = text[-length:]
+                return text[:-length], ""
+        return text, ""

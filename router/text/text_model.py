@@ -15,7 +15,7 @@ from tokenizers import AddedToken, Tokenizer
 from baton.errors import ConfigError, InvalidRequestError
 from baton.model_files import read_json
 from router.text.chat_template import ChatTemplate, Conversation
-from router.text.detokenizer import BytesDecoder
+from router.text.detokenizer import BytesDecoder, TextDecoder, WindowDecoder
 from router.text.encoder import SegmentEncoder
 from router.text.reasoning import CLOSE, OPEN, ReasoningSplitter
 from router.text.template_probe import check_template
@@ -85,7 +85,9 @@ class TextModel:
         """Ids of what the tokenizer reads as one token wherever it stands. Any other text is spelt.
         """
         rules = DecodeRules.read(tokenizer)
-        self._token_bytes = TokenBytes(tokenizer, rules, shown=self._markers)
+        self._token_bytes = (
+            None if rules is None else TokenBytes(tokenizer, rules, shown=self._markers)
+        )
         self.vocab_size: int = _size(config, "vocab_size") or tokenizer.get_vocab_size()
         self.max_model_len = _size(config, "max_position_embeddings")
         self.sampling_defaults = _sampling_defaults(generation)
@@ -126,7 +128,7 @@ class TextModel:
 
     def token_text(self, token_id: int) -> bytes:
         """Return what a token is by itself; a special token is its name."""
-        if shown := self._token_bytes[token_id]:
+        if self._token_bytes is not None and (shown := self._token_bytes[token_id]):
             return shown
         name: str | None = self._tokenizer.id_to_token(token_id)
         return (name or "").encode()
@@ -157,9 +159,11 @@ class TextModel:
         decoder = self.new_decoder(shows_special=shows_special)
         return "".join(map(decoder.push, token_ids)) + decoder.finish()
 
-    def new_decoder(self, *, after_text: bool = False, shows_special: bool = False) -> BytesDecoder:
-        """Make an answer's decoder. `after_text`: it continues a text, so a space at its beginning
-        is kept by tokenizers of the SentencePiece kind. `shows_special`: they are text too."""
+    def new_decoder(self, *, after_text: bool = False, shows_special: bool = False) -> TextDecoder:
+        """`after_text=True` where the answer continues a text: tokenizers of the SentencePiece kind
+        otherwise drop the space at its beginning. `shows_special`: special tokens are text."""
+        if self._token_bytes is None:
+            return WindowDecoder(self._tokenizer, shows_special)
         token_bytes = self._token_bytes
         if shows_special:
             names = self._encoder.special_tokens

@@ -1,8 +1,8 @@
 """What each token contributes to a text, as bytes.
 
-A language model's decoder is a concatenation of per-token bytes with a rule for the very beginning.
-Knowing the bytes makes detokenization exact and O(1) a token. A tokenizer whose decoder is more
-than that, such as WordPiece's, is refused.
+Nearly every tokenizer's decoder is a concatenation of per-token bytes with a rule for the very
+beginning. Knowing the bytes makes detokenization exact and O(1) a token; a decoder that is more
+than that is left to `WindowDecoder` (see `detokenizer`).
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from tokenizers import Tokenizer
-
-from baton.errors import ConfigError
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -46,17 +44,19 @@ class DecodeRules:
     strip_start: tuple[str, int] = ("", 0)  # a character, and how often it is dropped at the start
 
     @classmethod
-    def read(cls, tokenizer: Tokenizer) -> DecodeRules:
-        """Read a tokenizer's decoder. Raises ConfigError when it is more than that."""
-        decoder = json.loads(tokenizer.to_str()).get("decoder") or {"type": "none"}
+    def read(cls, tokenizer: Tokenizer) -> DecodeRules | None:
+        """Read a tokenizer's decoder. None: tokens alone do not show it."""
+        decoder = json.loads(tokenizer.to_str()).get("decoder")
+        if decoder is None:
+            return None
         steps = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
         if [step["type"] for step in steps] == ["ByteLevel"]:
             return cls(byte_level=True)
         return cls._read_pieces(steps)
 
     @classmethod
-    def _read_pieces(cls, steps: list[dict[str, Any]]) -> DecodeRules:
-        """Read a decoder of the SentencePiece kind."""
+    def _read_pieces(cls, steps: list[dict[str, Any]]) -> DecodeRules | None:
+        """Decoders of the SentencePiece kind."""
         replacements: list[tuple[str, str]] = []
         values: dict[str, Any] = {}
         fused = False
@@ -75,11 +75,7 @@ class DecodeRules:
                     if step.get("prepend_scheme", "always") != "never":
                         values["strip_first_token"] = step["replacement"]
                 case _:
-                    raise ConfigError(
-                        f"tokenizer.json: decoder: {step['type']} is not supported, ByteLevel and"
-                        " those of the SentencePiece kind are",
-                        field="tokenizer",
-                    )
+                    return None
         return cls(replacements=tuple(replacements), **values)
 
     def token_bytes(self, token: str, *, first: bool) -> bytes:

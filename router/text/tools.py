@@ -20,8 +20,6 @@ from collections.abc import Callable, Collection, Generator
 from dataclasses import dataclass, replace
 from typing import Literal, TypeVar
 
-from router.text.partial import num_begun
-
 ToolFormat = Literal["hermes", "llama3", "mistral"]
 
 MARKERS: dict[ToolFormat, tuple[str, ...]] = {
@@ -223,7 +221,7 @@ class ToolParser(ABC):
     def _outside(self) -> bool:
         """Put out text up to the marker. White space before it, and after a call, is nobody's."""
         before, found, after = self._text.partition(self._marker)
-        shown = before if found else before[: len(before) - num_begun(before, self._marker)]
+        shown = before if found else before[: -_begun(before, self._marker) or None]
         stripped = shown.rstrip()
         held = "" if found else before[len(stripped) :]
         self._put(stripped)
@@ -302,6 +300,14 @@ class ToolParser(ABC):
             self._out[-1] += text
         elif text:
             self._out.append(text)
+
+
+def _begun(text: str, marker: str) -> int:
+    """How many characters at the end of `text` may begin the marker."""
+    for length in range(min(len(marker) - 1, len(text)), 0, -1):
+        if marker.startswith(text[-length:]):
+            return length
+    return 0
 
 
 class HermesParser(ToolParser):
