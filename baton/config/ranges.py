@@ -39,12 +39,13 @@ class Bounds:
             return f"must not be longer than {self.max_size}, not {len(value)}"
         limits = {"at least": self.minimum, "above": self.above, "at most": self.maximum}
         given = {word: limit for word, limit in limits.items() if limit is not None}
+        shown = f"{value:g}" if isinstance(value, float) else value  # a message's are float32
         if given and not all(_HOLDS[word](value, limit) for word, limit in given.items()):
             if self.minimum is not None and self.maximum is not None:
-                return f"must be between {self.minimum} and {self.maximum}, not {value}"
+                return f"must be between {self.minimum} and {self.maximum}, not {shown}"
             said = " and ".join(f"{word} {limit}" for word, limit in given.items())
-            return f"must be {said}, not {value}"
-        return f"must be finite, not {value}" if given and not math.isfinite(value) else None
+            return f"must be {said}, not {shown}"
+        return f"must be finite, not {shown}" if given and not math.isfinite(value) else None
 
 
 def at_least(low: float) -> Bounds:

@@ -93,9 +93,10 @@ class OpenAiApp:
             allow_headers=["*"],
             expose_headers=_SHOWN,
         )
+        answered = [guard, browsers] if config.http.origins else [guard]
         starlette = Starlette(
             routes=self.routes,
-            middleware=[guard, browsers],
+            middleware=answered,
             exception_handlers={
                 BatonError: self._refuse,
                 HTTPException: _not_read,
