@@ -126,7 +126,7 @@ def loads_for_ever(folder: Path) -> None:
 def ranks_on_gpus(folder: Path, tp_size: int) -> WorkerConfig:
     cluster = on_gpus(folder)
     pool = dataclasses.replace(cluster.pools["decode"], tensor_parallel=tp_size)
-    cluster = dataclasses.replace(cluster, pools={"decode": pool})
+    cluster = dataclasses.replace(cluster, pools={**cluster.pools, "decode": pool})
     config = worker_config(cluster, "decode", "decode-0", "127.0.0.1:1")
     loads_for_ever(folder)
     return dataclasses.replace(config, transfer=TransferConfig(transport="memory"))

@@ -178,7 +178,10 @@ def identity_of(pid: int) -> ProcessIdentity:
 def test_a_replica_that_cannot_be_launched_leaves_nothing(
     replicas: RayReplicas, config: WorkerConfig
 ) -> None:
-    nowhere = dataclasses.replace(config, tp_size=2, host="no such host")  # its ranks meet there
+    pools = config.cluster.pools
+    two_ranks = dataclasses.replace(pools[config.pool], tensor_parallel=2)
+    cluster = dataclasses.replace(config.cluster, pools={**pools, config.pool: two_ranks})
+    nowhere = dataclasses.replace(config, cluster=cluster, host="no such host")  # they meet there
     with pytest.raises(ReplicaError):
         start(replicas, nowhere)
     assert replicas.find(TP_SIZES) == []

@@ -181,4 +181,4 @@ def test_kubectl_explains_a_setting_in_the_words_of_its_dataclass(
     control_plane: ControlPlane, namespace: str
 ) -> None:
     text = control_plane.kubectl("explain", "servingcluster.spec.engine.maxNumSeqs")
-    assert "Requests running at once." in text
+    assert "Most requests that run at once." in text

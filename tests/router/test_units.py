@@ -70,6 +70,7 @@ class Unit:
                         self.engine,
                         control_address=self.control,
                         model=str(self.folder),
+                        served_model_name="fake",
                     )
                 )
                 for role in (Role.PREFILL, Role.DECODE)
