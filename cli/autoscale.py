@@ -27,6 +27,7 @@ log = logging.getLogger(__name__)
 _WINDOW_S = 30.0
 _RETRY_S = 1.0
 _END_WITHIN_S = 5.0
+_ITSELF = "the autoscaler"
 
 
 class Autoscaler:
@@ -45,7 +46,7 @@ class Autoscaler:
         self._signals = FleetSignals()
         self._state = PlannerState()
         self._warned: dict[str, str] = {}
-        """The last warning about each pool that still holds."""
+        """The last warning about each pool, and about the autoscaler itself, that still holds."""
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="autoscaler", daemon=True)
 
@@ -63,18 +64,19 @@ class Autoscaler:
             try:
                 for fleet in self._client.watch_fleet(_WINDOW_S):
                     self._plan(fleet)
+                    self._warned.pop(_ITSELF, None)
             except BatonError as error:
                 log.debug("autoscaler: %s", error)
-            except Exception:  # our own fault, or a channel that was closed at the end
+            except Exception as error:  # noqa: BLE001 - our fault, or a closed channel
                 if not self._stopping.is_set():
-                    log.exception("the autoscaler failed; pools stay as they are")
+                    self._warn(_ITSELF, f"it failed, pools stay as they are: {error!r}", error)
             self._stopping.wait(_RETRY_S)
 
-    def _warn(self, pool: str, text: str) -> None:
-        """Log a warning about a pool once: it would come again each second."""
-        if self._warned.get(pool) != text:
-            self._warned[pool] = text
-            log.warning("%s: %s", pool, text)
+    def _warn(self, of: str, text: str, fault: Exception | None = None) -> None:
+        """Log a warning once: it would come again each second."""
+        if self._warned.get(of) != text:
+            self._warned[of] = text
+            log.warning("%s: %s", of, text, exc_info=fault)
 
     def _plan(self, fleet: control_pb2.WatchFleetResponse) -> None:
         signals = self._signals.take(fleet, self._bounds, time.monotonic())

@@ -18,6 +18,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,6 +43,7 @@ _BY_TLS = "grpcs://"
 _CONTROL_PORT = 7101
 _ANSWER_S = 30.0
 _TEST_S = 900  # the Jobs themselves end within 600
+_FORWARD_S = 30.0
 _RUNNING_S = 10  # kubectl itself waits a minute for a pod that there may never be
 _END_S = 5.0
 _LISTENS = re.compile(rb"Forwarding from (127\.0\.0\.1:[0-9]+)")
@@ -212,12 +214,19 @@ def refusal(output: str) -> PluginError:
 def _address(process: subprocess.Popen[bytes], errors: IO[bytes], target: Target) -> str:
     """Return the address at which kubectl listens, once it says so."""
     assert process.stdout is not None
-    for line in process.stdout:
-        if found := _LISTENS.search(line):
-            return found[1].decode()
-    process.wait(_END_S)
+    late = threading.Timer(_FORWARD_S, process.terminate)
+    late.start()
+    try:
+        for line in process.stdout:
+            if found := _LISTENS.search(line):
+                return found[1].decode()
+        process.wait(_END_S)
+    finally:
+        late.cancel()
     errors.seek(0)
     why = refusal(errors.read().decode(errors="replace")).message
+    if process.returncode == -signal.SIGTERM:
+        why = f"kubectl forwards nothing within {_FORWARD_S:g} s"
     hint = f"`kubectl -n {target.namespace} get pods,service` shows whether its pods are ready"
     raise PluginError(f"service/{target.service}: {why}", hint)
 

@@ -313,7 +313,8 @@ def _add_sampling(command: argparse.ArgumentParser) -> None:
 
 def _count(text: str) -> int:
     if not text.isdecimal() or len(text) > _MOST_DIGITS:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number: 0, 1, 2 ...")
+        what = f"a whole number of at most {_MOST_DIGITS} digits: 0, 1, 2 ..."
+        raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
     return int(text)
 
 

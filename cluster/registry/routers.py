@@ -31,6 +31,8 @@ class RouterEntry:
     heard_at: float
     is_lost: bool = False
     """Whether its call has broken."""
+    has_left: bool = False
+    """Whether it has shut down. Remembered, so that a late report of an older call is ignored."""
 
 
 class RouterReports:
@@ -61,8 +63,9 @@ class RouterReports:
     def left(self, router_id: str, call: int) -> None:
         """The router has shut down."""
         entry = self._entries.get(router_id)
-        if entry is not None and entry.call <= call:
-            del self._entries[router_id]
+        if entry is None or entry.call <= call:
+            gone = RouterEntry(router_id, call, b"", self._clock(), has_left=True)
+            self._entries[router_id] = gone
 
     def reports(self) -> tuple[bytes, ...]:
         """Reports of the routers that are not silent, ordered by router id."""
@@ -85,7 +88,8 @@ class RouterReports:
         """The routers that are not forgotten, ordered by router id."""
         since = self._clock() - FORGOTTEN_AFTER_S
         self._entries = {k: entry for k, entry in self._entries.items() if entry.heard_at > since}
-        return sorted(self._entries.values(), key=lambda entry: entry.router_id)
+        there = (entry for entry in self._entries.values() if not entry.has_left)
+        return sorted(there, key=lambda entry: entry.router_id)
 
 
 # --- units --------------------------------------------------------------------------------------

@@ -148,3 +148,16 @@ async def test_a_report_without_a_name_is_refused() -> None:
 
         with pytest.raises(grpc.aio.AioRpcError, match="router_id"):
             await stub.ReportRouter(nameless())
+
+
+def test_a_router_that_left_on_its_last_call_is_not_brought_back_by_the_one_before() -> None:
+    reports = RouterReports(lambda: 0.0)
+    former, last = reports.opened(), reports.opened()
+    reports.report("a", b"1", former)
+    reports.left("a", last)
+    reports.report("a", b"late", former)
+    for call in (former, last):
+        reports.lost("a", call)
+    assert (reports_of(reports), silent_in(reports)) == ([], [])
+    reports.report("a", b"2", reports.opened())  # started again by the same name
+    assert reports_of(reports) == [b"2"]

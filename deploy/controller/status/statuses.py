@@ -42,6 +42,7 @@ class Statuses:
             return []
         now = timestamp(self._now())
         silent = silence(view, now)
+        self._forget_gone_pools(view)
 
         def write(name: str) -> None:
             pool, plan = view.pools[name], plans.get(name)
@@ -62,6 +63,13 @@ class Statuses:
         status = cluster_status(view, verdicts)
         exposed = exposure(view)
         self.write(view.key, SERVING_CLUSTERS, view.obj, verdicts, status, exposure=exposed)
+
+    def _forget_gone_pools(self, view: ClusterView) -> None:
+        """Let another pool that gets the name of one begin without its history."""
+        looks, here = self._looks.get(view.key, {}), {key_of(p.obj) for p in view.pools.values()}
+        for resource, key in [*looks]:
+            if resource is WORKER_POOLS and key not in here:
+                del looks[resource, key]
 
     def forget(self, cluster: Key) -> None:
         self._looks.pop(cluster, None)
