@@ -39,7 +39,7 @@ class Bounds:
             return f"must not be longer than {self.max_size}, not {len(value)}"
         limits = {"at least": self.minimum, "above": self.above, "at most": self.maximum}
         given = {word: limit for word, limit in limits.items() if limit is not None}
-        shown = f"{value:g}" if isinstance(value, float) else value  # a message's are float32
+        shown = round(value, 6) if isinstance(value, float) else value  # messages have float32
         if given and not all(_HOLDS[word](value, limit) for word, limit in given.items()):
             if self.minimum is not None and self.maximum is not None:
                 return f"must be between {self.minimum} and {self.maximum}, not {shown}"
