@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from baton.clock import ManualClock
 from baton.config.router import PlacementConfig
 from bench.report import markdown, progress
 from kv_transfer.block_hash import (
@@ -56,7 +57,8 @@ def median_us(*ways: Callable[[], object]) -> list[float]:
 def fleet_that_holds(size: int, index: PrefixIndex) -> Fleet:
     """Half prefill and half decode workers, each holding a thousand blocks of its own."""
     kinds = ((f"w{number}", number % 2 == 0, number % 2 == 1) for number in range(size))
-    fleet = fleet_of(*(facts(*k, num_blocks=100_000, kv_fingerprint=FINGERPRINT) for k in kinds))
+    workers = (facts(*k, num_blocks=100_000, kv_fingerprint=FINGERPRINT) for k in kinds)
+    fleet = fleet_of(*workers, clock=ManualClock(NOW_S))
     rng = random.Random(0)
     for slot in range(size):
         index.follow(slot, b"", [(b"", rng.randbytes(1000 * HASH_BYTES))])

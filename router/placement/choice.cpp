@@ -139,7 +139,7 @@ void price_writers(const Fleet &fleet, const Query &query, const Writers &writer
       least[column] = std::min(least[column], alone + added);
     }
     if (is_reader) least[own] = kept;  // that is local prefill
-    worst = *std::max_element(least, least + count);
+    if ((turn & (turn + 1)) == 0) worst = *std::max_element(least, least + count);  // seldom: it is slow
   }
 }
 
