@@ -54,8 +54,8 @@ _V3 = f"{X86_64_V2.needs} abm avx avx2 bmi1 bmi2 f16c fma movbe xsave"
 AVX2 = Target("avx2", "-march=x86-64-v3", _V3)
 _V4 = f"{_V3} avx512bw avx512cd avx512dq avx512f avx512vl"
 AVX512 = Target("avx512", "-march=x86-64-v4", _V4)
-_BF16 = f"{AVX512.flags} -mavx512bf16"
-AVX512_BF16 = Target("avx512-bf16", _BF16, f"{_V4} avx512_bf16")
+_BF16 = f"{AVX512.flags} -mavx512bf16 -mavx512vbmi"  # Cooper Lake alone has only the first
+AVX512_BF16 = Target("avx512-bf16", _BF16, f"{_V4} avx512_bf16 avx512vbmi")
 AMX = Target("amx", f"{_BF16} -mamx-tile -mamx-bf16", f"{AVX512_BF16.needs} amx_bf16 amx_tile")
 
 
